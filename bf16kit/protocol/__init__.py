@@ -1,0 +1,1 @@
+"""The wire messages of the Open Inference Protocol, generated from ``proto/inference.proto`` (``make proto``)."""
