@@ -1,4 +1,4 @@
-"""The contract between the transport (gRPC) and the core (models, batching, metrics): the smallest file, importing neither.
+"""The contract between the transport (gRPC) and the core (models, batching, metrics), importing neither.
 
 The transport turns wire messages into :class:`Request` and :class:`Reply` into wire messages. The core owns everything
 between. Errors cross as :mod:`bf16kit.errors`; ``service.status`` maps them to gRPC codes.
@@ -91,6 +91,8 @@ class StatisticsSnapshot:
 
 
 class Statistics(Protocol):
+    """What the core counts per model version."""
+
     def snapshot(self) -> StatisticsSnapshot: ...
 
 
@@ -148,7 +150,7 @@ class Registry(Protocol):
         ...
 
     def get(self, name: str, version: str) -> Model:
-        """A ready model. Raises NotFound, Unavailable (loading, draining) or InvalidRequest (version not an integer)."""
+        """A ready model. Raises NotFound, Unavailable (loading, draining) or InvalidRequest (version no integer)."""
         ...
 
     def find(self, name: str, version: str) -> Model:

@@ -1,0 +1,117 @@
+"""The server's configuration: a flag beats the environment (``BF16KIT_…``), then ``server.yaml``, then the default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from bf16kit.errors import ConfigError
+
+ENV_PREFIX = "BF16KIT_"
+Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
+
+
+class ServerConfig(BaseSettings):
+    """Checked and frozen. Every key may stand in ``server.yaml`` and, with the prefix, in the environment."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
+
+    repository: Path
+    host: str = "127.0.0.1"
+    grpc_port: Port = 8001
+    http_port: Port = 8002
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    workers: int = 1
+
+    threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
+    handler_threads: int = Field(
+        default=64, ge=1
+    )  # requests decoded, waiting or encoded at once; each open stream holds one
+    max_in_flight: int = Field(default=512, ge=1)  # more calls than this are refused at the door
+    max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    overload_status: Literal["RESOURCE_EXHAUSTED", "UNAVAILABLE"] = "RESOURCE_EXHAUSTED"
+    drain_seconds: float = Field(default=25.0, ge=0)  # below the 30 s that Kubernetes waits before it kills
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("workers")
+    @classmethod
+    def _one_worker(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("only 1 worker process is supported in this version; start with --workers 1")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+
+def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:
+    """The configuration from all four sources; a flag that is ``None`` was not given.
+
+    Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
+    """
+    if file is not None:
+        read_mapping(file)  # the settings source passes over a missing file and trips over a list
+
+    class Layered(ServerConfig):
+        model_config = SettingsConfigDict(yaml_file=file, yaml_file_encoding="utf-8")
+
+    try:
+        config = Layered(**{key: value for key, value in flags.items() if value is not None})
+    except ValidationError as error:
+        raise ConfigError(explain(error, ServerConfig, str(file or "configuration"))) from None
+    if not config.repository.is_dir():
+        raise ConfigError(
+            f"repository {str(config.repository)!r} is not a directory; create it, or give another with --repository"
+        )
+    return config
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The YAML mapping in ``file`` (an empty file is an empty mapping). Raises :class:`ConfigError` in words."""
+    try:
+        content = yaml.safe_load(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """The first thing wrong, in words: the key, what came, what was expected; for an unknown key, the known ones."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(model, first["loc"][:-1])
+        return f"{where}: unknown key {key!r}; known keys are {', '.join(sorted(known))}"
+    if first["type"] == "missing":
+        return f"{where}: {key!r} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {key!r} is {first['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """The field names of the model nested at ``path``, or of the last model on the way there."""
+    for part in path:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+    return list(model.model_fields)
