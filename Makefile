@@ -1,0 +1,75 @@
+# The one door: people and CI use the same targets. `make` alone lists them.
+#
+#   PYTHON=python3.12   which Python .venv is built from (3.11 or newer)
+#   VENV=.venv          where it is built
+#   PYTEST_ARGS=…       more arguments for the test targets, e.g. PYTEST_ARGS='-k drift -x'
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.bf16kit-setup
+EXTRAS := cpu,convert,hf,demo,dev
+REPOSITORY ?= build/demo
+IMAGE ?= bf16kit
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test serve check bench bench-gpu test-gpu test-compose proto image clean
+
+help: ## list these targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+setup: $(STAMP) ## prepare .venv with the versions of constraints.txt, and no more
+
+# The stamp is written last: an interrupted set-up is done again, a finished one costs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) on PATH; install Python 3.11 or newer, or say which: make PYTHON=python3.12 setup" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "setup: $(PYTHON) is $$($(PYTHON) -V 2>&1); bf16kit needs 3.11 or newer: make PYTHON=python3.12 setup" >&2; exit 1; }
+	@[ -x $(BIN)/python ] && [ -x $(BIN)/pip ] || { \
+		rm -rf $(VENV); echo "setup: creating $(VENV) from $$($(PYTHON) -V)"; \
+		$(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot create environments (Debian: apt-get install python3-venv)" >&2; exit 1; }; }
+	@echo "setup: installing the pinned versions into $(VENV) (1.6 GB: a minute, or a few)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $(STAMP)
+	@echo "setup: ready"
+
+# --- use --------------------------------------------------------------------------------------------------------------
+
+demo: setup ## convert MiniLM, serve it, ask it real sentences, print accuracy, latency, sizes
+	@$(BIN)/python deploy/demo/demo.py
+
+serve: setup ## serve REPOSITORY (build/demo, which `make demo` fills) on 127.0.0.1:8001 and :8002
+	@[ -d $(REPOSITORY) ] || { echo "serve: there is no $(REPOSITORY): run 'make demo' first, or say where: make serve REPOSITORY=DIR" >&2; exit 1; }
+	@exec $(BIN)/bf16-serve --repository $(REPOSITORY)
+
+image: ## build the images bf16kit:server (no torch) and bf16kit:converter
+	docker build --target server -t $(IMAGE):server .
+	docker build --target converter -t $(IMAGE):converter .
+
+# --- checks and tests -------------------------------------------------------------------------------------------------
+
+check: setup ## format, lint, types, import rules, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup ## every test that needs neither Docker nor a GPU
+	$(BIN)/pytest -m 'not compose and not gpu' $(PYTEST_ARGS)
+
+test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason where there is none
+	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
+
+test-compose: setup ## bring compose.yaml up on a Docker engine, infer from outside, read drift from Prometheus
+	$(BIN)/pytest -m compose $(PYTEST_ARGS)
+
+clean: ## remove what builds leave behind; .venv stays
+	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
