@@ -60,6 +60,9 @@ check: setup ## format, lint, types, import rules, generated code
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) proto
+	@git diff --exit-code --stat -- bf16kit/protocol || { \
+		echo "check: bf16kit/protocol is not what proto/inference.proto generates; commit what 'make proto' wrote" >&2; exit 1; }
 
 test: setup ## every test that needs neither Docker nor a GPU
 	$(BIN)/pytest -m 'not compose and not gpu' $(PYTEST_ARGS)
@@ -69,6 +72,13 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason
 
 test-compose: setup ## bring compose.yaml up on a Docker engine, infer from outside, read drift from Prometheus
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)
+
+# The message package is renamed to bf16kit.inference, so that the stubs load beside tritonclient's in one process.
+PROTO_TMP := build/proto
+proto: setup ## regenerate bf16kit/protocol from proto/inference.proto
+	@rm -rf $(PROTO_TMP) && mkdir -p $(PROTO_TMP)/bf16kit/protocol
+	@sed 's/^package inference;$$/package bf16kit.inference;/' proto/inference.proto > $(PROTO_TMP)/bf16kit/protocol/inference.proto
+	@$(BIN)/python -m grpc_tools.protoc --proto_path=$(PROTO_TMP) --python_out=. --pyi_out=. bf16kit/protocol/inference.proto
 
 clean: ## remove what builds leave behind; .venv stays
 	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
