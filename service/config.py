@@ -29,9 +29,7 @@ class ServerConfig(BaseSettings):
     workers: int = 1
 
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
-    handler_threads: int = Field(
-        default=64, ge=1
-    )  # requests decoded, waiting or encoded at once; each open stream holds one
+    handler_threads: int = Field(default=64, ge=1)  # requests decoded, queued or encoded at once; a stream holds one
     max_in_flight: int = Field(default=512, ge=1)  # more calls than this are refused at the door
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
     overload_status: Literal["RESOURCE_EXHAUSTED", "UNAVAILABLE"] = "RESOURCE_EXHAUSTED"
@@ -71,12 +69,17 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
     try:
         config = Layered(**{key: value for key, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise ConfigError(explain(error, ServerConfig, str(file or "configuration"))) from None
+        raise ConfigError(explain(error, ServerConfig, _where(error, file))) from None
     if not config.repository.is_dir():
         raise ConfigError(
             f"repository {str(config.repository)!r} is not a directory; create it, or give another with --repository"
         )
     return config
+
+
+def _where(error: ValidationError, file: Path | None) -> str:
+    """Only the file can bring an unknown key; a bad value may come from any of the sources."""
+    return str(file) if error.errors()[0]["type"] == "extra_forbidden" else "configuration"
 
 
 def read_mapping(file: Path) -> dict[str, Any]:

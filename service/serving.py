@@ -78,7 +78,7 @@ class Serving(_Part):
 
     max_batch_size: int | None = Field(
         default=None, ge=0
-    )  # rows; 0 = no batching; None = 32 where the model has a batch axis
+    )  # rows; 0 = no batching; None = 32 where there is a batch axis
     max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
     max_queue_size: PositiveInt = 256  # requests
     instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches running at once

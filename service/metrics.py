@@ -1,0 +1,262 @@
+"""Every metric of the server, its buckets and the moments its series appear and go: the one file that knows Prometheus.
+
+The rest of the server calls :class:`ModelMetrics`, whose methods say what happened. Series of a model appear with value
+0 when it is loaded and go when it is unloaded; nothing a caller sends ever becomes a label.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from bf16kit.runtime import RuntimeInfo
+from bf16kit.tensors import TensorSpec
+
+# 100 µs (a small MLP on the machine itself) to 10 s.
+SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# One row to 1,024.
+ROWS = tuple(float(2**k) for k in range(11))
+# A hundredth of a unit roundoff of bf16 to a whole lost output; the default budget, 1.5e-2, is a bound.
+RELATIVE_L2 = (3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0)
+# About the square of the above; the default budget, 5e-4, is a bound. 2 = opposite directions.
+COSINE = (1e-8, 1e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1, 1.0, 2.0)
+# In the output's own unit, so decades: from probabilities to unscaled regressions.
+MAX_ABS = tuple(10.0**k for k in range(-6, 5))
+
+CODES = (
+    "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND",
+    "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
+)  # fmt: skip
+Rejection = Literal["queue_full", "deadline", "cancelled", "draining"]
+REJECTIONS: tuple[Rejection, ...] = ("queue_full", "deadline", "cancelled", "draining")
+Outcome = Literal["measured", "dropped", "failed"]
+OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
+# A sum that has met one infinity is infinite for good, so that no rate can be taken of it again.
+LARGEST_DRIFT = 1e9
+
+_MODEL = ("model", "version")
+_Child = TypeVar("_Child", Counter, Gauge, Histogram)
+
+
+class _Families:
+    """The metrics of design §8, registered once per process. Gauges say how several workers' values combine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=registry)
+
+        def gauge(name: str, text: str, *labels: str, mode: Literal["livesum", "livemin", "livemax"]) -> Gauge:
+            labelnames = (*_MODEL, *labels)
+            return Gauge(f"bf16kit_{name}", text, labelnames, registry=registry, multiprocess_mode=mode)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=registry, buckets=buckets)
+
+        self.requests = counter("requests_total", "Requests answered, by gRPC status code.", "code")
+        self.rows = counter("rows_total", "Rows run: the sum of all batch sizes.")
+        self.executions = counter("executions_total", "Batches run.")
+        self.rejected = counter("rejected_total", "Requests refused or dropped before they ran.", "reason")
+        self.request_seconds = histogram("request_duration_seconds", "From arrival to the encoded answer.", SECONDS)
+        self.queue_seconds = histogram("queue_duration_seconds", "What one request waited for its batch.", SECONDS)
+        self.compute_seconds = histogram("compute_duration_seconds", "What one batch took to run.", SECONDS)
+        self.batch_rows = histogram("batch_rows", "Rows in one batch.", ROWS)
+        self.queue_depth = gauge("queue_depth", "Requests waiting for a batch.", mode="livesum")
+        self.in_flight = gauge("requests_in_flight", "Requests waiting or running.", mode="livesum")
+        self.ready = gauge("model_ready", "1 when the model answers, else 0.", mode="livemin")
+        self.load_seconds = gauge("model_load_seconds", "From opening the artifact to ready.", mode="livemax")
+        self.weight_bytes = gauge("model_weight_bytes", "Stored weights that the model maps.", mode="livemax")
+        self.info = gauge(
+            "model_info", "1; how the model really runs, in the labels.",
+            "backend", "device", "profile", "precision", "accumulation", mode="livemax",
+        )  # fmt: skip
+        self.relative_l2 = histogram("drift_relative_l2", "Live drift of one sample.", RELATIVE_L2, "output")
+        self.cosine = histogram("drift_cosine_distance", "Live drift of one sample.", COSINE, "output")
+        self.max_abs = histogram("drift_max_abs", "Live drift of one sample.", MAX_ABS, "output")
+        self.top1_matches = counter("drift_top1_matches_total", "Rows of logits with the reference's top.", "output")
+        self.top1_rows = counter("drift_top1_rows_total", "Rows of logits compared.", "output")
+        self.nonfinite = counter("drift_nonfinite_total", "Elements not finite where the reference's are.", "output")
+        self.samples = counter("drift_samples_total", "Samples taken from live requests, by outcome.", "outcome")
+        self.budget_ratio = gauge(
+            "drift_budget_ratio", "Recent drift as a share of its budget; over 1 is a breach.",
+            "output", "metric", mode="livemax",
+        )  # fmt: skip
+        self.baseline = gauge(
+            "drift_baseline", "Drift measured at conversion.", "output", "metric", mode="livemax"
+        )  # fmt: skip
+        self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="livemax")
+        self.fallback_transitions = counter("fallback_transitions_total", "Changes of precision.", "to")
+
+    def all(self) -> Iterable[Counter | Gauge | Histogram]:
+        families: dict[str, Counter | Gauge | Histogram] = vars(self)
+        return families.values()
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputSeries:
+    relative_l2: Histogram
+    cosine: Histogram
+    max_abs: Histogram
+    nonfinite: Counter
+    top1: tuple[Counter, Counter] | None  # matches, rows; for logits only
+
+
+class ModelMetrics:
+    """The series of one version of one model, looked up once so that a request pays for none of it."""
+
+    def __init__(self, families: _Families, model: str, version: int) -> None:
+        self._families = families
+        self._labels = (model, str(version))
+        f = families
+        self._requests = {code: self._of(f.requests, code) for code in CODES}
+        self._rejected = {reason: self._of(f.rejected, reason) for reason in REJECTIONS}
+        self._samples = {outcome: self._of(f.samples, outcome) for outcome in OUTCOMES}
+        self._rows, self._executions = self._of(f.rows), self._of(f.executions)
+        self._request_seconds, self._queue_seconds = self._of(f.request_seconds), self._of(f.queue_seconds)
+        self._compute_seconds, self._batch_rows = self._of(f.compute_seconds), self._of(f.batch_rows)
+        self._queue_depth, self._in_flight = self._of(f.queue_depth), self._of(f.in_flight)
+        self._ready, self._load_seconds = self._of(f.ready), self._of(f.load_seconds)
+        self._weight_bytes = self._of(f.weight_bytes)
+        self._outputs: dict[str, _OutputSeries] = {}
+        self._of(f.fallback_active)
+        for precision in ("fp32", "bf16"):
+            self._of(f.fallback_transitions, precision)
+
+    def _of(self, family: _Child, *labels: str) -> _Child:
+        return family.labels(*self._labels, *labels)
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def opened(self, weight_bytes: int, outputs: Iterable[TensorSpec], budgeted: Iterable[str]) -> None:
+        """The artifact is open: its outputs are known. ``budgeted`` are the drift metrics that have a bound."""
+        self._weight_bytes.set(weight_bytes)
+        f, metrics = self._families, tuple(budgeted)
+        for spec in outputs:
+            logits = spec.kind == "logits"
+            self._outputs[spec.name] = _OutputSeries(
+                relative_l2=self._of(f.relative_l2, spec.name),
+                cosine=self._of(f.cosine, spec.name),
+                max_abs=self._of(f.max_abs, spec.name),
+                nonfinite=self._of(f.nonfinite, spec.name),
+                top1=(self._of(f.top1_matches, spec.name), self._of(f.top1_rows, spec.name)) if logits else None,
+            )
+            for metric in metrics:
+                if logits or metric != "top1_agreement":
+                    self.budget_ratio(spec.name, metric, 0.0)
+
+    def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
+        """The runtime is loaded. ``baseline`` is the manifest's drift, by output and then metric."""
+        labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
+        self._of(self._families.info, *labels).set(1)
+        for output, metrics in baseline.items():
+            for metric, value in metrics.items():
+                self._of(self._families.baseline, output, metric).set(value)
+
+    def ready(self, is_ready: bool, load_seconds: float | None = None) -> None:
+        self._ready.set(1 if is_ready else 0)
+        if load_seconds is not None:
+            self._load_seconds.set(load_seconds)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def request(self, code: str, seconds: float) -> None:
+        """One request is answered with the gRPC code of this name."""
+        series = self._requests.get(code)
+        if series is None:
+            series = self._requests[code] = self._of(self._families.requests, code)
+        series.inc()
+        self._request_seconds.observe(seconds)
+
+    def in_flight(self, change: int) -> None:
+        self._in_flight.inc(change)
+
+    def rejected(self, reason: Rejection) -> None:
+        self._rejected[reason].inc()
+
+    def queued(self, change: int) -> None:
+        self._queue_depth.inc(change)
+
+    def waited(self, seconds: float) -> None:
+        self._queue_seconds.observe(seconds)
+
+    def executed(self, rows: int, seconds: float) -> None:
+        self._executions.inc()
+        self._rows.inc(rows)
+        self._batch_rows.observe(rows)
+        self._compute_seconds.observe(seconds)
+
+    # --- drift --------------------------------------------------------------------------------------------------------
+
+    def sampled(self, outcome: Outcome, samples: int) -> None:
+        self._samples[outcome].inc(samples)
+
+    def drift(self, output: str, relative_l2: float, cosine_distance: float, max_abs: float, nonfinite: int) -> None:
+        """The drift of one sample (row) of one output."""
+        series = self._outputs[output]
+        series.relative_l2.observe(_finite(relative_l2))
+        series.cosine.observe(_finite(cosine_distance))
+        series.max_abs.observe(_finite(max_abs))
+        series.nonfinite.inc(nonfinite)
+
+    def top1(self, output: str, matches: int, rows: int) -> None:
+        """How many rows of logits agree on the top class; nothing for an output of another kind."""
+        series = self._outputs[output].top1
+        if series is not None:
+            series[0].inc(matches)
+            series[1].inc(rows)
+
+    def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
+        self._of(self._families.budget_ratio, output, metric).set(ratio)
+
+
+class Metrics:
+    """All models' metrics on one registry: give each server (and each test) its own."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._registry = registry or CollectorRegistry()
+        self._families = _Families(self._registry)
+        self._models: dict[tuple[str, int], ModelMetrics] = {}
+
+    def add(self, model: str, version: int) -> ModelMetrics:
+        """The series of this model version, all of them present with value 0."""
+        series = self._models[model, version] = ModelMetrics(self._families, model, version)
+        return series
+
+    def remove(self, model: str, version: int) -> None:
+        """Remove every series of this model version."""
+        self._models.pop((model, version), None)
+        for family in self._families.all():
+            family.remove_by_labels({"model": model, "version": str(version)})
+
+    def request(self, model: str, version: int, code: str, seconds: float) -> None:
+        """See :class:`service.contract.RequestObserver`; a model that does not exist leaves no trace."""
+        series = self._models.get((model, version))
+        if series is not None:
+            series.request(code, seconds)
+
+    def expose(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics as a scraper wants them (its Accept header), and their content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(_WithoutCreationTimes(self._registry)), content_type
+
+
+class _WithoutCreationTimes(Collector):
+    """The registry, less the ``…_created`` series that double its size and tell an operator nothing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) and value < LARGEST_DRIFT else LARGEST_DRIFT
