@@ -1,0 +1,242 @@
+"""``make demo``: convert all-MiniLM-L6-v2, serve it, ask it real sentences, and print what bf16 cost.
+
+Everything runs as a user would run it: the two programs as processes, and a plain tritonclient that knows nothing of
+bf16kit. Running it again converts again and replaces the artifact. Exit code 0 when every step worked.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import live_drift
+import minilm
+import numpy as np
+import tritonclient.grpc as triton
+from live_drift import LiveDrift
+from numpy.typing import NDArray
+from sentences import sentences
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1] / "build" / "demo"
+MODEL = "minilm"
+OUTPUT = "last_hidden_state"
+LOG = REPOSITORY.parent / "demo-server.log"
+MB = 1e6
+SERVED_FILES = ("weights.bf16", "weights.fp32", "cpu.onnx")
+T = TypeVar("T")
+
+EVERYDAY = (
+    "A man is eating a piece of bread.",
+    "Someone is having a meal.",
+    "The orchestra will play a symphony tonight.",
+    "There is a concert in the city this evening.",
+    "The invoice is due at the end of the month.",
+    "Please pay the bill before the thirtieth.",
+)
+
+
+class DemoFailed(Exception):
+    """A step did not do what it promises; the text says which, and where to look."""
+
+
+def main() -> int:
+    """Run the demo; 0 when all of it worked."""
+    try:
+        artifact = convert()
+        with served() as (grpc_address, http_address):
+            embeddings, latencies = ask(grpc_address)
+            print_similarity(embeddings)
+            print_latency(latencies)
+            print_drift(wait_for_drift(http_address, len(latencies)))
+        print_sizes(artifact)
+    except (DemoFailed, FileNotFoundError, triton.InferenceServerException) as failure:
+        print(f"\ndemo failed: {failure}", file=sys.stderr)
+        return 1
+    print(
+        "\ndemo done: `make serve` serves the same artifact on 127.0.0.1:8001 (gRPC) and :8002 (metrics, status page)"
+    )
+    return 0
+
+
+# --- the two programs -------------------------------------------------------------------------------------------------
+
+
+def convert() -> Path:
+    """Convert the checkpoint with real sentences as calibration samples; the artifact's directory."""
+    target = REPOSITORY / MODEL / "1"
+    print(f"== converting {minilm.checkpoint().parent.name} (fp32) to {_shown(target)}")
+    command = [_program("bf16-convert"), "checkpoint", str(minilm.checkpoint()), "--out", str(target), "--force"]
+    result = subprocess.run([*command, "--samples", "minilm:calibration"], env=_environment(), check=False)
+    if result.returncode != 0:
+        raise DemoFailed(f"bf16-convert ended with exit code {result.returncode}; its message is above")
+    (target.parent / "serving.yaml").write_text(
+        "# Written by `make demo`: every request is run again in fp32, so that the drift below is of all of them.\n"
+        "shadow: {rate: 1.0, max_per_second: 1000}\n"
+    )
+    return target
+
+
+@contextmanager
+def served() -> Iterator[tuple[str, str]]:
+    """A server process on free ports: its gRPC and HTTP addresses once ready; asked to stop, and waited for, after."""
+    grpc_port, http_port = _free_ports(2)
+    print(f"\n== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {_shown(LOG)}")
+    command = [_program("bf16-serve"), "--repository", str(REPOSITORY), "--device", "cpu"]
+    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
+    started = time.perf_counter()
+    with LOG.open("w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        _wait("the server to be ready", lambda: _ready(server, http_port) or None, seconds=120)
+        print(f"   ready after {time.perf_counter() - started:.1f} s")
+        yield f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}"
+        server.send_signal(signal.SIGTERM)
+        if (code := server.wait(timeout=60)) != 0:
+            raise DemoFailed(f"the server ended with exit code {code} on SIGTERM; see {_shown(LOG)}")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _program(name: str) -> str:
+    """A command of the environment that runs the demo, whether or not that is on PATH."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+def _environment() -> dict[str, str]:
+    """This directory importable, so that ``--samples minilm:calibration`` is found."""
+    return {**os.environ, "PYTHONPATH": str(HERE)}
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _ready(server: subprocess.Popen[bytes], http_port: int) -> bool:
+    if server.poll() is not None:
+        raise DemoFailed(f"the server ended with exit code {server.returncode}:\n{LOG.read_text()[-2000:]}")
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def _wait(what: str, condition: Callable[[], T | None], seconds: float) -> T:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"waited {seconds:.0f} s for {what}")
+        time.sleep(0.05)
+    return value
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
+def ask(address: str, count: int = 200) -> tuple[NDArray[np.float64], list[float]]:
+    """Embeddings of the everyday sentences [6, 384], and the latency in seconds of each of ``count`` real sentences."""
+    client = triton.InferenceServerClient(address)
+    wanted = {tensor.name for tensor in client.get_model_metadata(MODEL).inputs}
+    encoder = minilm.tokenizer()
+
+    def embed(sentence: str) -> tuple[NDArray[np.float64], float]:
+        feeds = minilm.tokenize(encoder, [sentence])
+        started = time.perf_counter()
+        reply = client.infer(MODEL, [_tensor(name, feeds[name]) for name in feeds if name in wanted])
+        seconds = time.perf_counter() - started
+        return minilm.mean_pool(reply.as_numpy(OUTPUT), feeds["attention_mask"])[0], seconds
+
+    everyday = np.stack([embed(sentence)[0] for sentence in EVERYDAY])
+    latencies = [embed(sentence)[1] for sentence in sentences(count)]
+    client.close()
+    return everyday, latencies
+
+
+def _tensor(name: str, value: NDArray[np.int64]) -> Any:
+    tensor = triton.InferInput(name, list(value.shape), "INT64")
+    tensor.set_data_from_numpy(value)
+    return tensor
+
+
+# --- what came of it --------------------------------------------------------------------------------------------------
+
+
+def print_similarity(embeddings: NDArray[np.float64]) -> None:
+    """The cosine similarity of every pair; each sentence must be nearest to the one that means the same."""
+    similarity = embeddings @ embeddings.T
+    print("\n== similarity (cosine of mean-pooled embeddings, computed from bf16 weights)")
+    for row, sentence in zip(similarity, EVERYDAY, strict=True):
+        print(f"   {sentence:<46}" + "".join(f"{value:7.3f}" for value in row))
+    nearest = (similarity - 2 * np.eye(len(EVERYDAY))).argmax(axis=1)
+    if any(int(found) != index ^ 1 for index, found in enumerate(nearest)):
+        raise DemoFailed(f"the nearest sentences are {nearest.tolist()}, not each other's paraphrase")
+
+
+def print_latency(latencies: list[float]) -> None:
+    """Percentiles over single-sentence requests, one in flight, as the client saw them."""
+    p50, p99 = np.percentile(latencies, [50, 99]) * 1e3
+    print(f"\n== latency of {len(latencies)} real sentences, one in flight, every one re-run in fp32 beside it")
+    print(f"   p50 {p50:.1f} ms   p99 {p99:.1f} ms")
+
+
+def wait_for_drift(address: str, at_least: int) -> LiveDrift:
+    """The live drift, once the shadow has measured, dropped or failed ``at_least`` requests."""
+
+    def settled() -> LiveDrift | None:
+        found = live_drift.read(address)
+        return found if sum(found.outcomes.values()) >= at_least else None
+
+    return _wait("the shadow to measure the requests", settled, seconds=120)
+
+
+def print_drift(drift: LiveDrift) -> None:
+    """Live drift beside what the converter measured; a demo whose drift is over budget has failed."""
+    print(
+        "\n== live drift against fp32, from /metrics ("
+        + ", ".join(f"{n:.0f} {o}" for o, n in drift.outcomes.items())
+        + ")"
+    )
+    for row in drift.rows:
+        measured = f"mean {row.mean:.2e}   at conversion {row.baseline:.2e}   {row.ratio:.2f} of budget"
+        print(f"   {row.output:<20}{row.metric:<17}{measured}")
+    if not drift.outcomes.get("measured"):
+        raise DemoFailed("the shadow measured no request")
+    if any(row.ratio > 1 for row in drift.rows):
+        raise DemoFailed("live drift is over budget")
+
+
+def print_sizes(artifact: Path) -> None:
+    """Bytes on disk of each file, and of what is served, against the fp32 checkpoint."""
+    source = (minilm.checkpoint() / "model.safetensors").stat().st_size
+    files = {file.name: file.stat().st_size for file in sorted(artifact.iterdir())}
+    print(f"\n== sizes (the fp32 checkpoint has {source / MB:.1f} MB)")
+    for name, size in files.items():
+        print(f"   {name:<24}{size / MB:9.2f} MB")
+    served = sum(files.get(name, 0) for name in SERVED_FILES)
+    print(f"   {served / source:.3f} of the checkpoint for one ONNX profile ({', '.join(SERVED_FILES)})")
+    restorable = served + files.get("residual.bin", 0)
+    print(f"   {restorable / source:.3f} with residual.bin, which restores the fp32 checkpoint bit for bit")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The drift that a running server measures, read from its ``/metrics`` as Prometheus would read it."""
+
+from __future__ import annotations
+
+import urllib.request
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+METRICS = ("relative_l2", "cosine_distance")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric of one output: its mean over all measured samples, the manifest's value, and recent drift ÷ budget."""
+
+    output: str
+    metric: str
+    mean: float
+    baseline: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class LiveDrift:
+    """``outcomes`` counts shadowed requests by what became of them: measured, dropped, failed."""
+
+    outcomes: dict[str, float]
+    rows: list[Row]
+
+
+def read(address: str) -> LiveDrift:
+    """The drift series of the only model that the server at ``address`` (host:port) serves."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    outcomes = {s.labels["outcome"]: s.value for s in _named(samples, "bf16kit_drift_samples_total")}
+    outputs = sorted({s.labels["output"] for s in _named(samples, "bf16kit_drift_relative_l2_count")})
+    return LiveDrift(outcomes, [_row(samples, output, metric) for output in outputs for metric in METRICS])
+
+
+def _row(samples: list[Sample], output: str, metric: str) -> Row:
+    total, count = (_value(samples, f"bf16kit_drift_{metric}_{part}", output=output) for part in ("sum", "count"))
+    return Row(
+        output,
+        metric,
+        mean=total / count if count else 0.0,
+        baseline=_value(samples, "bf16kit_drift_baseline", output=output, metric=metric),
+        ratio=_value(samples, "bf16kit_drift_budget_ratio", output=output, metric=metric),
+    )
+
+
+def _named(samples: list[Sample], name: str) -> list[Sample]:
+    return [sample for sample in samples if sample.name == name]
+
+
+def _value(samples: list[Sample], name: str, **labels: str) -> float:
+    """The value of the one series with these labels; 0 where there is none."""
+    found = (s.value for s in _named(samples, name) if labels.items() <= s.labels.items())
+    return next(found, 0.0)
