@@ -32,6 +32,7 @@ from bf16kit.tensors import BY_NAME, Kind, TensorSpec
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+RESIDUAL = "residual.bin"
 PROFILES = ("cpu", "cuda", "torchscript")
 
 _DIGEST = re.compile(rb'^ "digest": "([0-9a-f]{64})",?$', re.MULTILINE)
@@ -273,6 +274,8 @@ def _check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> No
         raise ValueError(
             f"checkpoint tensor {entry.name!r}: {entry.shape} is not {tensor.shape} permuted by {entry.permutation}"
         )
+    if entry.dtype != tensor.dtype and (entry.dtype, tensor.dtype) != ("float32", "bfloat16"):
+        raise ValueError(f"checkpoint tensor {entry.name!r}: {tensor.dtype} does not restore {entry.dtype}")
 
 
 def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:

@@ -1,0 +1,214 @@
+"""Opening an artifact: every file checked before use, tensors mapped from disk, the fp32 checkpoint restored."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.errors import ArtifactDamaged, ArtifactError
+from bf16kit.manifest import MANIFEST, RESIDUAL, CheckpointEntry, FileEntry, Manifest, Segment, TensorEntry, plain_name
+from bf16kit.residual import Scale, decode
+from bf16kit.tensors import BY_NAME
+
+Array = NDArray[Any]
+_MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """A few inputs, and what the reference answered to them."""
+
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """One converted model version, opened read-only. Its tensors are views of memory-mapped files."""
+
+    path: Path
+    manifest: Manifest
+    _maps: dict[str, NDArray[np.uint8]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True) -> Artifact:
+        """The artifact in directory ``path``; files that its manifest does not list are ignored.
+
+        Names, links and sizes are always checked, the sha256 of every file unless ``verify`` is false.
+        Raises :class:`ArtifactError` when this is no artifact, :class:`ManifestVersionError` when it is newer than this
+        program, :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
+        """
+        path = Path(path)
+        manifest = _read_manifest(path)
+        artifact = cls(path, manifest)
+        for name, entry in manifest.files.items():
+            _check_file(path, name, entry)
+        _check_references(manifest, path)
+        if verify:
+            artifact.verify()
+        return artifact
+
+    def verify(self) -> None:
+        """Hash every file, in parallel; ArtifactDamaged names the first whose sha256 is not the manifest's."""
+        files = sorted(self.manifest.files.items(), key=lambda item: -item[1].bytes)
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            for (name, entry), digest in zip(files, pool.map(lambda f: _sha256(self.path / f[0]), files), strict=True):
+                if digest != entry.sha256:
+                    raise ArtifactDamaged(
+                        f"{self.path / name}: its sha256 is {digest[:12]}…, the manifest says {entry.sha256[:12]}…;"
+                        " copy or convert the artifact again"
+                    )
+
+    def file(self, name: str) -> Path:
+        """The path of a file that the manifest lists; ArtifactError for any other name."""
+        if name not in self.manifest.files:
+            raise ArtifactError(f"{self.path}: no file {name!r} in this artifact")
+        return self.path / name
+
+    def tensor(self, name: str) -> Array:
+        """The tensor as stored (bfloat16, float32, ...): a read-only view of the mapped file."""
+        entry = self._entry(name)
+        data = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes))
+        return data.view(BY_NAME[entry.dtype].numpy).reshape(entry.shape)
+
+    def restore(self, name: str) -> NDArray[np.float32]:
+        """The tensor in fp32, bit for bit as it was before rounding; a tensor stored as fp32 is returned as stored.
+
+        Raises ArtifactError when the artifact was converted without its residual.
+        """
+        entry = self._entry(name)
+        stored = self.tensor(name)
+        if entry.dtype == "float32":
+            return stored
+        if entry.dtype != "bfloat16":
+            raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was never rounded")
+        if entry.residual is None:
+            raise ArtifactError(
+                f"{self.path}: no residual of tensor {name!r}, fp32 cannot be restored; convert without --no-residual"
+            )
+        return decode(self._bytes(RESIDUAL, entry.residual).data, stored, self._scale(entry))
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Array]]:
+        """Every tensor of the source checkpoint, bit for bit, C-contiguous, one at a time in the manifest's order."""
+        for entry in self.manifest.checkpoint:
+            yield entry.name, self._checkpoint_tensor(entry)
+
+    def golden(self) -> Golden:
+        """The golden samples; ArtifactError when the artifact has none."""
+        if self.manifest.golden is None:
+            raise ArtifactError(f"{self.path}: this artifact has no golden samples")
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        try:
+            arrays = load_file(self.file(self.manifest.golden))
+        except (SafetensorError, KeyError) as error:
+            raise ArtifactDamaged(f"{self.path / self.manifest.golden}: {error}") from None
+        return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"))
+
+    @cached_property
+    def _entries(self) -> dict[str, TensorEntry]:
+        return {entry.name: entry for entry in self.manifest.tensors}
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._entries:
+            raise ArtifactError(f"{self.path}: no tensor {name!r} in this artifact")
+        return self._entries[name]
+
+    def _scale(self, entry: TensorEntry) -> Scale | None:
+        if entry.scale is None or entry.scale_axis is None:
+            return None
+        try:
+            return Scale(entry.scale_axis, self.tensor(entry.scale))
+        except ValueError as error:
+            raise ArtifactDamaged(f"{self.path}: the scale of tensor {entry.name!r}: {error}") from None
+
+    def _checkpoint_tensor(self, entry: CheckpointEntry) -> Array:
+        stored_as = self._entry(entry.tensor).dtype
+        array = self.tensor(entry.tensor) if stored_as == entry.dtype else self.restore(entry.tensor)
+        if entry.permutation is None:
+            return array
+        return np.ascontiguousarray(array.transpose(entry.permutation))
+
+    def _bytes(self, name: str, segment: Segment) -> NDArray[np.uint8]:
+        if segment.bytes == 0:  # an empty file cannot be mapped
+            return np.empty(0, np.uint8)
+        if name not in self._maps:
+            mapped = np.memmap(self.file(name), np.uint8, mode="r")
+            self._maps[name] = mapped.view(np.ndarray)
+        return self._maps[name][segment.offset : segment.offset + segment.bytes]
+
+
+def _read_manifest(path: Path) -> Manifest:
+    if not path.is_dir():
+        raise ArtifactError(f"{path}: no such directory")
+    where = path / MANIFEST
+    if not where.is_file():
+        raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
+    _check_inside(path, MANIFEST)
+    if where.stat().st_size > _MAX_MANIFEST:
+        raise ArtifactError(f"{where}: larger than {_MAX_MANIFEST >> 20} MiB, not a manifest")
+    return Manifest.loads(where.read_bytes(), where)
+
+
+def _check_file(path: Path, name: str, entry: FileEntry) -> None:
+    """Guards before a file is read: a plain name, there, not a link out, a regular file, of the size said."""
+    _check_inside(path, name)
+    try:
+        found = (path / name).stat()
+    except OSError as error:
+        raise ArtifactDamaged(f"{path / name}: missing or unreadable ({error.strerror})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise ArtifactError(f"{path / name}: not a regular file")
+    if found.st_size != entry.bytes:
+        raise ArtifactDamaged(f"{path / name}: {found.st_size} bytes, the manifest says {entry.bytes}")
+
+
+def _check_inside(path: Path, name: str) -> None:
+    """A link may point to another name in the same directory (as a Kubernetes volume's do), never out of it."""
+    try:
+        plain_name(name)
+    except ValueError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    if (path / name).is_symlink() and not Path(os.path.realpath(path / name)).is_relative_to(os.path.realpath(path)):
+        raise ArtifactError(f"{path / name}: a link out of the artifact")
+
+
+def _check_references(manifest: Manifest, path: Path) -> None:
+    """Every file that the manifest speaks of is listed in it, and every tensor lies within its file."""
+    names = [p.graph for p in manifest.profiles.values()]
+    names += [n for n in (manifest.reference, manifest.golden) if n is not None]
+    for name in names:
+        if name not in manifest.files:
+            raise ArtifactError(f"{path / MANIFEST}: {name!r} is not among its files")
+    for tensor in manifest.tensors:
+        _check_segment(manifest, path, tensor.name, tensor.file, tensor.offset + tensor.bytes)
+        if tensor.residual is not None:
+            end = tensor.residual.offset + tensor.residual.bytes
+            _check_segment(manifest, path, tensor.name, RESIDUAL, end)
+
+
+def _check_segment(manifest: Manifest, path: Path, tensor: str, file: str, end: int) -> None:
+    if file not in manifest.files:
+        raise ArtifactError(f"{path / MANIFEST}: tensor {tensor!r} is in {file!r}, which is not among its files")
+    if end > manifest.files[file].bytes:
+        raise ArtifactError(f"{path / MANIFEST}: tensor {tensor!r} ends at byte {end}, beyond the end of {file!r}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _with_prefix(arrays: dict[str, Array], prefix: str) -> dict[str, Array]:
+    return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}

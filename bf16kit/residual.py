@@ -1,0 +1,220 @@
+"""The residual: what rounding removed, so that a bfloat16 tensor restores the fp32 one bit for bit.
+
+For each element, from its fp32 bit pattern ``W`` and the pattern ``P`` predicted from the stored bfloat16 value::
+
+    low = (W - P) mod 2**16                    2 bytes; without a scale exactly the low half of W
+    W   = P + signed(low)  [-+ 65536]          signed(low) in -32767 .. 32768
+
+``P`` is the stored value in fp32 or, where a scale was folded into the stored tensor, that value divided by the scale
+in float64 and rounded to fp32 once. ``signed(low)`` is right unless W was a tie that rounded up, or the scale stretched
+the distance to 17 bits: those elements are *crossed*, and take 65536 more or less, whichever is on the other side of P.
+Whatever is farther away still (flushed subnormals, some NaNs) is kept *verbatim*, index and bits.
+
+A segment, little-endian: the low halves; the crossed elements, as indices or as a compressed bitmap, whichever is
+smaller; the verbatim indices, then their bits; a footer of :data:`_FOOTER`. All of it streams: encoding and decoding
+need little memory beyond their result.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.errors import ArtifactDamaged
+from bf16kit.numerics import BF16, Bf16Array
+
+_FOOTER = struct.Struct("<QQQB3x4s")  # elements, bytes of the crossed part, verbatim elements, form of crossed, magic
+_MAGIC = b"RES1"
+_INDICES, _BITMAP = 0, 1
+_CHUNK = 1 << 18  # elements; a multiple of 8, so that bitmaps of chunks join
+_NAN = 0x7FC00000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """What was folded into a stored tensor: ``stored = round(fp32 * values)``, one value per index of ``axis``.
+
+    ``values`` is 1-D float32, each finite and not zero; ValueError otherwise.
+    """
+
+    axis: int
+    values: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1 or self.values.dtype != np.float32:
+            raise ValueError(f"a scale is 1-D float32, got {self.values.dtype.name}{list(self.values.shape)}")
+        if not np.all(np.isfinite(self.values) & (self.values != 0)):
+            raise ValueError("a scale that is zero or not finite cannot be undone")
+
+
+def encode(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> bytes:
+    """The segment that, with ``bf16`` and ``scale``, restores ``fp32`` (same shape) bit for bit."""
+    return b"".join(encode_chunks(fp32, bf16, scale))
+
+
+def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[bytes]:
+    """:func:`encode`, piece by piece, for writing straight to a file. ValueError when shapes or dtypes do not fit."""
+    if fp32.shape != bf16.shape or fp32.dtype != np.float32 or bf16.dtype != BF16:
+        raise ValueError(f"cannot encode {fp32.dtype.name}{fp32.shape} against {bf16.dtype.name}{bf16.shape}")
+    words = np.ascontiguousarray(fp32).reshape(-1).view(np.uint32)
+    bitmaps: list[bytes] = []
+    crossed: list[NDArray[np.int64]] = []
+    verbatim: list[NDArray[np.int64]] = []
+    for start, predicted in _predictions(bf16, scale):
+        word = words[start : start + predicted.size]
+        low = (word - predicted).astype(np.uint16)
+        near = _near(predicted, low)
+        cross = (near != word) & (_crossed(near, low) == word)
+        far = (near != word) & ~cross
+        bitmaps.append(np.packbits(cross, bitorder="little").tobytes())
+        crossed.append(np.flatnonzero(cross) + start)
+        verbatim.append(np.flatnonzero(far) + start)
+        yield low.astype("<u2").tobytes()
+    form, crossing = _smaller(np.concatenate([*crossed, _empty()]), bitmaps, words.size)
+    yield crossing
+    indices = np.concatenate([*verbatim, _empty()])
+    yield indices.astype("<u8").tobytes()
+    yield words[indices].astype("<u4").tobytes()
+    yield _FOOTER.pack(words.size, len(crossing), indices.size, form, _MAGIC)
+
+
+def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = None) -> NDArray[np.float32]:
+    """The fp32 tensor, of the shape of ``bf16``, that ``segment`` was encoded from.
+
+    Raises :class:`~bf16kit.errors.ArtifactDamaged` when the segment is malformed or does not fit ``bf16``.
+    """
+    if bf16.dtype != BF16:
+        raise ValueError(f"a residual restores from bfloat16, got {bf16.dtype.name}")
+    parts = _Parts.read(memoryview(segment).cast("B"), bf16.size)
+    crossed = parts.crossed()
+    restored = np.empty(bf16.size, np.uint32)
+    for start, predicted in _predictions(bf16, scale):
+        stop = start + predicted.size
+        low = parts.low[start:stop]
+        near = _near(predicted, low)
+        first, last = np.searchsorted(crossed, (start, stop))
+        here = crossed[first:last] - start
+        near[here] = _crossed(near[here], low[here])
+        restored[start:stop] = near
+    restored[parts.verbatim] = parts.bits
+    return restored.view(np.float32).reshape(bf16.shape)
+
+
+def _predictions(bf16: Bf16Array, scale: Scale | None) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+    """``(start, P)`` for each chunk of the flat tensor."""
+    if scale is not None and (scale.axis >= bf16.ndim or bf16.shape[scale.axis] != scale.values.size):
+        raise ValueError(f"a scale of {scale.values.size} values on axis {scale.axis} does not fit {bf16.shape}")
+    stored = np.ascontiguousarray(bf16).reshape(-1)
+    for start in range(0, stored.size, _CHUNK):
+        chunk = stored[start : start + _CHUNK]
+        if scale is None:
+            yield start, chunk.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        else:
+            yield start, _unscaled(chunk, scale, start, bf16.shape)
+
+
+def _unscaled(chunk: Bf16Array, scale: Scale, start: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+    inner = int(np.prod(shape[scale.axis + 1 :], dtype=np.int64))
+    channel = (np.arange(start, start + chunk.size) // inner) % scale.values.size
+    with np.errstate(all="ignore"):  # overflow and NaN are predictions like any other
+        quotient = (chunk.astype(np.float64) / scale.values.astype(np.float64)[channel]).astype(np.float32)
+    bits = quotient.view(np.uint32)
+    bits[np.isnan(quotient)] = _NAN  # which NaN a division gives depends on the machine
+    return bits
+
+
+def _near(predicted: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """``P + signed(low)``, modulo 2**32."""
+    wide = low.astype(np.uint32)
+    wide[low > 0x8000] |= 0xFFFF0000
+    wide += predicted
+    return wide
+
+
+def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """65536 more where ``signed(low)`` is negative, 65536 less elsewhere, modulo 2**32."""
+    return near + np.where(low > 0x8000, np.uint32(0x10000), np.uint32(0xFFFF0000))
+
+
+def _smaller(indices: NDArray[np.int64], bitmaps: list[bytes], count: int) -> tuple[int, bytes]:
+    width = _index_dtype(count)
+    listed = indices.size * width.itemsize
+    if listed <= count // 64:  # a bitmap of so few ones does not compress below its indices
+        return _INDICES, indices.astype(width).tobytes()
+    bitmap = zlib.compress(b"".join(bitmaps), 6)
+    return (_BITMAP, bitmap) if len(bitmap) < listed else (_INDICES, indices.astype(width).tobytes())
+
+
+def _index_dtype(count: int) -> np.dtype[Any]:
+    return np.dtype("<u4" if count <= 1 << 32 else "<u8")
+
+
+def _empty() -> NDArray[np.int64]:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """A segment taken apart and found whole."""
+
+    low: NDArray[np.uint16]
+    form: int
+    crossing: memoryview
+    verbatim: NDArray[np.uint64]
+    bits: NDArray[np.uint32]
+
+    @classmethod
+    def read(cls, segment: memoryview, count: int) -> _Parts:
+        if len(segment) < _FOOTER.size:
+            raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes is shorter than its footer")
+        elements, crossing, verbatim, form, magic = _FOOTER.unpack(segment[-_FOOTER.size :])
+        if magic != _MAGIC or form not in (_INDICES, _BITMAP):
+            raise ArtifactDamaged("residual: a segment does not end in a residual footer")
+        if elements != count:
+            raise ArtifactDamaged(f"residual: a segment holds {elements} elements, its tensor has {count}")
+        ends = np.cumsum([2 * elements, crossing, 8 * verbatim, 4 * verbatim], dtype=object)
+        if ends[-1] != len(segment) - _FOOTER.size:
+            raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes does not hold what its footer says")
+        parts = cls(
+            low=np.frombuffer(segment[: ends[0]], "<u2"),
+            form=form,
+            crossing=segment[ends[0] : ends[1]],
+            verbatim=np.frombuffer(segment[ends[1] : ends[2]], "<u8"),
+            bits=np.frombuffer(segment[ends[2] : ends[3]], "<u4"),
+        )
+        _check_indices(parts.verbatim, count)
+        return parts
+
+    def crossed(self) -> NDArray[np.int64]:
+        """Sorted flat indices of the crossed elements."""
+        count = self.low.size
+        if self.form == _INDICES:
+            dtype = _index_dtype(count)
+            if len(self.crossing) % dtype.itemsize:
+                raise ArtifactDamaged("residual: a list of indices is cut short")
+            indices = np.frombuffer(self.crossing, dtype)
+            _check_indices(indices, count)
+            return indices.astype(np.int64)
+        return np.flatnonzero(np.unpackbits(_inflate(self.crossing, count), count=count, bitorder="little"))
+
+
+def _inflate(compressed: memoryview, count: int) -> NDArray[np.uint8]:
+    size = (count + 7) // 8
+    try:
+        bitmap = zlib.decompressobj().decompress(compressed, size + 1)  # never more than it may be
+    except zlib.error:
+        raise ArtifactDamaged("residual: a bitmap cannot be decompressed") from None
+    if len(bitmap) != size:
+        raise ArtifactDamaged(f"residual: a bitmap of {len(bitmap)} bytes, expected {size}")
+    return np.frombuffer(bitmap, np.uint8)
+
+
+def _check_indices(indices: NDArray[Any], count: int) -> None:
+    if indices.size and (int(indices[-1]) >= count or not bool(np.all(indices[:-1] < indices[1:]))):
+        raise ArtifactDamaged(f"residual: indices are not ascending below {count}")

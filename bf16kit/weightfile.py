@@ -1,0 +1,59 @@
+"""Writing weights: tensors appended to one file, aligned for mapping, hashed on the way so none is read twice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.manifest import FileEntry, Segment
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+_PIECE = 1 << 20  # bytes: hashed while still in the cache that writing them filled
+
+
+class WeightWriter:
+    """Appends tensors to a new file; each starts at a multiple of :data:`ALIGNMENT` bytes, zeros between."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("xb")
+        self._hash = hashlib.sha256()
+        self._position = 0
+
+    def append(self, array: NDArray[Any]) -> Segment:
+        """Write ``array`` in C order, little-endian, and say where it went. A contiguous one is not copied."""
+        little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+        return self.append_chunks([little.reshape(-1).view(np.uint8).data])
+
+    def append_chunks(self, chunks: Iterable[bytes | memoryview]) -> Segment:
+        """Write pieces one after the other as one segment: what never was in memory whole."""
+        self._write(bytes(-self._position % ALIGNMENT))
+        start = self._position
+        for chunk in chunks:
+            self._write(chunk)
+        return Segment(offset=start, bytes=self._position - start)
+
+    def close(self) -> FileEntry:
+        """Close the file; its digest and size. May be called again."""
+        self._file.close()
+        return FileEntry(sha256=self._hash.hexdigest(), bytes=self._position)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            self._file.write(piece)
+            self._hash.update(piece)
+            self._position += len(piece)
