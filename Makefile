@@ -17,6 +17,8 @@ EXTRAS := cpu,convert,hf,demo,dev
 REPOSITORY ?= build/demo
 IMAGE ?= bf16kit
 PYTEST_ARGS ?=
+# ONNX Runtime 1.31 reports usage to its vendor unless told not to.
+export ORT_DISABLE_TELEMETRY := 1
 
 .PHONY: help setup demo test serve check bench bench-gpu test-gpu test-compose proto image clean
 

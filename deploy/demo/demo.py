@@ -25,11 +25,11 @@ import numpy as np
 import tritonclient.grpc as triton
 from live_drift import LiveDrift
 from numpy.typing import NDArray
+from publish import MODEL, PublishFailed, program, publish
 from sentences import sentences
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1] / "build" / "demo"
-MODEL = "minilm"
 OUTPUT = "last_hidden_state"
 LOG = REPOSITORY.parent / "demo-server.log"
 MB = 1e6
@@ -60,7 +60,7 @@ def main() -> int:
             print_latency(latencies)
             print_drift(wait_for_drift(http_address, len(latencies)))
         print_sizes(artifact)
-    except (DemoFailed, FileNotFoundError, triton.InferenceServerException) as failure:
+    except (DemoFailed, PublishFailed, FileNotFoundError, triton.InferenceServerException) as failure:
         print(f"\ndemo failed: {failure}", file=sys.stderr)
         return 1
     print(
@@ -73,18 +73,9 @@ def main() -> int:
 
 
 def convert() -> Path:
-    """Convert the checkpoint with real sentences as calibration samples; the artifact's directory."""
-    target = REPOSITORY / MODEL / "1"
-    print(f"== converting {minilm.checkpoint().parent.name} (fp32) to {_shown(target)}")
-    command = [_program("bf16-convert"), "checkpoint", str(minilm.checkpoint()), "--out", str(target), "--force"]
-    result = subprocess.run([*command, "--samples", "minilm:calibration"], env=_environment(), check=False)
-    if result.returncode != 0:
-        raise DemoFailed(f"bf16-convert ended with exit code {result.returncode}; its message is above")
-    (target.parent / "serving.yaml").write_text(
-        "# Written by `make demo`: every request is run again in fp32, so that the drift below is of all of them.\n"
-        "shadow: {rate: 1.0, max_per_second: 1000}\n"
-    )
-    return target
+    """Convert the checkpoint into the demo's repository; the artifact's directory."""
+    print(f"== converting all-MiniLM-L6-v2 (fp32) into {_shown(REPOSITORY)}", flush=True)
+    return publish(REPOSITORY)
 
 
 @contextmanager
@@ -92,7 +83,7 @@ def served() -> Iterator[tuple[str, str]]:
     """A server process on free ports: its gRPC and HTTP addresses once ready; asked to stop, and waited for, after."""
     grpc_port, http_port = _free_ports(2)
     print(f"\n== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {_shown(LOG)}")
-    command = [_program("bf16-serve"), "--repository", str(REPOSITORY), "--device", "cpu"]
+    command = [program("bf16-serve"), "--repository", str(REPOSITORY), "--device", "cpu"]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
     started = time.perf_counter()
     with LOG.open("w") as out:
@@ -104,23 +95,15 @@ def served() -> Iterator[tuple[str, str]]:
         server.send_signal(signal.SIGTERM)
         if (code := server.wait(timeout=60)) != 0:
             raise DemoFailed(f"the server ended with exit code {code} on SIGTERM; see {_shown(LOG)}")
+    except subprocess.TimeoutExpired:
+        raise DemoFailed(f"the server did not end within a minute of SIGTERM; see {_shown(LOG)}") from None
     finally:
         server.kill()
         server.wait()
 
 
-def _program(name: str) -> str:
-    """A command of the environment that runs the demo, whether or not that is on PATH."""
-    return str(Path(sys.executable).with_name(name))
-
-
 def _shown(path: Path) -> str:
     return os.path.relpath(path)
-
-
-def _environment() -> dict[str, str]:
-    """This directory importable, so that ``--samples minilm:calibration`` is found."""
-    return {**os.environ, "PYTHONPATH": str(HERE)}
 
 
 def _free_ports(count: int) -> list[int]:

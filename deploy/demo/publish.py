@@ -1,0 +1,57 @@
+"""Puts the demo's model into a repository: converts all-MiniLM-L6-v2 and says how it is to be served.
+
+``python publish.py REPOSITORY`` is what the one-shot service of ``compose.yaml`` runs; ``make demo`` calls
+:func:`publish`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import minilm
+
+HERE = Path(__file__).parent
+MODEL = "minilm"
+
+
+class PublishFailed(Exception):
+    """``bf16-convert`` ended with another exit code than 0; its own message is already on the terminal."""
+
+
+def publish(repository: Path) -> Path:
+    """Convert with real sentences as calibration samples, replacing what is there; the artifact's directory."""
+    target = repository / MODEL / "1"
+    command = [program("bf16-convert"), "checkpoint", str(minilm.checkpoint()), "--out", str(target), "--force"]
+    # This directory is made importable, so that the converter finds `minilm:calibration`.
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    result = subprocess.run([*command, "--samples", "minilm:calibration"], env=environment, check=False)
+    if result.returncode != 0:
+        raise PublishFailed(f"bf16-convert ended with exit code {result.returncode}; its message is above")
+    shutil.copyfile(HERE / "serving.yaml", target.parent / "serving.yaml")
+    return target
+
+
+def program(name: str) -> str:
+    """A command of the environment that runs this file, whether or not that is on PATH."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def main(repository: Path) -> int:
+    """Publish unless the repository already holds the model, so that starting again is quick."""
+    if (repository / MODEL / "serving.yaml").exists():  # written last
+        print(f"{repository / MODEL} is there already; remove the volume to convert again")
+        return 0
+    try:
+        publish(repository)
+    except (PublishFailed, FileNotFoundError) as failure:
+        print(f"publish failed: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
