@@ -1,0 +1,152 @@
+"""One tensor between the wire and numpy: raw bytes, typed contents, and the bf16 or fp16 a caller may send for fp32.
+
+Sizes are checked before anything is allocated. Every refusal is an :class:`~bf16kit.errors.InvalidRequest` that names
+the tensor, what came and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit import numerics
+from bf16kit.errors import InvalidRequest
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.tensors import BY_OIP, DType, TensorSpec
+
+Array = NDArray[Any]
+
+_LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor
+_MAX_EXTENT = 2**31 - 1  # of the dimensions of an empty tensor: they cost nothing on the wire, but may inside the model
+
+#: For each datatype the field of ``InferTensorContents`` that carries it. FP16 and BF16 travel raw only.
+CONTENTS_FIELD = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def wire_dtype(spec: TensorSpec, model_dtype: DType, datatype: str) -> DType:
+    """The datatype in which a tensor for ``spec`` came: the model's own, or FP16 or BF16 for an FP32 input."""
+    if datatype == model_dtype.oip:
+        return model_dtype
+    if model_dtype.oip == "FP32" and datatype in ("BF16", "FP16"):
+        return BY_OIP[datatype]
+    also = " (BF16 and FP16 are widened exactly)" if model_dtype.oip == "FP32" else ""
+    raise InvalidRequest(f"input {spec.name!r} has datatype {datatype!r}, expected {model_dtype.oip}{also}")
+
+
+def element_count(name: str, shape: Sequence[int]) -> int:
+    """The number of elements of ``shape``, exact however large the sizes; an empty dimension is legal."""
+    if shape and min(shape) < 0:
+        raise InvalidRequest(f"input {name!r} has shape {list(shape)}: a request's dimensions are 0 or more")
+    count = math.prod(shape)
+    if not count and math.prod(d for d in shape if d) > _MAX_EXTENT:
+        raise InvalidRequest(f"input {name!r} has shape {list(shape)}: too large, although it is empty")
+    return count
+
+
+def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
+    """The tensor in ``data``: a read-only view, except for BYTES (an object array of ``str``)."""
+    count = element_count(name, shape)
+    if dtype.oip == "BYTES":
+        return _objects(name, _split_bytes(name, count, data), shape)
+    expected = count * dtype.numpy.itemsize
+    if len(data) != expected:
+        raise InvalidRequest(
+            f"input {name!r} has {len(data)} bytes, expected {expected} for {dtype.oip} of shape {list(shape)}"
+        )
+    array = np.frombuffer(data, dtype.numpy).reshape(shape)
+    if dtype.oip == "BOOL" and count and array.view(np.uint8).max() > 1:
+        raise InvalidRequest(f"input {name!r} is BOOL and holds a byte that is neither 0 nor 1")
+    return array
+
+
+def decode_contents(name: str, dtype: DType, shape: tuple[int, ...], contents: pb.InferTensorContents) -> Array:
+    """The tensor in the typed ``contents``, which must fill the one field of its datatype and nothing else."""
+    field = CONTENTS_FIELD.get(dtype.oip)
+    if field is None:
+        raise InvalidRequest(f"input {name!r} is {dtype.oip}, which travels in raw_input_contents only")
+    others = [f.name for f, _ in contents.ListFields() if f.name != field]
+    if others:
+        raise InvalidRequest(f"input {name!r} is {dtype.oip}, expected in {field}, but {others[0]} is filled")
+    values = getattr(contents, field)
+    count = element_count(name, shape)
+    if len(values) != count:
+        raise InvalidRequest(
+            f"input {name!r} has {len(values)} elements in {field}, expected {count} for shape {list(shape)}"
+        )
+    if dtype.oip == "BYTES":
+        return _objects(name, values, shape)
+    try:
+        return np.fromiter(values, dtype.numpy, count).reshape(shape)
+    except OverflowError:
+        raise InvalidRequest(f"input {name!r} holds a value outside the range of {dtype.oip}") from None
+
+
+def widen(array: Array) -> Array:
+    """bf16 or fp16 to fp32, exactly."""
+    if array.dtype == numerics.BF16:
+        return numerics.to_fp32(array)
+    return array.astype(np.float32)
+
+
+def encode_raw(dtype: DType, array: Array) -> bytes:
+    """The bytes of ``array`` as ``raw_output_contents`` wants them: row-major, or length-prefixed for BYTES.
+
+    An fp32 array for ``dtype`` BF16 is rounded to nearest, ties to even.
+    """
+    if dtype.oip == "BYTES":
+        return _join_bytes(array.ravel())
+    if dtype.oip == "BF16" and array.dtype == np.float32:
+        array = numerics.to_bf16(array)
+    return array.tobytes()
+
+
+def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:
+    """The ``count`` elements framed in ``data``. The bound on the frames is checked before any is read."""
+    if count * _LENGTH > len(data):
+        raise InvalidRequest(
+            f"input {name!r} has {len(data)} bytes, too few for {count} BYTES elements of at least {_LENGTH} each"
+        )
+    elements = []
+    at = 0
+    for index in range(count):
+        start = at + _LENGTH
+        end = start + int.from_bytes(data[at:start], "little")
+        if start > len(data) or end > len(data):
+            raise InvalidRequest(f"input {name!r} ends inside BYTES element {index} of {count}")
+        elements.append(data[start:end])
+        at = end
+    if at != len(data):
+        raise InvalidRequest(f"input {name!r} has {len(data)} bytes, expected {at} for its {count} BYTES elements")
+    return elements
+
+
+def _objects(name: str, elements: Sequence[bytes], shape: tuple[int, ...]) -> Array:
+    """An object array of ``str``: strings in a model are UTF-8, and a runtime would print bytes as ``b'…'``."""
+    array = np.empty(len(elements), np.object_)
+    try:
+        array[:] = [element.decode() for element in elements]
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"input {name!r} holds BYTES that are not UTF-8: {error.reason}") from None
+    return array.reshape(shape)
+
+
+def _join_bytes(elements: Iterable[str | bytes]) -> bytes:
+    encoded = (e.encode() if isinstance(e, str) else bytes(e) for e in elements)
+    return b"".join(len(e).to_bytes(_LENGTH, "little") + e for e in encoded)

@@ -1,0 +1,155 @@
+"""What the server says about itself and its models: metadata, configuration, statistics and the repository's index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import bf16kit
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.tensors import BY_NAME, TensorSpec
+from service.contract import Duration, Model, StatisticsSnapshot
+
+SERVER_NAME = "bf16kit"
+#: Only what is really there. perf_analyzer looks for ``statistics``.
+EXTENSIONS = ("model_configuration", "parameters", "statistics")
+
+_ANY = -1
+_PLATFORMS = {"onnxruntime": "onnxruntime_onnx", "torchscript": "pytorch_libtorch"}
+_BACKENDS = {"onnxruntime": "onnxruntime", "torchscript": "pytorch"}
+_STATES = {"ready": "READY", "loading": "LOADING", "unavailable": "UNAVAILABLE"}
+
+
+def server_metadata() -> pb.ServerMetadataResponse:
+    """The server's name, version and the extensions of the protocol that it has."""
+    return pb.ServerMetadataResponse(name=SERVER_NAME, version=bf16kit.__version__, extensions=EXTENSIONS)
+
+
+def model_metadata(model: Model, versions: Iterable[int]) -> pb.ModelMetadataResponse:
+    """Names, datatypes and shapes (−1 = any size), and in ``properties`` how the model really runs."""
+    return pb.ModelMetadataResponse(
+        name=model.name,
+        versions=[str(v) for v in versions],
+        platform=_PLATFORMS.get(model.info.backend, model.info.backend),
+        inputs=[_tensor_metadata(spec) for spec in model.inputs],
+        outputs=[_tensor_metadata(spec) for spec in model.outputs],
+        properties=_properties(model),
+    )
+
+
+def model_config(model: Model) -> pb.ModelConfigResponse:
+    """Triton's ``ModelConfig``: with a maximum batch size, ``dims`` leave the batch dimension out."""
+    axis = model.batch_axis if model.max_batch_size > 0 else None
+    config = pb.ModelConfig(
+        name=model.name,
+        platform=_PLATFORMS.get(model.info.backend, model.info.backend),
+        backend=_BACKENDS.get(model.info.backend, model.info.backend),
+        max_batch_size=model.max_batch_size,
+        input=[pb.ModelInput(name=s.name, data_type=_data_type(s), dims=_dims(s, axis)) for s in model.inputs],
+        output=[pb.ModelOutput(name=s.name, data_type=_data_type(s), dims=_dims(s, axis)) for s in model.outputs],
+        instance_group=[_instance_group(model)],
+        parameters={key: pb.ModelParameter(string_value=value) for key, value in _properties(model).items()},
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=False),
+    )
+    if model.max_batch_size > 0:
+        delay_us = round(model.max_queue_delay_s * 1e6)
+        config.dynamic_batching.CopyFrom(pb.ModelDynamicBatching(max_queue_delay_microseconds=delay_us))
+    return pb.ModelConfigResponse(config=config)
+
+
+def model_statistics(models: Iterable[Model]) -> pb.ModelStatisticsResponse:
+    """Counts and durations of each model, ready ones only: the others' device is not known yet."""
+    return pb.ModelStatisticsResponse(model_stats=[_statistics(m, m.statistics.snapshot()) for m in models])
+
+
+def repository_index(models: Iterable[Model], ready_only: bool) -> pb.RepositoryIndexResponse:
+    """Every version with its state, and the reason where it is not ready."""
+    index = pb.RepositoryIndexResponse.ModelIndex
+    return pb.RepositoryIndexResponse(
+        models=[
+            index(name=m.name, version=str(m.version), state=_STATES[m.state], reason=m.reason)
+            for m in models
+            if m.state == "ready" or not ready_only
+        ]
+    )
+
+
+def _tensor_metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:
+    return pb.ModelMetadataResponse.TensorMetadata(
+        name=spec.name, datatype=BY_NAME[spec.dtype].oip, shape=_dims(spec, None)
+    )
+
+
+def _dims(spec: TensorSpec, without_axis: int | None) -> list[int]:
+    sizes = [dim if isinstance(dim, int) else _ANY for dim in spec.shape]
+    return [size for axis, size in enumerate(sizes) if axis != without_axis]
+
+
+def _data_type(spec: TensorSpec) -> pb.DataType:
+    oip = BY_NAME[spec.dtype].oip
+    number = pb.DataType.Value("TYPE_STRING" if oip == "BYTES" else f"TYPE_{oip}")
+    return cast(
+        pb.DataType, number
+    )  # the stubs call the number an enum where it goes in, and an int where it comes out
+
+
+def _instance_group(model: Model) -> pb.ModelInstanceGroup:
+    device, _, index = model.info.device.partition(":")
+    on_gpu = device == "cuda"
+    return pb.ModelInstanceGroup(
+        name=f"{model.name}_0",
+        kind=pb.ModelInstanceGroup.KIND_GPU if on_gpu else pb.ModelInstanceGroup.KIND_CPU,
+        count=model.instances,
+        gpus=[int(index or 0)] if on_gpu else (),
+    )
+
+
+def _properties(model: Model) -> dict[str, str]:
+    info = model.info
+    return {
+        "profile": info.profile,
+        "precision": info.precision,
+        "accumulation": info.accumulation,
+        "device": info.device,
+        "note": info.note,
+    }
+
+
+def _statistics(model: Model, seen: StatisticsSnapshot) -> pb.ModelStatistics:
+    return pb.ModelStatistics(
+        name=model.name,
+        version=str(model.version),
+        last_inference=seen.last_inference_ms,
+        inference_count=seen.inference_count,
+        execution_count=seen.execution_count,
+        inference_stats=pb.InferStatistics(
+            success=_duration(seen.success),
+            fail=_duration(seen.fail),
+            queue=_duration(seen.queue),
+            compute_input=_duration(seen.compute_input),
+            compute_infer=_duration(seen.compute_infer),
+            compute_output=_duration(seen.compute_output),
+            cache_hit=pb.StatisticDuration(),
+            cache_miss=pb.StatisticDuration(),
+        ),
+        batch_stats=[
+            pb.InferBatchStatistics(
+                batch_size=batch.batch_size,
+                compute_input=_duration(batch.compute_input),
+                compute_infer=_duration(batch.compute_infer),
+                compute_output=_duration(batch.compute_output),
+            )
+            for batch in seen.batches
+        ],
+        memory_usage=_memory(model, seen),
+    )
+
+
+def _memory(model: Model, seen: StatisticsSnapshot) -> Sequence[pb.MemoryUsage]:
+    device, _, index = model.info.device.partition(":")
+    kind = "GPU" if device == "cuda" else "CPU"
+    return [pb.MemoryUsage(type=kind, id=int(index or 0), byte_size=seen.weight_bytes)] if seen.weight_bytes else ()
+
+
+def _duration(duration: Duration) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=duration.count, ns=duration.ns)

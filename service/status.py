@@ -1,0 +1,74 @@
+"""The one table from errors to gRPC codes. What is not in it was not expected: its text stays in the log."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpc import StatusCode
+
+from bf16kit.errors import (
+    Bf16kitError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    Unsupported,
+)
+
+_MAX_DETAILS = 500  # characters: details travel in HTTP/2 headers, which hold 8 KiB
+_log = logging.getLogger(__name__)
+
+CODES: Mapping[type[RequestError], StatusCode] = {
+    InvalidRequest: StatusCode.INVALID_ARGUMENT,
+    NotFound: StatusCode.NOT_FOUND,
+    Unavailable: StatusCode.UNAVAILABLE,
+    Overloaded: StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: StatusCode.CANCELLED,
+    Unsupported: StatusCode.UNIMPLEMENTED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a caller is told."""
+
+    code: StatusCode
+    details: str
+
+
+class StatusTable:
+    """:data:`CODES`, with the code for overload that the operator chose.
+
+    Triton answers overload with UNAVAILABLE, which KServe's client retries three times: overload multiplies itself.
+    """
+
+    def __init__(self, overload: StatusCode = StatusCode.RESOURCE_EXHAUSTED) -> None:
+        self._codes = {**CODES, Overloaded: overload}
+
+    def of(self, error: Exception) -> Status:
+        """The status for ``error``. One that is not a refusal is logged here, under an incident id of its own."""
+        if isinstance(error, RequestError):
+            for kind in type(error).__mro__:
+                if kind in self._codes:
+                    return Status(self._codes[kind], _shortened(str(error)))
+        return _incident(error)
+
+
+def _incident(error: Exception) -> Status:
+    """A failure the caller did not cause: they get a number to quote, the log gets the number and the text."""
+    incident = secrets.token_hex(6)
+    kind = "failure" if isinstance(error, Bf16kitError) else "bug"
+    _log.error("incident %s: %s while answering a request: %s", incident, kind, error, exc_info=error)
+    return Status(StatusCode.INTERNAL, f"internal error, incident {incident}; the server's log has the details")
+
+
+def _shortened(details: str) -> str:
+    """``details`` short enough for a header, even if a caller's endless name is in it."""
+    return details if len(details) <= _MAX_DETAILS else details[: _MAX_DETAILS - 1] + "…"

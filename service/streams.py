@@ -1,0 +1,54 @@
+"""Answers for a stream: several requests at work at once, so that they can share a batch, yet answered in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class OrderedAnswers(Generic[Q, A]):
+    """Iterates over ``answer(request)`` in the order of ``requests``, at most ``window`` of them at work.
+
+    A reader on ``executor`` takes the next request while earlier ones run; with the window full it stops reading, and
+    the transport's flow control holds the caller back. ``executor`` needs a thread for the reader beside those that
+    answer. The iteration ends with ``requests``, or when :meth:`close` is called.
+    """
+
+    def __init__(self, requests: Iterator[Q], answer: Callable[[Q], A], executor: Executor, window: int) -> None:
+        self._requests = requests
+        self._answer = answer
+        self._executor = executor
+        self._room = threading.Semaphore(window)
+        self._answers: SimpleQueue[Future[A] | None] = SimpleQueue()
+        self._closed = False
+
+    def __iter__(self) -> Iterator[A]:
+        reader = self._executor.submit(self._read)
+        try:
+            while (answer := self._answers.get()) is not None:
+                yield answer.result()
+                self._room.release()
+            reader.result()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Read no further request."""
+        self._closed = True
+        self._room.release()
+
+    def _read(self) -> None:
+        try:
+            while self._room.acquire() and not self._closed:
+                request = next(self._requests, None)
+                if request is None:
+                    return
+                self._answers.put(self._executor.submit(self._answer, request))
+        finally:
+            self._answers.put(None)
