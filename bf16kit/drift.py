@@ -1,0 +1,204 @@
+"""Drift: the distance between a candidate's outputs and the reference's on the same inputs, per output and per sample.
+
+All in float64, r = reference, c = candidate, both flattened, over the elements where r is finite:
+
+``relative_l2``      ‖c−r‖ / ‖r‖
+``cosine_distance``  1 − c·r / (‖c‖‖r‖), computed as ½‖r/‖r‖ − c/‖c‖‖², which keeps its digits when the two nearly agree
+``max_abs``          max |c−r|
+``sqnr_db``          20·log10(‖r‖ / ‖c−r‖)
+``top1_agreement``   share of rows (along the last axis) of a ``logits`` output whose largest element is the same one
+``nonfinite``        elements not finite where the reference is
+
+A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero reference and another candidate have
+``relative_l2`` inf and ``cosine_distance`` 1. A candidate that is not finite where the reference is, or has another
+shape, is infinitely far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.budget import METRICS, Breach, Budget
+from bf16kit.tensors import TensorSpec
+
+__all__ = ["DISTRIBUTIONS", "METRICS", "Breach", "Budget", "DriftSummary", "SampleDrift", "measure"]
+
+DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
+
+_BLOCK = 1 << 20  # elements of float64 at a time, or one sample where a sample is larger
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDrift:
+    """The drift of one sample. ``top1_rows`` is 0 for outputs that are not logits."""
+
+    relative_l2: float
+    cosine_distance: float
+    max_abs: float
+    sqnr_db: float
+    top1_matches: int
+    top1_rows: int
+    nonfinite: int
+
+
+def measure(
+    reference: NDArray[Any], candidate: NDArray[Any], spec: TensorSpec, batch_axis: int | None
+) -> list[SampleDrift]:
+    """One :class:`SampleDrift` for each row of ``batch_axis``; one in all for ``None`` or an output without that axis.
+
+    Integers and booleans are compared as float64. Of strings, r is all ones and c is 1 where the string is the same.
+    """
+    if reference.dtype == np.object_:
+        same = reference == candidate if reference.shape == candidate.shape else np.zeros(())
+        reference, candidate = np.ones(reference.shape), np.asarray(same, np.float64)
+    axis = batch_axis if batch_axis is not None and batch_axis < reference.ndim else None
+    if reference.shape != candidate.shape:
+        return [_INFINITELY_FAR] * (1 if axis is None else reference.shape[axis])
+    r, c = _samples_first(reference, axis), _samples_first(candidate, axis)
+    logits = spec.kind == "logits" and reference.ndim > (0 if axis is None else 1) and reference.shape[-1] > 0
+    classes = reference.shape[-1] if logits else None
+    return [drift for rows in _blocks(r) for drift in _measure(r[rows], c[rows], classes)]
+
+
+_INFINITELY_FAR = SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 0, 0)
+
+
+def _samples_first(array: NDArray[Any], axis: int | None) -> NDArray[Any]:
+    """``[samples, elements]``, with the last axis of the array still last."""
+    if axis is None:
+        return array.reshape(1, -1)
+    return np.moveaxis(array, axis, 0).reshape(array.shape[axis], math.prod(array.shape) // max(1, array.shape[axis]))
+
+
+def _blocks(array: NDArray[Any]) -> Iterator[slice]:
+    step = max(1, _BLOCK // max(1, array.shape[1]))
+    return (slice(start, start + step) for start in range(0, array.shape[0], step))
+
+
+def _measure(reference: NDArray[Any], candidate: NDArray[Any], classes: int | None) -> Iterator[SampleDrift]:
+    """Drift of each row of two ``[samples, elements]`` arrays."""
+    with np.errstate(invalid="ignore"):  # casting a NaN of a narrow type raises the flag
+        r, c = reference.astype(np.float64), candidate.astype(np.float64)
+    matches, rows = _top1(r, c, classes)
+    judged = np.isfinite(r)
+    nonfinite = np.count_nonzero(judged & ~np.isfinite(c), axis=1)
+    far = nonfinite > 0
+    r[~judged] = 0.0
+    c[~judged] = 0.0
+    c[far] = r[far]  # their distances are known to be infinite; this keeps infinities out of the sums
+    relative, cosine, largest = _distances(r, c)
+    for i in range(r.shape[0]):
+        if far[i]:
+            l2, cos, peak = math.inf, 1.0, math.inf
+        else:
+            l2, cos, peak = float(relative[i]), float(cosine[i]), float(largest[i])
+        yield SampleDrift(l2, cos, peak, _decibels(l2), int(matches[i]), rows, int(nonfinite[i]))
+
+
+def _distances(
+    r: NDArray[np.float64], c: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """``relative_l2``, ``cosine_distance`` and ``max_abs`` of each row; all elements finite."""
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        _, largest, difference_norm = _unit(c - r)
+        r, r_peak, r_norm = _unit(r)
+        c, c_peak, c_norm = _unit(c)
+        relative = (largest / r_peak) * (difference_norm / r_norm)
+        cosine = 0.5 * np.square(np.linalg.norm(r / r_norm[:, None] - c / c_norm[:, None], axis=1))
+    both, either = (r_peak == 0) & (c_peak == 0), (r_peak == 0) | (c_peak == 0)
+    relative = np.where(both, 0.0, np.where((r_peak == 0) | np.isnan(relative), np.inf, relative))
+    cosine = np.where(both, 0.0, np.where(either, 1.0, cosine))
+    return relative, cosine, largest
+
+
+def _unit(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Each row divided by its largest magnitude, so that squares neither overflow nor vanish; that magnitude; the norm
+    of the divided row."""
+    peak = np.max(np.abs(x), axis=1, initial=0.0)
+    x = x / np.where(peak == 0, 1.0, peak)[:, None]
+    return x, peak, np.linalg.norm(x, axis=1)
+
+
+def _decibels(relative_l2: float) -> float:
+    if relative_l2 == 0:
+        return math.inf
+    return -20.0 * math.log10(relative_l2) if math.isfinite(relative_l2) else -math.inf
+
+
+def _top1(r: NDArray[np.float64], c: NDArray[np.float64], classes: int | None) -> tuple[NDArray[np.int64], int]:
+    """How many rows of ``classes`` elements agree in each sample, and how many rows a sample has."""
+    if classes is None:
+        return np.zeros(r.shape[0], np.int64), 0
+    rows = r.shape[1] // classes
+    shape = (r.shape[0], rows, classes)
+    same = r.reshape(shape).argmax(axis=2) == c.reshape(shape).argmax(axis=2)
+    return np.count_nonzero(same, axis=1).astype(np.int64), rows
+
+
+@dataclass(frozen=True, slots=True)
+class DriftSummary:
+    """The drift of many samples of one output.
+
+    ``stats[metric][stat]``: ``mean``, ``p50``, ``p99`` and ``worst`` of the metrics with a value per sample, where
+    ``p99`` and ``worst`` lie on the bad side (low for ``sqnr_db``); ``top1_agreement`` has only ``mean``, and is absent
+    when the output is not logits; ``nonfinite`` has ``total``.
+    """
+
+    samples: int
+    stats: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, samples: Iterable[SampleDrift]) -> DriftSummary:
+        """Summarise at least one sample; ValueError for none."""
+        drifts = list(samples)
+        if not drifts:
+            raise ValueError("no samples to summarise")
+        stats = {metric: _distribution(metric, [getattr(d, metric) for d in drifts]) for metric in DISTRIBUTIONS}
+        rows = sum(d.top1_rows for d in drifts)
+        if rows:
+            stats["top1_agreement"] = {"mean": sum(d.top1_matches for d in drifts) / rows}
+        stats["nonfinite"] = {"total": float(sum(d.nonfinite for d in drifts))}
+        return cls(len(drifts), stats)
+
+    def judged(self, metric: str) -> float | None:
+        """The number that a budget bounds; ``None`` when this output has no such metric.
+
+        The mean of ``relative_l2``, ``cosine_distance`` and ``sqnr_db``, the worst ``max_abs``, the agreement over all
+        rows, the total of ``nonfinite``.
+        """
+        return self.stats.get(metric, {}).get(_JUDGED[metric])
+
+    def worst(self, metric: str) -> float | None:
+        """The worst sample's value, or for ``top1_agreement`` and ``nonfinite`` the judged one."""
+        stats = self.stats.get(metric, {})
+        return stats.get("worst", self.judged(metric))
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """``stats``, as the manifest keeps them."""
+        return {metric: dict(stats) for metric, stats in self.stats.items()}
+
+
+_JUDGED = {
+    "relative_l2": "mean",
+    "cosine_distance": "mean",
+    "max_abs": "worst",
+    "sqnr_db": "mean",
+    "top1_agreement": "mean",
+    "nonfinite": "total",
+}
+
+
+def _distribution(metric: str, values: list[float]) -> dict[str, float]:
+    ordered = sorted(values, reverse=metric == "sqnr_db")  # from best to worst
+    return {
+        "mean": ordered[-1] if math.isinf(ordered[-1]) else float(np.mean(ordered)),  # one of -inf outweighs any +inf
+        "p50": ordered[(len(ordered) - 1) // 2],
+        "p99": ordered[math.ceil(0.99 * len(ordered)) - 1],
+        "worst": ordered[-1],
+    }
