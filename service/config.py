@@ -29,8 +29,8 @@ class ServerConfig(BaseSettings):
     workers: int = 1
 
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
-    handler_threads: int = Field(default=64, ge=1)  # requests decoded, queued or encoded at once; a stream holds one
-    max_in_flight: int = Field(default=512, ge=1)  # more calls than this are refused at the door
+    max_in_flight: int = Field(default=256, ge=1)  # requests; more than this are refused at the door
+    max_streams: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
     overload_status: Literal["RESOURCE_EXHAUSTED", "UNAVAILABLE"] = "RESOURCE_EXHAUSTED"
     drain_seconds: float = Field(default=25.0, ge=0)  # below the 30 s that Kubernetes waits before it kills

@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 
@@ -196,20 +197,16 @@ class ModelMetrics:
     def sampled(self, outcome: Outcome, samples: int) -> None:
         self._samples[outcome].inc(samples)
 
-    def drift(self, output: str, relative_l2: float, cosine_distance: float, max_abs: float, nonfinite: int) -> None:
+    def drift(self, output: str, sample: SampleDrift) -> None:
         """The drift of one sample (row) of one output."""
         series = self._outputs[output]
-        series.relative_l2.observe(_finite(relative_l2))
-        series.cosine.observe(_finite(cosine_distance))
-        series.max_abs.observe(_finite(max_abs))
-        series.nonfinite.inc(nonfinite)
-
-    def top1(self, output: str, matches: int, rows: int) -> None:
-        """How many rows of logits agree on the top class; nothing for an output of another kind."""
-        series = self._outputs[output].top1
-        if series is not None:
-            series[0].inc(matches)
-            series[1].inc(rows)
+        series.relative_l2.observe(_finite(sample.relative_l2))
+        series.cosine.observe(_finite(sample.cosine_distance))
+        series.max_abs.observe(_finite(sample.max_abs))
+        series.nonfinite.inc(sample.nonfinite)
+        if series.top1 is not None:
+            series.top1[0].inc(sample.top1_matches)
+            series.top1[1].inc(sample.top1_rows)
 
     def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
         self._of(self._families.budget_ratio, output, metric).set(ratio)

@@ -80,13 +80,13 @@ class Serving(_Part):
         default=None, ge=0
     )  # rows; 0 = no batching; None = 32 where there is a batch axis
     max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
-    max_queue_size: PositiveInt = 256  # requests
+    max_queue_size: PositiveInt = 128  # requests
     instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches running at once
     version_policy: VersionPolicy = VersionPolicy(latest=1)
     warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none
     shadow: ShadowPolicy = ShadowPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
-    budget: dict[str, float] = {}  # replaces single bounds of the manifest's budget
+    budget: dict[str, float | None] = {}  # replaces single bounds of the manifest's budget; null = no bound
 
 
 def load_serving(model_dir: Path) -> Serving:

@@ -37,7 +37,7 @@ class _Phases:
 class ModelStatistics:
     """Counters behind one lock, so that a snapshot never mixes two moments.
 
-    A batch's duration counts once for each request in it, as in Triton: a sum divided by its count is what a request saw.
+    A batch's duration counts once for each request in it, as in Triton: sum over count is what a request saw.
     """
 
     def __init__(self, weight_bytes: int = 0) -> None:

@@ -1,0 +1,74 @@
+"""The server, wired: the one place where configuration, sockets, models and the stop signal meet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import grpc
+
+from service.config import ServerConfig
+from service.http import HttpServer, routes
+from service.metrics import Metrics
+from service.repository import Repository
+from service.stop import Stop
+from service.transport import Transport, TransportOptions
+
+_log = logging.getLogger(__name__)
+Started = Callable[[int, int], None]  # the gRPC port, the HTTP port
+
+
+def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, http_port: None) -> bool:
+    """Serve until ``stop`` is set, then drain. Answers (live, not ready) while the models load in the background.
+
+    Returns False when a thread had to be left behind (a model still loading). Raises ConfigError for a port in use.
+    """
+    metrics = Metrics()
+    repository = Repository(config.repository, metrics, device=config.device, threads=config.threads)
+    repository.scan()
+    transport = Transport(repository, metrics, _transport_options(config))
+    http = HttpServer(config.host, config.http_port, routes(repository, metrics))
+    try:
+        grpc_port = transport.start()
+    except BaseException:
+        http.close()
+        raise
+    http.start()
+    _announce(config, repository, grpc_port, http.port)
+    started(grpc_port, http.port)
+    repository.start()
+    stop.wait()
+    return _drain(config, repository, transport, http)
+
+
+def _drain(config: ServerConfig, repository: Repository, transport: Transport, http: HttpServer) -> bool:
+    """Not ready, then no new work, then what is at work finishes; the HTTP port answers to the last."""
+    begun = time.monotonic()
+    _log.info("stopping: draining for up to %g s", config.drain_seconds)
+    repository.drain()
+    transport.stop(config.drain_seconds)
+    left = max(1.0, config.drain_seconds - (time.monotonic() - begun))
+    clean = repository.close(left)
+    http.close()
+    _log.info("stopped after %.2f s", time.monotonic() - begun)
+    return clean
+
+
+def _announce(config: ServerConfig, repository: Repository, grpc_port: int, http_port: int) -> None:
+    _log.info(
+        "gRPC on %s port %d; metrics and status page on http://%s:%d/", config.host, grpc_port, config.host, http_port
+    )
+    for model in repository.models():
+        _log.info("%s: %s", model.label, model.state)
+
+
+def _transport_options(config: ServerConfig) -> TransportOptions:
+    return TransportOptions(
+        host=config.host,
+        port=config.grpc_port,
+        max_in_flight=config.max_in_flight,
+        max_streams=config.max_streams,
+        max_message_bytes=config.max_message_bytes,
+        overload=grpc.StatusCode[config.overload_status],
+    )

@@ -1,0 +1,59 @@
+"""``bf16-serve``: the command line. Everything heavy is imported after the arguments are known to be right."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from bf16kit.errors import Bf16kitError
+
+EXIT_USAGE = 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--repository", type=click.Path(path_type=Path), help="Directory of <model>/<version>/ artifacts.")
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option("--grpc-port", type=int, help="Port of the inference protocol; 0 = any.  [default: 8001]")
+@click.option("--http-port", type=int, help="Port of /metrics, /livez, /readyz and the status page.  [default: 8002]")
+@click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
+@click.option("--workers", type=int, help="Worker processes; only 1 in this version.  [default: 1]")
+@click.option(
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    envvar="BF16KIT_CONFIG",
+    help="server.yaml: any flag as a key (grpc_port: 8001), and more: see docs/operations.md.",
+)
+def main(file: Path | None, **flags: object) -> None:
+    """Serve bf16 artifacts over gRPC (Open Inference Protocol v2), with Prometheus metrics.
+
+    Every flag is also an environment variable: BF16KIT_GRPC_PORT and so on. A flag beats the environment, which beats
+    server.yaml, which beats the default. SIGTERM drains and ends the server; a second one ends it at once.
+    """
+    try:
+        clean = _serve(file, flags)
+    except Bf16kitError as error:
+        click.echo(f"bf16-serve: {error}", err=True)
+        sys.exit(EXIT_USAGE)
+    if not clean:
+        # A thread is still inside native code (loading a large model): the interpreter cannot be taken down around it.
+        logging.shutdown()
+        os._exit(0)
+
+
+def _serve(file: Path | None, flags: dict[str, object]) -> bool:
+    from service.config import load_config
+    from service.logs import configure
+    from service.stop import Stop
+
+    stop = Stop()
+    stop.on_signals()  # before the slow imports: a signal during them is kept, not lost
+    config = load_config(flags, file)
+    configure(config.log_level)
+    from service.app import run
+
+    return run(config, stop)

@@ -1,0 +1,75 @@
+"""Answers against the fp32 reference's, held against the budget: once for golden samples, then live for the shadow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from bf16kit.drift import Breach, Budget, DriftSummary, SampleDrift, measure
+from bf16kit.tensors import TensorSpec
+from service.contract import Array
+
+WINDOW = 256  # the newest samples of each output, which the budget ratio is taken over
+
+
+class DriftObserver(Protocol):
+    """Told the drift of every sample (row) of every output, and how recent drift compares to the budget."""
+
+    def drift(self, output: str, sample: SampleDrift) -> None: ...
+    def budget_ratio(self, output: str, metric: str, ratio: float) -> None: ...
+
+
+class Comparison:
+    """Live drift of one model: each sample as it comes, and the newest :data:`WINDOW` together. For one thread."""
+
+    def __init__(self, outputs: Sequence[TensorSpec], batch_axis: int | None, budget: Budget) -> None:
+        self._outputs = outputs
+        self._batch_axis = batch_axis
+        self._budget = budget
+        self._recent: dict[str, deque[SampleDrift]] = {spec.name: deque(maxlen=WINDOW) for spec in outputs}
+
+    def observe(self, expected: Mapping[str, Array], answered: Mapping[str, Array], observer: DriftObserver) -> None:
+        """Compare one request's outputs; those that were not asked for are passed over."""
+        for spec in self._outputs:
+            if spec.name not in answered:
+                continue
+            samples = measure(expected[spec.name], answered[spec.name], spec, self._batch_axis)
+            for sample in samples:
+                observer.drift(spec.name, sample)
+            recent = self._recent[spec.name]
+            recent.extend(samples)
+            self._tell_ratios(spec.name, DriftSummary.of(recent), observer)
+
+    def _tell_ratios(self, output: str, summary: DriftSummary, observer: DriftObserver) -> None:
+        for metric in self._budget.as_dict():
+            measured = summary.judged(metric)
+            if measured is not None:
+                observer.budget_ratio(output, metric, self._budget.ratio(metric, measured))
+
+
+def judge(
+    expected: Mapping[str, Array],
+    answered: Mapping[str, Array],
+    specs: Sequence[TensorSpec],
+    batch_axis: int | None,
+    budget: Budget,
+) -> tuple[list[Breach], str]:
+    """Every breach of the budget, and the drift of each output in words."""
+    breaches: list[Breach] = []
+    words: list[str] = []
+    for spec in specs:
+        if spec.name not in expected:
+            continue
+        summary = DriftSummary.of(measure(expected[spec.name], answered[spec.name], spec, batch_axis))
+        breaches += budget.breaches(spec.name, summary)
+        words.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")
+    return breaches, ", ".join(words)
+
+
+def sample_of(arrays: Mapping[str, Array], rows: int, batch_axis: int | None) -> dict[str, Array]:
+    """The first ``rows`` rows of each array, as views; all of it without a batch axis."""
+    if batch_axis is None:
+        return dict(arrays)
+    window = (slice(None),) * batch_axis + (slice(0, rows),)
+    return {name: array[window] for name, array in arrays.items()}

@@ -1,0 +1,41 @@
+"""The signal to stop: set from anywhere, signal handlers included."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+
+
+class Stop:
+    """Like :class:`threading.Event`, but safe to set from a signal handler.
+
+    An Event's lock may be held by the very code the handler interrupts; a byte in a pipe needs no lock.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of earlier requests to stop
+            os.write(self._writer, b"x")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until set (True) or until ``timeout`` seconds have passed (False)."""
+        readable, _, _ = select.select([self._reader], [], [], timeout)
+        return bool(readable)
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def on_signals(self) -> None:
+        """Set on SIGTERM or SIGINT; the second one kills at once, for a drain that someone will not wait for."""
+
+        def handle(number: int, _: object) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            self.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handle)
