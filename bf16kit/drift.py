@@ -194,10 +194,16 @@ _JUDGED = {
 }
 
 
+def _mean(ordered: list[float]) -> float:
+    """The mean, infinite when the worst is; +inf dB of an exact sample is left out, lest it hide the others."""
+    finite = [value for value in ordered if math.isfinite(value)]
+    return ordered[-1] if math.isinf(ordered[-1]) else float(np.mean(finite))
+
+
 def _distribution(metric: str, values: list[float]) -> dict[str, float]:
     ordered = sorted(values, reverse=metric == "sqnr_db")  # from best to worst
     return {
-        "mean": ordered[-1] if math.isinf(ordered[-1]) else float(np.mean(ordered)),  # one of -inf outweighs any +inf
+        "mean": _mean(ordered),
         "p50": ordered[(len(ordered) - 1) // 2],
         "p99": ordered[math.ceil(0.99 * len(ordered)) - 1],
         "worst": ordered[-1],

@@ -1,0 +1,216 @@
+"""Publishing an artifact: written beside its target, synced to disk, renamed into place whole or not at all.
+
+The staging directory ``.VERSION.tmp-PID-XXXX`` stands beside the target, on the same file system, and is locked while
+its process lives: the kernel drops the lock when the process dies, however it dies and in whatever container, and the
+next conversion to the same target removes what it left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactExists, Bf16kitError, UsageError
+from bf16kit.manifest import MANIFEST, FileEntry, Manifest, plain_name
+from bf16kit.rename import exchange, rename_new
+from bf16kit.weightfile import WeightWriter
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NEARLY_FULL = 1 << 20  # bytes free, below which a failure of a library that hides errno is put down to the disk
+
+
+@contextlib.contextmanager
+def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtifact]:
+    """A directory to write an artifact into; unless the body calls ``publish``, it is removed and nothing is published.
+
+    ``force`` replaces an artifact (or an empty directory) at ``target``, nothing else. Raises
+    :class:`ArtifactExists` when the target is in the way, :class:`UsageError` when it cannot be written to or when the
+    disk is full, whatever the body was doing then.
+    """
+    target = Path(target).absolute()
+    _check_target(target, force)
+    # explained twice: creating the directory may fail, and inside it the disk must be looked at before it is removed
+    with _parents(target), _explained(target), _locked_directory(target) as path, _explained(target):
+        staged = StagingArtifact(target, path, force)
+        try:
+            yield staged
+        finally:
+            staged.close()
+
+
+class StagingArtifact:
+    """An artifact being written. ``path`` is a directory that any file of a plain name may be put in."""
+
+    def __init__(self, target: Path, path: Path, force: bool) -> None:
+        self.target = target
+        self.path = path
+        self._force = force
+        self._writers: dict[str, WeightWriter] = {}
+
+    def writer(self, name: str) -> WeightWriter:
+        """A new file of tensors; it is hashed as it is written, and closed here at the latest when it is published."""
+        writer = WeightWriter(self.path / plain_name(name))
+        self._writers[name] = writer
+        return writer
+
+    def draft(self, manifest: Manifest) -> Artifact:
+        """The artifact as it stands, to be loaded and run before it is published. Closes the writers."""
+        sealed = manifest.model_copy(update={"files": self._files()})
+        (self.path / MANIFEST).write_bytes(sealed.dumps())
+        return Artifact.open(self.path, verify=False)
+
+    def publish(self, manifest: Manifest) -> Artifact:
+        """Fill in the digest of every file, write the manifest, sync to disk, and rename onto the target.
+
+        Returns the artifact at its target. ``manifest.files`` is ignored; sub-directories are refused.
+        """
+        self.draft(manifest)
+        for path in self.path.iterdir():
+            _sync(path)
+        _sync(self.path)
+        self._rename()
+        _sync(self.target.parent)
+        return Artifact.open(self.target, verify=False)
+
+    def close(self) -> None:
+        """Close what is still open after a failure; what cannot be flushed any more is lost with the directory."""
+        for writer in self._writers.values():
+            with contextlib.suppress(OSError):
+                writer.close()
+
+    def _files(self) -> dict[str, FileEntry]:
+        return {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
+
+    def _entry(self, path: Path) -> FileEntry:
+        """Digest and size of a file: known to its writer, read otherwise."""
+        if path.is_symlink() or not path.is_file():
+            raise ValueError(f"{path}: an artifact holds regular files only")
+        if path.name in self._writers:
+            return self._writers[path.name].close()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(sha256=digest, bytes=path.stat().st_size)
+
+    def _rename(self) -> None:
+        _check_target(self.target, self._force)
+        aside = self.path.with_name(f"{self.path.name}-old")
+        try:
+            if self._force and self.target.is_dir():
+                shutil.rmtree(exchange(self.path, self.target, aside))
+            else:
+                rename_new(self.path, self.target)
+        except FileExistsError:
+            raise ArtifactExists(f"{self.target}: another conversion was published there meanwhile") from None
+
+
+def _check_target(target: Path, force: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise ArtifactExists(f"{target}: already exists; choose another version, or replace it with --force")
+    if target.is_symlink() or not target.is_dir():
+        raise ArtifactExists(f"{target}: not a directory; --force replaces only artifacts")
+    if any(target.iterdir()) and not (target / MANIFEST).is_file():
+        raise ArtifactExists(f"{target}: a directory without {MANIFEST}; --force replaces only artifacts")
+
+
+@contextlib.contextmanager
+def _parents(target: Path) -> Iterator[None]:
+    """Make the directories above the target, and unmake them when nothing was published in them."""
+    made = [parent for parent in target.parents if not parent.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{target.parent}: cannot be created ({error.strerror})") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty: published, or used by another
+            for parent in made:
+                parent.rmdir()
+
+
+@contextlib.contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """Raise UsageError where a disk that is full or not writable is what failed."""
+    try:
+        yield
+    except Bf16kitError:
+        raise
+    except Exception as error:
+        free = shutil.disk_usage(target.parent).free
+        code = error.errno if isinstance(error, OSError) else None
+        if code in _FULL or free < _NEARLY_FULL:
+            raise UsageError(
+                f"{target}: disk full ({free >> 20} MiB free), nothing was published; free some space, or choose a"
+                " directory on another disk"
+            ) from error
+        if code in _DENIED and _below(error, target.parent):
+            raise UsageError(f"{target}: cannot be written ({os.strerror(code or 0)})") from error
+        raise
+
+
+def _below(error: Exception, directory: Path) -> bool:
+    name = getattr(error, "filename", None)
+    return isinstance(name, (str, os.PathLike)) and Path(name).is_relative_to(directory)
+
+
+@contextlib.contextmanager
+def _locked_directory(target: Path) -> Iterator[Path]:
+    """A new directory beside the target, locked; removed at the end if it is still there under its own name."""
+    _remove_stale(target)
+    path, lock = _make_locked(target)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _make_locked(target: Path) -> tuple[Path, int]:
+    while True:
+        path = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        path.mkdir()
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        if _try_lock(lock) and path.exists():
+            return path, lock
+        os.close(lock)  # another conversion took it for a stale one before it was locked, and is removing it
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove what dead conversions to this target left; one that lives holds its lock."""
+    for path in target.parent.iterdir():
+        if not path.name.startswith(f".{target.name}.tmp-"):
+            continue
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # gone meanwhile, or not a directory
+        if _try_lock(lock):
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
