@@ -1,0 +1,81 @@
+"""What ONNX's own schemas say about an operator, and the families of operators that a precision plan tells apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx import defs
+
+BF16 = "tensor(bfloat16)"
+
+# The multiply-accumulate operators: what bf16 is for.
+PRODUCTS = frozenset(
+    {"MatMul", "Gemm", "Conv", "Attention", "MultiHeadAttention", "GroupQueryAttention", "FusedMatMul"}
+)
+# Operators that take weights. Their large values are weights out of range, not masks.
+WEIGHTED = PRODUCTS | {"ConvTranspose", "Gather", "LSTM", "GRU", "RNN", "ConvInteger", "QLinearConv", "Einsum"}
+# Operators that only move elements about, so that they are exact in every precision: input 0 is the data.
+MOVEMENT = frozenset(
+    {"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze"}
+) | {"Concat", "Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Slice", "Split"}
+# Arithmetic whose result is one of its operands, or one with its sign changed: exact too.
+EXACT = MOVEMENT | {"Abs", "Max", "Min", "MaxPool", "GlobalMaxPool", "Neg", "Relu", "Where"}
+CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+
+# Type variables that are not the data's: LayerNormalization's mean and inverse deviation stay fp32.
+_STASHED = {"LayerNormalization": {"U"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16Form:
+    """The positions of a node's inputs and outputs that may be bf16, and must be all at once."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def label(node: ir.Node) -> str:
+    """An operator as people name it, with its domain where that is not ONNX's."""
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+
+
+def since_version(node: ir.Node, opset: int) -> int | None:
+    """The version of the operator that ``opset`` means, 1 for com.microsoft, None when nobody knows the operator."""
+    if node.domain == "com.microsoft":
+        return 1
+    schema = _schema(node.domain, node.op_type, opset)
+    return None if schema is None else schema.since_version
+
+
+def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
+    """Where bf16 may stand in ``node`` at ``opset``; None when the operator has no bf16 form, or no known schema.
+
+    com.microsoft has no schemas here; its operators take and give one floating type, so long as one output is used.
+    """
+    if node.domain == "com.microsoft":
+        used = [i for i, o in enumerate(node.outputs) if o.uses() or o.is_graph_output()]
+        return Bf16Form(tuple(range(len(node.inputs))), (0,)) if used in ([], [0]) else None
+    schema = _schema(node.domain, node.op_type, opset)
+    if schema is None:
+        return None
+    stashed = _STASHED.get(node.op_type, set())
+    narrow = {c.type_param_str for c in schema.type_constraints if BF16 in c.allowed_type_strs} - stashed
+    outputs = _positions(schema.outputs, len(node.outputs), narrow)
+    if not outputs:
+        return None
+    return Bf16Form(_positions(schema.inputs, len(node.inputs), narrow), outputs)
+
+
+def _positions(formal: Sequence[defs.OpSchema.FormalParameter], count: int, narrow: set[str]) -> tuple[int, ...]:
+    if not formal:
+        return ()
+    return tuple(i for i in range(count) if formal[min(i, len(formal) - 1)].type_str in narrow)
+
+
+def _schema(domain: str, op: str, opset: int) -> defs.OpSchema | None:
+    try:
+        return defs.get_schema(op, opset, domain)
+    except defs.SchemaError:
+        return None

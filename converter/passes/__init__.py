@@ -1,0 +1,82 @@
+"""From a source graph to the graphs that are written: a list of small steps, each in a file named after what it does.
+
+``prepare`` is the whole list. The **reference** is the source graph made explicit and nothing more: functions inlined,
+every constant an initializer of the main graph, equal weights stored once, everything named. The **folded** graph is
+what the profiles start from: operators recent enough for bf16, BatchNorm folded, masks within bf16's range. The
+**cuda** graph is the folded one with operators that have no bf16 kernel rewritten into ones that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from converter.kernels import KernelTable
+from converter.matching import Match, match
+from converter.passes.batchnorm import Fold, FoldBatchNorm
+from converter.passes.clip import ClipToMinMax
+from converter.passes.constants import ConstantsToInitializers
+from converter.passes.hoisting import HoistInitializers
+from converter.passes.identities import RemoveIdentities
+from converter.passes.inlining import InlineFunctions
+from converter.passes.masks import ClampMasks
+from converter.passes.names import NameEverything
+from converter.passes.opset import RaiseOpset, SupportedOpset
+from converter.passes.pooling import GlobalAverageToReduceMean
+from converter.passes.sharing import ShareEqualWeights
+from converter.passes.step import Step, run
+from converter.passes.types import InferTypes
+from converter.passes.unused import DropUnused
+
+__all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The three graphs of one model, sharing their weights in memory, and how their initializers hang together.
+
+    An initializer of the same name in two graphs is the same tensor, but for the names in ``folds``, where
+    ``reference`` holds the source's weight and the others hold it with a BatchNorm multiplied in, and those in
+    ``clamped``, whose masks were brought within bf16's range. ``matches`` says, per checkpoint tensor, which
+    initializer of ``reference`` holds it.
+    """
+
+    reference: ir.Model
+    folded: ir.Model
+    cuda: ir.Model
+    folds: Mapping[str, Fold]
+    clamped: frozenset[str]
+    matches: Mapping[str, Match]
+
+
+def prepare(
+    model: ir.Model, checkpoint: Mapping[str, NDArray[Any]] | None = None, *, kernels: KernelTable | None = None
+) -> Prepared:
+    """Prepare ``model`` (fp32, any opset ONNX Runtime accepts; changed in place) for narrowing.
+
+    ``checkpoint`` holds the source's tensors by name; initializers found among them, as they are or transposed, take
+    their names. Raises :class:`~bf16kit.errors.ConversionError` naming the step that failed.
+    """
+    kernels = kernels or KernelTable.load()
+    reference = run([SupportedOpset(kernels), *_NORMALISE], model)
+    matches = match(reference.graph, checkpoint or {})
+    fold = FoldBatchNorm()
+    clamp = ClampMasks()
+    lowering = [RemoveIdentities(), RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
+    folded = run(lowering, reference.clone())
+    cuda = run([ClipToMinMax(kernels), GlobalAverageToReduceMean(kernels), InferTypes()], folded.clone())
+    return Prepared(reference, folded, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
+
+
+_NORMALISE: tuple[Step, ...] = (
+    InlineFunctions(),
+    NameEverything(),
+    ConstantsToInitializers(),
+    HoistInitializers(),
+    ShareEqualWeights(),
+    InferTypes(),
+)

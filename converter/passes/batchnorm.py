@@ -1,0 +1,98 @@
+"""BatchNorm at inference is a scale and a shift per channel: both go into the weights before it, in float64, unrounded.
+
+Folding after rounding would round every weight twice: it raised one CNN's error from 0.016 to 0.12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from converter.passes.linear import Linear, linear_before
+from converter.passes.names import FreshNames, all_value_names
+from converter.passes.step import Step
+from converter.storage import const, dims, initializer, lazy
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A weight was multiplied by ``scale[i]`` along ``axis``: fp32, finite, nowhere zero.
+
+    A channel whose true scale is zero has 1 here: nothing of its weights is left to predict them from, and the residual
+    keeps them verbatim.
+    """
+
+    axis: int
+    scale: NDArray[np.float32]
+
+
+class FoldBatchNorm(Step):
+    """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
+
+    Left alone: weights used by another node too, values used besides by others, training mode, parameters that are not
+    constants, ConvTranspose with groups, and channels whose scale or shift is not finite. ``folds`` says, per weight,
+    what it was multiplied by. Requires: types are known.
+    """
+
+    name = "fold BatchNorm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folds: dict[str, Fold] = {}
+
+    def apply(self, model: ir.Model) -> bool:
+        fresh = FreshNames(all_value_names(model))
+        found = [node for node in model.graph if node.op_type == "BatchNormalization" and node.domain == ""]
+        for node in found:
+            self._fold(model.graph, node, fresh)
+        return bool(self.folds)
+
+    def _fold(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
+        affine = _affine(node)
+        linear = linear_before(node)
+        if affine is None or linear is None or linear.weight.name is None:
+            return
+        scale, shift = affine
+        if len(scale) != linear.channels or not (np.isfinite(scale).all() and np.isfinite(shift).all()):
+            return
+        narrow = scale.astype(np.float32)
+        usable = np.isfinite(narrow) & (np.abs(narrow) >= np.finfo(np.float32).tiny)
+        self.folds[linear.weight.name] = Fold(linear.axis, np.where(usable, narrow, np.float32(1)))
+        bias = linear.bias * scale + shift
+        linear.weight.const_value = _scaled(linear, scale)
+        name = fresh.make(f"{linear.weight.name}.folded_bias")
+        linear.replace_bias(initializer(graph, name, ir.tensor(bias.astype(np.float32), name=name)))
+        linear.take_over(graph, node)
+
+
+def _affine(node: ir.Node) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """What the node does to each channel, as (scale, shift) in float64; None when it is not constant."""
+    mode = node.attributes.get("training_mode")
+    if (mode is not None and mode.as_int()) or any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
+        return None
+    tensors = [const(value) for value in node.inputs[1:5]]
+    if len(tensors) != 4 or any(t is None or t.dtype != ir.DataType.FLOAT for t in tensors):
+        return None
+    gamma, beta, mean, variance = (t.numpy().astype(np.float64) for t in tensors if t is not None)
+    epsilon = node.attributes.get("epsilon")
+    with np.errstate(all="ignore"):  # what is not finite is not folded
+        scale = gamma / np.sqrt(variance + (1e-5 if epsilon is None else epsilon.as_float()))
+        return scale, beta - mean * scale
+
+
+def _scaled(linear: Linear, scale: NDArray[np.float64]) -> ir.TensorProtocol:
+    """The weight times ``scale`` along its axis, computed when asked for: in float64, then fp32."""
+    tensor = linear.tensor
+    shape = [1] * len(dims(tensor))
+    shape[linear.axis] = -1
+
+    def compute() -> NDArray[np.float32]:
+        out = np.empty(dims(tensor), dtype=np.float32)
+        with np.errstate(over="ignore"):  # an overflow is reported by name when the weight is narrowed
+            np.multiply(tensor.numpy(), scale.reshape(shape), out=out, dtype=np.float64, casting="same_kind")
+        return out
+
+    return lazy(compute, like=tensor)

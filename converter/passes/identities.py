@@ -1,0 +1,58 @@
+"""Nodes that change nothing at inference go: each would only be a cast boundary."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from converter.passes.step import Step
+from converter.storage import const
+
+
+class RemoveIdentities(Step):
+    """Remove Identity, Dropout outside training, and Cast to the dtype a value already has, from the main graph.
+
+    Requires: types are known. A node between an input and an output of the graph stays: both names are the model's.
+    """
+
+    name = "remove identities"
+
+    def apply(self, model: ir.Model) -> bool:
+        found = [node for node in model.graph if _changes_nothing(node)]
+        for node in found:
+            _bypass(model.graph, node)
+        return bool(found)
+
+
+def _changes_nothing(node: ir.Node) -> bool:
+    if node.domain != "" or not node.inputs or node.inputs[0] is None:
+        return False
+    source, output = node.inputs[0], node.outputs[0]
+    if output.is_graph_output() and (source.producer() is None or source.is_graph_output()):
+        return False
+    if node.op_type == "Identity":
+        return True
+    if node.op_type == "Cast":
+        return source.dtype is not None and node.attributes["to"].as_int() == int(source.dtype)
+    if node.op_type == "Dropout":
+        mask_used = len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output())
+        return not mask_used and not _training(node)
+    return False
+
+
+def _training(node: ir.Node) -> bool:
+    if len(node.inputs) < 3 or node.inputs[2] is None:
+        return False
+    mode = const(node.inputs[2])
+    return mode is None or bool(mode.numpy().any())
+
+
+def _bypass(graph: ir.Graph, node: ir.Node) -> None:
+    source, output = node.inputs[0], node.outputs[0]
+    if source is None:
+        return
+    name, is_output = output.name, output.is_graph_output()
+    output.replace_all_uses_with(source, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    if is_output:
+        output.name = None
+        source.name = name

@@ -1,0 +1,74 @@
+"""Constants meant as "minus infinity" come within bf16's range: fp32's lowest would round to −inf, and −inf to NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bf16kit.numerics import LARGEST, OVERFLOW
+from converter.equality import Array
+from converter.operators import WEIGHTED
+from converter.passes.step import Step
+from converter.storage import lazy
+
+
+class ClampMasks(Step):
+    """Clamp finite fp32 constants that overflow in bf16 to bf16's largest magnitude, where they are masks.
+
+    A mask is a constant that no weight-taking operator uses: something added, selected or compared. Weights out of
+    range are an error, and found where they are narrowed. Infinite constants stay: their author meant them. Also looks
+    at ConstantOfShape. ``clamped`` names the initializers that were changed.
+    """
+
+    name = "clamp masks"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamped: set[str] = set()
+
+    def apply(self, model: ir.Model) -> bool:
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            if tensor is None or tensor.dtype != ir.DataType.FLOAT or _is_weight(value):
+                continue
+            if overflows(tensor.numpy()):
+                value.const_value = _clamped(tensor)
+                self.clamped.add(name)
+        filled = [node for node in model.graph.all_nodes() if node.op_type == "ConstantOfShape" and _clamp_fill(node)]
+        return bool(self.clamped or filled)
+
+
+def overflows(array: Array) -> bool:
+    """Whether a finite fp32 value of ``array`` would round to an infinite bf16."""
+    if array.size == 0:
+        return False
+    low, high = float(array.min()), float(array.max())
+    if max(-low, high) < OVERFLOW:
+        return False
+    magnitude = np.abs(array)
+    return bool(np.any(np.isfinite(magnitude) & (magnitude >= np.float32(OVERFLOW))))
+
+
+def _is_weight(value: ir.Value) -> bool:
+    return any(use.node.op_type in WEIGHTED for use in value.uses())
+
+
+def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    def compute() -> NDArray[np.float32]:
+        array = tensor.numpy()
+        limited = np.clip(array, np.float32(-LARGEST), np.float32(LARGEST))
+        return np.where(np.isinf(array), array, limited).astype(np.float32)
+
+    return lazy(compute, like=tensor)
+
+
+def _clamp_fill(node: ir.Node) -> bool:
+    attribute = node.attributes.get("value")
+    if attribute is None:
+        return False
+    tensor = attribute.as_tensor()
+    if tensor.dtype != ir.DataType.FLOAT or not overflows(tensor.numpy()):
+        return False
+    node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_clamped(tensor).numpy()))
+    return True

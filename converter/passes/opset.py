@@ -1,0 +1,121 @@
+"""Operators recent enough to have a bf16 form: torch's exporter writes opset 20, Conv has one from 22."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+
+from bf16kit.errors import ConversionError
+from converter.kernels import KernelTable
+from converter.operators import bf16_form, label, since_version
+from converter.passes.constants import ConstantsToInitializers
+from converter.passes.hoisting import HoistInitializers
+from converter.passes.names import NameEverything
+from converter.passes.step import Step, run
+from converter.passes.types import InferTypes
+from converter.storage import stays_inline
+
+TARGET = 22
+OLDEST_WITH_BF16 = 13  # Cast and Gather know bf16 from here on
+_NEWEST_IR = 11
+_OLDEST_IR = 8
+_OLDEST_UP_CONVERTIBLE = 18  # onnxscript's converter, which works in place, starts here; older ones go through onnx's
+
+# Operators that a later step rewrites, and into what: their bf16 form is their replacement's.
+_REWRITTEN = {"GlobalAveragePool": "ReduceMean", "Clip": "Min"}
+
+
+class SupportedOpset(Step):
+    """Refuse models that ONNX Runtime will not load whatever is done to them; settle the IR version."""
+
+    name = "check the opset"
+
+    def __init__(self, kernels: KernelTable) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def requires(self, model: ir.Model) -> None:
+        if "ai.onnx" in model.opset_imports:
+            model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
+        opset = model.opset_imports.get("")
+        if opset is None:
+            raise ConversionError("the model imports no ONNX opset; it holds only custom operators")
+        if opset > self._kernels.accepted_opset:
+            raise ConversionError(
+                f"opset {opset} is newer than {self._kernels.accepted_opset}, the newest that ONNX Runtime"
+                f" {self._kernels.onnxruntime} loads; export the model with opset {TARGET}"
+            )
+
+    def apply(self, model: ir.Model) -> bool:
+        newest = _NEWEST_IR if model.opset_imports[""] <= 23 else self._kernels.accepted_ir
+        before = model.ir_version
+        model.ir_version = min(max(before, _OLDEST_IR), newest)
+        return model.ir_version != before
+
+
+class RaiseOpset(Step):
+    """Convert the model to opset 22 where that gives it bf16 kernels it has not got yet, or bf16 at all.
+
+    Models that gain nothing stay as their exporter wrote them. Requires: weights are initializers of the main graph.
+    Ensures: the opset knows bf16.
+    """
+
+    name = "raise the opset"
+
+    def __init__(self, kernels: KernelTable) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def apply(self, model: ir.Model) -> bool:
+        if not self._gains(model):
+            return False
+        before = model.opset_imports[""]
+        if before >= _OLDEST_UP_CONVERTIBLE:
+            from onnxscript import version_converter  # heavy, and rarely needed
+
+            version_converter.convert_version(model, TARGET)
+        else:
+            _convert_by_onnx(model)
+        model.ir_version = max(model.ir_version, 10)
+        return True
+
+    def ensures(self, model: ir.Model) -> None:
+        opset = model.opset_imports[""]
+        if opset < OLDEST_WITH_BF16:
+            raise ConversionError(f"opset {opset} could not be raised; export the model with opset {OLDEST_WITH_BF16}+")
+        for node in model.graph.all_nodes():
+            if node.domain == "" and since_version(node, opset) is None:
+                raise ConversionError(f"node {node.name!r}: operator {label(node)} does not exist in opset {opset}")
+
+    def _gains(self, model: ir.Model) -> bool:
+        opset = model.opset_imports[""]
+        if opset >= TARGET:
+            return False
+        return opset < OLDEST_WITH_BF16 or any(self._gained(node, opset) for node in model.graph)
+
+    def _gained(self, node: ir.Node, opset: int) -> bool:
+        probe = ir.node(_REWRITTEN[node.op_type], [None]) if node.op_type in _REWRITTEN else node
+        return node.domain == "" and not self._runs(probe, opset) and self._runs(probe, TARGET)
+
+    def _runs(self, node: ir.Node, opset: int) -> bool:
+        since = since_version(node, opset)
+        return (
+            since is not None
+            and self._kernels.has(node.domain, node.op_type, since)
+            and bf16_form(node, opset) is not None
+        )
+
+
+def _convert_by_onnx(model: ir.Model) -> None:
+    """Convert through onnx's C++ converter, which works on a serialised copy: large weights are left out of it."""
+    weights = {n: v for n, v in model.graph.initializers.items() if v.const_value and not stays_inline(v.const_value)}
+    slim = model.clone()
+    for name in weights:
+        slim.graph.inputs.append(slim.graph.initializers.pop(name))
+    converted = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(slim), TARGET))
+    for value in [v for v in converted.graph.inputs if v.name in weights]:
+        converted.graph.inputs.remove(value)
+        value.const_value = weights[value.name or ""].const_value
+        converted.graph.register_initializer(value)
+    model.graph = converted.graph
+    run([NameEverything(), ConstantsToInitializers(), HoistInitializers(), InferTypes()], model)

@@ -1,0 +1,81 @@
+"""Equal weights are stored once: tied embeddings come out of exporters twice, often one the transpose of the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import onnx_ir as ir
+
+from converter.equality import Array, Fingerprint, fingerprint, same_bits
+from converter.passes.names import FreshNames, all_value_names
+from converter.passes.step import Step
+
+SMALLEST_BYTES = 1024  # sharing biases that are all zero saves nothing and costs them their names
+
+
+class ShareEqualWeights(Step):
+    """Let equal initializers be one; replace one that is another's transpose by a Transpose of it.
+
+    Looks at fp32 initializers of two dimensions and more, 1 KiB and more. Transposing is exact, and ONNX Runtime does
+    it once at load. Requires: initializers are in the main graph.
+    """
+
+    name = "share equal weights"
+
+    def apply(self, model: ir.Model) -> bool:
+        graph, fresh = model.graph, FreshNames(all_value_names(model))
+        kept: dict[Fingerprint, list[tuple[ir.Value, Array]]] = defaultdict(list)
+        transposed: dict[ir.Value, ir.Value] = {}
+        before = len(graph.initializers)
+        for value in _weights(graph):
+            array = value.const_value.numpy() if value.const_value is not None else np.empty(0)
+            twin = _find(kept, array)
+            if twin is not None:
+                _replace(graph, value, twin)
+                continue
+            twin = _find(kept, array.T) if array.ndim == 2 else None
+            if twin is not None:
+                if twin not in transposed:
+                    transposed[twin] = _transpose(graph, twin, fresh)
+                _replace(graph, value, transposed[twin])
+                continue
+            kept[fingerprint(array)].append((value, array))
+        return len(graph.initializers) != before
+
+
+def _weights(graph: ir.Graph) -> list[ir.Value]:
+    return [
+        value
+        for value in graph.initializers.values()
+        if value.const_value is not None
+        and value.const_value.dtype == ir.DataType.FLOAT
+        and len(value.const_value.shape) >= 2
+        and value.const_value.nbytes >= SMALLEST_BYTES
+    ]
+
+
+def _find(kept: dict[Fingerprint, list[tuple[ir.Value, Array]]], array: Array) -> ir.Value | None:
+    for value, candidate in kept.get(fingerprint(array), ()):
+        if same_bits(candidate, array):
+            return value
+    return None
+
+
+def _transpose(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> ir.Value:
+    name = f"{value.name}/transposed"
+    node = ir.node("Transpose", [value], attributes={"perm": [1, 0]}, name=fresh.make(name))
+    output = node.outputs[0]
+    output.name, output.type = fresh.make(name), value.type
+    output.shape = ir.Shape(tuple(reversed(value.shape or ())))
+    first = next(iter(graph), None)
+    if first is None:
+        graph.append(node)
+    else:
+        graph.insert_before(first, node)
+    return output
+
+
+def _replace(graph: ir.Graph, value: ir.Value, replacement: ir.Value) -> None:
+    value.replace_all_uses_with(replacement)
+    graph.initializers.pop(value.name or "")

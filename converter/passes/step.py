@@ -1,0 +1,51 @@
+"""What a conversion step is, and how a list of them is run.
+
+A step is an in-place pass over an ONNX graph that says what it ``requires`` before and ``ensures`` after. A failure
+names the step and the steps before it, so that a bug report says where the graph stopped making sense.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from bf16kit.errors import ConversionError
+
+
+class Step(ir.passes.InPlacePass):
+    """One step: ``name`` says what it does in a few words; ``apply`` changes the model and says whether it did."""
+
+    name: str
+
+    @abstractmethod
+    def apply(self, model: ir.Model) -> bool: ...
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        return ir.passes.PassResult(model, modified=self.apply(model))
+
+
+def run(steps: Sequence[Step], model: ir.Model) -> ir.Model:
+    """``model``, changed in place by ``steps`` in order.
+
+    Raises :class:`ConversionError` naming the step that failed, the steps before it, and the cause.
+    """
+    for done, step in enumerate(steps):
+        try:
+            step(model)
+        except Exception as error:
+            raise ConversionError(_failure(step, steps[:done], error)) from error
+    return model
+
+
+def _failure(step: Step, before: Sequence[Step], error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error, ir.passes.InvariantError) and error.__cause__ else error
+    text = str(cause) if isinstance(cause, ConversionError) else f"{type(cause).__name__}: {cause}"
+    when = ""
+    if isinstance(error, ir.passes.PreconditionError):
+        when = " cannot start"
+    elif isinstance(error, ir.passes.PostconditionError):
+        when = " did not do its work"
+    after = f" (after {', '.join(s.name for s in before)})" if before else ""
+    return f"step '{step.name}'{when}{after}: {text}"
