@@ -82,6 +82,14 @@ proto: setup ## regenerate bf16kit/protocol from proto/inference.proto
 	@sed 's/^package inference;$$/package bf16kit.inference;/' proto/inference.proto > $(PROTO_TMP)/bf16kit/protocol/inference.proto
 	@$(BIN)/python -m grpc_tools.protoc --proto_path=$(PROTO_TMP) --python_out=. --pyi_out=. bf16kit/protocol/inference.proto
 
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+bench: setup ## measure every number promised, write bench/results; wants a quiet machine
+	@$(BIN)/python -m bench
+
+bench-gpu: setup ## bf16 against fp32 and TF32 on an NVIDIA GPU; says why it skips where there is none
+	@$(BIN)/python -m bench gpu
+
 clean: ## remove what builds leave behind; .venv stays
 	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
