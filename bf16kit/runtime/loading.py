@@ -1,0 +1,137 @@
+"""From an artifact to a loaded runtime: the profiles, the fp32 reference, and which profile suits a device.
+
+Nothing heavy is imported before it is needed: a server of ONNX artifacts never imports torch.
+"""
+
+from __future__ import annotations
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
+from bf16kit.manifest import ProfileEntry
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.device import CPU, canonical
+from bf16kit.tensors import TensorSpec
+
+AUTO = "auto"
+REFERENCE = "reference"
+# The external data file that reference.onnx names and nobody writes: those weights are rebuilt from bf16 and residual.
+REBUILT = "residual.rebuilt"
+
+
+def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | None = None) -> Runtime:
+    """The artifact's ``profile`` (cpu, cuda or torchscript) loaded on ``device``, its accumulation probed.
+
+    ``threads`` is the number that works on one run on the CPU; None is one per available processor.
+
+    Raises :class:`ArtifactError` when the artifact has no such profile, :class:`ConfigError` for a device the profile
+    is not for, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there.
+    """
+    entry = _profile(artifact, profile)
+    device = canonical(device)
+    if profile == "cuda" and device == CPU:
+        raise DeviceUnavailable("profile cuda needs a CUDA device, and the device is cpu; use profile cpu")
+    if profile == "cpu" and device != CPU:
+        raise ConfigError(f"profile cpu runs on the CPU, not on {device}; use profile cuda or torchscript")
+    inputs, outputs = _edges(artifact)
+    path = artifact.file(entry.graph)
+    if entry.format == "torchscript":
+        from bf16kit.runtime.torchscript import TorchScriptRuntime
+
+        return TorchScriptRuntime(path, inputs, outputs, device=device, threads=threads)
+    from bf16kit.runtime.onnx import OnnxRuntime
+
+    return OnnxRuntime(
+        path, inputs, outputs, device=device, profile=profile, precision=entry.precision, threads=threads
+    )
+
+
+def load_reference(artifact: Artifact, *, threads: int | None = None, low_priority: bool = False) -> Runtime:
+    """The model in fp32 on the CPU, its weights rebuilt in memory from the bf16 ones and the residual.
+
+    Memory is twice the fp32 weights while loading and once afterwards. With ``low_priority`` a run uses the calling
+    thread only, unless ``threads`` says otherwise: a thread of low priority then takes nothing from the live requests.
+
+    Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
+    """
+    from bf16kit.runtime.externaldata import initializers
+    from bf16kit.runtime.onnx import OnnxRuntime
+
+    name = artifact.manifest.reference
+    if name is None:
+        raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
+    graph = artifact.file(name)
+    inputs, outputs = _edges(artifact)
+    return OnnxRuntime(
+        graph,
+        inputs,
+        outputs,
+        device=CPU,
+        profile=REFERENCE,
+        precision="fp32",
+        threads=1 if low_priority and threads is None else threads,
+        external={tensor: artifact.restore(tensor) for tensor in initializers(graph, REBUILT)},
+        note="the fp32 reference, its weights rebuilt from bf16 and the residual",
+    )
+
+
+def choose_profile(artifact: Artifact, device: str) -> tuple[str, str]:
+    """The best profile for ``device`` (auto, cpu or cuda:N) and the device it runs on.
+
+    ``auto`` takes CUDA where the artifact has a profile for it and a device really works, else the CPU.
+    Raises :class:`ArtifactError` when the artifact has no profile for the device.
+    """
+    if device != AUTO:
+        device = canonical(device)
+        return _profile_for(artifact, device), device
+    profiles = artifact.manifest.profiles
+    if "cuda" in profiles and _onnx_cuda_works():
+        return "cuda", "cuda:0"
+    if profiles.keys() == {"torchscript"} and _torch_cuda_works():
+        return "torchscript", "cuda:0"
+    return _profile_for(artifact, CPU), CPU
+
+
+def _profile_for(artifact: Artifact, device: str) -> str:
+    preferred = ("cpu" if device == CPU else "cuda", "torchscript")
+    for profile in preferred:
+        if profile in artifact.manifest.profiles:
+            return profile
+    raise ArtifactError(
+        f"{artifact.path} has no profile for {device}: it needs {' or '.join(preferred)},"
+        f" and has {_names(artifact)}; convert the checkpoint again with the profile wanted"
+    )
+
+
+def _profile(artifact: Artifact, profile: str) -> ProfileEntry:
+    entry = artifact.manifest.profiles.get(profile)
+    if entry is None:
+        raise ArtifactError(f"{artifact.path} has no profile {profile!r}; it has {_names(artifact)}")
+    return entry
+
+
+def _names(artifact: Artifact) -> str:
+    return ", ".join(sorted(artifact.manifest.profiles)) or "none"
+
+
+def _edges(artifact: Artifact) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    manifest = artifact.manifest
+    return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
+
+
+def _onnx_cuda_works() -> bool:
+    from bf16kit.runtime.probe import probe_onnx
+    from bf16kit.runtime.session import has_cuda
+
+    if not has_cuda():
+        return False
+    try:
+        probe_onnx("cuda:0", "bf16")
+    except RuntimeFailure:
+        return False
+    return True
+
+
+def _torch_cuda_works() -> bool:
+    from bf16kit.runtime.torchscript import cuda_works
+
+    return cuda_works()

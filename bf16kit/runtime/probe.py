@@ -1,0 +1,99 @@
+"""The accumulation probe: proves on the real device that products of bf16 values are summed in fp32.
+
+Dot products of 4,096 integers, each exact in bf16, whose sums are exact in fp32 in any order. Two are needed. Summing
+4,096 ones gives 4096 in fp32, and 256 when a bf16 accumulator takes them one by one (256 + 1 rounds to 256). But 16
+lanes, or slices of K, of ones each stay small enough to be exact in bf16; so a second vector starts with large terms
+and takes them away at the end: every lane loses its ones in between, and every partial sum is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.runtime import Accumulation
+
+TERMS = 4096
+ROWS = (1, 64)  # a matrix-vector product and a matrix product are different kernels
+_COLUMNS = 16
+_SINGLE_FILE_SUM = 256  # where one bf16 accumulator of ones comes to a halt
+
+Product = Callable[[NDArray[np.float32]], NDArray[Any]]
+
+
+def weights() -> NDArray[np.float32]:
+    """Weights [4096, 16]: ones in even columns; in odd ones 64 times 512, then ones, then 64 times -512."""
+    matrix = np.ones((TERMS, _COLUMNS), np.float32)
+    matrix[:64, 1::2] = 512
+    matrix[-64:, 1::2] = -512
+    return matrix
+
+
+def classify(product: Product) -> Accumulation:
+    """How ``product`` accumulates; it maps x, fp32 [rows, 4096], to x @ :func:`weights`, [rows, 16].
+
+    ``fp32`` when every sum is exact, ``bf16`` when sums are off as lower precision makes them, ``unknown`` when they
+    are not sums at all.
+    """
+    exact = weights().sum(axis=0)
+    found: Accumulation = "fp32"
+    for rows in ROWS:
+        sums = np.asarray(product(np.ones((rows, TERMS), np.float32)), np.float32)
+        if sums.shape != (rows, _COLUMNS) or not np.isfinite(sums).all():
+            return "unknown"
+        if np.array_equal(sums, np.broadcast_to(exact, sums.shape)):
+            continue
+        ones = sums[:, ::2]
+        if ones.min() < _SINGLE_FILE_SUM or ones.max() > TERMS:
+            return "unknown"
+        found = "bf16"
+    return found
+
+
+def probe_onnx(device: str, precision: str) -> Accumulation:
+    """Probe ONNX Runtime on ``device`` with the arithmetic of ``precision`` (see :class:`RuntimeInfo`).
+
+    ``bf16`` multiplies bf16 by bf16; ``bf16-weights`` and ``fp32`` multiply fp32 activations by widened bf16 weights.
+    Raises :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
+    """
+    from bf16kit.runtime.session import failing_as, open_session
+
+    session = open_session(_graph(precision == "bf16"), device=device, threads=1)
+
+    def product(x: NDArray[np.float32]) -> NDArray[Any]:
+        with failing_as(f"the accumulation probe failed on {device}"):
+            return np.asarray(session.run(["y"], {"x": x})[0])
+
+    return classify(product)
+
+
+def _graph(bf16_activations: bool) -> bytes:
+    import ml_dtypes
+    from onnx import TensorProto, helper
+
+    stored = weights().astype(ml_dtypes.bfloat16)
+    initializer = helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)
+    if bf16_activations:
+        nodes = [
+            helper.make_node("Cast", ["x"], ["narrow"], to=TensorProto.BFLOAT16),
+            helper.make_node("MatMul", ["narrow", "w"], ["sums"]),
+            helper.make_node("Cast", ["sums"], ["y"], to=TensorProto.FLOAT),
+        ]
+    else:
+        nodes = [
+            helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT),
+            helper.make_node("MatMul", ["x", "wide"], ["y"]),
+        ]
+    graph = helper.make_graph(
+        nodes,
+        "accumulation_probe",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", TERMS])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", _COLUMNS])],
+        [initializer],
+    )
+    # Opset and IR are pinned: the onnx package's newest is ahead of what ONNX Runtime reads.
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return bytes(model.SerializeToString())

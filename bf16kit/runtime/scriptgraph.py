@@ -1,0 +1,147 @@
+"""Rewriting the inlined graph of a loaded TorchScript module, before its first run: bf16 to fp32, and its device.
+
+Tracing bakes dtypes and devices into the graph as constants. An integer constant is shared by whoever needs that
+number: 15 is bfloat16 to ``aten::to`` and a length to ``aten::arange``. So dtypes are replaced where an operator's
+schema calls the argument a dtype, and nowhere else.
+
+This file handles torch's graph objects without importing torch, which only torchscript.py does; hence ``Any``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+Graph: TypeAlias = Any  # torch.Graph
+Node: TypeAlias = Any  # torch.Node
+Module: TypeAlias = Any  # torch.jit.ScriptModule
+Tensor: TypeAlias = Any  # torch.Tensor
+
+# c10::ScalarType, part of the file format
+BFLOAT16 = 15
+FLOAT32 = 6
+
+
+def tensors(module: Module, graph: Graph) -> Iterator[Tensor]:
+    """Every tensor the graph reads: parameters, buffers and other attributes of ``module``, and constants."""
+    for node in nodes(graph):
+        if _is_tensor_constant(node):
+            yield node.t("value")
+        elif _is_tensor_attribute(node):
+            yield _owner(module, node).getattr(node.s("name"))
+
+
+def convert_tensors(module: Module, graph: Graph, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace every tensor the graph reads by ``convert`` of it; called once for a tensor that is read many times."""
+    converted: dict[tuple[Any, ...], Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if key not in converted:
+            converted[key] = convert(tensor)
+        return converted[key]
+
+    done: set[tuple[str, ...]] = set()
+    for node in nodes(graph):
+        if _is_tensor_constant(node):
+            node.t_("value", once(node.t("value")))
+        elif _is_tensor_attribute(node) and (path := _path(node)) not in done:
+            done.add(path)
+            owner = _owner(module, node)
+            owner.setattr(path[-1], once(owner.getattr(path[-1])))
+
+
+def replace_dtypes(graph: Graph, old: int, new: int) -> None:
+    """Replace dtype ``old`` by ``new`` (c10::ScalarType numbers) wherever an operator takes or compares a dtype."""
+    for node in list(nodes(graph)):
+        for index in _dtype_arguments(node):
+            if _integer(node.inputsAt(index)) == old:
+                node.replaceInput(index, _constant_before(graph, node, new))
+
+
+def replace_devices(graph: Graph, device: str) -> None:
+    """Make every device constant ``device``, e.g. ``cuda:0``: a module traced on the CPU names the CPU."""
+    for node in nodes(graph):
+        if node.kind() == "prim::Constant" and node.output().type().kind() == "DeviceObjType":
+            node.s_("value", device)
+
+
+def nodes(block: Any) -> Iterator[Node]:
+    """Every node of a graph or block, and of the blocks inside its nodes."""
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from nodes(inner)
+
+
+def _is_tensor_constant(node: Node) -> bool:
+    return bool(node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t")
+
+
+def _is_tensor_attribute(node: Node) -> bool:
+    return bool(node.kind() == "prim::GetAttr" and node.output().type().kind() == "TensorType")
+
+
+def _path(node: Node) -> tuple[str, ...]:
+    """Names from the module to the attribute: ``("encoder", "linear", "weight")``."""
+    names = [node.s("name")]
+    owner = node.input().node()
+    while owner.kind() == "prim::GetAttr":
+        names.append(owner.s("name"))
+        owner = owner.input().node()
+    return tuple(reversed(names))
+
+
+def _owner(module: Module, node: Node) -> Any:
+    owner = module._c  # the C++ module; attributes that are neither parameters nor buffers are reached only there
+    for name in _path(node)[:-1]:
+        owner = owner.getattr(name)
+    return owner
+
+
+def _dtype_arguments(node: Node) -> list[int]:
+    if node.kind() in ("aten::eq", "aten::ne"):  # x.dtype == torch.bfloat16
+        compared = [node.inputsAt(i).node().kind() for i in range(node.inputsSize())]
+        return list(range(len(compared))) if "prim::dtype" in compared else []
+    names = argument_names(node.schema())[: node.inputsSize()]
+    return [index for index, name in enumerate(names) if name.endswith("dtype")]
+
+
+def argument_names(schema: str) -> list[str]:
+    """Names of the arguments in an operator's schema, in order: ``aten::to.dtype(Tensor(a) self, …) -> …``.
+
+    Empty for an operator without a schema.
+    """
+    names: list[str] = []
+    if "::" not in schema:  # torch says "(no schema)"
+        return names
+    depth, argument = 0, ""
+    for character in schema:
+        if character in ")]":
+            depth -= 1
+        if depth and not (depth == 1 and character == ","):
+            argument += character
+        elif argument:
+            names.append(_name(argument))
+            argument = ""
+            if depth == 0:
+                break
+        if character in "([":
+            depth += 1
+    return [name for name in names if name != "*"]
+
+
+def _name(argument: str) -> str:
+    """``memory_format`` of ``MemoryFormat? memory_format=None``."""
+    return argument.partition("=")[0].split()[-1]
+
+
+def _integer(value: Any) -> int | None:
+    node = value.node()
+    is_integer = node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "i"
+    return int(node.i("value")) if is_integer else None
+
+
+def _constant_before(graph: Graph, node: Node, number: int) -> Any:
+    graph.setInsertPoint(node)
+    return graph.insertConstant(number)

@@ -1,0 +1,211 @@
+"""Running a TorchScript module with PyTorch: the only file of the kit that imports torch.
+
+The modules here hold bf16 weights and compute in bf16 between fp32 edges. A CPU without bf16 instructions emulates that
+8 to 10 times slower than fp32, so there the module is widened once, at load: same weights, fp32 arithmetic.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bf16kit.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph
+from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
+from bf16kit.runtime.probe import classify, weights
+from bf16kit.tensors import TensorSpec
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp32 once, at load"
+_LOADING = threading.Lock()  # the warning filters are the process'
+
+
+class TorchScriptRuntime:
+    """One TorchScript module, loaded: a :class:`bf16kit.runtime.Runtime`.
+
+    ``threads`` is the number that works on one run on the CPU; None is one per available processor.
+    ``native_bf16`` says whether the device computes in bf16; None asks the CPU, and is True on CUDA.
+
+    On CUDA the process' torch is set to fp32 accumulation in full and to no TF32: these are torch's own global
+    switches. Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a file that
+    cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        device: str = CPU,
+        threads: int | None = None,
+        native_bf16: bool | None = None,
+    ) -> None:
+        device = canonical(device)
+        _check_dtypes((*inputs, *outputs))
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
+        self._dtypes = {spec.name: _torch_dtype(spec.dtype) for spec in outputs}
+        self._device = _open_device(device)
+        self._threads = available_cpus() if threads is None else threads
+        module = _load(path, self._device)
+        is_bf16 = any(t.dtype == torch.bfloat16 for t in scriptgraph.tensors(module, module.graph))
+        native = is_bf16 and (native_bf16 if native_bf16 is not None else device != CPU or cpu_has_bf16())
+        if is_bf16 and not native:
+            _widen(module)
+        self._info = RuntimeInfo(
+            "torchscript",
+            device,
+            "torchscript",
+            _precision(is_bf16, native),
+            probe_torch(self._device, torch.bfloat16 if native else torch.float32),
+            _WIDENED if is_bf16 and not native else "",
+        )
+        self._module: Any = module
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._outputs
+
+    @property
+    def info(self) -> RuntimeInfo:
+        return self._info
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        """See :meth:`bf16kit.runtime.Runtime.run`. The module is called with the inputs in the order of the specs."""
+        module = self._module
+        if module is None:
+            raise RuntimeFailure("the model is closed")
+        # torch keeps one number for the process and one for each thread that has run; this is a read when they agree.
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                arguments = [_to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
+                tensors = self._named(module(*arguments))
+                wanted = tensors if outputs is None else {name: tensors[name] for name in outputs}
+                return {name: _to_array(tensor, self._dtypes[name]) for name, tensor in wanted.items()}
+        except RuntimeFailure:
+            raise
+        except Exception as error:  # whatever the module's code raises
+            raise RuntimeFailure(f"TorchScript failed: {error}") from error
+
+    def close(self) -> None:
+        """Free the weights once the runs under way have ended. ``run`` fails from now on."""
+        self._module = None
+
+    def _named(self, value: Any) -> dict[str, torch.Tensor]:
+        names = [spec.name for spec in self._outputs]
+        if isinstance(value, Mapping):
+            missing = sorted(set(names) - value.keys())
+            if missing:
+                raise RuntimeFailure(f"the module gives {', '.join(value)}, but no output {missing[0]!r}")
+            return {name: value[name] for name in names}
+        values = [value] if isinstance(value, torch.Tensor) else list(value)
+        if len(values) != len(names):
+            raise RuntimeFailure(f"the module gives {len(values)} outputs, expected {len(names)}: {', '.join(names)}")
+        return dict(zip(names, values, strict=True))
+
+
+def cuda_works() -> bool:
+    """Whether the installed torch can use a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def probe_torch(device: torch.device, dtype: torch.dtype) -> Accumulation:
+    """The accumulation probe with torch's matrix product of ``dtype`` on ``device``."""
+    right = torch.from_numpy(weights()).to(device, dtype)
+
+    def product(x: NDArray[np.float32]) -> NDArray[Any]:
+        with torch.inference_mode():
+            sums = torch.from_numpy(x).to(device, dtype) @ right
+        return np.asarray(sums.float().cpu().numpy())
+
+    return classify(product)
+
+
+def _precision(is_bf16: bool, native: bool) -> str:
+    if not is_bf16:
+        return "fp32"
+    return "bf16" if native else "bf16-weights"
+
+
+def _open_device(device: str) -> torch.device:
+    if device == CPU:
+        return torch.device(CPU)
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable(
+            f"{device} was asked for, but torch {torch.__version__} sees no CUDA device; install a CUDA build of torch"
+            " on a machine where nvidia-smi lists a GPU, or run on the CPU"
+        )
+    index = torch.device(device).index
+    if index >= torch.cuda.device_count():
+        raise DeviceUnavailable(f"{device} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)  # reduction, split-K
+    matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return torch.device(device)
+
+
+def _load(path: Path, device: torch.device) -> Any:
+    try:
+        with _LOADING, warnings.catch_warnings():
+            # torch calls TorchScript deprecated. It is the format that was asked for, and not the user's to change.
+            warnings.filterwarnings("ignore", r".*torch\.jit\.\w+` is deprecated", DeprecationWarning)
+            module = torch.jit.load(str(path), map_location=device)
+    except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors and zip's
+        raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from error
+    module.eval()
+    # Graphs of submodules and functions become part of one graph, as the executor would do at the first run.
+    torch._C._jit_pass_inline(module.graph)
+    if device.type != CPU:
+        scriptgraph.replace_devices(module.graph, str(device))
+    return module
+
+
+def _widen(module: Any) -> None:
+    """Make a bf16 module an fp32 one: the same weights, exactly, and fp32 arithmetic."""
+    scriptgraph.replace_dtypes(module.graph, scriptgraph.BFLOAT16, scriptgraph.FLOAT32)
+    with torch.inference_mode():
+        scriptgraph.convert_tensors(module, module.graph, lambda t: t.float() if t.dtype == torch.bfloat16 else t)
+
+
+def _check_dtypes(specs: Sequence[TensorSpec]) -> None:
+    for spec in specs:
+        if spec.dtype == "string":
+            raise RuntimeFailure(f"{spec.name!r} is a string tensor, which TorchScript does not have")
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker; numpy's and torch's names agree
+    return dtype
+
+
+def _to_tensor(array: Array) -> torch.Tensor:
+    """``array`` as a tensor over the same memory, or a copy when it is read-only, which torch does not know."""
+    writable = array if array.flags.writeable else array.copy()
+    if array.dtype == _BF16:
+        return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(writable)
+
+
+def _to_array(tensor: torch.Tensor, dtype: torch.dtype) -> Array:
+    found = tensor.to(CPU, dtype).contiguous()
+    if dtype == torch.bfloat16:
+        return np.asarray(found.view(torch.int16).numpy()).view(_BF16)
+    return np.asarray(found.numpy())

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bf16kit.errors import ConfigError
+from bf16kit.runtime.device import canonical, cuda_index
+from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu sse2 avx2 avx512_bf16 avx512_fp16", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu sse2 avx2 f16c", False),
+        ("model name\t: a CPU with avx512_bf16 in its name only", False),
+        ("", False),
+    ],
+)
+def test_bf16_instructions_are_read_from_the_kernels_flags(tmp_path: Path, line: str, expected: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{line}\nbogomips\t: 1\n")
+    assert cpu_has_bf16(cpuinfo) is expected
+
+
+def test_a_kernel_that_does_not_say_has_no_bf16_instructions(tmp_path: Path) -> None:
+    assert cpu_has_bf16(tmp_path / "missing") is False
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("100000 100000", 1), ("50000 100000", 1), ("junk", None)])
+def test_a_containers_cpu_quota_bounds_the_threads(tmp_path: Path, quota: str, expected: int | None) -> None:
+    unbounded = available_cpus(tmp_path / "missing")
+    (tmp_path / "cpu.max").write_text(quota)
+    assert available_cpus(tmp_path / "cpu.max") == (expected or unbounded)
+
+
+def test_no_quota_means_every_processor_of_the_affinity(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000")
+    assert available_cpus(tmp_path / "cpu.max") == available_cpus(tmp_path / "missing") >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "index"),
+    [("cpu", "cpu", None), ("cuda", "cuda:0", 0), ("cuda:0", "cuda:0", 0), ("cuda:3", "cuda:3", 3)],
+)
+def test_devices_have_one_name(text: str, device: str, index: int | None) -> None:
+    assert canonical(text) == device
+    assert cuda_index(canonical(text)) == index
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "", "cuda:0 "])
+def test_an_unknown_device_is_refused_with_the_names_that_exist(text: str) -> None:
+    with pytest.raises(ConfigError, match="cpu and cuda:N"):
+        canonical(text)

@@ -1,0 +1,226 @@
+"""ONNX Runtime on the CPU, as the server and the converter use it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.runtime.externaldata import initializers
+from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.runtime.session import has_cuda
+from bf16kit.tensors import BY_ONNX, TensorSpec
+
+STORED: dict[int, str] = {TensorProto.BFLOAT16: "weights.bf16", TensorProto.FLOAT: "weights.fp32"}
+
+
+def specs(model: ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    def spec(edge: Any) -> TensorSpec:
+        tensor = edge.type.tensor_type
+        return TensorSpec(
+            edge.name, BY_ONNX[tensor.elem_type].name, tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
+        )
+
+    return tuple(map(spec, model.graph.input)), tuple(map(spec, model.graph.output))
+
+
+def runtime(model: ModelProto, source: Path | None = None, **options: Any) -> OnnxRuntime:
+    return OnnxRuntime(source or model.SerializeToString(), *specs(model), **options)
+
+
+def mapped_kb(name: str) -> dict[str, int]:
+    """Resident and anonymous kB of this process' mappings of the file ``name``."""
+    total = {"Rss": 0, "Anonymous": 0}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if "-" in key.split()[0]:  # 7f00-7f01 r--p …, the head of a mapping
+            inside = line.endswith(f"/{name}")
+        elif inside and key in total:
+            total[key] += int(value.split()[0])
+    return total
+
+
+def mlp_by_hand(weights: dict[str, NDArray[Any]], x: NDArray[np.float32]) -> NDArray[np.float64]:
+    hidden = np.maximum(x.astype(np.float64) @ weights["w0"] + weights["b0"], 0)
+    return np.asarray(hidden @ weights["w1"] + weights["b1"])
+
+
+def test_runs_a_graph_and_names_its_outputs() -> None:
+    model = graphs.mlp()
+    x = graphs.values(3, 16, seed=9)
+    found = runtime(model).run({"x": x})
+    assert list(found) == ["y"]
+    np.testing.assert_allclose(found["y"], mlp_by_hand(graphs.weights_of(model), x), rtol=1e-4, atol=1e-6)
+
+
+def test_gives_only_the_outputs_asked_for_in_their_order() -> None:
+    nodes = [helper.make_node("Neg", ["x"], ["negative"]), helper.make_node("Abs", ["x"], ["absolute"])]
+    model = graphs.model(nodes, [graphs.edge("x", [2])], [graphs.edge("negative", [2]), graphs.edge("absolute", [2])])
+    loaded = runtime(model)
+    x = np.array([1, -2], np.float32)
+    assert list(loaded.run({"x": x})) == ["negative", "absolute"]
+    assert list(loaded.run({"x": x}, ["absolute"])) == ["absolute"]
+    assert list(loaded.run({"x": x}, ["absolute", "negative"])) == ["absolute", "negative"]
+
+
+def test_bf16_weights_are_widened_exactly_and_multiplied_in_fp32(tmp_path: Path) -> None:
+    narrowed = graphs.narrow(graphs.mlp())
+    path = graphs.save_external(narrowed, tmp_path / "cpu.onnx", STORED)
+    x = graphs.values(3, 16, seed=9)
+    weights = {name: a.astype(np.float64) for name, a in graphs.weights_of(narrowed).items()}
+    loaded = runtime(narrowed, path)
+    np.testing.assert_allclose(loaded.run({"x": x})["y"], mlp_by_hand(weights, x), rtol=1e-4, atol=1e-6)
+    assert loaded.info.precision == "bf16-weights"
+    assert loaded.info.accumulation == "fp32"
+    assert (loaded.info.backend, loaded.info.device, loaded.info.profile) == ("onnxruntime", "cpu", "cpu")
+
+
+def test_an_embedding_table_is_read_from_the_mapped_file_and_never_copied(tmp_path: Path) -> None:
+    """Gather, then Cast: the pages of weights.bf16 stay the file's own, shared by every process that maps it."""
+    rows, width = 16384, 128  # 4 MiB of bf16
+    narrowed = graphs.narrow(graphs.embedding(rows, width))
+    path = graphs.save_external(narrowed, tmp_path / "cpu.onnx", STORED)
+    loaded = runtime(narrowed, path)
+    ids = np.arange(rows, dtype=np.int64).reshape(1, -1)
+    found = loaded.run({"ids": ids})["y"][0]
+    table = graphs.weights_of(graphs.embedding(rows, width))["table"].astype(ml_dtypes.bfloat16)
+    assert np.array_equal(found, table.astype(np.float32))
+    mapped = mapped_kb("weights.bf16")
+    assert mapped["Rss"] >= 4096 - 8  # every row was read
+    assert mapped["Anonymous"] == 0  # and no page of it was copied
+
+
+@pytest.mark.parametrize(
+    ("model", "feeds"),
+    [
+        (graphs.mlp(), {"x": graphs.values(2, 16)}),
+        (graphs.embedding(), {"ids": np.array([[0, 63, 7]], np.int64)}),
+        (graphs.if_branches(), {"x": graphs.values(2, 16), "flag": np.array(True)}),
+        (graphs.loop(), {"x": graphs.values(2, 16), "steps": np.array(3, np.int64)}),
+        (graphs.conv_bn(), {"x": graphs.values(2, 3, 8, 8)}),
+    ],
+    ids=["matmul", "gather", "if", "loop", "conv"],
+)
+def test_weights_from_memory_are_copied_at_load(model: ModelProto, feeds: dict[str, NDArray[Any]]) -> None:
+    """A graph without data is given its tensors; afterwards the arrays may be changed or freed."""
+    expected = runtime(model).run(feeds)["y"]
+    external = {name: array.copy() for name, array in graphs.weights_of(model).items()}
+    loaded = runtime(graphs.without_data(model, "residual.rebuilt"), external=external, precision="fp32")
+    for array in external.values():
+        array.fill(np.nan)
+    assert np.array_equal(loaded.run(feeds)["y"], expected)
+
+
+def test_a_graph_given_as_bytes_finds_its_data_in_base_dir(tmp_path: Path) -> None:
+    narrowed = graphs.narrow(graphs.mlp())
+    path = graphs.save_external(narrowed, tmp_path / "cpu.onnx", STORED)
+    x = graphs.values(1, 16)
+    loaded = OnnxRuntime(path.read_bytes(), *specs(narrowed), base_dir=tmp_path)
+    assert np.array_equal(loaded.run({"x": x})["y"], runtime(narrowed, path).run({"x": x})["y"])
+
+
+def test_initializers_are_listed_by_the_file_they_are_in(tmp_path: Path) -> None:
+    path = graphs.save_external(graphs.narrow(graphs.mlp()), tmp_path / "cpu.onnx", STORED)
+    assert initializers(path, "weights.bf16") == ["w0", "w1"]
+    assert initializers(path, "weights.fp32") == ["b0", "b1"]
+    assert initializers(path, "residual.rebuilt") == []
+
+
+def test_a_file_that_is_not_onnx_has_no_initializers(tmp_path: Path) -> None:
+    (tmp_path / "reference.onnx").write_bytes(b"\xff not a graph")
+    with pytest.raises(RuntimeFailure, match=r"reference\.onnx is not an ONNX file"):
+        initializers(tmp_path / "reference.onnx", "residual.rebuilt")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "int64", "bool", "string", "uint8", "float64"])
+def test_every_dtype_passes_through_unchanged(dtype: str) -> None:
+    entry = next(d for d in BY_ONNX.values() if d.name == dtype)
+    edges = [graphs.edge("x", ["n", 2], entry.onnx)], [graphs.edge("y", ["n", 2], entry.onnx)]
+    model = graphs.model([helper.make_node("Identity", ["x"], ["y"])], *edges)
+    x = np.array([["a", "bé"]], object) if dtype == "string" else np.array([[1, 0]]).astype(entry.numpy)
+    found = runtime(model).run({"x": x})["y"]
+    assert found.dtype == entry.numpy
+    assert np.array_equal(found, x)
+
+
+def test_bf16_edges_keep_every_bit_and_allow_an_empty_batch() -> None:
+    edges = [graphs.edge("x", ["n"], 16)], [graphs.edge("y", ["n"], 16)]
+    loaded = runtime(graphs.model([helper.make_node("Identity", ["x"], ["y"])], *edges))
+    every = np.arange(65536, dtype=np.uint16)
+    assert np.array_equal(loaded.run({"x": every.view(ml_dtypes.bfloat16)})["y"].view(np.uint16), every)
+    assert loaded.run({"x": np.empty(0, ml_dtypes.bfloat16)})["y"].shape == (0,)
+
+
+def test_one_runtime_serves_many_threads() -> None:
+    loaded = runtime(graphs.mlp(), threads=1)
+    inputs = [graphs.values(2, 16, seed=i) for i in range(8)]
+    expected = [loaded.run({"x": x})["y"] for x in inputs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        runs = (loaded.run({"x": inputs[index]})["y"] for _ in range(100))
+        wrong.extend(index for found in runs if not np.array_equal(found, expected[index]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_read_only_inputs_are_taken_as_they_are() -> None:
+    x = np.frombuffer(graphs.values(1, 16).tobytes(), np.float32).reshape(1, 16)
+    assert runtime(graphs.mlp()).run({"x": x})["y"].shape == (1, 16)
+
+
+def test_a_graph_that_cannot_be_loaded_is_a_runtime_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = [helper.make_node("Cast", ["x"], ["n"], to=16), helper.make_node("Softmax", ["n"], ["s"])]
+    nodes.append(helper.make_node("Cast", ["s"], ["y"], to=1))
+    model = graphs.model(nodes, [graphs.edge("x", [2])], [graphs.edge("y", [2])])
+    with pytest.raises(RuntimeFailure, match="NOT_IMPLEMENTED"):
+        runtime(model)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_bytes_that_are_not_a_graph_are_a_runtime_failure(tmp_path: Path) -> None:
+    (tmp_path / "cpu.onnx").write_bytes(b"not a graph")
+    with pytest.raises(RuntimeFailure, match=r"cannot load cpu\.onnx on cpu"):
+        runtime(graphs.mlp(), tmp_path / "cpu.onnx")
+
+
+def test_a_graph_that_fails_while_running_is_a_runtime_failure_and_prints_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    loaded = runtime(graphs.embedding(rows=4))
+    with pytest.raises(RuntimeFailure, match="ONNX Runtime failed"):
+        loaded.run({"ids": np.array([[9]], np.int64)})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_specs_that_are_not_the_graphs_are_refused() -> None:
+    model = graphs.mlp()
+    with pytest.raises(RuntimeFailure, match="the graph's inputs are x, but z are declared"):
+        OnnxRuntime(model.SerializeToString(), [TensorSpec("z", "float32", (1, 16))], specs(model)[1])
+
+
+def test_a_closed_runtime_refuses_to_run() -> None:
+    loaded = runtime(graphs.mlp())
+    loaded.close()
+    with pytest.raises(RuntimeFailure, match="closed"):
+        loaded.run({"x": graphs.values(1, 16)})
+
+
+@pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
+def test_cuda_without_a_cuda_build_says_what_to_install() -> None:
+    with pytest.raises(DeviceUnavailable, match=r"no CUDA provider; install bf16kit\[gpu\]"):
+        runtime(graphs.mlp(), device="cuda:0")

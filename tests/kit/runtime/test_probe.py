@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bf16kit.runtime.probe import TERMS, classify, probe_onnx, weights
+
+Array = NDArray[Any]
+
+
+def rounded(x: Array) -> Array:
+    return np.asarray(x.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def one_by_one(terms: Array) -> Array:
+    """The sum over axis 0 with one bf16 accumulator: 4,096 ones make 256."""
+    total = np.zeros(terms.shape[1:], np.float32)
+    for term in terms:
+        total = rounded(total + term)
+    return total
+
+
+def in_lanes(count: int) -> Callable[[Array], Array]:
+    """Bf16 accumulators that take every ``count``-th term each, as vector instructions do."""
+    return lambda terms: one_by_one(one_by_one(terms.reshape(-1, count, terms.shape[1])))
+
+
+def in_slices(count: int) -> Callable[[Array], Array]:
+    """Slices of K summed in fp32, their partial sums rounded to bf16 and added: cuBLAS' reduced-precision split-K."""
+    return lambda terms: one_by_one(np.stack([rounded(part.sum(axis=0)) for part in np.array_split(terms, count)]))
+
+
+def multiplying(add: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A matrix product that adds its terms with ``add``. Every row of the probe's input is the same."""
+
+    def product(x: Array) -> Array:
+        return np.tile(add(x[0][:, None] * weights()), (len(x), 1))
+
+    return product
+
+
+def test_one_bf16_accumulator_of_4096_ones_makes_256_and_is_told() -> None:
+    assert one_by_one(np.ones((TERMS, 1), np.float32)) == 256
+    assert classify(multiplying(one_by_one)) == "bf16"
+
+
+@pytest.mark.parametrize("lanes", [2, 8, 16, 32, 64])
+def test_bf16_accumulation_in_vector_lanes_is_told(lanes: int) -> None:
+    """16 lanes count 4,096 ones exactly, 256 each: ones alone would not tell."""
+    assert classify(multiplying(in_lanes(lanes))) == "bf16"
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4, 8, 16, 32])
+def test_partial_sums_kept_in_bf16_are_told(slices: int) -> None:
+    assert classify(multiplying(in_slices(slices))) == "bf16"
+
+
+def test_reduced_precision_in_the_kernel_for_many_rows_alone_is_told() -> None:
+    fine, coarse = multiplying(lambda terms: terms.sum(axis=0)), multiplying(one_by_one)
+    assert classify(lambda x: fine(x) if len(x) == 1 else coarse(x)) == "bf16"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_fp32_accumulation_in_any_order_is_exact(order: int) -> None:
+    assert classify(multiplying(lambda terms: np.add.accumulate(terms[::order], axis=0)[-1])) == "fp32"
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf, 1e9])
+def test_a_device_that_does_not_add_is_unknown(value: float) -> None:
+    assert classify(lambda x: np.full((len(x), weights().shape[1]), value, np.float32)) == "unknown"
+
+
+@pytest.mark.parametrize("precision", ["bf16-weights", "fp32"])
+def test_onnx_runtime_accumulates_in_fp32_on_this_cpu(precision: str) -> None:
+    assert probe_onnx("cpu", precision) == "fp32"
