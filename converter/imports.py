@@ -1,0 +1,53 @@
+"""Finding what the user names as ``pkg.mod:attribute``."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import UsageError
+
+_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def is_import_spec(text: str) -> bool:
+    """Whether ``text`` has the form ``pkg.mod:attribute``."""
+    return _SPEC.fullmatch(text) is not None
+
+
+def import_callable(flag: str, text: str) -> Callable[..., Any]:
+    """The callable that ``flag`` names; modules beside the user's working directory are found too.
+
+    Raises :class:`UsageError` when the module or its attribute is not there, or cannot be called.
+    """
+    if not is_import_spec(text):
+        raise UsageError(f"{flag} {text!r}: expected pkg.mod:name, for example mypackage.models:build")
+    module_name, _, attribute = text.partition(":")
+    try:
+        with _working_directory_on_path():
+            found: Any = importlib.import_module(module_name)
+    except Exception as error:  # the user's module runs at import and may raise anything
+        raise UsageError(f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{flag} {text}: module {module_name} has no {attribute}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{flag} {text}: is {type(found).__name__}, not something that can be called")
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _working_directory_on_path() -> Iterator[None]:
+    """A console script's path does not hold the working directory, though people expect ``python -m``'s behaviour."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,147 @@
+"""What a conversion was asked to do, parsed and checked before any long work begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bf16kit.drift import Budget
+from bf16kit.errors import UsageError
+from bf16kit.tensors import BY_NAME, TensorSpec
+
+Format = Literal["onnx", "torchscript"]
+Profile = Literal["cpu", "cuda"]
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_EXAMPLE = "for example input_ids:int64:batch,seq"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``REPOSITORY/MODEL/VERSION``, where the artifact goes."""
+
+    path: Path
+    model: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One conversion. ``formats`` is empty for "both where the source allows"."""
+
+    source: Path
+    target: Target
+    model: str | None = None
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[TensorSpec, ...] = ()
+    samples: str | None = None
+    formats: tuple[Format, ...] = ()
+    profiles: tuple[Profile, ...] = ("cpu", "cuda")
+    keep_fp32: tuple[str, ...] = ()
+    bf16: tuple[str, ...] = ()
+    budget: Budget = field(default_factory=Budget)
+    allow_over_budget: bool = False
+    subnormals: Literal["keep", "flush"] = "keep"
+    saturate: bool = False
+    residual: bool = True
+    report: bool = True
+    seed: int = 0
+    force: bool = False
+    trust_pickle: bool = False
+
+    @property
+    def wants_onnx(self) -> bool:
+        return not self.formats or "onnx" in self.formats
+
+    @property
+    def wants_torchscript(self) -> bool:
+        return not self.formats or "torchscript" in self.formats
+
+    @property
+    def insists_on_torchscript(self) -> bool:
+        """TorchScript was asked for by name: a source that cannot give it is an error, not a note."""
+        return "torchscript" in self.formats
+
+    def recorded(self) -> dict[str, Any]:
+        """The options that shaped the artifact's bytes, for the manifest; no paths, lest it depend on them."""
+        return {
+            "profiles": list(self.profiles),
+            "formats": list(self.formats),
+            "keep_fp32": list(self.keep_fp32),
+            "bf16": list(self.bf16),
+            "subnormals": self.subnormals,
+            "saturate": self.saturate,
+            "residual": self.residual,
+            "allow_over_budget": self.allow_over_budget,
+        }
+
+
+def parse_target(path: Path) -> Target:
+    """``path`` as ``REPOSITORY/MODEL/VERSION``; :class:`UsageError` when its last part is not a version ≥ 1."""
+    absolute = path.absolute()
+    version, model = absolute.name, absolute.parent.name
+    if not re.fullmatch(r"[1-9][0-9]*", version):
+        raise UsageError(f"--out {path}: must end in MODEL/VERSION, the version 1 or more; it ends in {version!r}")
+    if not _MODEL.fullmatch(model):
+        raise UsageError(f"--out {path}: {model!r} is not a model name; use letters, digits and . _ + -")
+    return Target(absolute, model, int(version))
+
+
+def parse_inputs(texts: Iterable[str]) -> tuple[TensorSpec, ...]:
+    """Each ``NAME:DTYPE:DIMS`` as a spec; dimensions are sizes or names, none at all for a scalar."""
+    specs = tuple(_parse_input(text) for text in texts)
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--input {name}: given twice")
+    return specs
+
+
+def _parse_input(text: str) -> TensorSpec:
+    parts = text.rsplit(":", 2)
+    if len(parts) != 3 or not parts[0]:
+        raise UsageError(f"--input {text!r}: expected NAME:DTYPE:DIMS, {_EXAMPLE}")
+    name, dtype, dims = parts
+    if dtype not in BY_NAME or dtype == "string":
+        known = ", ".join(d for d in BY_NAME if d != "string")
+        raise UsageError(f"--input {text!r}: unknown dtype {dtype!r}; known: {known}")
+    shape = tuple(_parse_dim(dim.strip(), text) for dim in dims.split(",")) if dims.strip() else ()
+    return TensorSpec(name, dtype, shape)
+
+
+def _parse_dim(dim: str, text: str) -> int | str:
+    if dim.isascii() and dim.isdecimal() and int(dim) > 0:
+        return int(dim)
+    if _NAME.fullmatch(dim):
+        return dim
+    raise UsageError(f"--input {text!r}: {dim!r} is neither a size of 1 or more nor a name, {_EXAMPLE}")
+
+
+def parse_patterns(flag: str, texts: Iterable[str]) -> tuple[str, ...]:
+    """Regular expressions for ``flag``, checked to compile."""
+    patterns = tuple(texts)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"{flag} {pattern!r}: not a regular expression: {error}") from None
+    return patterns
+
+
+def parse_model_args(text: str | None) -> dict[str, Any]:
+    """The JSON object given to ``--model-args``: keyword arguments of the factory."""
+    import json
+
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--model-args: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f'--model-args: expected a JSON object such as {{"hidden": 64}}, got {text!r}')
+    return value

@@ -1,0 +1,32 @@
+"""Keeping what torch, transformers and their exporters print, warn and log out of the user's sight."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it, nothing that Python code prints, warns or logs reaches the terminal.
+
+    The progress bar keeps its own reference to the terminal and stays visible. Process-wide while it lasts, as
+    ``redirect_stdout`` is: for the command line, not for threads that print.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch's handlers hold the real stderr, which no redirection reaches
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what ``error`` says, with its type: what fits into one of our own messages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,60 @@
+"""Cleaning up what torch's exporter writes, without computing on weights.
+
+The exporter's own optimiser would also fold BatchNorm into weights; here that is a step of the conversion, because the
+scale has to be kept for ``restore``. So only rules that move or drop data are applied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_RULES = (
+    "add_0_rule",
+    "cast_cast_rule",
+    "cast_constant_of_shape_rule",
+    "cast_constant_of_shape_without_value_rule",
+    "collapse_slice2_rule",
+    "collapse_slice_rule",
+    "div_by_1_rule",
+    "dropout_inference_rule",
+    "dropout_zero_rule",
+    "materialize_reshape_shape_rule",
+    "mul_by_1_rule",
+    "no_op_cast_rule",
+    "no_op_dynamic_scatter_nd_rule",
+    "no_op_expand_rule",
+    "no_op_static_scatter_nd_rule",
+    "no_op_transpose_rule",
+    "one_reshape_matmul_reshape_rule",
+    "reshape_reshape_rule",
+    "slice_split_rule",
+    "squeeze_reshape_1d_rule",
+    "sub_0_rule",
+    "transpose_transpose_rule",
+    "two_reshapes_matmul_reshape_rule",
+    "unsqueeze_unsqueeze_rule",
+)
+_ROUNDS = 2  # a folded constant enables a rule, a rule frees a constant
+
+
+def simplify(model: ir.Model) -> None:
+    """Fold shape arithmetic and transposes of weights, drop what does nothing; in place."""
+    from onnx_ir.passes import common
+    from onnxscript import optimizer, rewriter
+    from onnxscript.rewriter.rules import common as rules
+
+    applied = [getattr(rules, name) for name in _RULES if hasattr(rules, name)]
+    common.InlinePass()(model)
+    for _ in range(_ROUNDS):
+        optimizer.fold_constants_ir(model, onnx_shape_inference=True)
+        rewriter.rewrite(model, applied)
+    common.RemoveUnusedNodesPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.NameFixPass()(model)

@@ -1,0 +1,117 @@
+"""Reading a source: recognised by content, made runnable, its tensors kept as they were stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import SourceError, UsageError
+from bf16kit.tensors import TensorSpec
+from converter.checkpoint import Array, Checkpoint, Sampler, Source, digest_files
+from converter.options import Options
+from converter.sources.detect import Kind, recognise
+
+if TYPE_CHECKING:
+    import torch
+
+    from converter.export import TorchModel
+
+Advance = Callable[[int], None]
+
+
+def read(options: Options, advance: Advance) -> Source:
+    """The source of a conversion. ``advance`` is told of the bytes read.
+
+    Raises :class:`SourceError` when it cannot be read or does not fit its model, :class:`UsageError` when an option it
+    needs is missing, :class:`~bf16kit.errors.ConversionError` when it cannot be made a graph.
+    """
+    kind = recognise(options.source)
+    if kind is Kind.ONNX:
+        return _read_onnx(options, advance)
+    if kind is Kind.HUGGING_FACE:
+        return _read_huggingface(options, advance)
+    return _read_weights(options, kind, advance)
+
+
+def _read_onnx(options: Options, advance: Advance) -> Source:
+    from converter.passes.constants import floating_tensors
+    from converter.sources import onnx_file
+    from converter.specs import input_specs, output_specs
+
+    if options.model is not None:
+        raise UsageError("--model: an ONNX file brings its own architecture")
+    model, files = onnx_file.read_graph(options.source)
+    onnx_file.check_fp32(model)
+    onnx_file.apply_inputs(model, options.inputs)
+    checkpoint = Checkpoint("onnx", digest_files(files, advance), floating_tensors(model))
+    return Source(checkpoint, model, input_specs(model), output_specs(model))
+
+
+def _read_huggingface(options: Options, advance: Advance) -> Source:
+    from converter.sources import huggingface
+
+    if options.model is not None:
+        raise UsageError("--model: a Hugging Face directory brings its own architecture")
+    tensors, files = huggingface.read_tensors(options.source)
+    checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors)
+    model, sampler = huggingface.load(options)
+    source = _exported(checkpoint, model, sampler)
+    outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
+    return replace(source, outputs=outputs)
+
+
+def _read_weights(options: Options, kind: Kind, advance: Advance) -> Source:
+    """Weights without a graph: an architecture is built, or was saved with them."""
+    from converter.export import adapt
+    from converter.sources import statedict
+
+    tensors, files, module = _tensors(options, kind)
+    if not tensors:
+        raise SourceError(f"{options.source}: holds no tensors")
+    if module is None:
+        module = statedict.build(options)
+        statedict.fit(module, tensors)
+    checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors)
+    return _exported(checkpoint, adapt(module, _inputs_of(options)), None)
+
+
+_FORMATS: Mapping[Kind, str] = {
+    Kind.SAFETENSORS: "safetensors",
+    Kind.SHARDED: "safetensors-sharded",
+    Kind.TORCH_ZIP: "torch",
+    Kind.PICKLE: "torch-pickle",
+}
+
+
+def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Path], torch.nn.Module | None]:
+    from converter.sources import safetensors_file, torch_file
+
+    if kind is Kind.SAFETENSORS:
+        return safetensors_file.read_file(options.source), [options.source], None
+    if kind is Kind.SHARDED:
+        index = options.source
+        if index.is_dir():
+            index = next(index.glob("*.safetensors.index.json"))
+        tensors, files = safetensors_file.read_sharded(index)
+        return tensors, files, None
+    tensors, module = torch_file.read_file(options.source, kind, trust_pickle=options.trust_pickle)
+    return tensors, [options.source], module
+
+
+def _inputs_of(options: Options) -> tuple[TensorSpec, ...]:
+    if not options.inputs:
+        raise UsageError(
+            f"{options.source}: a checkpoint does not say what its model's inputs are; name each with"
+            " --input NAME:DTYPE:DIMS, for example --input x:float32:batch,16"
+        )
+    return options.inputs
+
+
+def _exported(checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None) -> Source:
+    from converter.export import to_onnx
+    from converter.specs import output_specs
+
+    graph = to_onnx(model, checkpoint.tensors)
+    return Source(checkpoint, graph, model.inputs, output_specs(graph), model, sampler)

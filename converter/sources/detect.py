@@ -1,0 +1,130 @@
+"""What a source is, judged by its content and never by its name."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from enum import Enum
+from pathlib import Path
+
+from bf16kit.errors import SourceError
+
+
+class Kind(Enum):
+    """The formats that are recognised; the value is how people call them."""
+
+    SAFETENSORS = "safetensors"
+    SHARDED = "sharded safetensors"
+    TORCH_ZIP = "a torch checkpoint"
+    PICKLE = "a pickle file"
+    HUGGING_FACE = "a Hugging Face model directory"
+    ONNX = "ONNX"
+    TORCHSCRIPT = "TorchScript"
+    EXPORTED = "a torch.export program (.pt2)"
+    SAVED_MODEL = "a TensorFlow SavedModel"
+    ORBAX = "an Orbax (JAX) checkpoint"
+    HDF5 = "HDF5 (Keras weights)"
+    KERAS = "a Keras model"
+
+
+_LATER = {Kind.TORCHSCRIPT, Kind.EXPORTED, Kind.SAVED_MODEL, Kind.ORBAX, Kind.HDF5, Kind.KERAS}
+_ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
+_HEADER_LIMIT = 100_000_000  # the safetensors library's own bound on its header
+
+
+def recognise(path: Path) -> Kind:
+    """The kind of source at ``path``.
+
+    Raises :class:`SourceError` when nothing is there, when it is damaged beyond recognition, or when it is a format
+    that is known but not converted yet.
+    """
+    if not path.exists():
+        raise SourceError(f"{path}: no such file or directory")
+    try:
+        kind = _of_directory(path) if path.is_dir() else _of_file(path)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if kind in _LATER:
+        raise SourceError(f"{path}: recognised as {kind.value}, which this version does not convert yet")
+    return kind
+
+
+def _of_directory(path: Path) -> Kind:
+    if (path / "saved_model.pb").is_file():
+        return Kind.SAVED_MODEL
+    if any((path / mark).exists() for mark in _ORBAX_MARKS):
+        return Kind.ORBAX
+    if (path / "config.json").is_file():
+        return Kind.HUGGING_FACE
+    if (path / "manifest.json").is_file() and (path / "weights.bf16").is_file():
+        raise SourceError(f"{path}: is a bf16kit artifact already; `bf16-convert restore` gives back its checkpoint")
+    if (path / "modules.json").is_file():
+        raise SourceError(f"{path}: give the directory that holds the transformer's config.json")
+    if len(list(path.glob("*.safetensors.index.json"))) == 1:
+        return Kind.SHARDED
+    raise SourceError(
+        f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model"
+    )
+
+
+def _of_file(path: Path) -> Kind:
+    with path.open("rb") as file:
+        head = file.read(512)
+    if not head:
+        raise SourceError(f"{path}: is empty")
+    if head.startswith(b"PK\x03\x04"):
+        return _of_zip(path)
+    if head.startswith(b"\x89HDF\r\n"):
+        return Kind.HDF5
+    if head[0] == 0x80 and len(head) > 1 and head[1] in range(2, 6):  # the PROTO opcode that opens a pickle
+        return Kind.PICKLE
+    if _opens_safetensors(head):
+        return Kind.SAFETENSORS
+    if head.lstrip().startswith(b"{"):
+        return _of_json(path)
+    if head[0] == 0x08 and b"\n" not in head[:2]:  # protobuf field 1, varint: ModelProto.ir_version
+        return Kind.ONNX
+    raise SourceError(
+        f"{path}: {_looks_like(head)}; expected safetensors, torch, ONNX or a model directory"
+    )
+
+
+def _opens_safetensors(head: bytes) -> bool:
+    return len(head) > 8 and int.from_bytes(head[:8], "little") <= _HEADER_LIMIT and head[8:9] == b"{"
+
+
+def _of_zip(path: Path) -> Kind:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile:
+        raise SourceError(f"{path}: is a truncated or damaged zip archive (a torch checkpoint?)") from None
+    inner = {name.partition("/")[2] for name in names} | set(names)
+    if "constants.pkl" in inner:
+        return Kind.TORCHSCRIPT
+    if "archive_format" in inner or "serialized_exported_program.json" in inner:
+        return Kind.EXPORTED
+    if "data.pkl" in inner:
+        return Kind.TORCH_ZIP
+    if "model.weights.h5" in inner:
+        return Kind.KERAS
+    raise SourceError(f"{path}: is a zip archive, but not one that torch wrote")
+
+
+def _of_json(path: Path) -> Kind:
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError:
+        raise SourceError(f"{path}: is a text file, not a checkpoint") from None
+    if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
+        return Kind.SHARDED
+    raise SourceError(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
+
+
+def _looks_like(head: bytes) -> str:
+    if head.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file it points to (run `git lfs pull`)"
+    text = head.decode(errors="replace").rstrip("\ufffd")  # the last character may be cut in two
+    if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
+        return "is a text file, not a checkpoint"
+    return f"is not a checkpoint format this program knows (first bytes {head[:8].hex(' ')})"

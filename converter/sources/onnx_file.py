@@ -1,0 +1,91 @@
+"""An fp32 ONNX file: its weights, in initializers, Constant nodes and bodies, and its graph as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import ConversionError, SourceError, UsageError
+from bf16kit.tensors import TensorSpec
+from converter.quiet import first_line
+from converter.specs import input_specs
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
+    """The model, its external data memory-mapped, and the files it is made of.
+
+    Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory.
+    """
+    import onnx_ir as ir
+
+    try:
+        model = ir.load(path)
+    except Exception as error:  # protobuf and onnx_ir raise errors of many kinds on damaged files
+        raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({first_line(error)})") from error
+    if not list(model.graph.outputs):
+        raise SourceError(f"{path}: truncated or damaged: its graph has no outputs")
+    return model, [path, *_external_files(path, model)]
+
+
+def _external_files(path: Path, model: ir.Model) -> list[Path]:
+    import onnx_ir as ir
+
+    files: dict[Path, int] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if not isinstance(tensor, ir.ExternalTensor):
+                continue
+            location = path.parent / tensor.location
+            if not location.resolve().is_relative_to(path.parent.resolve()):
+                raise SourceError(f"{path}: {value.name!r} is in {tensor.location!r}, outside the model's directory")
+            end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
+            files[location] = max(end, files.get(location, 0))
+    for location, end in files.items():
+        _check_size(path, location, end)
+    return list(files)
+
+
+def _check_size(path: Path, location: Path, end: int) -> None:
+    if not location.is_file():
+        raise SourceError(f"{path}: its external data {location.name} is missing")
+    if location.stat().st_size < end:
+        raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
+
+
+def apply_inputs(model: ir.Model, given: Sequence[TensorSpec]) -> None:
+    """Give the graph's inputs the dimension names of ``--input``; names and dtypes must be the graph's own."""
+    import onnx_ir as ir
+
+    specs = {spec.name: spec for spec in input_specs(model)}
+    for spec in given:
+        if spec.name not in specs:
+            raise UsageError(f"--input {spec.name}: the model's inputs are {', '.join(specs)}")
+        own = specs[spec.name]
+        if spec.dtype != own.dtype or not _fits(spec, own):
+            raise UsageError(f"--input {spec.name}: the model's own input is {own.dtype}{list(own.shape)}")
+    for value in model.graph.inputs:
+        chosen = next((spec for spec in given if spec.name == value.name), specs[value.name or ""])
+        value.shape = ir.Shape(chosen.shape)
+
+
+def _fits(spec: TensorSpec, own: TensorSpec) -> bool:
+    """Free dimensions may be renamed or fixed; fixed ones stay as they are."""
+    if len(spec.shape) != len(own.shape):
+        return False
+    return all(a == b or isinstance(b, str) for a, b in zip(spec.shape, own.shape, strict=True))
+
+
+def check_fp32(model: ir.Model) -> None:
+    """Refuse a model that has nothing to narrow."""
+    import onnx_ir as ir
+
+    if any(value.dtype == ir.DataType.FLOAT for graph in model.graphs() for value in graph.initializers.values()):
+        return
+    if any(node.op_type == "Constant" for node in model.graph.all_nodes()):
+        return
+    raise ConversionError("the model holds no fp32 weights: there is nothing to convert")

@@ -1,0 +1,112 @@
+"""Tensors of safetensors files, single or sharded, as views of the mapped file."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bf16kit.errors import SourceError
+from converter.checkpoint import Array
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+
+
+def read_file(path: Path) -> dict[str, Array]:
+    """Every tensor of one file by name, in the file's order; nothing is read until it is used.
+
+    The format's rules are checked by the safetensors library; the dtypes here first, because the library's message for
+    one that it does not know names no tensor.
+    """
+    _check_dtypes(path)
+    _check_rules(path)
+    with path.open("rb") as file:
+        # Copy-on-write: torch takes only writable arrays without warning, and the file must never change.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    return {name: _view(mapped, start, entry) for name, entry in _header(path).items() if name != "__metadata__"}
+
+
+def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
+    """Every tensor of the shards that ``index`` names, and the files read: the index first, then the shards."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        assigned = {str(name): str(shard) for name, shard in weight_map.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise SourceError(f"{index}: is not the index of a sharded checkpoint") from None
+    shards: dict[str, dict[str, Array]] = {}
+    for shard in sorted(set(assigned.values())):
+        shards[shard] = read_file(_shard_path(index, shard))
+    for name, shard in assigned.items():
+        if name not in shards[shard]:
+            raise SourceError(f"{index}: says that {name!r} is in {shard}, where it is not")
+    tensors = {name: shards[shard][name] for name, shard in assigned.items()}
+    return tensors, [index, *(index.parent / shard for shard in shards)]
+
+
+def _shard_path(index: Path, shard: str) -> Path:
+    if Path(shard).name != shard:
+        raise SourceError(f"{index}: shard {shard!r} is not a plain file name")
+    path = index.parent / shard
+    if not path.is_file():
+        raise SourceError(f"{index}: shard {shard} is missing")
+    return path
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        text = file.read(size)
+    if len(text) < size:
+        raise SourceError(f"{path}: truncated: its header says {size} bytes, of which {len(text)} are there")
+    try:
+        header = json.loads(text)
+    except ValueError:
+        raise SourceError(f"{path}: damaged: its safetensors header is not JSON") from None
+    if not isinstance(header, dict):
+        raise SourceError(f"{path}: damaged: its safetensors header is not an object")
+    return header
+
+
+def _check_dtypes(path: Path) -> None:
+    for name, entry in _header(path).items():
+        dtype = entry.get("dtype") if isinstance(entry, dict) and name != "__metadata__" else "F32"
+        if dtype not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {known}")
+
+
+def _check_rules(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        hint = "truncated or damaged" if "overflow" not in str(error) else "damaged"
+        raise SourceError(f"{path}: {hint}: {error}") from None
+
+
+def _view(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Array:
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    offset = start + entry["data_offsets"][0]
+    return np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)

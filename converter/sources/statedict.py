@@ -1,0 +1,85 @@
+"""A bare state dict made runnable: the architecture comes from ``--model``, the weights are fitted into it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import SourceError, UsageError
+from converter.checkpoint import Array
+from converter.imports import import_callable
+from converter.options import Options
+from converter.quiet import first_line, quiet
+
+if TYPE_CHECKING:
+    import torch
+
+# What wrappers put before every name: DistributedDataParallel, Lightning modules by habit, torch.compile.
+_PREFIXES = ("module.", "model.", "_orig_mod.")
+_NAMED = 5
+
+
+def build(options: Options) -> torch.nn.Module:
+    """What ``--model pkg.mod:factory`` returns for ``--model-args``."""
+    import torch
+
+    if options.model is None:
+        raise UsageError(
+            f"{options.source}: holds weights but no architecture; name it with --model pkg.mod:factory"
+            " (a function or class that returns the torch module)"
+        )
+    factory = import_callable("--model", options.model)
+    try:
+        with quiet():
+            module = factory(**options.model_args)
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(f"--model {options.model}: the factory failed: {first_line(error)}") from error
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"--model {options.model}: returned {type(module).__name__}, expected a torch.nn.Module")
+    return module
+
+
+def fit(module: torch.nn.Module, tensors: Mapping[str, Array]) -> None:
+    """Copy ``tensors`` into ``module``, in its own dtypes.
+
+    Raises :class:`SourceError` naming the first five tensors that are missing, unexpected or of another shape.
+    """
+    state = module.state_dict()
+    renamed = _without_prefix(tensors, state)
+    problems = list(_mismatches(renamed, state))
+    if problems:
+        more = f"\n  and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        listed = "".join(f"\n  {problem}" for problem in problems[:_NAMED])
+        raise SourceError(f"the checkpoint does not fit the model:{listed}{more}")
+    with quiet():
+        module.load_state_dict({name: _tensor(renamed[name]) for name in state if name in renamed}, strict=False)
+
+
+def _without_prefix(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in tensors) and not any(name.startswith(prefix) for name in state):
+            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return dict(tensors)
+
+
+def _mismatches(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    # Tied weights are saved once by some writers: a name whose memory another present name fills is not missing.
+    filled = {state[name].data_ptr() for name in tensors if name in state}
+    for name, parameter in state.items():
+        shape = list(parameter.shape)
+        if name not in tensors:
+            if parameter.data_ptr() not in filled or parameter.numel() == 0:
+                yield f"missing: {name} {shape}"
+        elif list(tensors[name].shape) != shape:
+            yield f"shape: {name} is {list(tensors[name].shape)} in the checkpoint, {shape} in the model"
+    for name in tensors:
+        if name not in state:
+            yield f"unexpected: {name} {list(tensors[name].shape)}"
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)

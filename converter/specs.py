@@ -1,0 +1,50 @@
+"""A graph's edges as :class:`~bf16kit.tensors.TensorSpec`: names, dtypes, named dimensions, kinds of output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.errors import ConversionError
+from bf16kit.tensors import BY_ONNX, Kind, TensorSpec
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
+    """The graph's inputs; unnamed free dimensions are called after input and axis.
+
+    Raises :class:`ConversionError` for sequences, optionals, unknown ranks, and dtypes that bf16kit does not serve.
+    """
+    return tuple(_spec(value, "other") for value in model.graph.inputs)
+
+
+def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
+    """The graph's outputs, likewise, each with the kind its name suggests."""
+    return tuple(_spec(value, kind_of(value.name or "")) for value in model.graph.outputs)
+
+
+def kind_of(name: str) -> Kind:
+    """What an output means, judged by its name."""
+    lowered = name.lower()
+    if "logits" in lowered or "scores" in lowered:
+        return "logits"
+    if "embed" in lowered or "hidden_state" in lowered or "pooler" in lowered:
+        return "embedding"
+    return "other"
+
+
+def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
+    name = value.name or ""
+    if value.dtype is None or int(value.dtype) not in BY_ONNX:
+        raise ConversionError(f"{name!r} is {value.type}, and bf16kit serves tensors of plain dtypes only")
+    if value.shape is None:
+        raise ConversionError(f"{name!r} has no known rank; run ONNX shape inference on the model first")
+    shape = tuple(_dim(name, axis, dim) for axis, dim in enumerate(value.shape))
+    return TensorSpec(name, BY_ONNX[int(value.dtype)].name, shape, kind)
+
+
+def _dim(name: str, axis: int, dim: Any) -> int | str:
+    if isinstance(dim, int):
+        return dim
+    return str(dim.value) if dim.value is not None else f"{name}_{axis}"
