@@ -49,7 +49,7 @@ class BatchPolicy:
 
 
 class _Job:
-    """A request on its way. ``done`` is held from the start; releasing it wakes the one thread that waits."""
+    """A request that queues. ``done`` is held from the start; releasing it wakes the one thread that waits."""
 
     __slots__ = ("arrived", "done", "error", "reply", "request", "signature", "started")
 
@@ -59,11 +59,11 @@ class _Job:
         self.signature: tuple[object, ...] = ()
         self.reply: Reply | None = None
         self.error: Exception | None = None
-        self.done: threading.Lock | None = None  # only for a job that queues
+        self.done = threading.Lock()
+        self.done.acquire()
 
     def finish(self) -> None:
-        if self.done is not None:
-            self.done.release()
+        self.done.release()
 
     def result(self) -> Reply:
         if self.error is not None:
@@ -79,6 +79,7 @@ class Batcher:
     def __init__(self, run: Run, policy: BatchPolicy, observer: BatchObserver, *, name: str = "model") -> None:
         self._run = run
         self._policy = policy
+        self._inline = policy.inline and policy.max_delay_s == 0
         self._observer = observer
         self._queue: deque[_Job] = deque()
         self._wake = threading.Condition(threading.Lock())
@@ -115,27 +116,25 @@ class Batcher:
         Raises InvalidRequest (more rows than a batch holds), DeadlineExceeded, Cancelled, Overloaded (queue full),
         Unavailable (closed), or what the runtime raised.
         """
-        job = _Job(request, time.monotonic())
-        dead = self._death(job, job.arrived)
+        arrived = time.monotonic()
+        dead = self._death(request, arrived)
         if dead is not None:
             raise dead
         if self._policy.batches and request.rows > self._policy.max_rows:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
-        if self._claim_idle():
+        if self._inline and self._claim_idle():
             try:
-                self._execute([job])
+                return self._run_inline(request, arrived)
             finally:
                 self._release()
-        else:
-            self._enqueue(job)
-            self._await(job)
+        job = _Job(request, arrived)
+        self._enqueue(job)
+        self._await(job)
         return job.result()
 
     # --- the caller's side --------------------------------------------------------------------------------------------
 
     def _claim_idle(self) -> bool:
-        if not self._policy.inline or self._policy.max_delay_s > 0:
-            return False
         with self._wake:
             if self._queue or not self._idle or self._closed:
                 return False
@@ -148,11 +147,15 @@ class Batcher:
             if self._queue:
                 self._wake.notify()
 
+    def _run_inline(self, request: Request, arrived: float) -> Reply:
+        outputs = self._run(request.feeds, request.outputs)
+        seconds = time.monotonic() - arrived
+        self._observer.executed(1, request.rows, 0.0, seconds, 0.0)
+        return Reply(outputs, 0.0, seconds)
+
     def _enqueue(self, job: _Job) -> None:
         if self._policy.batches and self._policy.axis is not None:
             job.signature = signature(job.request.feeds, self._policy.axis)
-        job.done = threading.Lock()
-        job.done.acquire()
         with self._wake:
             if self._closed:
                 raise Unavailable(_UNLOADING)
@@ -168,8 +171,6 @@ class Batcher:
 
     def _await(self, job: _Job) -> None:
         """Wait for the job; at its deadline take it out of the queue, unless it is already running."""
-        if job.done is None:
-            return
         deadline = job.request.deadline
         timeout = -1.0 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
         if job.done.acquire(timeout=timeout):
@@ -245,7 +246,7 @@ class Batcher:
     def _drop_dead(self, now: float) -> None:
         living: deque[_Job] = deque()
         for job in self._queue:
-            job.error = self._death(job, now)
+            job.error = self._death(job.request, now)
             if job.error is None:
                 living.append(job)
             else:
@@ -253,9 +254,8 @@ class Batcher:
         self._observer.queued(len(living) - len(self._queue))
         self._queue = living
 
-    def _death(self, job: _Job, now: float) -> RequestError | None:
-        """Why this job must not run any more, counted; None when it may."""
-        request = job.request
+    def _death(self, request: Request, now: float) -> RequestError | None:
+        """Why this request must not run any more, counted; None when it may."""
         if request.deadline is not None and request.deadline <= now:
             self._observer.rejected("deadline")
             return DeadlineExceeded(_TOO_LATE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from service.contract import BatchStatistics, Duration, StatisticsSnapshot
 
@@ -12,26 +12,30 @@ from service.contract import BatchStatistics, Duration, StatisticsSnapshot
 @dataclass(slots=True)
 class _Tally:
     count: int = 0
-    ns: int = 0
+    seconds: float = 0.0
 
-    def add(self, seconds: float, times: int = 1) -> None:
-        self.count += times
-        self.ns += int(seconds * 1e9) * times
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
 
     def freeze(self) -> Duration:
-        return Duration(self.count, self.ns)
+        return _duration(self.count, self.seconds)
 
 
 @dataclass(slots=True)
 class _Phases:
-    compute_input: _Tally = field(default_factory=_Tally)
-    compute_infer: _Tally = field(default_factory=_Tally)
-    compute_output: _Tally = field(default_factory=_Tally)
+    """The three phases of a batch: always counted together, so one count is enough."""
 
-    def add(self, gather_s: float, run_s: float, split_s: float, times: int = 1) -> None:
-        self.compute_input.add(gather_s, times)
-        self.compute_infer.add(run_s, times)
-        self.compute_output.add(split_s, times)
+    count: int = 0
+    gather: float = 0.0
+    run: float = 0.0
+    split: float = 0.0
+
+    def add(self, times: int, gather_s: float, run_s: float, split_s: float) -> None:
+        self.count += times
+        self.gather += gather_s * times
+        self.run += run_s * times
+        self.split += split_s * times
 
 
 class ModelStatistics:
@@ -43,7 +47,7 @@ class ModelStatistics:
     def __init__(self, weight_bytes: int = 0) -> None:
         self.weight_bytes = weight_bytes
         self._lock = threading.Lock()
-        self._last_inference_ms = 0
+        self._last_inference = 0.0  # seconds since the epoch
         self._rows = 0
         self._executions = 0
         self._success, self._fail, self._queue = _Tally(), _Tally(), _Tally()
@@ -52,13 +56,16 @@ class ModelStatistics:
 
     def execution(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None:
         """One batch of ``requests`` requests has run: seconds to gather its inputs, to run it, to split its outputs."""
-        now_ms = time.time_ns() // 1_000_000
+        now = time.time()
         with self._lock:
-            self._last_inference_ms = now_ms
+            self._last_inference = now
             self._rows += rows
             self._executions += 1
-            self._phases.add(gather_s, run_s, split_s, requests)
-            self._by_size.setdefault(rows, _Phases()).add(gather_s, run_s, split_s)
+            self._phases.add(requests, gather_s, run_s, split_s)
+            same_size = self._by_size.get(rows)
+            if same_size is None:
+                same_size = self._by_size[rows] = _Phases()
+            same_size.add(1, gather_s, run_s, split_s)
 
     def success(self, total_s: float, queue_s: float) -> None:
         """One request was answered after ``total_s``, of which it queued ``queue_s``."""
@@ -75,24 +82,28 @@ class ModelStatistics:
         """One consistent view, by batch size ascending."""
         with self._lock:
             return StatisticsSnapshot(
-                last_inference_ms=self._last_inference_ms,
+                last_inference_ms=int(self._last_inference * 1e3),
                 inference_count=self._rows,
                 execution_count=self._executions,
                 success=self._success.freeze(),
                 fail=self._fail.freeze(),
                 queue=self._queue.freeze(),
-                compute_input=self._phases.compute_input.freeze(),
-                compute_infer=self._phases.compute_infer.freeze(),
-                compute_output=self._phases.compute_output.freeze(),
+                compute_input=_duration(self._phases.count, self._phases.gather),
+                compute_infer=_duration(self._phases.count, self._phases.run),
+                compute_output=_duration(self._phases.count, self._phases.split),
                 batches=tuple(_freeze(size, phases) for size, phases in sorted(self._by_size.items())),
                 weight_bytes=self.weight_bytes,
             )
 
 
+def _duration(count: int, seconds: float) -> Duration:
+    return Duration(count, round(seconds * 1e9))
+
+
 def _freeze(size: int, phases: _Phases) -> BatchStatistics:
     return BatchStatistics(
         batch_size=size,
-        compute_input=phases.compute_input.freeze(),
-        compute_infer=phases.compute_infer.freeze(),
-        compute_output=phases.compute_output.freeze(),
+        compute_input=_duration(phases.count, phases.gather),
+        compute_infer=_duration(phases.count, phases.run),
+        compute_output=_duration(phases.count, phases.split),
     )
