@@ -47,7 +47,9 @@ COPY --from=build-server /opt/bf16kit /opt/bf16kit
 EXPOSE 8001 8002
 # Ready, not merely alive: a server without a ready model must get no traffic.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8002/readyz', timeout=2)"]
+    CMD ["python", "-c", "import http.client, os, sys; \
+c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('BF16KIT_HTTP_PORT', 8002)), timeout=2); \
+c.request('GET', '/readyz'); r = c.getresponse(); print(r.read().decode()); sys.exit(r.status != 200)"]
 ENTRYPOINT ["bf16-serve"]
 CMD ["--repository", "/models", "--host", "0.0.0.0"]
 

@@ -1,0 +1,28 @@
+"""The demo's inputs: real sentences out of any Python installation, tokenised as the model wants them."""
+
+from __future__ import annotations
+
+import minilm
+import numpy as np
+from sentences import sentences
+
+
+def test_sentences_are_distinct_whole_and_always_the_same() -> None:
+    found = sentences(300)
+    assert len(set(found)) == 300
+    assert all(sentence[0].isupper() and sentence[-1] in ".?!" for sentence in found)
+    assert sentences(300)[:50] == found[:50]
+
+
+def test_calibration_feeds_hold_one_sentence_without_padding() -> None:
+    feeds = list(minilm.calibration(20))
+    assert len(feeds) == 20
+    for feed in feeds:
+        assert {array.shape[0] for array in feed.values()} == {1}
+        assert feed["attention_mask"].all()
+
+
+def test_padding_does_not_move_a_pooled_embedding() -> None:
+    tokens = np.random.default_rng(0).standard_normal((1, 5, 384))
+    mask = np.array([[1, 1, 1, 0, 0]])
+    np.testing.assert_allclose(minilm.mean_pool(tokens, mask), minilm.mean_pool(tokens[:, :3], mask[:, :3]), rtol=1e-12)
