@@ -1,0 +1,148 @@
+"""Artifacts made by hand, for tests of what serves them: a graph of a few nodes, its weights in bf16, a real reference.
+
+Nothing of the converter is used: the server's tests hold while the converter changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from safetensors.numpy import save_file
+
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import Manifest, ProfileEntry, Source, SpecEntry, TensorEntry
+from bf16kit.numerics import to_bf16
+from bf16kit.publish import StagingArtifact, staging
+from bf16kit.residual import encode
+from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import BY_NAME, TensorSpec
+
+Array = NDArray[Any]
+Weight = Callable[[str], str]  # a weight's name → the fp32 value to use in a node
+BUDGET = {"relative_l2": 1.5e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99, "nonfinite": 0.0}
+
+
+def write_artifact(
+    target: Path,
+    nodes: Callable[[Weight], list[onnx.NodeProto]],
+    weights: Mapping[str, NDArray[np.float32]],
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    golden: Mapping[str, Array],
+    *,
+    batch_axis: int | None = 0,
+    budget: Mapping[str, float] = BUDGET,
+    spoil: float = 0.0,
+) -> Artifact:
+    """Publish a ``cpu`` artifact with reference and golden samples; ``spoil`` is added to every golden output."""
+    with staging(target) as staged:
+        tensors = _write_weights(staged, weights)
+        widened = [helper.make_node("Cast", [name], [f"{name}.fp32"], to=TensorProto.FLOAT) for name in weights]
+        cpu = [_external(t, TensorProto.BFLOAT16, t.file, t.offset, t.bytes) for t in tensors]
+        reference = [_external(t, TensorProto.FLOAT, "residual.rebuilt", 0, 2 * t.bytes) for t in tensors]
+        body = nodes(lambda name: f"{name}.fp32")
+        _save(staged.path / "cpu.onnx", [*widened, *body], cpu, inputs, outputs)
+        _save(staged.path / "reference.onnx", nodes(lambda name: name), reference, inputs, outputs)
+        manifest = Manifest(
+            model=target.parent.name,
+            inputs=[SpecEntry.of(spec) for spec in inputs],
+            outputs=[SpecEntry.of(spec) for spec in outputs],
+            batch_axis=batch_axis,
+            profiles={"cpu": ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host")},
+            reference="reference.onnx",
+            golden=None,
+            tensors=tensors,
+            budget=dict(budget),
+            source=Source(
+                format="test", sha256="", bytes=sum(w.nbytes for w in weights.values()), tensors=len(weights)
+            ),
+        )
+        runtime = load_reference(staged.draft(manifest), threads=1)
+        answers = {name: array + np.asarray(spoil, array.dtype) for name, array in runtime.run(golden).items()}
+        stored = {f"input:{k}": v for k, v in golden.items()} | {f"output:{k}": v for k, v in answers.items()}
+        save_file(stored, staged.path / "golden.safetensors")
+        return staged.publish(manifest.model_copy(update={"golden": "golden.safetensors"}))
+
+
+def write_mlp(target: Path, *, width: int = 16, logits: bool = False, spoil: float = 0.0) -> Artifact:
+    """``y = relu(x·a)·b``, fp32[batch,width] → fp32[batch,width]."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((width, width)).astype(np.float32) / width**0.5 for name in ("a", "b")}
+    return write_artifact(
+        target,
+        lambda weight: [
+            helper.make_node("MatMul", ["x", weight("a")], ["hidden"]),
+            helper.make_node("Relu", ["hidden"], ["active"]),
+            helper.make_node("MatMul", ["active", weight("b")], ["y"]),
+        ],
+        weights,
+        [TensorSpec("x", "float32", ("batch", width))],
+        [TensorSpec("y", "float32", ("batch", width), "logits" if logits else "embedding")],
+        {"x": rng.standard_normal((4, width)).astype(np.float32)},
+        spoil=spoil,
+    )
+
+
+def write_lookup(target: Path) -> Artifact:
+    """A table of ten rows: int64[batch,seq] → fp32[batch,seq,4]. An index beyond the table fails inside the runtime."""
+    rng = np.random.default_rng(0)
+    return write_artifact(
+        target,
+        lambda weight: [helper.make_node("Gather", [weight("table"), "ids"], ["rows"])],
+        {"table": rng.standard_normal((10, 4)).astype(np.float32)},
+        [TensorSpec("ids", "int64", ("batch", "seq"))],
+        [TensorSpec("rows", "float32", ("batch", "seq", 4))],
+        {"ids": np.array([[1, 2, 3], [4, 5, 6]])},
+    )
+
+
+def _write_weights(staged: StagingArtifact, weights: Mapping[str, NDArray[np.float32]]) -> list[TensorEntry]:
+    stored, residual = staged.writer("weights.bf16"), staged.writer("residual.bin")
+    entries = []
+    for name, fp32 in weights.items():
+        bf16 = to_bf16(fp32)
+        at = stored.append(bf16)
+        rest = residual.append_chunks([encode(fp32, bf16)])
+        entries.append(
+            TensorEntry(
+                name=name,
+                dtype="bfloat16",
+                shape=list(fp32.shape),
+                file="weights.bf16",
+                offset=at.offset,
+                bytes=at.bytes,
+                residual=rest,
+            )
+        )
+    return entries
+
+
+def _external(tensor: TensorEntry, onnx_type: int, file: str, offset: int, size: int) -> onnx.TensorProto:
+    proto = onnx.TensorProto(
+        name=tensor.name, data_type=onnx_type, dims=tensor.shape, data_location=TensorProto.EXTERNAL
+    )
+    for key, value in (("location", file), ("offset", offset), ("length", size)):
+        proto.external_data.add(key=key, value=str(value))
+    return proto
+
+
+def _save(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    initializers: Sequence[onnx.TensorProto],
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+) -> None:
+    graph = helper.make_graph(nodes, path.stem, _edges(inputs), _edges(outputs), initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    path.write_bytes(model.SerializeToString())
+
+
+def _edges(specs: Sequence[TensorSpec]) -> list[onnx.ValueInfoProto]:
+    return [helper.make_tensor_value_info(s.name, BY_NAME[s.dtype].onnx, list(s.shape)) for s in specs]
