@@ -30,7 +30,7 @@ class ClampMasks(Step):
     def apply(self, model: ir.Model) -> bool:
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
-            if tensor is None or tensor.dtype != ir.DataType.FLOAT or _is_weight(value):
+            if tensor is None or tensor.dtype != ir.DataType.FLOAT or is_weight(value):
                 continue
             if overflows(tensor.numpy()):
                 value.const_value = _clamped(tensor)
@@ -50,7 +50,8 @@ def overflows(array: Array) -> bool:
     return bool(np.any(np.isfinite(magnitude) & (magnitude >= np.float32(OVERFLOW))))
 
 
-def _is_weight(value: ir.Value) -> bool:
+def is_weight(value: ir.Value) -> bool:
+    """Whether an operator that takes weights reads ``value``."""
     return any(use.node.op_type in WEIGHTED for use in value.uses())
 
 

@@ -1,0 +1,54 @@
+"""``--keep-fp32 REGEX`` and ``--bf16 REGEX``: what the owner of a model knows better than the plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from bf16kit.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Patterns searched in names of nodes and tensors. Where both match, fp32 wins: it is the safer of the two."""
+
+    keep_fp32: tuple[re.Pattern[str], ...] = ()
+    bf16: tuple[re.Pattern[str], ...] = ()
+
+    @classmethod
+    def parse(cls, keep_fp32: Iterable[str] = (), bf16: Iterable[str] = ()) -> Overrides:
+        """Compile the patterns; UsageError for one that is not a regular expression."""
+        return cls(_compile("--keep-fp32", keep_fp32), _compile("--bf16", bf16))
+
+    def keeps(self, name: str) -> str | None:
+        """The ``--keep-fp32`` pattern that matches ``name``, if any."""
+        return _first(self.keep_fp32, name)
+
+    def forces(self, name: str) -> str | None:
+        """The ``--bf16`` pattern that matches ``name``, if any and unless ``--keep-fp32`` matches too."""
+        return None if self.keeps(name) is not None else _first(self.bf16, name)
+
+    def check(self, names: Collection[str]) -> None:
+        """UsageError for a pattern that matches none of ``names``: most likely a typing error."""
+        for flag, patterns in (("--keep-fp32", self.keep_fp32), ("--bf16", self.bf16)):
+            for pattern in patterns:
+                if not any(pattern.search(name) for name in names):
+                    raise UsageError(
+                        f"{flag} {pattern.pattern}: matches no node or tensor of the model; convert without it, and"
+                        " `bf16-convert inspect` lists their names"
+                    )
+
+
+def _compile(flag: str, patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    compiled = []
+    for pattern in patterns:
+        try:
+            compiled.append(re.compile(pattern))
+        except re.error as error:
+            raise UsageError(f"{flag} {pattern}: not a regular expression: {error}") from None
+    return tuple(compiled)
+
+
+def _first(patterns: Iterable[re.Pattern[str]], name: str) -> str | None:
+    return next((pattern.pattern for pattern in patterns if pattern.search(name)), None)

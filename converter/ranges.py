@@ -1,0 +1,51 @@
+"""Weights that bf16 cannot hold are an error before anything is written, each named with its count and a remedy."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bf16kit.errors import RangeError
+from bf16kit.numerics import Census, census
+from converter.passes import Prepared
+from converter.passes.masks import is_weight
+
+_SHOWN = 5
+
+
+def check_ranges(prepared: Prepared, narrow: frozenset[str], *, saturate: bool = False) -> dict[str, Census]:
+    """Take the census of every tensor to be narrowed, as it will be rounded: with BatchNorm folded in.
+
+    Raises :class:`~bf16kit.errors.RangeError` for NaN in any of them or in the fp32 weights beside them, for infinities
+    that are no mask's, and for finite values that overflow unless ``saturate``.
+    """
+    found: dict[str, Census] = {}
+    complaints: list[str] = []
+    for name, value in sorted(prepared.folded.graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT:
+            continue
+        counts = census(tensor.numpy())
+        if name in narrow:
+            found[name] = counts
+        complaint = _complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
+        if complaint is not None:
+            folded = " (with BatchNorm folded in)" if name in prepared.folds else ""
+            complaints.append(f"tensor {name!r}{folded}: {complaint}")
+    if complaints:
+        more = f"\nand {len(complaints) - _SHOWN} more tensors" if len(complaints) > _SHOWN else ""
+        raise RangeError("\n".join(complaints[:_SHOWN]) + more)
+    return found
+
+
+def _complaint(counts: Census, finite: bool, in_range: bool) -> str | None:
+    """What is wrong with a tensor that must be ``finite`` and, when ``in_range``, must not overflow."""
+    if counts.nan:
+        return f"{counts.nan} of {counts.count} values are NaN; the checkpoint is damaged or its training diverged"
+    if finite and counts.inf:
+        return f"{counts.inf} of {counts.count} values are infinite; the checkpoint is damaged or its training diverged"
+    if in_range and counts.overflow:
+        return (
+            f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude {counts.max_abs:.6g});"
+            " clamp them with --saturate, or leave the tensor in fp32 with --keep-fp32"
+        )
+    return None
