@@ -1,0 +1,137 @@
+"""From a published artifact to something that runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import artifacts
+import numpy as np
+import pytest
+import torch
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable
+from bf16kit.manifest import Manifest, ProfileEntry
+from bf16kit.runtime.loading import choose_profile, load, load_reference
+from bf16kit.runtime.session import has_cuda
+
+WIDTH = 64
+no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return artifacts.write_mlp(tmp_path_factory.mktemp("repository") / "mlp" / "1", width=WIDTH)
+
+
+def with_profiles(artifact: Artifact, *names: str) -> Artifact:
+    """The same artifact, its manifest speaking of other profiles."""
+
+    def entry(name: str) -> ProfileEntry:
+        kind: Literal["onnx", "torchscript"] = "torchscript" if name == "torchscript" else "onnx"
+        return ProfileEntry(format=kind, graph="cpu.onnx", precision="bf16", verified="no")
+
+    manifest: Manifest = artifact.manifest.model_copy(update={"profiles": {name: entry(name) for name in names}})
+    return Artifact(artifact.path, manifest)
+
+
+def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
+    """A server of ONNX artifacts is installed without torch."""
+    program = (
+        "import sys, bf16kit.runtime.loading as loading\n"
+        "assert not {'torch', 'onnxruntime', 'onnx'} & sys.modules.keys()\n"
+        "from bf16kit.artifact import Artifact\n"
+        "artifact = Artifact.open(sys.argv[1])\n"
+        "loading.load(artifact, *loading.choose_profile(artifact, 'cpu')[:1])\n"
+        "loading.load_reference(artifact)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(mlp.path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_cpu_profile_runs_and_says_how(mlp: Artifact) -> None:
+    loaded = load(mlp, "cpu", threads=1)
+    info = loaded.info
+    assert (info.backend, info.device, info.profile) == ("onnxruntime", "cpu", "cpu")
+    assert (info.precision, info.accumulation) == ("bf16-weights", "fp32")
+    golden = mlp.golden()
+    found = loaded.run(golden.inputs)["y"]
+    assert 0 < np.linalg.norm(found - golden.outputs["y"]) / np.linalg.norm(golden.outputs["y"]) < 1e-2
+
+
+def test_the_reference_computes_with_the_fp32_weights_of_the_checkpoint(mlp: Artifact) -> None:
+    reference = load_reference(mlp)
+    x = graphs.values(5, WIDTH, seed=3)
+    first, second = (mlp.restore(name).astype(np.float64) for name in ("a", "b"))
+    np.testing.assert_allclose(reference.run({"x": x})["y"], np.maximum(x @ first, 0) @ second, rtol=2e-5, atol=1e-6)
+    info = reference.info
+    assert (info.profile, info.device, info.precision, info.accumulation) == ("reference", "cpu", "fp32", "fp32")
+
+
+def test_a_reference_of_low_priority_answers_the_same_on_the_callers_thread(mlp: Artifact) -> None:
+    """A thread pool of its own would run at normal priority, whatever the caller's is."""
+    before = len(list(Path("/proc/self/task").iterdir()))
+    reference = load_reference(mlp, low_priority=True)
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+    golden = mlp.golden()
+    np.testing.assert_allclose(reference.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_reference_the_artifact_says_so(mlp: Artifact) -> None:
+    bare = Artifact(mlp.path, mlp.manifest.model_copy(update={"reference": None}))
+    with pytest.raises(ArtifactError, match="no fp32 reference"):
+        load_reference(bare)
+
+
+def test_a_profile_the_artifact_does_not_have_is_named(mlp: Artifact) -> None:
+    with pytest.raises(ArtifactError, match="no profile 'cuda'; it has cpu"):
+        load(mlp, "cuda", device="cuda:0")
+
+
+def test_profiles_are_refused_on_devices_they_are_not_for(mlp: Artifact) -> None:
+    both = with_profiles(mlp, "cpu", "cuda")
+    with pytest.raises(DeviceUnavailable, match="profile cuda needs a CUDA device"):
+        load(both, "cuda", device="cpu")
+    with pytest.raises(ConfigError, match="profile cpu runs on the CPU, not on cuda:0"):
+        load(both, "cpu", device="cuda:0")
+
+
+@pytest.mark.skipif(has_cuda(), reason="the installed ONNX Runtime has CUDA")
+def test_cuda_without_a_cuda_build_is_unavailable_with_the_remedy(mlp: Artifact) -> None:
+    with pytest.raises(DeviceUnavailable, match=r"install bf16kit\[gpu\]"):
+        load(with_profiles(mlp, "cuda"), "cuda", device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("profiles", "device", "expected"),
+    [
+        (("cpu", "cuda", "torchscript"), "cpu", ("cpu", "cpu")),
+        (("cpu", "cuda", "torchscript"), "cuda:1", ("cuda", "cuda:1")),
+        (("cpu", "torchscript"), "cuda", ("torchscript", "cuda:0")),
+        (("torchscript",), "cpu", ("torchscript", "cpu")),
+    ],
+)
+def test_the_device_decides_the_profile(
+    mlp: Artifact, profiles: tuple[str, ...], device: str, expected: tuple[str, str]
+) -> None:
+    assert choose_profile(with_profiles(mlp, *profiles), device) == expected
+
+
+@no_cuda
+@pytest.mark.parametrize(
+    ("profiles", "expected"), [(("cpu", "cuda", "torchscript"), "cpu"), (("cuda", "torchscript"), "torchscript")]
+)
+def test_auto_is_the_cpu_where_no_cuda_device_works(mlp: Artifact, profiles: tuple[str, ...], expected: str) -> None:
+    assert choose_profile(with_profiles(mlp, *profiles), "auto") == (expected, "cpu")
+
+
+def test_an_artifact_without_a_profile_for_the_device_is_refused(mlp: Artifact) -> None:
+    with pytest.raises(ArtifactError, match="no profile for cuda:0: it needs cuda or torchscript, and has cpu"):
+        choose_profile(mlp, "cuda:0")
+    with pytest.raises(ConfigError, match="unknown device 'tpu'"):
+        choose_profile(mlp, "tpu")
