@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,6 +17,24 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+class _Servicer(health.HealthServicer):
+    """Remembers its watchers, to end their streams: a server that stops waits for every open one."""
+
+    def __init__(self) -> None:
+        super().__init__(experimental_non_blocking=True)
+        self._watchers: set[Callable[[object], None]] = set()
+
+    def Watch(self, request: Any, context: grpc.ServicerContext, send_response_callback: Any = None) -> Any:  # noqa: N802 -- the RPC
+        if context.add_callback(lambda: self._watchers.discard(send_response_callback)):
+            self._watchers.add(send_response_callback)
+        return super().Watch(request, context, send_response_callback)
+
+    def end_watches(self) -> None:
+        """Complete the stream of everyone who watches, after the last status they were sent."""
+        for send in tuple(self._watchers):
+            send(None)
+
+
 class HealthReporter:
     """Keeps the health service in step with the registry, on a thread of its own.
 
@@ -23,7 +43,7 @@ class HealthReporter:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._servicer = health.HealthServicer(experimental_non_blocking=True)
+        self._servicer = _Servicer()
         self._thread = ThreadPoolExecutor(1, "health")
         self._told: dict[str, int] = {}
         self._closed = False
@@ -34,10 +54,11 @@ class HealthReporter:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def shut_down(self) -> None:
-        """Tell everyone NOT_SERVING, for good."""
+        """Tell everyone NOT_SERVING, for good, and end their watches."""
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._servicer.enter_graceful_shutdown()
+        self._servicer.end_watches()
 
     def _changed(self) -> None:
         if self._closed:

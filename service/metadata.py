@@ -38,20 +38,24 @@ def model_metadata(model: Model, versions: Iterable[int]) -> pb.ModelMetadataRes
 
 
 def model_config(model: Model) -> pb.ModelConfigResponse:
-    """Triton's ``ModelConfig``: with a maximum batch size, ``dims`` leave the batch dimension out."""
-    axis = model.batch_axis if model.max_batch_size > 0 else None
+    """Triton's ``ModelConfig``: with a maximum batch size, ``dims`` leave the batch dimension out.
+
+    Triton knows batches along the first dimension only; a model that is batched along another is shown unbatched.
+    """
+    batched = model.max_batch_size > 0 and model.batch_axis == 0
+    axis = 0 if batched else None
     config = pb.ModelConfig(
         name=model.name,
         platform=_PLATFORMS.get(model.info.backend, model.info.backend),
         backend=_BACKENDS.get(model.info.backend, model.info.backend),
-        max_batch_size=model.max_batch_size,
+        max_batch_size=model.max_batch_size if batched else 0,
         input=[pb.ModelInput(name=s.name, data_type=_data_type(s), dims=_dims(s, axis)) for s in model.inputs],
         output=[pb.ModelOutput(name=s.name, data_type=_data_type(s), dims=_dims(s, axis)) for s in model.outputs],
         instance_group=[_instance_group(model)],
         parameters={key: pb.ModelParameter(string_value=value) for key, value in _properties(model).items()},
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=False),
     )
-    if model.max_batch_size > 0:
+    if batched:
         delay_us = round(model.max_queue_delay_s * 1e6)
         config.dynamic_batching.CopyFrom(pb.ModelDynamicBatching(max_queue_delay_microseconds=delay_us))
     return pb.ModelConfigResponse(config=config)

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 
 import grpc
 
-from bf16kit.errors import Cancelled, RequestError, Unsupported
+from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
 from service import metadata
 from service.admission import Admission
@@ -22,6 +22,7 @@ from service.streams import OrderedAnswers
 
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
 _UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
+_Answered = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 
 
 class InferenceServicer:
@@ -47,7 +48,15 @@ class InferenceServicer:
         self._stream_window = stream_window
         self._clock = clock
         self._codecs: dict[tuple[str, int], tuple[Model, InferenceCodec]] = {}
+        self._open: set[OrderedAnswers[pb.ModelInferRequest, _Answered]] = set()
+        self._draining = False
         registry.subscribe(self._codecs.clear)
+
+    def drain(self) -> None:
+        """End every stream once what was read from it is answered: an idle one would outlast any patience."""
+        self._draining = True
+        for answers in tuple(self._open):
+            answers.close()
 
     # --- inference --------------------------------------------------------------------------------------------------
 
@@ -62,21 +71,38 @@ class InferenceServicer:
     def ModelStreamInfer(
         self, messages: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ModelStreamInferResponse]:
-        with self._streams:
-            cancellation = Cancellation()
-            deadline = self._deadline(context)
+        try:
+            with self._streams:
+                yield from self._stream(messages, context)
+        except (Overloaded, Unavailable) as error:
+            refused = self._statuses.of(error)
+            context.abort(refused.code, refused.details)
 
-            def answer(message: pb.ModelInferRequest) -> tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]:
-                return message, self._answer(message, deadline, cancellation)
+    def _stream(
+        self, messages: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ModelStreamInferResponse]:
+        cancellation = Cancellation()
+        deadline = self._deadline(context)
 
-            answers = OrderedAnswers(messages, answer, self._stream_threads, self._stream_window)
-            context.add_callback(cancellation.cancel)
-            context.add_callback(answers.close)
-            ends_on_error = _metadatum(context, "triton_grpc_error") == "true"
+        def answer(message: pb.ModelInferRequest) -> _Answered:
+            return message, self._answer(message, deadline, cancellation)
+
+        answers = OrderedAnswers(messages, answer, self._stream_threads, self._stream_window)
+        context.add_callback(cancellation.cancel)
+        context.add_callback(answers.close)
+        ends_on_error = _metadatum(context, "triton_grpc_error") == "true"
+        self._open.add(answers)
+        try:
+            if self._draining:
+                answers.close()
             for message, result in answers:
                 if ends_on_error and isinstance(result, Status):
                     context.abort(result.code, result.details)
                 yield _stream_response(message, result)
+        finally:
+            self._open.discard(answers)
+        if self._draining:
+            raise Unavailable("the server is shutting down; open the stream again on another")
 
     def _answer(
         self, message: pb.ModelInferRequest, deadline: float | None, cancellation: Cancellation

@@ -17,7 +17,7 @@ class OrderedAnswers(Generic[Q, A]):
 
     A reader on ``executor`` takes the next request while earlier ones run; with the window full it stops reading, and
     the transport's flow control holds the caller back. ``executor`` needs a thread for the reader beside those that
-    answer. The iteration ends with ``requests``, or when :meth:`close` is called.
+    answer. The iteration ends with ``requests``, or, after what was read is answered, when :meth:`close` is called.
     """
 
     def __init__(self, requests: Iterator[Q], answer: Callable[[Q], A], executor: Executor, window: int) -> None:
@@ -29,26 +29,29 @@ class OrderedAnswers(Generic[Q, A]):
         self._closed = False
 
     def __iter__(self) -> Iterator[A]:
-        reader = self._executor.submit(self._read)
+        self._executor.submit(self._read)
         try:
             while (answer := self._answers.get()) is not None:
                 yield answer.result()
                 self._room.release()
-            reader.result()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Read no further request."""
+        """Read no further request. A reader that waits for one is left to it: it ends with its ``requests``."""
         self._closed = True
         self._room.release()
+        self._answers.put(None)
 
     def _read(self) -> None:
         try:
             while self._room.acquire() and not self._closed:
                 request = next(self._requests, None)
                 if request is None:
-                    return
+                    break
                 self._answers.put(self._executor.submit(self._answer, request))
-        finally:
-            self._answers.put(None)
+        except BaseException as error:  # noqa: BLE001 -- it belongs to the one who iterates
+            broken: Future[A] = Future()
+            broken.set_exception(error)
+            self._answers.put(broken)
+        self._answers.put(None)

@@ -52,7 +52,7 @@ class Transport:
         self._health = HealthReporter(registry)
         self._server = grpc.server(self._threads, options=_channel_arguments(options), maximum_concurrent_rpcs=threads)
         statuses = StatusTable(options.overload)
-        servicer = InferenceServicer(
+        self._servicer = servicer = InferenceServicer(
             registry,
             observer,
             statuses,
@@ -76,8 +76,12 @@ class Transport:
         return bound
 
     def stop(self, grace: float) -> None:
-        """Tell NOT_SERVING, refuse new calls, let those at work finish for ``grace`` seconds, then cancel them."""
+        """Tell NOT_SERVING, refuse new calls, let those at work finish for ``grace`` seconds, then cancel them.
+
+        Watches and idle streams are ended at once, so that only work is waited for.
+        """
         self._health.shut_down()
+        self._servicer.drain()
         self._server.stop(grace).wait()
         self._threads.shutdown(wait=True)
         self._stream_threads.shutdown(wait=True)

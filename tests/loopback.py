@@ -1,0 +1,244 @@
+"""A server on a real socket around models written in numpy, for tests of the transport.
+
+The models are whole implementations of ``service.contract``: their requests pass through the real batcher. What they
+leave out is the artifact, so that a test can have the shapes, states and failures it is about.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import grpc
+import numpy as np
+from google.protobuf.message_factory import GetMessageClass
+
+from bf16kit.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.runtime import RuntimeInfo
+from bf16kit.tensors import BY_NAME, TensorSpec
+from service.batcher import Batcher, BatchPolicy
+from service.codec import encode_raw
+from service.contract import Array, Duration, Reply, Request, State, StatisticsSnapshot
+from service.handlers import SERVICE
+from service.transport import Transport, TransportOptions
+
+Run = Callable[[Mapping[str, Array]], dict[str, Array]]
+INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", "weights are widened as they are used")
+
+
+class _Quiet:
+    """Hears what a batcher says and keeps none of it."""
+
+    def rejected(self, reason: Literal["queue_full", "deadline", "cancelled"]) -> None: ...
+    def queued(self, change: int) -> None: ...
+    def executed(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None: ...
+
+
+@dataclass
+class Counted:
+    """Statistics fixed in advance."""
+
+    seen: StatisticsSnapshot = field(
+        default_factory=lambda: StatisticsSnapshot(
+            last_inference_ms=1_700_000_000_000, inference_count=3, execution_count=2, success=Duration(3, 3000)
+        )
+    )
+
+    def snapshot(self) -> StatisticsSnapshot:
+        return self.seen
+
+
+class LoopbackModel:
+    """A model whose ``run`` is a function of its feeds; without one, ``x`` → ``y``, both fp32[batch,3]."""
+
+    def __init__(
+        self,
+        name: str = "echo",
+        run: Run | None = None,
+        *,
+        version: int = 1,
+        inputs: Sequence[TensorSpec] = (TensorSpec("x", "float32", ("batch", 3)),),
+        outputs: Sequence[TensorSpec] = (TensorSpec("y", "float32", ("batch", 3)),),
+        batch_axis: int | None = 0,
+        max_batch_size: int = 8,
+        max_queue: int = 64,
+        state: State = "ready",
+        info: RuntimeInfo = INFO,
+    ) -> None:
+        self.name = name
+        self.version = version
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.batch_axis = batch_axis
+        self.max_batch_size = max_batch_size
+        self.max_queue_delay_s = 0.002
+        self.instances = 1
+        self.info = info
+        self.state: State = state
+        self.reason = "" if state == "ready" else f"it is {state}"
+        self.statistics = Counted()
+        self.calls = 0
+        self.seen: list[Request] = []
+        self._run: Run = run or (lambda feeds: {"y": np.array(feeds["x"])})
+        policy = BatchPolicy(batch_axis, max_batch_size, max_queue=max_queue)
+        self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
+
+    def _execute(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
+        self.calls += 1
+        results = self._run(feeds)
+        return results if outputs is None else {name: results[name] for name in outputs}
+
+    def infer(self, request: Request) -> Reply:
+        self.seen.append(request)
+        return self.batcher.submit(request)
+
+
+class LoopbackRegistry:
+    """Models by name and version; a change of state is told to the subscribers."""
+
+    def __init__(self, models: Sequence[LoopbackModel]) -> None:
+        self._models = sorted(models, key=lambda m: (m.name, m.version))
+        self._callbacks: list[Callable[[], None]] = []
+        self.live = True
+        self.draining = False
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and bool(self._models) and all(m.state == "ready" for m in self._models)
+
+    def get(self, name: str, version: str) -> LoopbackModel:
+        model = self.find(name, version)
+        if self.draining or model.state != "ready":
+            raise Unavailable(f"model {name!r} version {model.version} is not ready: {model.reason}")
+        return model
+
+    def find(self, name: str, version: str) -> LoopbackModel:
+        if version and not version.isdecimal():
+            raise InvalidRequest(f"version {version!r} is not an integer of 0 or more")
+        found = [m for m in self._models if m.name == name and version in ("", str(m.version))]
+        if not found:
+            raise NotFound(f"model {name!r} is not known")
+        return max(found, key=lambda m: (m.state == "ready", m.version))
+
+    def is_ready(self, name: str, version: str) -> bool:
+        try:
+            self.get(name, version)
+        except (NotFound, Unavailable):
+            return False
+        return True
+
+    def models(self) -> Sequence[LoopbackModel]:
+        return self._models
+
+    def versions(self, name: str) -> list[int]:
+        return [m.version for m in self._models if m.name == name]
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def change(self, model: LoopbackModel, state: State) -> None:
+        model.state = state
+        for callback in self._callbacks:
+            callback()
+
+
+class Gate:
+    """A model's run that says when it has started and waits to be let go."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        self.started.set()
+        assert self.go.wait(60)
+        return {"y": np.array(feeds["x"])}
+
+
+@dataclass
+class RequestLog:
+    """Every observation of a request: model, version, code."""
+
+    seen: list[tuple[str, int, str]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def request(self, model: str, version: int, code: str, seconds: float) -> None:
+        self.seen.append((model, version, code))
+        self.seconds.append(seconds)
+
+
+@dataclass
+class Served:
+    """A running server and a channel to it."""
+
+    port: int
+    channel: grpc.Channel
+    registry: LoopbackRegistry
+    log: RequestLog
+    transport: Transport
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def stub(self, method: str) -> Any:
+        """The callable of one RPC, with the project's own messages."""
+        rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
+        make = self.channel.stream_stream if rpc.client_streaming else self.channel.unary_unary
+        return make(
+            f"/{SERVICE}/{method}",
+            request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(rpc.output_type).FromString,
+        )
+
+    def call(self, method: str, message: Any, timeout: float = 30.0) -> Any:
+        return self.stub(method)(message, timeout=timeout)
+
+    def refusal(self, method: str, message: Any) -> tuple[grpc.StatusCode, str]:
+        """The status of a call that must fail."""
+        try:
+            answer = self.call(method, message)
+        except grpc.RpcError as error:
+            return error.code(), error.details() or ""
+        raise AssertionError(f"{method} was answered: {answer}")
+
+
+@contextmanager
+def serving(*models: LoopbackModel, **options: Any) -> Iterator[Served]:
+    """The transport over ``models``, on a free port; ``options`` are :class:`TransportOptions`."""
+    registry, log = LoopbackRegistry(models), RequestLog()
+    transport = Transport(registry, log, TransportOptions(port=0, **options))
+    for model in models:
+        model.batcher.start()
+    port = transport.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Served(port, channel, registry, log, transport)
+    finally:
+        transport.stop(grace=0)
+        for model in models:
+            model.batcher.close()
+
+
+def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:
+    """A request with raw contents; dtypes are taken from the arrays."""
+    message = pb.ModelInferRequest(model_name=model)
+    for name, array in arrays.items():
+        dtype = BY_NAME["string" if array.dtype == np.object_ else array.dtype.name]
+        message.inputs.add(name=name, datatype=dtype.oip, shape=array.shape)
+        message.raw_input_contents.append(encode_raw(dtype, array))
+    return message
+
+
+def until(condition: Callable[[], Any], patience: float = 30.0) -> Any:
+    """Wait until ``condition`` gives something, without assuming how long that takes; returns it."""
+    pause = threading.Event()
+    for _ in range(int(patience / 0.005)):
+        if found := condition():
+            return found
+        pause.wait(0.005)
+    raise AssertionError("the condition never held")

@@ -1,0 +1,79 @@
+"""grpc.health.v1 for the server and for each model, as Kubernetes' probe, Envoy and grpc-go ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import LoopbackModel, Served, serving
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+def health(served: Served) -> Any:
+    """The generated stub, whose RPCs exist only once it is made."""
+    return health_pb2_grpc.HealthStub(served.channel)
+
+
+def check(served: Served, service: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=service)
+    status: int = health(served).Check(request, timeout=30).status
+    return status
+
+
+def test_server_and_models_are_told_apart() -> None:
+    with serving(LoopbackModel("good"), LoopbackModel("bad", state="unavailable")) as served:
+        assert check(served, "good") == SERVING
+        assert check(served, "bad") == NOT_SERVING
+        assert check(served, "") == NOT_SERVING  # the server is ready when all its models are
+        assert check(served, "inference.GRPCInferenceService") == NOT_SERVING
+
+
+def test_a_service_nobody_heard_of_is_not_found() -> None:
+    with serving(LoopbackModel()) as served:
+        with pytest.raises(grpc.RpcError) as refused:
+            check(served, "nobody")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_watcher_sees_a_model_come_and_go_and_the_server_shut_down() -> None:
+    model = LoopbackModel("m", state="loading")
+    with serving(model) as served:
+        stub = health(served)
+        of_model = stub.Watch(health_pb2.HealthCheckRequest(service="m"), timeout=30)
+        of_server = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=30)
+        assert (next(of_model).status, next(of_server).status) == (NOT_SERVING, NOT_SERVING)
+        served.registry.change(model, "ready")
+        assert (next(of_model).status, next(of_server).status) == (SERVING, SERVING)
+        served.transport.stop(grace=5)
+        assert (next(of_model).status, next(of_server).status) == (NOT_SERVING, NOT_SERVING)
+
+
+def test_an_unchanged_status_is_not_repeated() -> None:
+    steady, other = LoopbackModel("steady"), LoopbackModel("other")
+    with serving(steady, other) as served:
+        watch = health(served).Watch(health_pb2.HealthCheckRequest(service="steady"), timeout=30)
+        assert next(watch).status == SERVING
+        served.registry.change(other, "unavailable")
+        served.registry.change(steady, "unavailable")
+        assert next(watch).status == NOT_SERVING
+
+
+def test_a_watcher_of_something_unknown_is_told_so_and_kept() -> None:
+    with serving(LoopbackModel()) as served:
+        watch = health(served).Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=30)
+        assert next(watch).status == SERVICE_UNKNOWN
+
+
+def test_more_watchers_than_threads_hold_no_thread() -> None:
+    with serving(LoopbackModel(), max_in_flight=1, max_streams=1) as served:
+        stub = health(served)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=60) for _ in range(40)]
+        assert [next(watch).status for watch in watches] == [SERVING] * 40
+        assert check(served, "") == SERVING
+        for watch in watches:
+            watch.cancel()

@@ -1,0 +1,108 @@
+"""ModelStreamInfer over a real socket: order, errors inside and instead of the stream, batches, and left streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+
+from bf16kit.protocol import inference_pb2 as pb
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(LoopbackModel()) as served:
+        yield served
+
+
+def numbered(number: int) -> pb.ModelInferRequest:
+    message = infer_request(x=X)
+    message.id = str(number)
+    return message
+
+
+def test_a_stream_answers_in_order_and_goes_on_after_an_error(served: Served) -> None:
+    messages = [numbered(n) for n in range(5)]
+    messages[2].inputs[0].datatype = "INT32"
+    answers = list(served.stub("ModelStreamInfer")(iter(messages), timeout=30))
+    assert [answer.infer_response.id for answer in answers] == ["0", "1", "2", "3", "4"]
+    assert [bool(answer.error_message) for answer in answers] == [False, False, True, False, False]
+    assert "expected FP32" in answers[2].error_message
+    assert answers[4].infer_response.raw_output_contents[0] == X.tobytes()
+
+
+def test_a_stream_ends_with_the_status_where_the_caller_asks_for_it(served: Served) -> None:
+    messages = [infer_request(x=X), infer_request("nobody", x=X), infer_request(x=X)]
+    answers = served.stub("ModelStreamInfer")(iter(messages), timeout=30, metadata=[("triton_grpc_error", "true")])
+    assert next(answers).infer_response.raw_output_contents[0] == X.tobytes()
+    with pytest.raises(grpc.RpcError) as ended:
+        next(answers)
+    assert ended.value.code() is StatusCode.NOT_FOUND
+
+
+def test_requests_of_one_stream_share_a_batch() -> None:
+    gate = Gate()
+    model = LoopbackModel(run=gate, max_batch_size=8)
+    with serving(model) as served:
+        answers = served.stub("ModelStreamInfer")(iter([infer_request(x=X[:1]) for _ in range(9)]), timeout=30)
+        assert gate.started.wait(30)
+        until(lambda: len(model.seen) == 9)  # all of them came while the first ran
+        gate.go.set()
+        assert len(list(answers)) == 9
+        assert model.calls < 9
+
+
+def test_each_answer_is_marked_final_for_a_caller_who_asks(served: Served) -> None:
+    message = infer_request(x=X)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    (answer,) = served.stub("ModelStreamInfer")(iter([message]), timeout=30)
+    assert answer.infer_response.parameters["triton_final_response"].bool_param
+
+
+def test_more_streams_than_the_server_holds_are_refused() -> None:
+    with serving(LoopbackModel(), max_streams=1) as served:
+        stay = threading.Event()
+
+        def messages() -> Iterator[pb.ModelInferRequest]:
+            yield infer_request(x=X)
+            stay.wait(60)
+
+        first = served.stub("ModelStreamInfer")(messages(), timeout=60)
+        next(first)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30))
+        assert refused.value.code() is StatusCode.RESOURCE_EXHAUSTED
+        assert "1 open streams is the limit" in (refused.value.details() or "")
+        first.cancel()
+        stay.set()
+
+
+def test_a_stream_that_is_left_frees_its_place() -> None:
+    with serving(LoopbackModel(), max_streams=1) as served:
+        stay = threading.Event()
+
+        def messages() -> Iterator[pb.ModelInferRequest]:
+            yield infer_request(x=X)
+            stay.wait(60)
+
+        for _ in range(3):
+            stream = until(lambda: _opened(served, messages()))
+            stream.cancel()
+        stay.set()
+
+
+def _opened(served: Served, messages: Iterator[pb.ModelInferRequest]) -> Any:
+    stream = served.stub("ModelStreamInfer")(messages, timeout=60)
+    try:
+        next(stream)
+    except grpc.RpcError:
+        return None
+    return stream
