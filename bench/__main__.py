@@ -34,37 +34,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
     chosen = _parser().parse_args(arguments)
     if chosen.workspace is not None:
-        return _run(chosen.names, chosen.workspace, quick=chosen.quick)
+        return _run(chosen, chosen.workspace)
     with tempfile.TemporaryDirectory(prefix="bf16kit-bench-") as workspace:
-        return _run(chosen.names, Path(workspace), quick=chosen.quick)
+        return _run(chosen, Path(workspace))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of bf16kit.")
-    parser.add_argument("names", nargs="*", choices=[[], *NAMES], metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones, of {', '.join(NAMES)}; all of them")
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see that it runs; writes no results")
     parser.add_argument("--workspace", type=Path, help="keep converted models here for the next run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results go, bench/results")
     return parser
 
 
-def _run(names: Sequence[str], workspace: Path, *, quick: bool) -> int:
+def _run(chosen: argparse.Namespace, workspace: Path) -> int:
+    names = chosen.names or NAMES
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        print(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
     if len(names) == 1:
-        return _measure(names[0], Workspace(workspace), quick=quick)
-    flags = ["--workspace", str(workspace), *(["--quick"] if quick else [])]
-    codes = [
-        subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names or NAMES
-    ]
-    return max(codes)
+        return _measure(names[0], Workspace(workspace), chosen)
+    flags = ["--workspace", str(workspace), "--results", str(chosen.results), *(["--quick"] if chosen.quick else [])]
+    return max(subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names)
 
 
-def _measure(name: str, workspace: Workspace, *, quick: bool) -> int:
+def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int:
     described = machine.describe()
-    result: results.Result = importlib.import_module(f"bench.{name}").measure(workspace, quick=quick)
+    result: results.Result = importlib.import_module(f"bench.{name}").measure(workspace, quick=chosen.quick)
     print(results.table([result]), flush=True)
     for note in result.notes:
         print(f"  ({note})", flush=True)
-    if not quick:
-        results.write(result, RESULTS, command=f"python -m bench {name}", machine=described)
+    if not chosen.quick and not result.skipped:  # the result of a machine that could run it is worth keeping
+        results.write(result, chosen.results, command=f"python -m bench {name}", machine=described)
     return 1 if result.missed else 0
 
 

@@ -12,7 +12,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-DEMO = Path(__file__).parents[1] / "deploy" / "demo"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "deploy" / "demo"
 MLP_WIDTH = 16
 MLP_HIDDEN = 64
 TOKENS = 16  # per request, where MiniLM's throughput is measured

@@ -2,8 +2,8 @@
 
 The bare session runs the same ``cpu.onnx`` in a loop, at the batch size where it is fastest on this machine, with
 ONNX Runtime's busy waiting on or off, whichever is faster: no gRPC, no batching, no clients. The server shares the same
-cores with its clients, so the load comes from :mod:`bench.http2`, whose share of the processor is reported; a block with
-grpcio's own client stands beside it. Blocks against the server and the session take turns.
+cores with its clients, so the load comes from :mod:`bench.http2`, whose share of the processor is reported; blocks with
+grpcio's own client stand beside it. Blocks against the server and the session take turns.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CLIENTS = 16
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ROUNDS, _BLOCKS, _SECONDS = 3, 5, 3.0
 _QUICK = 1, 1, 0.5
-# Two batches at once with one thread each, rather than one batch with two: threads that share a batch wait for each other
-# at every operator, and wait longest while one of them is kept from its core by the server's own threads.
+# Two batches at once with one thread each, rather than one batch with two: threads that share a batch wait for each
+# other at every operator, and wait longest while one of them is kept from its core by the server's own threads.
 _SERVING = "instances: {cores}\nmax_batch_size: {rows}\n"
 _CONFIG = "threads: 1\n"
 
@@ -95,9 +95,8 @@ def _one_at_a_time(graph: Path) -> Iterable[Direct]:
     for spin in (False, True):
         session = open_session(graph, spin=spin)
         for rows in _BATCHES:
-            yield Direct(
-                session, rows, name=f"all cores on one batch of {rows}, busy waiting {'on' if spin else 'off'}"
-            )
+            name = f"all cores on one batch of {rows}, busy waiting {'on' if spin else 'off'}"
+            yield Direct(session, rows, name=name)
 
 
 def _like_the_server(graph: Path, cores: int) -> Iterable[Direct]:

@@ -34,6 +34,15 @@ class Workspace:
         self.root.mkdir(parents=True, exist_ok=True)
         return self._converted("mlp", models.write_mlp(self.root / "mlp.onnx"))
 
+    def torch_mlp(self) -> Path:
+        """The MLP of the GPU benchmark, from a torch state dict."""
+        from bench import torch_mlp
+
+        self.root.mkdir(parents=True, exist_ok=True)
+        source = torch_mlp.save(self.root / "torch_mlp.pt")
+        shape = f"x:float32:batch,{torch_mlp.WIDTHS[0]}"
+        return self._converted("torch_mlp", source, "--model", "bench.torch_mlp:mlp", "--input", shape)
+
     def _converted(self, name: str, source: Path, *flags: str) -> Path:
         artifact = self.root / "artifacts" / name / "1"
         if not artifact.exists():
@@ -55,7 +64,7 @@ class Workspace:
 def convert(source: Path, artifact: Path, *flags: str) -> None:
     """Run ``bf16-convert checkpoint``, with the demo's samples importable; what it says is shown when it fails."""
     command = [program("bf16-convert"), "checkpoint", str(source), "--out", str(artifact), *flags]
-    environment = {**os.environ, "PYTHONPATH": str(models.DEMO)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(models.DEMO), str(models.ROOT)))}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
