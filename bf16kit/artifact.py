@@ -37,7 +37,7 @@ class Artifact:
     """One converted model version, opened read-only. Its tensors are views of memory-mapped files."""
 
     path: Path
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     _maps: dict[str, NDArray[np.uint8]] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -73,7 +73,8 @@ def ulp_distance(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
     if a.dtype != b.dtype or a.dtype not in (BF16, np.dtype(np.float32)):
         raise TypeError(f"ulp_distance takes two bfloat16 or two float32 arrays, got {a.dtype.name} and {b.dtype.name}")
     distance: NDArray[np.int64] = np.abs(_ordered(a) - _ordered(b))
-    a_nan, b_nan = np.isnan(a), np.isnan(b)
+    with np.errstate(invalid="ignore"):  # ml_dtypes raises the flag for signalling NaNs
+        a_nan, b_nan = np.isnan(a), np.isnan(b)
     distance = np.where(a_nan != b_nan, np.iinfo(np.int64).max, distance)
     return np.where(a_nan & b_nan, 0, distance)
 

@@ -1,0 +1,199 @@
+"""Opening an artifact: what is whole gives back every bit, what is not is refused by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small import CHECKPOINT, publish_small
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
+from bf16kit.manifest import MANIFEST, FileEntry, Manifest
+from bf16kit.numerics import BF16
+
+FILES = ["cpu.onnx", "golden.safetensors", MANIFEST, "residual.bin", "weights.bf16", "weights.fp32"]
+
+
+def rewrite(artifact: Artifact, change: Callable[[Manifest], Manifest]) -> None:
+    """Write another manifest, sealed: made wrong on purpose, not damaged."""
+    (artifact.path / MANIFEST).write_bytes(change(artifact.manifest).dumps())
+
+
+class TestReading:
+    def test_the_checkpoint_comes_back_bit_for_bit(self, small_artifact: Artifact) -> None:
+        """Rounded, transposed, scaled, kept in fp32, or used by no graph: every tensor, in order."""
+        restored = dict(Artifact.open(small_artifact.path).checkpoint_tensors())
+        assert list(restored) == list(CHECKPOINT)
+        for name, array in CHECKPOINT.items():
+            assert restored[name].dtype == array.dtype
+            assert restored[name].shape == array.shape
+            assert restored[name].tobytes() == array.tobytes()
+
+    def test_stored_tensors_are_read_only_views_of_the_file(self, small_artifact: Artifact) -> None:
+        tensor = small_artifact.tensor("w")
+        assert (tensor.dtype, tensor.shape) == (BF16, (10, 6))
+        assert not tensor.flags.owndata
+        with pytest.raises(ValueError, match="read-only"):
+            tensor[0, 0] = 1
+
+    def test_tensors_start_on_cache_lines(self, small_artifact: Artifact) -> None:
+        assert [t.offset % 64 for t in small_artifact.manifest.tensors] == [0] * 5
+
+    def test_golden_samples_come_back_by_name(self, small_artifact: Artifact) -> None:
+        golden = small_artifact.golden()
+        assert np.array_equal(golden.inputs["x"], np.ones((2, 10), np.float32))
+        assert list(golden.outputs) == ["y"]
+
+    def test_without_a_residual_fp32_is_not_restored_but_the_rest_works(self, tmp_path: Path) -> None:
+        artifact = publish_small(tmp_path / "1", residual=False)
+        assert artifact.tensor("w").shape == (10, 6)
+        with pytest.raises(ArtifactError, match="without --no-residual"):
+            artifact.restore("w")
+        with pytest.raises(ArtifactError, match="without --no-residual"):
+            list(artifact.checkpoint_tensors())
+
+    def test_unknown_names_are_refused(self, small_artifact: Artifact) -> None:
+        with pytest.raises(ArtifactError, match="no tensor 'nope'"):
+            small_artifact.tensor("nope")
+        with pytest.raises(ArtifactError, match="no file 'nope'"):
+            small_artifact.file("nope")
+        with pytest.raises(ArtifactError, match="int64, which was never rounded"):
+            small_artifact.restore("steps")
+
+    def test_files_that_the_manifest_does_not_list_are_ignored(self, small_artifact: Artifact) -> None:
+        (small_artifact.path / "serving.yaml").write_text("shadow: {}")
+        Artifact.open(small_artifact.path)
+
+    def test_an_artifact_may_be_moved(self, small_artifact: Artifact, tmp_path: Path) -> None:
+        shutil.copytree(small_artifact.path, tmp_path / "elsewhere")
+        Artifact.open(tmp_path / "elsewhere")
+
+
+class TestDamage:
+    def test_every_file_is_checked(self, small_artifact: Artifact) -> None:
+        assert sorted(p.name for p in small_artifact.path.iterdir()) == FILES
+        assert sorted([*small_artifact.manifest.files, MANIFEST]) == FILES
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("place", ["first", "middle", "last"])
+    def test_one_flipped_bit_is_refused_with_the_files_name(
+        self, small_artifact: Artifact, name: str, place: str
+    ) -> None:
+        path = small_artifact.path / name
+        data = bytearray(path.read_bytes())
+        data[{"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[place]] ^= 0x10
+        path.write_bytes(data)
+        with pytest.raises(ArtifactError, match=name):
+            Artifact.open(small_artifact.path)
+
+    @pytest.mark.parametrize("name", FILES)
+    def test_a_truncated_file_is_refused_even_without_hashing(self, small_artifact: Artifact, name: str) -> None:
+        path = small_artifact.path / name
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ArtifactDamaged, match=name):
+            Artifact.open(small_artifact.path, verify=False)
+
+    @pytest.mark.parametrize("name", FILES)
+    def test_a_missing_file_is_refused(self, small_artifact: Artifact, name: str) -> None:
+        (small_artifact.path / name).unlink()
+        with pytest.raises(ArtifactError, match=name):
+            Artifact.open(small_artifact.path, verify=False)
+
+    def test_a_directory_in_place_of_a_file_is_refused(self, small_artifact: Artifact) -> None:
+        (small_artifact.path / "cpu.onnx").unlink()
+        (small_artifact.path / "cpu.onnx").mkdir()
+        with pytest.raises(ArtifactError, match=r"cpu\.onnx: not a regular file"):
+            Artifact.open(small_artifact.path)
+
+    def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(self, small_artifact: Artifact) -> None:
+        (small_artifact.path / "cpu.onnx").unlink()
+        os.mkfifo(small_artifact.path / "cpu.onnx")
+        with pytest.raises(ArtifactError, match=r"cpu\.onnx: not a regular file"):
+            Artifact.open(small_artifact.path)
+
+    @pytest.mark.parametrize("name", FILES)
+    def test_a_link_out_of_the_artifact_is_refused(self, small_artifact: Artifact, name: str, tmp_path: Path) -> None:
+        """Even to the very same bytes."""
+        (small_artifact.path / name).rename(tmp_path / name)
+        (small_artifact.path / name).symlink_to(tmp_path / name)
+        with pytest.raises(ArtifactError, match=f"{name}: a link out of the artifact"):
+            Artifact.open(small_artifact.path)
+
+    def test_links_within_the_artifact_are_followed(self, small_artifact: Artifact) -> None:
+        """A Kubernetes volume shows each file as a link into a hidden directory beside it."""
+        (small_artifact.path / "..data").mkdir()
+        for name in FILES:
+            (small_artifact.path / name).rename(small_artifact.path / "..data" / name)
+            (small_artifact.path / name).symlink_to(Path("..data", name))
+        Artifact.open(small_artifact.path)
+
+    def test_the_artifact_itself_may_be_a_link(self, small_artifact: Artifact, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(small_artifact.path)
+        Artifact.open(tmp_path / "link")
+
+
+class TestRefused:
+    def test_no_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(ArtifactError, match="no such directory"):
+            Artifact.open(tmp_path / "nope")
+
+    def test_a_directory_without_a_manifest(self, tmp_path: Path) -> None:
+        with pytest.raises(ArtifactError, match=r"not an artifact, it has no manifest\.json"):
+            Artifact.open(tmp_path)
+
+    def test_a_newer_schema(self, small_artifact: Artifact) -> None:
+        rewrite(small_artifact, lambda m: m.model_copy(update={"schema_version": 2}))
+        with pytest.raises(ManifestVersionError, match=r"manifest\.json: schema version 2 is newer"):
+            Artifact.open(small_artifact.path)
+
+    @pytest.mark.parametrize("name", ["/etc/hostname", "../golden.safetensors", "..", "a/b"])
+    def test_names_that_are_paths(self, small_artifact: Artifact, name: str) -> None:
+        def listing(manifest: Manifest) -> Manifest:
+            entry = FileEntry(sha256="0" * 64, bytes=0)
+            return manifest.model_copy(update={"files": {**manifest.files, name: entry}})
+
+        rewrite(small_artifact, listing)
+        with pytest.raises(ArtifactError, match=f"{name}' is not a plain file name"):
+            Artifact.open(small_artifact.path)
+
+    @pytest.mark.parametrize("name", ["cpu.onnx", "golden.safetensors", "residual.bin", "weights.bf16"])
+    def test_a_file_that_is_used_but_not_listed(self, small_artifact: Artifact, name: str) -> None:
+        """Nothing is read whose digest is not known."""
+
+        def unlisting(manifest: Manifest) -> Manifest:
+            return manifest.model_copy(update={"files": {k: v for k, v in manifest.files.items() if k != name}})
+
+        rewrite(small_artifact, unlisting)
+        with pytest.raises(ArtifactError, match=f"'{name}'.*not among its files"):
+            Artifact.open(small_artifact.path)
+
+    @pytest.mark.parametrize("part", ["tensor", "residual"])
+    def test_a_tensor_that_ends_beyond_its_file(self, small_artifact: Artifact, part: str) -> None:
+        def moved(manifest: Manifest) -> Manifest:
+            first = manifest.tensors[0]
+            assert first.residual is not None
+            far = {"offset": 1 << 40}
+            changes = far if part == "tensor" else {"residual": first.residual.model_copy(update=far)}
+            return manifest.model_copy(update={"tensors": [first.model_copy(update=changes), *manifest.tensors[1:]]})
+
+        rewrite(small_artifact, moved)
+        with pytest.raises(ArtifactError, match=r"tensor 'w' ends at byte .* beyond the end"):
+            Artifact.open(small_artifact.path)
+
+    def test_an_artifact_without_golden_samples_says_so(self, small_artifact: Artifact) -> None:
+        rewrite(small_artifact, lambda m: m.model_copy(update={"golden": None}))
+        with pytest.raises(ArtifactError, match="no golden samples"):
+            Artifact.open(small_artifact.path).golden()
+
+    def test_golden_samples_that_are_no_safetensors_are_named(self, small_artifact: Artifact) -> None:
+        def junk(manifest: Manifest) -> Manifest:
+            return manifest.model_copy(update={"golden": "cpu.onnx"})
+
+        rewrite(small_artifact, junk)
+        with pytest.raises(ArtifactDamaged, match=r"cpu\.onnx"):
+            Artifact.open(small_artifact.path).golden()

@@ -1,0 +1,101 @@
+"""The budget: read from text, judged on a summary, compared as a ratio."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bf16kit.budget import Budget
+from bf16kit.drift import DriftSummary, SampleDrift
+from bf16kit.errors import UsageError
+
+
+def summary(relative_l2: float = 0.0, *, max_abs: float = 0.0, matches: int = 1, bad: int = 0) -> DriftSummary:
+    exact = SampleDrift(0.0, 0.0, 0.0, 60.0, 1, 1, 0)
+    return DriftSummary.of([exact, SampleDrift(relative_l2, 0.0, max_abs, 20.0, matches, 1, bad)])
+
+
+class TestReading:
+    def test_the_default_is_the_projects(self) -> None:
+        assert Budget().as_dict() == {
+            "relative_l2": 1.5e-2,
+            "cosine_distance": 5e-4,
+            "top1_agreement": 0.99,
+            "nonfinite": 0.0,
+        }
+
+    def test_texts_change_the_default(self) -> None:
+        budget = Budget.parse(["relative_l2=1e-2", " max_abs = 3 ", "nonfinite=none"])
+        assert (budget.relative_l2, budget.max_abs, budget.nonfinite, budget.top1_agreement) == (1e-2, 3, None, 0.99)
+
+    def test_a_later_text_wins(self) -> None:
+        assert Budget.parse(["relative_l2=1", "relative_l2=2"]).relative_l2 == 2
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("relative_l2", "expected METRIC=NUMBER"),
+            ("relative_l2=", "'' is not a number"),
+            ("relative_l2=small", "'small' is not a number"),
+            ("l2=1", "unknown metric 'l2'; metrics are relative_l2"),
+            ("relative_l2=-1", "out of range"),
+            ("relative_l2=nan", "out of range"),
+            ("max_abs=inf", "out of range"),
+            ("top1_agreement=99", "between 0 and 1"),
+        ],
+    )
+    def test_a_bad_text_is_named(self, text: str, message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            Budget.parse([text])
+
+    def test_what_the_manifest_keeps_comes_back(self) -> None:
+        budget = Budget.parse(["relative_l2=none", "sqnr_db=-3"])
+        assert Budget.from_dict(budget.as_dict()) == budget
+
+
+class TestJudging:
+    def test_within_budget_there_is_no_breach(self) -> None:
+        assert Budget().breaches("y", summary(relative_l2=0.02)) == []  # the mean is 0.01
+
+    def test_a_bound_that_is_just_met_is_met(self) -> None:
+        assert Budget().breaches("y", summary(relative_l2=0.03)) == []
+
+    def test_a_breach_says_what_where_and_how_much(self) -> None:
+        (breach,) = Budget().breaches("y", summary(relative_l2=0.05))
+        assert str(breach) == "output 'y': relative_l2 is 0.025, the budget allows at most 0.015"
+
+    def test_agreement_and_sqnr_are_bounded_from_below(self) -> None:
+        budget = Budget.parse(["sqnr_db=50"])
+        assert [str(b) for b in budget.breaches("y", summary(matches=0))] == [
+            "output 'y': top1_agreement is 0.5, the budget allows at least 0.99",
+            "output 'y': sqnr_db is 40, the budget allows at least 50",
+        ]
+
+    def test_the_worst_max_abs_and_every_nonfinite_element_count(self) -> None:
+        breaches = Budget.parse(["max_abs=1"]).breaches("y", summary(max_abs=2, bad=1))
+        assert [(b.metric, b.measured) for b in breaches] == [("nonfinite", 1), ("max_abs", 2)]
+
+    def test_a_metric_that_the_output_does_not_have_is_not_judged(self) -> None:
+        embedding = DriftSummary.of([SampleDrift(0.0, 0.0, 0.0, math.inf, 0, 0, 0)])
+        assert Budget().breaches("y", embedding) == []
+
+    @pytest.mark.parametrize(
+        ("metric", "measured", "ratio"),
+        [
+            ("relative_l2", 0.03, 2),
+            ("relative_l2", math.inf, math.inf),
+            ("top1_agreement", 0.98, 2),
+            ("nonfinite", 0, 0),
+            ("nonfinite", 1, math.inf),
+            ("max_abs", 100, 0),  # unbounded
+        ],
+    )
+    def test_ratio_of_drift_to_budget(self, metric: str, measured: float, ratio: float) -> None:
+        assert Budget().ratio(metric, measured) == pytest.approx(ratio)
+
+    @pytest.mark.parametrize(
+        ("measured", "ratio"), [(40, 1), (20, 10), (60, 0.1), (math.inf, 0), (-math.inf, math.inf)]
+    )
+    def test_ratio_of_sqnr_is_of_noise_amplitudes(self, measured: float, ratio: float) -> None:
+        assert Budget(sqnr_db=40).ratio("sqnr_db", measured) == pytest.approx(ratio)

@@ -1,0 +1,186 @@
+"""Drift as the design defines it, against a plain float64 reference, and at its edges."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+
+from bf16kit.drift import DriftSummary, SampleDrift, measure
+from bf16kit.numerics import to_bf16
+from bf16kit.tensors import TensorSpec
+
+LOGITS = TensorSpec("y", "float32", ("batch", 8), "logits")
+EMBEDDING = TensorSpec("y", "float32", ("batch", 8), "embedding")
+INF, NAN = math.inf, math.nan
+
+
+def one(reference: list[float], candidate: list[float], spec: TensorSpec = EMBEDDING) -> SampleDrift:
+    (drift,) = measure(np.array(reference, np.float32), np.array(candidate, np.float32), spec, None)
+    return drift
+
+
+def noisy(shape: tuple[int, ...], noise: float, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    r = rng.standard_normal(shape)
+    return r.astype(np.float32), (r + noise * rng.standard_normal(shape)).astype(np.float32)
+
+
+class TestDefinitions:
+    @pytest.mark.parametrize("noise", [1e-4, 1e-2, 1.0])
+    def test_each_sample_follows_the_formulas(self, noise: float) -> None:
+        r, c = noisy((5, 8), noise)
+        for drift, r_row, c_row in zip(measure(r, c, LOGITS, 0), r.astype(float), c.astype(float), strict=True):
+            error, length = np.linalg.norm(c_row - r_row), np.linalg.norm(r_row)
+            cosine = 1 - c_row @ r_row / (np.linalg.norm(c_row) * length)
+            assert drift.relative_l2 == pytest.approx(error / length, rel=1e-12)
+            assert drift.cosine_distance == pytest.approx(cosine, rel=1e-6, abs=1e-15)
+            assert drift.max_abs == np.abs(c_row - r_row).max()
+            assert drift.sqnr_db == pytest.approx(20 * math.log10(length / error), rel=1e-12)
+            assert (drift.top1_matches, drift.top1_rows) == (int(r_row.argmax() == c_row.argmax()), 1)
+            assert drift.nonfinite == 0
+
+    def test_cosine_distance_keeps_its_digits_when_vectors_nearly_agree(self) -> None:
+        """1 − cos of an angle of 1e-9 is 5e-19; the textbook formula gives 0 or 1e-16."""
+        r, c = np.array([1.0, 0.0]), np.array([1.0, 1e-9])
+        (drift,) = measure(r, c, EMBEDDING, None)
+        assert drift.cosine_distance == pytest.approx(5e-19, rel=1e-6)
+
+    def test_rounding_gaussian_values_costs_what_theory_says(self) -> None:
+        r = np.random.default_rng(0).standard_normal((1, 100_000)).astype(np.float32)
+        (drift,) = measure(r, to_bf16(r), EMBEDDING, 0)
+        assert drift.relative_l2 == pytest.approx(1.65e-3, rel=0.05)
+
+    def test_samples_lie_along_the_batch_axis(self) -> None:
+        r, c = noisy((3, 4, 5), 0.1)
+        along_second = measure(r, c, EMBEDDING, 1)
+        assert len(along_second) == 4
+        assert along_second[2] == measure(r[:, 2], c[:, 2], EMBEDDING, None)[0]
+
+    @pytest.mark.parametrize(("shape", "axis"), [((3, 4), None), ((), 0), ((5,), 1)])
+    def test_without_the_batch_axis_all_is_one_sample(self, shape: tuple[int, ...], axis: int | None) -> None:
+        assert len(measure(*noisy(shape, 0.1), EMBEDDING, axis)) == 1
+
+    def test_no_rows_are_no_samples(self) -> None:
+        assert measure(np.zeros((0, 8)), np.zeros((0, 8)), LOGITS, 0) == []
+
+    def test_samples_larger_than_a_block_are_measured_like_small_ones(self) -> None:
+        r, c = noisy((3, 700_000), 0.01)
+        assert [d.max_abs for d in measure(r, c, EMBEDDING, 0)] == [
+            float(np.abs(a.astype(float) - b).max()) for a, b in zip(c, r, strict=True)
+        ]
+
+    def test_top1_counts_every_row_of_the_last_axis(self) -> None:
+        r = np.eye(4, dtype=np.float32).reshape(1, 4, 4).repeat(2, axis=0)
+        c = r.copy()
+        c[1, 0] = [0, 2, 0, 0]
+        first, second = measure(r, c, LOGITS, 0)
+        assert (first.top1_matches, first.top1_rows) == (4, 4)
+        assert (second.top1_matches, second.top1_rows) == (3, 4)
+
+    def test_outputs_that_are_not_logits_have_no_top1(self) -> None:
+        assert one([1, 2], [2, 1]).top1_rows == 0
+
+    def test_integers_and_booleans_are_compared_as_numbers(self) -> None:
+        (drift,) = measure(np.array([3, 4]), np.array([3, 5]), EMBEDDING, None)
+        assert drift.relative_l2 == 0.2
+        (drift,) = measure(np.array([True, True]), np.array([True, False]), EMBEDDING, None)
+        assert drift.max_abs == 1
+
+    def test_strings_differ_or_do_not(self) -> None:
+        r, c = np.array([b"cat", b"dog"], object), np.array([b"cat", b"cow"], object)
+        assert [d.relative_l2 for d in measure(r, c, EMBEDDING, 0)] == [0, 1]
+
+
+class TestEdges:
+    def test_two_zeros_have_no_drift(self) -> None:
+        assert one([0, 0], [0, -0.0]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
+
+    def test_equal_outputs_have_no_drift(self) -> None:
+        assert one([1, 2], [1, 2]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
+
+    def test_something_out_of_a_zero_reference_is_infinitely_far(self) -> None:
+        assert one([0, 0], [0, 2]) == SampleDrift(INF, 1, 2, -INF, 0, 0, 0)
+
+    def test_zero_out_of_something_is_a_relative_error_of_one(self) -> None:
+        assert one([0, 2], [0, 0]) == SampleDrift(1, 1, 2, 0, 0, 0, 0)
+
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    def test_a_candidate_that_is_not_finite_is_counted_and_infinitely_far(self, bad: float) -> None:
+        assert one([1, 2], [1, bad]) == SampleDrift(INF, 1, INF, -INF, 0, 0, 1)
+
+    def test_where_the_reference_is_not_finite_nothing_is_judged(self) -> None:
+        """A mask of -inf in the reference and of the lowest value in the candidate is no drift."""
+        assert one([1, -INF, NAN], [1, -3.39e38, NAN]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
+
+    def test_one_bad_sample_leaves_the_others_alone(self) -> None:
+        r = np.ones((2, 3), np.float32)
+        c = r.copy()
+        c[0, 0] = np.nan
+        assert [d.nonfinite for d in measure(r, c, EMBEDDING, 0)] == [1, 0]
+        assert measure(r, c, EMBEDDING, 0)[1].relative_l2 == 0
+
+    def test_another_shape_is_infinitely_far_in_every_row(self) -> None:
+        """Outputs whose shape depends on the data may differ."""
+        drifts = measure(np.ones((2, 3)), np.ones((2, 4)), LOGITS, 0)
+        assert [(d.relative_l2, d.max_abs) for d in drifts] == [(INF, INF)] * 2
+
+    @pytest.mark.parametrize("size", [1e-300, 1e-45, 3e38, 1e300])
+    def test_extreme_values_neither_overflow_nor_vanish(self, size: float) -> None:
+        (drift,) = measure(np.array([3.0, 4.0]) * size, np.array([3.0, 4.5]) * size, EMBEDDING, None)
+        assert drift.relative_l2 == pytest.approx(0.1)
+        assert drift.cosine_distance == pytest.approx(1 - (9 + 18) / (5 * math.hypot(3, 4.5)))
+
+    @given(
+        arrays.arrays(np.float32, (2, 5), elements=st.floats(width=32)),
+        arrays.arrays(np.float32, (2, 5), elements=st.floats(width=32)),
+    )
+    def test_no_value_is_ever_nan_or_out_of_range(self, r: NDArray[np.float32], c: NDArray[np.float32]) -> None:
+        for drift in measure(r, c, LOGITS, 0):
+            assert drift.relative_l2 >= 0
+            assert 0 <= drift.cosine_distance <= 2 + 1e-9
+            assert drift.max_abs >= 0
+            assert not math.isnan(drift.sqnr_db)
+            assert 0 <= drift.top1_matches <= drift.top1_rows
+
+
+def sample(
+    relative_l2: float = 0.0, *, sqnr_db: float = 50.0, matches: int = 0, rows: int = 0, bad: int = 0
+) -> SampleDrift:
+    return SampleDrift(relative_l2, 0.0, relative_l2, sqnr_db, matches, rows, bad)
+
+
+class TestSummary:
+    def test_distribution_of_a_hundred_samples(self) -> None:
+        stats = DriftSummary.of(sample(i / 100, sqnr_db=i) for i in range(1, 101)).stats
+        assert stats["relative_l2"] == {"mean": pytest.approx(0.505), "p50": 0.5, "p99": 0.99, "worst": 1.0}
+        assert stats["sqnr_db"] == {"mean": 50.5, "p50": 51, "p99": 2, "worst": 1}
+
+    def test_top1_is_over_all_rows_and_absent_without_any(self) -> None:
+        summary = DriftSummary.of([sample(matches=1, rows=1), sample(matches=1, rows=3)])
+        assert summary.judged("top1_agreement") == 0.5
+        assert DriftSummary.of([sample()]).judged("top1_agreement") is None
+
+    def test_nonfinite_is_totalled(self) -> None:
+        assert DriftSummary.of([sample(bad=2), sample(bad=3)]).judged("nonfinite") == 5
+
+    def test_one_infinite_sample_makes_the_mean_infinite(self) -> None:
+        summary = DriftSummary.of([sample(0.1), sample(INF, sqnr_db=-INF), sample(0.1, sqnr_db=INF)])
+        assert summary.judged("relative_l2") == INF
+        assert summary.judged("sqnr_db") == -INF
+
+    def test_an_exact_sample_does_not_hide_a_noisy_one(self) -> None:
+        assert DriftSummary.of([sample(sqnr_db=INF), sample(sqnr_db=20)]).judged("sqnr_db") == 20
+
+    def test_the_worst_sample_and_where_there_is_none_the_judged_number(self) -> None:
+        summary = DriftSummary.of([sample(0.1, bad=1), sample(0.3, sqnr_db=10, bad=1)])
+        assert [summary.worst(m) for m in ("relative_l2", "sqnr_db", "nonfinite")] == [0.3, 10, 2]
+
+    def test_nothing_cannot_be_summarised(self) -> None:
+        with pytest.raises(ValueError, match="no samples"):
+            DriftSummary.of([])

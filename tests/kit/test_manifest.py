@@ -1,0 +1,220 @@
+"""The manifest: canonical bytes, and words for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
+from bf16kit.manifest import (
+    CheckpointEntry,
+    DriftEntry,
+    FileEntry,
+    Manifest,
+    Plan,
+    PlanEntry,
+    ProfileEntry,
+    Segment,
+    Source,
+    SpecEntry,
+    TensorEntry,
+)
+from bf16kit.tensors import TensorSpec
+
+EMPTY = hashlib.sha256().hexdigest()
+MATRIX = TensorEntry(
+    name="w",
+    dtype="bfloat16",
+    shape=[2, 3],
+    file="weights.bf16",
+    offset=64,
+    bytes=12,
+    residual=Segment(offset=0, bytes=44),
+)
+SCALE = TensorEntry(name="s", dtype="float32", shape=[2], file="weights.fp32", offset=0, bytes=8)
+
+
+def manifest(**changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "inputs": [SpecEntry(name="x", dtype="int64", shape=["batch", 3])],
+        "outputs": [SpecEntry(name="ŷ", dtype="float32", shape=["batch", 2], kind="logits")],
+        "batch_axis": 0,
+        "profiles": {"cpu": ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host")},
+        "tensors": [MATRIX],
+        "checkpoint": [
+            CheckpointEntry(name="lin.weight", dtype="float32", shape=[3, 2], tensor="w", permutation=[1, 0])
+        ],
+        "plan": Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="bf16", reason="matrix")]),
+        "budget": {"relative_l2": 1.5e-2},
+        "drift": {"cpu": DriftEntry(samples=1, source="random", outputs={"ŷ": {"sqnr_db": {"mean": math.inf}}})},
+        "files": {"cpu.onnx": FileEntry(sha256=EMPTY, bytes=0)},
+        "source": Source(format="safetensors", sha256=EMPTY, bytes=24, tensors=1),
+        "options": {"keep_fp32": ["a.*"], "search": False, "none": None},
+    }
+    return Manifest(**(fields | changes))
+
+
+def sealed(fields: dict[str, Any]) -> bytes:
+    """Fields as a manifest would be written, digest included: a file that was made wrong, not damaged."""
+    text = json.dumps(fields | {"digest": "0" * 64}, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
+    return text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode())
+
+
+def fields_of(data: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(data)
+    return fields
+
+
+class TestBytes:
+    def test_what_is_written_is_read_back(self) -> None:
+        assert Manifest.loads(manifest().dumps(), "manifest.json") == manifest()
+
+    def test_the_bytes_are_canonical(self) -> None:
+        """Sorted keys, one space, UTF-8, a newline at the end, the same whenever and however often it is written."""
+        data = manifest().dumps()
+        assert data == Manifest.loads(data, "").dumps()
+        assert data == (json.dumps(json.loads(data), sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
+        assert "ŷ".encode() in data
+
+    def test_infinite_drift_is_written_as_a_word_and_read_as_a_number(self) -> None:
+        """JSON has no infinity; what other readers would choke on is not written."""
+        data = manifest().dumps()
+        assert fields_of(data)["drift"]["cpu"]["outputs"]["ŷ"]["sqnr_db"]["mean"] == "inf"
+        assert Manifest.loads(data, "").drift["cpu"].outputs["ŷ"]["sqnr_db"]["mean"] == math.inf
+
+    def test_the_digest_is_of_the_bytes_with_zeros_in_its_place(self) -> None:
+        data = manifest().dumps()
+        digest = fields_of(data)["digest"].encode()
+        assert hashlib.sha256(data.replace(digest, b"0" * 64)).hexdigest().encode() == digest
+
+    def test_specs_come_back_as_they_were(self) -> None:
+        spec = TensorSpec("x", "int64", ("batch", 3), "other")
+        assert SpecEntry.of(spec).spec() == spec
+
+    def test_it_is_frozen(self) -> None:
+        with pytest.raises(ValidationError, match="frozen"):
+            manifest().model = "other"
+
+
+class TestRefused:
+    def test_every_flipped_bit(self) -> None:
+        """Whatever it makes of the text, the file is refused by name."""
+        data = manifest().dumps()
+        for at in range(len(data)):
+            for bit in range(8):
+                flipped = bytearray(data)
+                flipped[at] ^= 1 << bit
+                with pytest.raises(ArtifactError, match=r"^/repo/m/1/manifest\.json: "):
+                    Manifest.loads(bytes(flipped), "/repo/m/1/manifest.json")
+
+    @given(st.binary(max_size=64))
+    def test_junk(self, junk: bytes) -> None:
+        with pytest.raises(ArtifactError, match=r"^manifest\.json: "):
+            Manifest.loads(junk, "manifest.json")
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (b"", "not JSON"),
+            (b"\xff\xfe", "not JSON"),
+            (b"[" * 100_000, "not JSON"),
+            (b"[]", "a JSON list"),
+            (b"{}", "schema_version is None"),
+            (b'{"schema_version": "1"}', "schema_version is '1'"),
+            (b'{"schema_version": true}', "schema_version is True"),
+            (b'{"schema_version": 0}', "schema_version is 0"),
+            (b'{"schema_version": 1}', "digest is missing"),
+        ],
+    )
+    def test_what_is_no_manifest(self, data: bytes, message: str) -> None:
+        with pytest.raises(ArtifactError, match=message):
+            Manifest.loads(data, "manifest.json")
+
+    def test_a_newer_schema_whatever_else_it_holds(self) -> None:
+        with pytest.raises(ManifestVersionError, match=r"schema version 2 is newer than 1.*upgrade bf16kit"):
+            Manifest.loads(b'{"schema_version": 2, "novelty": []}', "manifest.json")
+
+    def test_an_edited_budget(self) -> None:
+        data = manifest().dumps().replace(b"0.015", b"0.150")
+        with pytest.raises(ArtifactDamaged, match="digest mismatch"):
+            Manifest.loads(data, "manifest.json")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"novelty": 1}, "novelty: Extra inputs are not permitted"),
+            ({"model": None}, "model: Input should be a valid string"),
+            ({"seed": "1"}, "seed: Input should be a valid integer"),
+            ({"model": 1, "seed": "x"}, r"\(and 1 more\)"),
+            ({"source": {"format": "x"}}, r"source\.sha256: Field required"),
+            ({"golden": "../golden"}, r"golden: '\.\./golden' is not a plain file name"),
+            ({"files": {"/etc/passwd": {"sha256": EMPTY, "bytes": 0}}}, "'/etc/passwd' is not a plain file name"),
+            ({"files": {"a": {"sha256": "short", "bytes": 0}}}, r"files\.a\.sha256"),
+            ({"files": {"a": {"sha256": EMPTY, "bytes": -1}}}, r"files\.a\.bytes"),
+            ({"profiles": {"tpu": {"format": "onnx", "graph": "g", "precision": "", "verified": "no"}}}, "'tpu'"),
+        ],
+    )
+    def test_wrong_fields_are_named(self, changes: dict[str, Any], message: str) -> None:
+        fields = fields_of(manifest().dumps()) | changes
+        with pytest.raises(ArtifactError, match=message):
+            Manifest.loads(sealed(fields), "manifest.json")
+
+    @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "a\0", "a\n"])
+    def test_names_that_are_not_plain_files(self, name: str) -> None:
+        with pytest.raises(ValidationError, match="not a plain file name"):
+            manifest(reference=name)
+
+
+class TestConsistency:
+    """What a manifest says must fit together before anything is read."""
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"bytes": 13}, "13 bytes do not hold bfloat16"),
+            ({"dtype": "bf16"}, "unknown dtype 'bf16'"),
+            ({"dtype": "string", "bytes": 48}, "do not hold string"),
+            ({"shape": [2, -3]}, "greater than or equal to 0"),
+            ({"scale": "s"}, "belong together"),
+            ({"scale": "s", "scale_axis": 2}, "not an axis"),
+        ],
+    )
+    def test_a_tensor(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValidationError, match=message):
+            TensorEntry(**(MATRIX.model_dump() | changes))
+
+    def test_tensor_names_are_unique(self) -> None:
+        with pytest.raises(ValidationError, match="same name"):
+            manifest(tensors=[MATRIX, MATRIX])
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_a_scale_is_a_stored_tensor_of_fitting_size(self, axis: int) -> None:
+        scaled = MATRIX.model_copy(update={"scale": "s", "scale_axis": axis})
+        if axis == 0:
+            assert manifest(tensors=[scaled, SCALE]).tensors[0].scale == "s"
+            return
+        with pytest.raises(ValidationError, match="float32 tensor of 3 values"):
+            manifest(tensors=[scaled, SCALE])
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"tensor": "v"}, "no stored tensor 'v'"),
+            ({"permutation": None}, r"\[3, 2\] is not \[2, 3\] permuted by None"),
+            ({"permutation": [0, 0]}, "permuted"),
+            ({"permutation": [1, 2]}, "permuted"),
+            ({"dtype": "float16"}, "bfloat16 does not restore float16"),
+        ],
+    )
+    def test_a_checkpoint_tensor_comes_from_a_stored_one(self, changes: dict[str, Any], message: str) -> None:
+        fields = {"name": "w", "dtype": "float32", "shape": [3, 2], "tensor": "w", "permutation": [1, 0]} | changes
+        with pytest.raises(ValidationError, match=message):
+            manifest(checkpoint=[CheckpointEntry(**fields)])

@@ -1,0 +1,222 @@
+"""Rounding over whole domains: every bfloat16 value, every edge of fp32, millions of random bit patterns."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from bf16kit.numerics import (
+    BF16,
+    LARGEST,
+    LOWEST,
+    OVERFLOW,
+    SMALLEST_NORMAL,
+    UNIT_ROUNDOFF,
+    Bf16Array,
+    Census,
+    census,
+    to_bf16,
+    to_fp32,
+    ulp_distance,
+)
+
+EVERY_BF16: Bf16Array = np.arange(1 << 16, dtype=np.uint16).view(BF16)
+EDGES = np.array(
+    [
+        0x00000000,  # zero
+        0x00000001,  # smallest fp32 subnormal
+        0x00008000,  # 2**-134: a tie between zero and the smallest bf16 subnormal
+        0x00008001,  # just above it
+        0x007F7FFF,  # rounds to the largest subnormal
+        0x007F8000,  # a tie between the largest subnormal and the smallest normal
+        0x00800000,  # smallest normal
+        0x3F800000,  # 1
+        0x3F808000,  # a tie that rounds down to even
+        0x3F818000,  # a tie that rounds up to even
+        0x7F7F7FFF,  # the last that stays finite
+        0x7F7F8000,  # the first that overflows
+        0x7F7FFFFF,  # largest fp32
+        0x7F800000,  # infinity
+        0x7F800001,  # a signalling NaN whose payload rounding would cut away
+        0x7FC00000,  # the quiet NaN
+        0x7FFFFFFF,  # a NaN that add-and-shift would turn into -0
+    ],
+    np.uint32,
+)
+
+
+def floats(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
+    return bits.view(np.float32)
+
+
+def both_signs(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return np.concatenate([bits, bits | np.uint32(0x80000000)])
+
+
+def random_bits(count: int, seed: int = 0) -> NDArray[np.uint32]:
+    return np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
+
+
+def round_by_hand(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """Round to nearest even in integers, NaN tested first: another way to the same numbers."""
+    wide = bits.astype(np.uint64)
+    rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+    is_nan = (wide & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, ((wide >> 16) & 0x8000) | 0x7FC0, rounded).astype(np.uint16)
+
+
+def bf16_bits(x: Bf16Array) -> NDArray[np.uint16]:
+    bits: NDArray[np.uint16] = x.view(np.uint16)
+    return bits
+
+
+class TestRounding:
+    def test_every_bfloat16_value_widens_exactly_and_rounds_back_to_itself(self) -> None:
+        wide = to_fp32(EVERY_BF16)
+        assert np.array_equal(wide.view(np.uint32), np.arange(1 << 16, dtype=np.uint32) << 16)
+        number = ~np.isnan(wide)
+        assert np.array_equal(bf16_bits(to_bf16(wide))[number], bf16_bits(EVERY_BF16)[number])
+
+    def test_every_nan_stays_nan_and_keeps_its_sign(self) -> None:
+        wide = to_fp32(EVERY_BF16)
+        bits = bf16_bits(to_bf16(wide[np.isnan(wide)]))
+        assert bits.size == 2 * 127
+        assert set(bits.tolist()) == {0x7FC0, 0xFFC0}
+        assert np.array_equal(bits >> 15, wide[np.isnan(wide)].view(np.uint32) >> 31)
+
+    def test_random_bit_patterns_round_as_ml_dtypes_and_as_integers_do(self) -> None:
+        bits = random_bits(1 << 22)
+        rounded = bf16_bits(to_bf16(floats(bits)))
+        with np.errstate(all="ignore"):
+            assert np.array_equal(rounded, bf16_bits(floats(bits).astype(ml_dtypes.bfloat16)))
+        assert np.array_equal(rounded, round_by_hand(bits))
+
+    def test_every_exponent_with_every_rounding_neighbourhood(self) -> None:
+        """All high halves, with the low halves on either side of each decision."""
+        low = np.array([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+        bits = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16))[:, None] | low).reshape(-1)
+        assert np.array_equal(bf16_bits(to_bf16(floats(bits))), round_by_hand(bits))
+
+    @pytest.mark.parametrize(
+        ("fp32", "bf16"),
+        [
+            (0x7F7F7FFF, 0x7F7F),
+            (0x7F7F8000, 0x7F80),
+            (0x7F7FFFFF, 0x7F80),
+            (0x3F808000, 0x3F80),
+            (0x3F818000, 0x3F82),
+            (0x00008000, 0x0000),
+            (0x00008001, 0x0001),
+            (0x80008000, 0x8000),
+            (0x7F800001, 0x7FC0),
+            (0xFFFFFFFF, 0xFFC0),
+        ],
+    )
+    def test_edges(self, fp32: int, bf16: int) -> None:
+        assert bf16_bits(to_bf16(floats(np.array([fp32], np.uint32))))[0] == bf16
+
+    def test_no_value_moves_by_more_than_half_an_ulp(self) -> None:
+        x = floats(random_bits(1 << 18, seed=2))
+        x = x[np.isfinite(x) & (np.abs(x) >= SMALLEST_NORMAL) & (np.abs(x) < OVERFLOW)].astype(np.float64)
+        error = np.abs(to_fp32(to_bf16(x.astype(np.float32))) - x) / np.abs(x)
+        assert error.max() <= UNIT_ROUNDOFF / (1 + UNIT_ROUNDOFF)
+
+    def test_constants_are_what_they_say(self) -> None:
+        bits = np.array([0x7F7F, 0xFF7F, 0x0080], np.uint16)
+        assert bits.view(BF16).astype(np.float64).tolist() == [LARGEST, LOWEST, SMALLEST_NORMAL]
+        assert np.float32(OVERFLOW).view(np.uint32) == 0x7F7F8000
+
+    @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
+    def test_shapes_are_kept(self, shape: tuple[int, ...]) -> None:
+        assert to_bf16(np.zeros(shape, np.float32)).shape == shape
+        assert to_fp32(np.zeros(shape, BF16)).shape == shape
+
+    def test_a_transposed_tensor_is_rounded_in_its_own_order(self) -> None:
+        x = np.arange(6, dtype=np.float32).reshape(2, 3).T
+        rounded = to_bf16(x, saturate=True)
+        assert rounded.flags.c_contiguous
+        assert np.array_equal(rounded.astype(np.float32), x)
+
+    def test_other_dtypes_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="float64"):
+            to_bf16(np.zeros(1))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="float32"):
+            to_fp32(np.zeros(1, np.float32))
+
+
+class TestOptions:
+    def test_flush_zeroes_exactly_the_subnormal_results_and_keeps_their_sign(self) -> None:
+        x = floats(np.concatenate([both_signs(EDGES), random_bits(1 << 20) & np.uint32(0x80FFFFFF)]))
+        kept, flushed = bf16_bits(to_bf16(x)), bf16_bits(to_bf16(x, subnormals="flush"))
+        subnormal = ((kept & 0x7FFF) < 0x0080) & ((kept & 0x7FFF) > 0)
+        assert subnormal.any()
+        assert np.array_equal(flushed, np.where(subnormal, kept & 0x8000, kept))
+
+    def test_saturate_makes_infinities_the_largest_finite_value_of_their_sign(self) -> None:
+        x = floats(both_signs(EDGES))
+        plain, saturated = bf16_bits(to_bf16(x)), bf16_bits(to_bf16(x, saturate=True))
+        infinite = (plain & 0x7FFF) == 0x7F80
+        assert infinite.sum() == 2 * 3
+        assert np.array_equal(saturated, np.where(infinite, (plain & 0x8000) | 0x7F7F, plain))
+
+    def test_options_hold_beyond_the_first_chunk(self) -> None:
+        x = np.full((1 << 18) + 3, 1e-40, np.float32)
+        assert not to_bf16(x, subnormals="flush").view(np.uint16).any()
+
+
+class TestUlpDistance:
+    def test_neighbours_are_one_apart_over_the_whole_of_bfloat16(self) -> None:
+        """Walking all values in order, from -inf to +inf, takes one step each; the two zeros are one."""
+        numbers = EVERY_BF16[(bf16_bits(EVERY_BF16) & 0x7FFF) <= 0x7F80]
+        ordered = numbers[np.argsort(numbers.astype(np.float64), kind="stable")]
+        steps = ulp_distance(ordered[1:], ordered[:-1])
+        assert np.count_nonzero(steps == 0) == 1
+        assert np.count_nonzero(steps == 1) == steps.size - 1
+
+    def test_fp32_across_zero_and_into_infinity(self) -> None:
+        tiny = np.float32(1e-45)
+        a = np.array([1.0, 0.0, tiny, 3.4028235e38], np.float32)
+        b = np.array([np.nextafter(np.float32(1), np.float32(2)), -0.0, -tiny, np.inf], np.float32)
+        assert ulp_distance(a, b).tolist() == [1, 0, 2, 1]
+
+    def test_nan_is_near_nan_and_far_from_numbers(self) -> None:
+        nan, one = np.array([np.nan], np.float32), np.array([1.0], np.float32)
+        assert ulp_distance(nan, nan).tolist() == [0]
+        assert ulp_distance(EVERY_BF16, EVERY_BF16).tolist() == [0] * (1 << 16)
+        assert ulp_distance(nan, one).tolist() == [np.iinfo(np.int64).max]
+
+    def test_different_dtypes_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="bfloat16"):
+            ulp_distance(np.zeros(1, BF16), np.zeros(1, np.float32))
+
+
+class TestCensus:
+    def test_counts_agree_with_what_rounding_did(self) -> None:
+        bits = np.concatenate([both_signs(EDGES), random_bits(1 << 20), random_bits(1 << 16) & np.uint32(0x80FFFFFF)])
+        x = floats(bits)
+        y = to_bf16(x).astype(np.float64)
+        finite = np.abs(x[np.isfinite(x)])
+        assert census(x) == Census(
+            count=x.size,
+            nan=int(np.isnan(x).sum()),
+            inf=int(np.isinf(x).sum()),
+            overflow=int((np.isinf(y) & np.isfinite(x)).sum()),
+            subnormal=int(((y != 0) & (np.abs(y) < SMALLEST_NORMAL)).sum()),
+            flushed_to_zero=int(((y == 0) & (x != 0)).sum()),
+            max_abs=float(finite.max()),
+            min_abs_nonzero=float(finite[finite > 0].min()),
+        )
+
+    @pytest.mark.parametrize("x", [[], [0.0, -0.0], [np.nan, np.inf]])
+    def test_without_finite_values_the_range_is_zero(self, x: list[float]) -> None:
+        found = census(np.array(x, np.float32))
+        assert (found.max_abs, found.min_abs_nonzero) == (0.0, 0.0)
+
+    @given(st.lists(st.floats(width=32), max_size=20), st.lists(st.floats(width=32), max_size=20))
+    def test_the_census_of_two_tensors_is_the_sum_of_theirs(self, a: list[float], b: list[float]) -> None:
+        first, second = np.array(a, np.float32), np.array(b, np.float32)
+        assert census(np.concatenate([first, second])) == census(first) + census(second)

@@ -1,0 +1,306 @@
+"""Publishing: whole or not at all, whatever is in the way, dies, or fills up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from small import publish_small, write_small
+
+from bf16kit import rename
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactDamaged, ArtifactError, ArtifactExists, UsageError
+from bf16kit.manifest import MANIFEST
+from bf16kit.publish import StagingArtifact, staging
+
+WRITE_AND_HANG = """
+import sys
+from pathlib import Path
+from small import write_small
+from bf16kit.publish import staging
+with staging(Path(sys.argv[1])) as staged:
+    write_small(staged)
+    print("staged", flush=True)
+    sys.stdin.read()
+"""
+FILL = """
+import sys
+from bf16kit.errors import UsageError
+from bf16kit.publish import staging
+if sys.argv[2] != "0":
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+try:
+    with staging(sys.argv[1]) as staged, staged.writer("weights.bf16") as weights:
+        weights.append_chunks(bytes(1000) for _ in range(4000))
+except UsageError as error:
+    sys.exit(str(error))
+"""
+
+
+def python(program: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python process that finds this project and its tests' builders."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def publish_after(target: Path, step: Callable[[StagingArtifact], object], *, force: bool = False) -> None:
+    """Write the small artifact, do ``step``, publish."""
+    with staging(target, force=force) as staged:
+        manifest = write_small(staged)
+        step(staged)
+        staged.publish(manifest)
+
+
+def fail(error: type[BaseException]) -> NoReturn:
+    raise error
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+@contextlib.contextmanager
+def hanging_conversion(target: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process in the middle of writing an artifact to ``target``; killed at the end."""
+    with python(WRITE_AND_HANG, str(target)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "staged\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def without_renameat2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a kernel or file system that cannot exchange two names."""
+    monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+
+
+class TestPublishing:
+    def test_what_is_published_opens_and_nothing_else_is_left(self, tmp_path: Path) -> None:
+        artifact = publish_small(tmp_path / "repository" / "m" / "1")
+        assert artifact.path == tmp_path / "repository" / "m" / "1"
+        Artifact.open(artifact.path)
+        assert names(tmp_path / "repository" / "m") == ["1"]
+
+    def test_the_same_input_gives_the_same_bytes(self, tmp_path: Path) -> None:
+        first, second = publish_small(tmp_path / "a" / "1"), publish_small(tmp_path / "b" / "1")
+        assert names(first.path) == names(second.path)
+        for name in names(first.path):
+            assert (first.path / name).read_bytes() == (second.path / name).read_bytes()
+
+    def test_every_file_but_the_manifest_is_listed(self, tmp_path: Path) -> None:
+        with staging(tmp_path / "1") as staged:
+            manifest = write_small(staged)
+            (staged.path / "report.html").write_text("<p>")
+            artifact = staged.publish(manifest)
+        assert sorted([*artifact.manifest.files, MANIFEST]) == names(artifact.path)
+        assert "report.html" in artifact.manifest.files
+
+    def test_digests_taken_while_writing_are_those_of_the_files(self, tmp_path: Path) -> None:
+        publish_small(tmp_path / "1")
+        Artifact.open(tmp_path / "1", verify=True)
+
+    def test_a_draft_can_be_run_and_changed_before_it_is_published(self, tmp_path: Path) -> None:
+        with staging(tmp_path / "1") as staged:
+            draft = staged.draft(write_small(staged))
+            assert draft.restore("w").shape == (10, 6)
+            assert not (tmp_path / "1").exists()
+            (staged.path / "cpu.onnx").write_bytes(b"b graph")
+            staged.publish(draft.manifest.model_copy(update={"budget": {"relative_l2": 1.0}}))
+        assert Artifact.open(tmp_path / "1").manifest.budget == {"relative_l2": 1.0}
+
+    def test_without_publish_nothing_is_published(self, tmp_path: Path) -> None:
+        with staging(tmp_path / "m" / "1") as staged:
+            write_small(staged)
+        assert names(tmp_path) == []
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_an_exception_leaves_nothing(self, tmp_path: Path, error: type[BaseException]) -> None:
+        """Not even the directories that were made for the artifact."""
+        with pytest.raises(error):
+            publish_after(tmp_path / "repository" / "m" / "1", lambda _: fail(error))
+        assert names(tmp_path) == []
+
+    def test_a_manifest_that_does_not_fit_its_files_is_not_published(self, tmp_path: Path) -> None:
+        with pytest.raises(ArtifactError, match="among its files"):
+            publish_after(tmp_path / "1", lambda staged: (staged.path / "cpu.onnx").unlink())
+        assert names(tmp_path) == []
+
+    def test_a_directory_among_the_files_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="regular files only"):
+            publish_after(tmp_path / "1", lambda staged: (staged.path / "more").mkdir())
+
+    def test_a_link_among_the_files_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="regular files only"):
+            publish_after(tmp_path / "1", lambda staged: (staged.path / "more").symlink_to("cpu.onnx"))
+
+    def test_a_writer_takes_a_plain_name_once(self, tmp_path: Path) -> None:
+        with staging(tmp_path / "1") as staged:
+            staged.writer("weights.bf16")
+            with pytest.raises(FileExistsError):
+                staged.writer("weights.bf16")
+            with pytest.raises(ValueError, match="plain file name"):
+                staged.writer("../weights.bf16")
+
+
+class TestTargetExists:
+    @pytest.mark.parametrize("force", [False, True])
+    def test_a_file_or_a_foreign_directory_is_never_replaced(self, tmp_path: Path, force: bool) -> None:
+        (tmp_path / "file").write_text("mine")
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "thesis.tex").write_text("mine")
+        for target in ("file", "home"):
+            with pytest.raises(ArtifactExists, match=target), staging(tmp_path / target, force=force):
+                pass
+        assert (tmp_path / "home" / "thesis.tex").read_text() == "mine"
+
+    @pytest.mark.parametrize("what", ["artifact", "empty directory"])
+    def test_it_is_refused_and_unharmed_without_force(self, tmp_path: Path, what: str) -> None:
+        if what == "artifact":
+            publish_small(tmp_path / "1")
+        else:
+            (tmp_path / "1").mkdir()
+        before = names(tmp_path / "1")
+        with pytest.raises(ArtifactExists, match=r"already exists.*--force"), staging(tmp_path / "1"):
+            pass
+        assert names(tmp_path / "1") == before
+
+    @pytest.mark.parametrize("fallback", [False, True])
+    def test_force_replaces_it(self, tmp_path: Path, fallback: bool, request: pytest.FixtureRequest) -> None:
+        if fallback:
+            request.getfixturevalue("without_renameat2")
+        publish_small(tmp_path / "1")
+        (tmp_path / "1" / "stale").write_text("of the old one")
+        publish_small(tmp_path / "1", force=True, residual=False)
+        assert Artifact.open(tmp_path / "1").manifest.tensors[0].residual is None
+        assert not (tmp_path / "1" / "stale").exists()
+        assert names(tmp_path) == ["1"]
+
+    def test_force_replaces_an_empty_directory(self, tmp_path: Path) -> None:
+        (tmp_path / "1").mkdir()
+        publish_small(tmp_path / "1", force=True)
+        Artifact.open(tmp_path / "1")
+
+    def test_a_failed_conversion_with_force_leaves_the_old_artifact(self, tmp_path: Path) -> None:
+        publish_small(tmp_path / "1")
+        with pytest.raises(RuntimeError):
+            publish_after(tmp_path / "1", lambda _: fail(RuntimeError), force=True)
+        Artifact.open(tmp_path / "1")
+        assert names(tmp_path) == ["1"]
+
+    @pytest.mark.parametrize("fallback", [False, True])
+    def test_what_appears_meanwhile_is_not_replaced(
+        self, tmp_path: Path, fallback: bool, request: pytest.FixtureRequest
+    ) -> None:
+        if fallback:
+            request.getfixturevalue("without_renameat2")
+        with pytest.raises(ArtifactExists):
+            publish_after(tmp_path / "1", lambda _: (tmp_path / "1").mkdir())
+        assert names(tmp_path / "1") == []
+
+    def test_a_reader_never_misses_an_artifact_that_is_being_replaced(self, tmp_path: Path) -> None:
+        """The name always leads to a whole artifact: the old one or the new one."""
+        publish_small(tmp_path / "1")
+        done = threading.Event()
+        looked: list[bool] = []
+
+        def look() -> None:
+            while not done.is_set():
+                looked.append((tmp_path / "1" / MANIFEST).exists())
+
+        reader = threading.Thread(target=look)
+        reader.start()
+        for _ in range(20):
+            publish_small(tmp_path / "1", force=True)
+        done.set()
+        reader.join()
+        assert looked
+        assert all(looked)
+
+
+class TestKilled:
+    def test_a_killed_conversion_leaves_only_what_the_next_one_removes(self, tmp_path: Path) -> None:
+        with hanging_conversion(tmp_path / "1") as process:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        (leftover,) = names(tmp_path)
+        assert leftover.startswith(f".1.tmp-{process.pid}-")
+        publish_small(tmp_path / "1")
+        assert names(tmp_path) == ["1"]
+
+    def test_a_living_conversion_is_left_alone(self, tmp_path: Path) -> None:
+        """Neither the pid nor the age of its directory matters, only the lock that it holds."""
+        with hanging_conversion(tmp_path / "1"):
+            (living,) = names(tmp_path)
+            publish_small(tmp_path / "1")
+            assert names(tmp_path) == [living, "1"]
+            assert "weights.bf16" in names(tmp_path / living)
+
+    def test_leftovers_of_other_versions_are_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / ".11.tmp-1-00000000").mkdir()
+        (tmp_path / ".1.tmp").mkdir()
+        publish_small(tmp_path / "1")
+        assert names(tmp_path) == [".1.tmp", ".11.tmp-1-00000000", "1"]
+
+
+class TestDisk:
+    def test_a_full_disk_publishes_nothing_and_says_so(self, tmp_path: Path) -> None:
+        """On a real file system of 1 MiB."""
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+            pytest.skip("mounting a small file system needs root")
+        try:
+            with python(FILL, str(disk / "m" / "1"), "0") as process:
+                _, message = process.communicate()
+            left = names(disk)
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+        assert process.returncode == 1
+        assert f"{disk}/m/1: disk full (0 MiB free), nothing was published" in message
+        assert "Traceback" not in message
+        assert left == []
+
+    def test_a_file_size_limit_publishes_nothing_and_says_so(self, tmp_path: Path) -> None:
+        with python(FILL, str(tmp_path / "m" / "1"), "1000000") as process:
+            _, message = process.communicate()
+        assert process.returncode == 1
+        assert "nothing was published" in message
+        assert "Traceback" not in message
+        assert names(tmp_path) == []
+
+    def test_a_target_below_a_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UsageError, match="cannot be created"), staging(tmp_path / "file" / "1"):
+            pass
+
+    def test_a_target_that_may_not_be_written_is_refused(self) -> None:
+        """/proc takes no directories, whoever asks."""
+        with pytest.raises(UsageError, match="cannot be"), staging("/proc/bf16kit/1"):
+            pass
+
+    def test_damage_after_publishing_is_found(self, tmp_path: Path) -> None:
+        artifact = publish_small(tmp_path / "1")
+        with (artifact.path / "weights.bf16").open("r+b") as file:
+            file.write(b"\xff")
+        with pytest.raises(ArtifactDamaged, match=r"weights\.bf16"):
+            artifact.verify()

@@ -1,0 +1,79 @@
+"""Specs: dtypes under their three names, and the checks a request's tensors pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from bf16kit.errors import InvalidRequest
+from bf16kit.tensors import BY_NAME, BY_OIP, BY_ONNX, TensorSpec, check_feeds, describe
+
+SPECS = (
+    TensorSpec("ids", "int64", ("batch", "seq")),
+    TensorSpec("mask", "int64", ("batch", "seq")),
+    TensorSpec("scale", "float32", ("batch", 2)),
+)
+
+
+def feeds(**changes: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    plain: dict[str, NDArray[Any]] = {
+        "ids": np.zeros((2, 5), np.int64),
+        "mask": np.zeros((2, 5), np.int64),
+        "scale": np.zeros((2, 2), np.float32),
+    }
+    return {name: array for name, array in (plain | changes).items() if array.dtype != np.void}
+
+
+GONE = np.empty(0, np.void)
+
+
+class TestDTypes:
+    def test_numbers_are_onnx_own(self) -> None:
+        for number, dtype in BY_ONNX.items():
+            if dtype.name != "string":
+                assert onnx.helper.tensor_dtype_to_np_dtype(number) == dtype.numpy
+
+    @pytest.mark.parametrize(
+        ("name", "oip", "size"), [("bfloat16", "BF16", 2), ("float32", "FP32", 4), ("bool", "BOOL", 1)]
+    )
+    def test_names_agree(self, name: str, oip: str, size: int) -> None:
+        assert BY_NAME[name] is BY_OIP[oip]
+        assert BY_NAME[name].numpy.itemsize == size
+        assert BY_NAME[name].numpy.name == name
+
+    def test_bfloat16_is_ml_dtypes(self) -> None:
+        assert BY_NAME["bfloat16"].numpy == np.dtype(ml_dtypes.bfloat16)
+
+
+class TestCheckFeeds:
+    def test_what_fits_gives_the_size_of_every_named_dimension(self) -> None:
+        assert check_feeds(SPECS, feeds()) == {"batch": 2, "seq": 5}
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"more": np.zeros(1)}, "unknown input 'more'; the model's inputs are ids, mask, scale"),
+            ({"mask": GONE}, "input 'mask' is missing"),
+            ({"ids": np.zeros((2, 5), np.int32)}, "input 'ids' has dtype int32, expected int64"),
+            ({"ids": np.zeros(5, np.int64)}, r"shape \[5\] of rank 1, expected \[batch,seq\]"),
+            (
+                {"scale": np.zeros((2, 3), np.float32)},
+                r"shape \[2, 3\], expected \[batch,2\] with 3 = 2 in dimension 1",
+            ),
+            ({"mask": np.zeros((2, 4), np.int64)}, r"'mask' has shape \[2, 4\].* with 4 = 5 in dimension 1"),
+            ({"scale": np.zeros((1, 2), np.float32)}, r"'scale' has shape \[1, 2\].* with 1 = 2 in dimension 0"),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, changes: dict[str, NDArray[Any]], message: str) -> None:
+        with pytest.raises(InvalidRequest, match=message):
+            check_feeds(SPECS, feeds(**changes))
+
+
+def test_shapes_are_described_as_people_write_them() -> None:
+    assert describe(("batch", "seq", 384)) == "[batch,seq,384]"
+    assert describe(()) == "[]"
