@@ -2,16 +2,14 @@
 
 ``manifest.json`` is canonical JSON: keys sorted, indented by one space, UTF-8, a newline at the end, no clock time, so
 the same conversion writes the same bytes. A float that is not finite is written as the string ``"inf"``, ``"-inf"`` or
-``"nan"``, because JSON has no word for it. The file carries its own ``digest``: the sha256 of its bytes with the
-digest's 64 digits written as zeros, so that a flipped bit in the manifest is seen like one in any other file.
+``"nan"``, because JSON has no word for it. The file carries its own ``digest`` (see :mod:`bf16kit.seal`), so that a
+flipped bit in the manifest is seen like one in any other file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from bf16kit import seal
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.tensors import BY_NAME, Kind, TensorSpec
 
@@ -34,9 +33,6 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
 PROFILES = ("cpu", "cuda", "torchscript")
-
-_DIGEST = re.compile(rb'^ "digest": "([0-9a-f]{64})",?$', re.MULTILINE)
-_ZEROS = "0" * 64
 
 
 def plain_name(name: str) -> str:
@@ -225,10 +221,7 @@ class Manifest(_Entry):
 
     def dumps(self) -> bytes:
         """The canonical bytes of ``manifest.json``."""
-        fields = self.model_dump(mode="json") | {"digest": _ZEROS}
-        text = json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        unsealed = text.encode()
-        return _with_digest(unsealed, hashlib.sha256(unsealed).hexdigest())
+        return seal.dump(self.model_dump(mode="json"))
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Manifest:
@@ -246,8 +239,11 @@ class Manifest(_Entry):
                 f"{where}: schema version {version} is newer than {SCHEMA_VERSION}, the newest this bf16kit reads;"
                 " upgrade bf16kit or convert the checkpoint again"
             )
-        _check_digest(data, where)
-        del fields["digest"]
+        if not seal.is_intact(data):
+            raise ArtifactDamaged(
+                f"{where}: not the bytes that were written (its digest differs); copy or convert it again"
+            )
+        fields.pop(seal.FIELD, None)
         try:
             return cls.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
@@ -286,23 +282,6 @@ def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ArtifactError(f"{where}: not a manifest, but a JSON {type(fields).__name__}")
     return fields
-
-
-def _check_digest(data: bytes, where: str | Path) -> None:
-    found = _DIGEST.search(data)
-    if found is None:
-        raise ArtifactDamaged(f"{where}: its digest is missing")
-    if hashlib.sha256(_with_digest(data, _ZEROS)).hexdigest().encode() != found[1]:
-        raise ArtifactDamaged(
-            f"{where}: its bytes are not those that were written (digest mismatch); copy or convert it again"
-        )
-
-
-def _with_digest(data: bytes, digest: str) -> bytes:
-    found = _DIGEST.search(data)
-    if found is None:
-        raise ValueError("no digest to replace")
-    return data[: found.start(1)] + digest.encode() + data[found.end(1) :]
 
 
 def _first_error(error: ValidationError) -> str:

@@ -1,0 +1,32 @@
+"""Sealing a JSON file: it carries the sha256 of its own bytes, so that a flipped bit in it is seen.
+
+The digest is taken with its own 64 digits written as zeros. It stands at the top level, under ``"digest"``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+FIELD = "digest"
+_LINE = re.compile(rb'^ "digest": "([0-9a-f]{64})",?$', re.MULTILINE)  # one space of indentation: the top level
+_ZEROS = b"0" * 64
+
+
+def dump(fields: dict[str, Any]) -> bytes:
+    """``fields`` as canonical JSON (sorted keys, one space, UTF-8, a newline at the end) with its digest."""
+    unsealed = fields | {FIELD: _ZEROS.decode()}
+    data = (json.dumps(unsealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return _with_digest(data, hashlib.sha256(data).hexdigest().encode())
+
+
+def is_intact(data: bytes) -> bool:
+    """Whether ``data`` carries a digest and is, to the bit, what was sealed."""
+    found = _LINE.search(data)
+    return found is not None and hashlib.sha256(_with_digest(data, _ZEROS)).hexdigest().encode() == found[1]
+
+
+def _with_digest(data: bytes, digest: bytes) -> bytes:
+    return _LINE.sub(lambda line: line[0].replace(line[1], digest), data, count=1)
