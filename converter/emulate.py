@@ -31,7 +31,7 @@ class Emulate(Step):
     """Make every bf16 value fp32 that was rounded to bf16.
 
     Operators that only move or choose values need no rounding: their results are bf16 values already. Ensures: nothing
-    but initializers and the values between two casts is bf16.
+    but initializers and the values between two casts is bf16 (Shape may read those, too).
     """
 
     name = "emulate bf16"

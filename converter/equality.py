@@ -25,7 +25,7 @@ def fingerprint(array: Array) -> Fingerprint:
     """
     count = min(_PROBES, array.size)
     flat = (np.arange(count, dtype=np.int64) * (array.size // max(count, 1)) + np.arange(count)) % max(array.size, 1)
-    picked = array[np.unravel_index(flat, array.shape)] if array.size else array.reshape(-1)
+    picked = array[np.unravel_index(flat, array.shape)] if array.size and array.ndim else array.reshape(-1)
     return array.dtype.str + array.dtype.name, array.shape, np.ascontiguousarray(picked).tobytes()
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
-from converter.operators import Bf16Form, bf16_form
+from converter.operators import SHAPE_ONLY, Bf16Form, bf16_form
 from converter.passes.names import FreshNames, all_value_names
 from converter.passes.step import Step
 from converter.storage import const, initializer, stays_inline
@@ -75,7 +75,7 @@ def _widen_for_others(value: ir.Value, forms: dict[ir.Node, Bf16Form], casts: _C
     """Give every reader of the bf16 ``value`` that does not take bf16, bodies included, its fp32 cast."""
     for use in tuple(value.uses()):
         form = forms.get(use.node)
-        if form is None or use.idx not in form.inputs:
+        if use.node.op_type not in SHAPE_ONLY and (form is None or use.idx not in form.inputs):
             use.node.replace_input_with(use.idx, casts.to(value, FLOAT))
     if not value.is_graph_output() or value.graph is None:
         return
