@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bf16kit.errors import SourceError, UsageError
+from bf16kit.errors import ConversionError, SourceError, UsageError
 from bf16kit.tensors import TensorSpec
 from converter.checkpoint import Array, Checkpoint, Sampler, Source, digest_files
 from converter.options import Options
@@ -43,9 +43,11 @@ def _read_onnx(options: Options, advance: Advance) -> Source:
     if options.model is not None:
         raise UsageError("--model: an ONNX file brings its own architecture")
     model, files = onnx_file.read_graph(options.source)
-    onnx_file.check_fp32(model)
     onnx_file.apply_inputs(model, options.inputs)
-    checkpoint = Checkpoint("onnx", digest_files(files, advance), floating_tensors(model))
+    tensors = floating_tensors(model)
+    if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
+        raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
+    checkpoint = Checkpoint("onnx", digest_files(files, advance), tensors)
     return Source(checkpoint, model, input_specs(model), output_specs(model))
 
 
@@ -115,3 +117,11 @@ def _exported(checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None
 
     graph = to_onnx(model, checkpoint.tensors)
     return Source(checkpoint, graph, model.inputs, output_specs(graph), model, sampler)
+
+
+def nbytes(path: Path) -> int | None:
+    """Bytes of the files at ``path``, for a progress bar; None when nothing is there, which `read` explains better."""
+    if path.is_file():
+        return path.stat().st_size
+    weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+    return sum(file.stat().st_size for file in weights) or None

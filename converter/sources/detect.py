@@ -84,9 +84,7 @@ def _of_file(path: Path) -> Kind:
         return _of_json(path)
     if head[0] == 0x08 and b"\n" not in head[:2]:  # protobuf field 1, varint: ModelProto.ir_version
         return Kind.ONNX
-    raise SourceError(
-        f"{path}: {_looks_like(head)}; expected safetensors, torch, ONNX or a model directory"
-    )
+    raise SourceError(f"{path}: {_looks_like(head)}; expected safetensors, torch, ONNX or a model directory")
 
 
 def _opens_safetensors(head: bytes) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bf16kit.errors import ConversionError, SourceError, UsageError
+from bf16kit.errors import SourceError, UsageError
 from bf16kit.tensors import TensorSpec
 from converter.quiet import first_line
 from converter.specs import input_specs
@@ -78,14 +78,3 @@ def _fits(spec: TensorSpec, own: TensorSpec) -> bool:
     if len(spec.shape) != len(own.shape):
         return False
     return all(a == b or isinstance(b, str) for a, b in zip(spec.shape, own.shape, strict=True))
-
-
-def check_fp32(model: ir.Model) -> None:
-    """Refuse a model that has nothing to narrow."""
-    import onnx_ir as ir
-
-    if any(value.dtype == ir.DataType.FLOAT for graph in model.graphs() for value in graph.initializers.values()):
-        return
-    if any(node.op_type == "Constant" for node in model.graph.all_nodes()):
-        return
-    raise ConversionError("the model holds no fp32 weights: there is nothing to convert")

@@ -1,0 +1,221 @@
+"""``bf16-convert``: the command line. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bf16kit import __version__, errors
+
+if TYPE_CHECKING:
+    from converter.options import Options
+
+DONE = 0
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+# The one table from errors to exit codes; the first class that fits counts.
+EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (errors.BudgetExceeded, 1),
+    (errors.UsageError, 2),
+    (errors.RequestError, 2),
+    (errors.Bf16kitError, 3),  # a model that cannot be converted, or does not run
+    (OSError, 2),  # a file of the user's went away, or its disk failed
+)
+BUG = 3
+
+_PATH = click.Path(path_type=Path)
+
+
+def main() -> None:
+    """The entry point: run the command, say what went wrong in one message, exit with the table's code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run ``bf16-convert`` with ``arguments`` and return its exit code."""
+    debug = "--debug" in arguments
+    try:
+        command(args=arguments, prog_name="bf16-convert", standalone_mode=False)
+    except click.exceptions.Exit as stop:  # --help and --version
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("bf16-convert: interrupted; nothing was published", err=True)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the outermost: whatever it is becomes a message and an exit code
+        if debug:
+            traceback.print_exc()
+        click.echo(f"bf16-convert: error: {_message(error)}", err=True)
+        return exit_code(error)
+    return DONE
+
+
+def exit_code(error: BaseException) -> int:
+    """The code for ``error`` by :data:`EXIT_CODES`; an error that is in none of its classes is a bug."""
+    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), BUG)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, errors.Bf16kitError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return (
+        f"unexpected {type(error).__name__}: {error}; this is a bug in bf16-convert:"
+        " run it again with --debug and report what it prints"
+    )
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__)
+def command() -> None:
+    """Turn fp32 checkpoints into bf16 artifacts, and prove what that cost in accuracy.
+
+    Exit codes: 0 done; 1 drift over budget, nothing published; 2 wrong usage or unreadable input; 3 a model that cannot
+    be converted.
+    """
+
+
+_debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+
+
+@command.command()
+@click.argument("source", type=_PATH)
+@click.option("--out", required=True, type=_PATH, metavar="REPOSITORY/MODEL/VERSION", help="Where the artifact goes.")
+@click.option("--force", is_flag=True, help="Replace an artifact that is there already.")
+@click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights.")
+@click.option("--model-args", metavar="JSON", help="Keyword arguments of the factory.")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="NAME:DTYPE:DIMS",
+    help="An input, e.g. input_ids:int64:batch,seq; dims are sizes or names.",
+)
+@click.option(
+    "--samples",
+    metavar="FILE|DIR|PKG.MOD:FN",
+    help="Calibration inputs: a .npz or .safetensors file is one feed, a directory many, a function yields them."
+    "  [default: seeded random ones]",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(["onnx", "torchscript"]),
+    help="May be given twice.  [default: both where the source allows]",
+)
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    type=click.Choice(["cpu", "cuda"]),
+    help="ONNX profiles to write; may be given twice.  [default: both]",
+)
+@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Nodes or tensors that stay fp32.")
+@click.option("--bf16", multiple=True, metavar="REGEX", help="Nodes or tensors that become bf16.")
+@click.option("--budget", multiple=True, metavar="METRIC=NUMBER", help="A bound on drift, e.g. relative_l2=1e-2.")
+@click.option("--allow-over-budget", is_flag=True, help="Publish all the same when drift is over budget.")
+@click.option(
+    "--subnormals",
+    type=click.Choice(["keep", "flush"]),
+    default="keep",
+    show_default=True,
+    help="What becomes of weights below the smallest normal number.",
+)
+@click.option("--saturate", is_flag=True, help="Weights that overflow become the largest bf16 number.")
+@click.option("--residual/--no-residual", default=True, help="Keep the low 16 bits, which restore fp32.")
+@click.option("--report/--no-report", default=True, help="Write report.html.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random samples.")
+@click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
+@_debug
+def checkpoint(debug: bool, **given: object) -> None:
+    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, or ONNX."""
+    from converter import progress, report
+    from converter.pipeline import convert
+
+    options = _options(**given)
+    with progress.on(sys.stderr) as bar:
+        result = convert(options, bar)
+    click.echo(report.summary(result.artifact, result.notes))
+
+
+def _options(**given: object) -> Options:
+    """Parsed options; a mistake in any of them is found before long work begins."""
+    from converter import options as parse
+
+    def many(name: str) -> tuple[str, ...]:
+        values = given.pop(name)
+        assert isinstance(values, tuple)  # noqa: S101 - click's `multiple=True`
+        return values
+
+    from bf16kit.drift import Budget
+
+    out, model_args = given.pop("out"), given.pop("model_args")
+    assert isinstance(out, Path)  # noqa: S101 - click's `type=_PATH`
+    return parse.Options(
+        target=parse.parse_target(out),
+        model_args=parse.parse_model_args(str(model_args) if model_args is not None else None),
+        inputs=parse.parse_inputs(many("inputs")),
+        formats=many("formats"),  # type: ignore[arg-type]  # click.Choice checked them
+        profiles=many("profiles") or ("cpu", "cuda"),  # type: ignore[arg-type]
+        keep_fp32=parse.parse_patterns("--keep-fp32", many("keep_fp32")),
+        bf16=parse.parse_patterns("--bf16", many("bf16")),
+        budget=Budget.parse(many("budget")),
+        **given,  # type: ignore[arg-type]
+    )
+
+
+@command.command()
+@click.argument("artifact", type=_PATH)
+@_debug
+def inspect(artifact: Path, debug: bool) -> None:
+    """Show what ARTIFACT holds: plan, sizes, drift, digests."""
+    from converter.inspect import describe
+
+    click.echo(describe(artifact))
+
+
+@command.command()
+@click.argument("artifact", type=_PATH)
+@click.option("--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run.  [default: the golden samples]")
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    type=click.Choice(["cpu", "cuda", "torchscript"]),
+    help="Profiles to run; may be given more than once.  [default: all in the artifact]",
+)
+@_debug
+def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], debug: bool) -> None:
+    """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
+    from converter.verify import verify as verify_artifact
+
+    click.echo(verify_artifact(artifact, samples, profiles))
+
+
+@command.command()
+@click.argument("artifact", type=_PATH)
+@click.option("--out", required=True, type=_PATH, metavar="FP32.SAFETENSORS", help="The file to write.")
+@click.option("--force", is_flag=True, help="Replace a file that is there already.")
+@_debug
+def restore(artifact: Path, out: Path, force: bool, debug: bool) -> None:
+    """Give back the fp32 checkpoint that ARTIFACT was made from, bit for bit, as one safetensors file."""
+    from converter import progress
+    from converter.restore import restore as restore_artifact
+
+    with progress.on(sys.stderr) as bar:
+        click.echo(restore_artifact(artifact, out, force=force, progress=bar))
+
+
+if __name__ == "__main__":
+    main()

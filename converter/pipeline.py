@@ -1,0 +1,194 @@
+"""The walk of a conversion: source is read → plan → fold → narrow → write graphs → verify by running → measure drift →
+rename into place → report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import BudgetExceeded, ConversionError
+from bf16kit.manifest import Manifest, Plan, ProfileEntry, SpecEntry
+from bf16kit.manifest import Source as SourceEntry
+from bf16kit.publish import StagingArtifact, staging
+from converter import report, samples, sources, tools
+from converter.certify import Certified, certify
+from converter.checkpoint import Source
+from converter.graphs import write_graphs
+from converter.memory import release
+from converter.options import Options
+from converter.passes import Prepared, prepare
+from converter.plan import make_plan
+from converter.progress import Progress, Silent
+from converter.random_samples import generate
+from converter.running import open_source
+from converter.samples import Samples
+from converter.weights import StoredWeights, write_total, write_weights
+
+TORCHSCRIPT_FILE = "model.torchscript.pt"
+_PRECISION = {"cpu": "bf16-weights", "cuda": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A published artifact, and what its maker should know: one sentence each."""
+
+    artifact: Artifact
+    notes: tuple[str, ...]
+
+
+def convert(options: Options, progress: Progress | None = None) -> Result:
+    """Convert ``options.source`` into an artifact at ``options.target``; nothing is published unless all succeeds.
+
+    Raises :class:`~bf16kit.errors.UsageError` for bad options or unreadable input,
+    :class:`~bf16kit.errors.ConversionError` for a model that cannot be converted,
+    :class:`~bf16kit.errors.RuntimeFailure` when what was written does not run, and
+    :class:`~bf16kit.errors.BudgetExceeded` when its drift is over budget and that was not allowed.
+    """
+    progress = progress or Silent()
+    notes: list[str] = []
+    with staging(options.target.path, force=options.force) as stage:
+        source = _read(options, progress)
+        calibration = _samples(options, source)
+        if not options.samples:
+            notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
+        profiles = _trace(options, source, stage, progress, notes)
+        with progress.step("planning"):
+            prepared = prepare(source.graph, source.checkpoint.tensors)
+            plan = make_plan(prepared, keep_fp32=options.keep_fp32, bf16=options.bf16, profiles=_onnx_profiles(options))
+        stored = _write_weights(options, source, prepared, plan, stage, progress)
+        with progress.step("writing graphs"):
+            profiles |= _write_graphs(options, prepared, plan, stored, stage)
+        manifest = _describe(options, source, plan, stored, profiles)
+        reference = None if options.residual else open_source(prepared.reference, source.inputs, source.outputs)
+        del source, prepared, stored
+        release()
+        certified = certify(stage, manifest, calibration, options, progress, reference)
+        notes += certified.notes
+        _judge(options, certified, notes)
+        artifact = _publish(options, stage, certified.manifest, notes, progress)
+    return Result(artifact, tuple(notes))
+
+
+def _read(options: Options, progress: Progress) -> Source:
+    total = sources.nbytes(options.source)
+    with progress.step(f"reading {options.source.name}", total) as advance:
+        return sources.read(options, advance)
+
+
+def _samples(options: Options, source: Source) -> Samples:
+    if options.samples is not None:
+        return samples.load(options.samples, source.inputs)
+    return generate(source.inputs, source.graph, source.sampler, options.seed)
+
+
+def _trace(
+    options: Options, source: Source, stage: StagingArtifact, progress: Progress, notes: list[str]
+) -> dict[str, ProfileEntry]:
+    """Write the TorchScript module, if there is to be one, and let go of the torch module it was traced from."""
+    module, source.module = source.module, None
+    if not options.wants_torchscript:
+        return {}
+    try:
+        if module is None:
+            raise ConversionError(
+                f"TorchScript is not written from {source.checkpoint.format}, which torch cannot trace"
+            )
+        from converter.torchscript_export import narrow_and_trace
+
+        with progress.step("tracing TorchScript"):
+            (stage.path / TORCHSCRIPT_FILE).write_bytes(narrow_and_trace(module))
+    except ConversionError as error:
+        if options.insists_on_torchscript:
+            raise
+        notes.append(f"no TorchScript: {error}")
+        return {}
+    if options.keep_fp32 or options.bf16:
+        notes.append(
+            "--keep-fp32 and --bf16 speak of ONNX nodes; the TorchScript module follows torch.autocast's rules"
+        )
+    return {"torchscript": ProfileEntry(format="torchscript", graph=TORCHSCRIPT_FILE, precision="bf16", verified="no")}
+
+
+def _onnx_profiles(options: Options) -> tuple[str, ...]:
+    return options.profiles if options.wants_onnx else ()
+
+
+def _write_weights(
+    options: Options, source: Source, prepared: Prepared, plan: Plan, stage: StagingArtifact, progress: Progress
+) -> StoredWeights:
+    tensors = source.checkpoint.tensors
+    with progress.step("writing weights", write_total(prepared, tensors)) as advance:
+        return write_weights(
+            prepared,
+            plan,
+            tensors,
+            stage.writer,
+            subnormals=options.subnormals,
+            saturate=options.saturate,
+            residual=options.residual,
+            progress=advance,
+        )
+
+
+def _write_graphs(
+    options: Options, prepared: Prepared, plan: Plan, stored: StoredWeights, stage: StagingArtifact
+) -> dict[str, ProfileEntry]:
+    files = write_graphs(
+        prepared, plan, stored, stage.path, profiles=_onnx_profiles(options), reference=options.residual
+    )
+    return {
+        profile: ProfileEntry(format="onnx", graph=name, precision=_PRECISION[profile], verified="no")
+        for profile, name in files.items()
+        if profile in _PRECISION
+    }
+
+
+def _describe(
+    options: Options, source: Source, plan: Plan, stored: StoredWeights, profiles: dict[str, ProfileEntry]
+) -> Manifest:
+    """The manifest as far as it is known before anything ran."""
+    checkpoint = source.checkpoint
+    return Manifest(
+        model=options.target.model,
+        inputs=[SpecEntry.of(spec) for spec in source.inputs],
+        outputs=[SpecEntry.of(spec) for spec in source.outputs],
+        profiles=profiles,
+        reference="reference.onnx" if options.residual else None,
+        tensors=sorted(stored.tensors.values(), key=lambda entry: entry.name),
+        checkpoint=list(stored.checkpoint),
+        plan=plan,
+        budget=options.budget.as_dict(),
+        source=SourceEntry(
+            format=checkpoint.format,
+            sha256=checkpoint.sha256,
+            bytes=checkpoint.nbytes,
+            tensors=len(checkpoint.tensors),
+        ),
+        tools=tools.versions(),
+        seed=options.seed,
+        options=options.recorded(),
+    )
+
+
+def _judge(options: Options, certified: Certified, notes: list[str]) -> None:
+    """Over budget is an error, or, where that was allowed, a note."""
+    if not certified.breaches:
+        return
+    listed = "".join(f"\n  {breach}" for breach in certified.breaches)
+    if not options.allow_over_budget:
+        raise BudgetExceeded(
+            f"drift over budget, nothing published:{listed}\nKeep the nodes that cause it in fp32 (--keep-fp32 REGEX),"
+            " leave a profile or format out, raise the --budget, or pass --allow-over-budget"
+        )
+    notes.append(f"drift over budget, published because that was allowed:{listed}")
+
+
+def _publish(
+    options: Options, stage: StagingArtifact, manifest: Manifest, notes: Sequence[str], progress: Progress
+) -> Artifact:
+    with progress.step("publishing"):
+        if options.report:
+            files = stage.draft(manifest).manifest.files
+            report.write(stage.path / report.NAME, manifest, files, notes)
+        return stage.publish(manifest)

@@ -1,0 +1,123 @@
+"""Telling the user how far a conversion is: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import IO, Protocol
+
+_INTERVAL = 5.0  # seconds between plain lines
+_UNITS = ("kB", "MB", "GB", "TB")
+
+Advance = Callable[[int], None]
+
+
+class Progress(Protocol):
+    """Told of each step of a conversion, and, within it, of the bytes done."""
+
+    def step(self, name: str, total: int | None = None) -> AbstractContextManager[Advance]:
+        """One step named ``name`` of ``total`` bytes, or of unknown length; gives the function to report bytes to."""
+        ...
+
+
+class Silent:
+    """Says nothing: for tests and for programs that call the converter."""
+
+    @contextmanager
+    def step(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        yield lambda _: None
+
+
+class Lines:
+    """A line when a step begins, then one every few seconds with bytes and time left."""
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+
+    @contextmanager
+    def step(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        start = said = self._clock()
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal said, done
+            done += count
+            now = self._clock()
+            if now - said >= _INTERVAL:
+                said = now
+                self._say(f"{name}: {_amount(done, total)}{_left(done, total, now - start)}")
+
+        self._say(name)
+        yield advance
+
+    def _say(self, line: str) -> None:
+        self._stream.write(f"bf16-convert: {line}\n")
+        self._stream.flush()
+
+
+class Bar:
+    """A progress bar with bytes and time left, on the terminal ``stream``."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+            redirect_stdout=False,  # `quiet` redirects; two masters of one stream would lose its output
+            redirect_stderr=False,
+            transient=True,
+        )
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def step(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        task = self._bar.add_task(name, total=total)
+        try:
+            yield lambda count: self._bar.advance(task, count)
+        finally:
+            self._bar.remove_task(task)
+
+
+@contextmanager
+def on(stream: IO[str]) -> Iterator[Progress]:
+    """The progress that suits ``stream``: a bar on a terminal, lines elsewhere."""
+    if not stream.isatty():
+        yield Lines(stream)
+        return
+    with Bar(stream) as bar:
+        yield bar
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: ``90.9 MB``."""
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    power = min(int(math.log10(count) // 3), len(_UNITS))
+    return f"{count / 1000**power:.1f} {_UNITS[power - 1]}"
+
+
+def _amount(done: int, total: int | None) -> str:
+    return size(done) if total is None else f"{size(done)} of {size(total)}"
+
+
+def _left(done: int, total: int | None, elapsed: float) -> str:
+    if total is None or not 0 < done < total:
+        return ""
+    return f", {elapsed * (total - done) / done:.0f} s left"

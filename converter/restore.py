@@ -1,0 +1,92 @@
+"""Giving back the fp32 checkpoint from an artifact, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactExists, UsageError
+from bf16kit.manifest import CheckpointEntry
+from bf16kit.tensors import BY_NAME
+from converter.checkpoint import Array
+from converter.progress import Progress, size
+
+_SAFETENSORS_NAMES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+
+
+def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> str:
+    """Write every tensor of the source checkpoint to ``out`` as safetensors; returns a line for people.
+
+    Written beside ``out`` and renamed, so that a reader never sees half a file. Raises :class:`ArtifactExists` when
+    ``out`` is there and not to be replaced, and what opening the artifact raises.
+    """
+    if out.exists() and not force:
+        raise ArtifactExists(f"{out}: already exists; choose another name, or replace it with --force")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent}: no such directory")
+    with progress.step("checking digests"):
+        opened = Artifact.open(artifact)
+    entries = sorted(opened.manifest.checkpoint, key=lambda entry: entry.name)
+    total = sum(_nbytes(entry) for entry in entries)
+    partial = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with partial.open("xb") as file, progress.step("restoring", total) as advance:
+            file.write(_header(entries))
+            for array in _in_order(opened, entries):
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                advance(array.nbytes)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return f"restored {len(entries)} tensors, {size(total)}, to {out}"
+
+
+def _header(entries: Sequence[CheckpointEntry]) -> bytes:
+    """The safetensors header, its JSON padded with spaces so that the data begins at a multiple of 8 bytes."""
+    header, offset = {}, 0
+    for entry in entries:
+        end = offset + _nbytes(entry)
+        dtype = _SAFETENSORS_NAMES.get(entry.dtype)
+        if dtype is None:
+            raise UsageError(f"tensor {entry.name!r} is {entry.dtype}, which safetensors cannot hold")
+        header[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _in_order(opened: Artifact, entries: Sequence[CheckpointEntry]) -> Iterator[Array]:
+    """Restored tensors by name: the header promises that order."""
+    ordered = Artifact(opened.path, opened.manifest.model_copy(update={"checkpoint": list(entries)}))
+    for entry, (name, array) in zip(entries, ordered.checkpoint_tensors(), strict=True):
+        if name != entry.name or list(array.shape) != entry.shape or array.nbytes != _nbytes(entry):
+            raise UsageError(f"tensor {name!r}: restored as {array.dtype}{list(array.shape)}, not as {entry.dtype}")
+        yield array
+
+
+def _nbytes(entry: CheckpointEntry) -> int:
+    return math.prod(entry.shape) * BY_NAME[entry.dtype].numpy.itemsize
