@@ -34,7 +34,8 @@ def make_plan(
     kernels = kernels or KernelTable.load()
     overrides = Overrides.parse(keep_fp32, bf16)
     overrides.check(_names(prepared))
-    tensors = [_tensor(value, overrides) for value in _stored(prepared)]
+    read = prepared.folded.graph.initializers
+    tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
     nodes: dict[str, list[PlanEntry]] = {}
     for profile in profiles:
@@ -62,10 +63,12 @@ def _stored(prepared: Prepared) -> list[ir.Value]:
     ]
 
 
-def _tensor(value: ir.Value, overrides: Overrides) -> PlanEntry:
+def _tensor(value: ir.Value, overrides: Overrides, *, only_reference: bool) -> PlanEntry:
     name = value.name or ""
     readers = [use.node for use in value.uses()]
     ops = ", ".join(sorted({label(node) for node in readers})) or "none"
+    if only_reference:
+        return PlanEntry(name=name, op=ops, precision="fp32", reason="read by the reference alone: folded into weights")
     decision = _storage(value, [name, *(node.name or "" for node in readers)], overrides)
     return PlanEntry(name=name, op=ops, precision=decision.precision, reason=decision.reason)
 

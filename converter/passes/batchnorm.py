@@ -16,14 +16,14 @@ from converter.passes.names import FreshNames, all_value_names
 from converter.passes.step import Step
 from converter.storage import const, dims, initializer, lazy
 
+# A channel scaled by zero would leave nothing to restore its weights from. Scaled by this it adds 5e-20 of itself to
+# its shift, which fp32 cannot see, stays far from subnormals, and restores like any other.
+SMALLEST_SCALE = 2.0**-64
+
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A weight was multiplied by ``scale[i]`` along ``axis``: fp32, finite, nowhere zero.
-
-    A channel whose true scale is zero has 1 here: nothing of its weights is left to predict them from, and the residual
-    keeps them verbatim.
-    """
+    """A weight was multiplied by ``scale[i]`` along ``axis``: fp32, finite, nowhere zero."""
 
     axis: int
     scale: NDArray[np.float32]
@@ -33,8 +33,9 @@ class FoldBatchNorm(Step):
     """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
 
     Left alone: weights used by another node too, values used besides by others, training mode, parameters that are not
-    constants, ConvTranspose with groups, and channels whose scale or shift is not finite. ``folds`` says, per weight,
-    what it was multiplied by. Requires: types are known.
+    constants, ConvTranspose with groups, and channels whose scale or shift is not finite. A scale of zero (a pruned
+    channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was multiplied by. Requires: types are
+    known.
     """
 
     name = "fold BatchNorm"
@@ -58,9 +59,8 @@ class FoldBatchNorm(Step):
         scale, shift = affine
         if len(scale) != linear.channels or not (np.isfinite(scale).all() and np.isfinite(shift).all()):
             return
-        narrow = scale.astype(np.float32)
-        usable = np.isfinite(narrow) & (np.abs(narrow) >= np.finfo(np.float32).tiny)
-        self.folds[linear.weight.name] = Fold(linear.axis, np.where(usable, narrow, np.float32(1)))
+        scale = np.where(np.abs(scale) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, scale), scale)
+        self.folds[linear.weight.name] = Fold(linear.axis, scale.astype(np.float32))
         bias = linear.bias * scale + shift
         linear.weight.const_value = _scaled(linear, scale)
         name = fresh.make(f"{linear.weight.name}.folded_bias")
