@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from bf16kit.errors import ConfigError
 from service.admission import Admission
 from service.contract import Registry, RequestObserver
 from service.handlers import inference_handlers
-from service.health import HealthReporter
+from service.health import HealthServicer
 from service.reflection import enable_reflection
 from service.servicer import InferenceServicer
 from service.status import StatusTable
@@ -49,7 +50,7 @@ class Transport:
         threads = options.max_in_flight + options.max_streams + _SPARE_THREADS
         self._threads = ThreadPoolExecutor(threads, "grpc")
         self._stream_threads = ThreadPoolExecutor(options.max_in_flight + options.max_streams, "grpc-stream")
-        self._health = HealthReporter(registry)
+        self._health = HealthServicer(registry)
         self._server = grpc.server(self._threads, options=_channel_arguments(options), maximum_concurrent_rpcs=threads)
         statuses = StatusTable(options.overload)
         self._servicer = servicer = InferenceServicer(
@@ -62,7 +63,7 @@ class Transport:
             stream_window=options.stream_window,
         )
         self._server.add_generic_rpc_handlers((inference_handlers(servicer, statuses),))
-        self._health.register(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         enable_reflection(self._server)
 
     def start(self) -> int:
