@@ -1,0 +1,5 @@
+"""``python -m service`` is ``bf16-serve``."""
+
+from service.cli import main
+
+main()

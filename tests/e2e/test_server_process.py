@@ -1,0 +1,154 @@
+"""The server process over real artifacts and a plain tritonclient."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from artifacts import write_lookup, write_mlp
+from waiting import until
+
+Serve = Callable[..., Any]  # see conftest.py
+
+
+def infer(target: str, x: np.ndarray[Any, Any], model: str = "mlp") -> np.ndarray[Any, Any]:
+    with triton.InferenceServerClient(target) as client:
+        tensor = triton.InferInput("x", list(x.shape), "FP32")
+        tensor.set_data_from_numpy(x)
+        answer: np.ndarray[Any, Any] = client.infer(model, [tensor]).as_numpy("y")
+        return answer
+
+
+def rows(count: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal((count, 16)).astype(np.float32)
+
+
+def test_a_plain_tritonclient_gets_what_the_fp32_reference_gives(tmp_path: Path, serve: Serve) -> None:
+    golden = write_mlp(tmp_path / "mlp" / "1").golden()
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    np.testing.assert_allclose(infer(server.target, golden.inputs["x"]), golden.outputs["y"], atol=0.05)
+    with triton.InferenceServerClient(server.target) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("mlp")
+        assert client.get_model_config("mlp", as_json=True)["config"]["max_batch_size"] == 32
+        stats = client.get_inference_statistics("mlp", as_json=True)["model_stats"][0]
+    assert (stats["inference_count"], stats["execution_count"]) == ("4", "1")
+
+
+def test_drift_appears_in_the_metrics_after_traffic_and_promtool_is_content(tmp_path: Path, serve: Serve) -> None:
+    write_mlp(tmp_path / "mlp" / "1", logits=True)
+    (tmp_path / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000, max_rows: 32}\n")
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    measured = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
+    assert server.metric(measured) == 0
+    infer(server.target, rows(20))
+    until(lambda: server.metric(measured) == 20, what="twenty samples measured")
+    assert server.metric('bf16kit_drift_relative_l2_count{model="mlp",output="y",version="1"}') == 20
+    ratio = server.metric('bf16kit_drift_budget_ratio{metric="relative_l2",model="mlp",output="y",version="1"}')
+    assert 0 < ratio < 1
+    assert server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}') == 1
+    assert server.metric('bf16kit_model_ready{model="mlp",version="1"}') == 1
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        text = server.get("/metrics")[1]
+        checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+        assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_a_model_over_budget_is_never_ready_and_the_log_says_why(tmp_path: Path, serve: Serve) -> None:
+    write_mlp(tmp_path / "spoilt" / "1", spoil=0.5)
+    write_lookup(tmp_path / "good" / "1")
+    server = serve("--repository", str(tmp_path))
+    until(lambda: "is unavailable" in server.log)
+    assert "'good' version 1 is ready" in server.log
+    assert "model 'spoilt' version 1 is unavailable: golden samples are over the drift budget" in server.log
+    assert server.get("/readyz")[0] == 503
+    assert "golden samples are over the drift budget" in server.get("/")[1]
+    with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+        infer(server.target, rows(1), "spoilt")
+
+
+def test_a_damaged_artifact_is_never_ready_and_the_log_names_the_file(tmp_path: Path, serve: Serve) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    weights = tmp_path / "mlp" / "1" / "weights.bf16"
+    content = bytearray(weights.read_bytes())
+    content[100] ^= 1
+    weights.write_bytes(content)
+    server = serve("--repository", str(tmp_path))
+    until(lambda: "is unavailable" in server.log)
+    assert "weights.bf16" in server.log
+    assert server.get("/readyz")[0] == 503
+
+
+def test_an_empty_repository_serves_is_not_ready_and_says_so(tmp_path: Path, serve: Serve) -> None:
+    server = serve("--repository", str(tmp_path))
+    assert server.get("/livez")[0] == 200
+    assert server.get("/readyz")[0] == 503
+    assert "is empty: serving, but not ready" in server.log
+    assert "The repository is empty" in server.get("/")[1]
+    with triton.InferenceServerClient(server.target) as client:
+        assert client.is_server_live()
+        assert not client.is_server_ready()
+    server.terminate()
+    assert server.exit_code() == 0
+
+
+def test_sigterm_finishes_what_is_at_work_refuses_what_is_new_and_exits_0(tmp_path: Path, serve: Serve) -> None:
+    """A queue that waits two seconds for a fuller batch keeps one request at work meanwhile."""
+    write_mlp(tmp_path / "mlp" / "1")
+    (tmp_path / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 2000\n")
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    target = server.target
+    with ThreadPoolExecutor(1) as caller, triton.InferenceServerClient(target) as late:
+        assert late.is_server_ready()  # this connection is open before the port closes
+        working = caller.submit(infer, target, rows(1))
+        until(lambda: server.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 1)
+        server.terminate()
+        until(lambda: "draining" in server.log)
+        until(lambda: server.get("/readyz")[0] == 503)
+        tensor = triton.InferInput("x", [1, 16], "FP32")
+        tensor.set_data_from_numpy(rows(1))
+        with pytest.raises(triton.InferenceServerException, match="UNAVAILABLE"):
+            late.infer("mlp", [tensor])
+        assert working.result(60).shape == (1, 16)
+    assert server.exit_code() == 0
+    assert "stopped after" in server.log
+
+
+def test_sigterm_while_models_load_exits_0(tmp_path: Path, serve: Serve) -> None:
+    for index in range(20):
+        write_mlp(tmp_path / f"mlp{index}" / "1")
+    server = serve("--repository", str(tmp_path))
+    server.ports()
+    server.terminate()
+    assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize("which", ["grpc", "http"])
+def test_a_port_in_use_is_one_clear_line_and_exit_code_2(tmp_path: Path, serve: Serve, which: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = serve("--repository", str(tmp_path), f"--{which}-port", str(port))
+        assert server.exit_code() == 2
+    assert f"port {port} on 127.0.0.1 is in use" in server.log
+    assert f"--{which}-port" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_environment_and_file_configure_it_too(tmp_path: Path, serve: Serve) -> None:
+    repository = tmp_path / "repository"
+    write_mlp(repository / "mlp" / "1")
+    (tmp_path / "server.yaml").write_text("log_level: warning\nthreads: 1\n")
+    env = {**os.environ, "BF16KIT_REPOSITORY": str(repository), "BF16KIT_CONFIG": str(tmp_path / "server.yaml")}
+    server = serve("--config", str(tmp_path / "server.yaml"), env={**env, "BF16KIT_LOG_LEVEL": "info"}).wait_ready()
+    assert "'mlp' version 1 is ready" in server.log

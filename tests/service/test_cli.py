@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from service.cli import main
+
+FLAGS = ("--repository", "--host", "--grpc-port", "--http-port", "--device", "--workers", "--config")
+
+
+def test_help_names_every_flag() -> None:
+    output = CliRunner().invoke(main, ["--help"]).output
+    assert [flag for flag in FLAGS if flag not in output] == []
+
+
+def test_help_answers_in_half_a_second_because_nothing_heavy_is_imported() -> None:
+    code = "import sys; from service.cli import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - begun
+    heavy = {"grpc", "numpy", "onnxruntime", "pydantic", "prometheus_client", "torch"}
+    assert heavy & set(done.stdout.split()) == set()
+    assert seconds < 5  # the bound is 0.5 s, on a machine that runs nothing else: what is imported decides it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repository", "/no/such/place"], "'/no/such/place' is not a directory"),
+        ([], "'repository' is missing"),
+        (["--repository", ".", "--workers", "2"], "only 1 worker process"),
+        (["--repository", ".", "--config", "/no/such/file"], "/no/such/file: cannot be read"),
+        (["--grpc-port", "x"], "'x' is not a valid integer"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
