@@ -1,0 +1,57 @@
+"""An unmodified tritonclient.grpc.aio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc.aio as triton
+from tritonclient.grpc import InferInput
+
+X = np.ones((2, 16), np.float32)
+
+
+def inputs() -> list[Any]:
+    x = InferInput("x", [2, 16], "FP32")
+    x.set_data_from_numpy(X)
+    return [x]
+
+
+def test_many_requests_at_once_are_answered_alike(address: str) -> None:
+    async def ask() -> list[Any]:
+        async with triton.InferenceServerClient(address) as client:
+            answers = await asyncio.gather(*(client.infer("mlp", inputs()) for _ in range(32)))
+            return [answer.as_numpy("y") for answer in answers]
+
+    first, *others = asyncio.run(ask())
+    assert first.shape == (2, 16)
+    for other in others:
+        np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stream_is_answered_in_order(address: str) -> None:
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        for number in range(5):
+            yield {"model_name": "mlp", "inputs": inputs(), "request_id": str(number)}
+
+    async def ask() -> list[str]:
+        async with triton.InferenceServerClient(address) as client:
+            return [result.get_response().id async for result, error in client.stream_infer(requests()) if not error]
+
+    assert asyncio.run(ask()) == ["0", "1", "2", "3", "4"]
+
+
+def test_metadata_config_and_statistics_are_read(address: str) -> None:
+    async def ask() -> tuple[Any, Any, Any]:
+        async with triton.InferenceServerClient(address) as client:
+            return (
+                await client.get_model_metadata("mlp", as_json=True),
+                await client.get_model_config("mlp", as_json=True),
+                await client.get_inference_statistics("mlp", as_json=True),
+            )
+
+    metadata, config, statistics = asyncio.run(ask())
+    assert metadata["name"] == config["config"]["name"] == "mlp"
+    assert {stats["version"] for stats in statistics["model_stats"]} == {"1", "3"}

@@ -1,0 +1,245 @@
+"""An unmodified tritonclient, in the process in which our stubs live too: tensors, streams, metadata, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+import bf16kit
+from bf16kit.protocol import inference_pb2
+
+X = np.array([[1.5, -2.0, 0.25, 3.0]], np.float32)
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Any]:
+    with triton.InferenceServerClient(address) as client:
+        yield client
+
+
+def tensor(name: str, array: np.ndarray[Any, Any], datatype: str) -> Any:
+    made = triton.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def types_inputs(x: Any = None, rows: int = 1) -> list[Any]:
+    return [
+        x if x is not None else tensor("x", np.repeat(X, rows, 0), "FP32"),
+        tensor("small", np.tile(np.arange(4, dtype=np.int32), (rows, 1)), "INT32"),
+        tensor("large", np.tile(np.arange(4, dtype=np.int64) << 40, (rows, 1)), "INT64"),
+        tensor("flag", np.tile(np.array([True, False, True, True]), (rows, 1)), "BOOL"),
+    ]
+
+
+def refusal(call: Any) -> InferenceServerException:
+    with pytest.raises(InferenceServerException) as refused:
+        call()
+    return refused.value
+
+
+def test_our_stubs_and_theirs_live_in_one_process(client: Any) -> None:
+    assert inference_pb2.ModelInferRequest().DESCRIPTOR.full_name == "bf16kit.inference.ModelInferRequest"
+    assert client.is_server_live()
+
+
+def test_fp32_int32_int64_and_bool_go_there_and_come_back(client: Any) -> None:
+    result = client.infer("types", types_inputs(rows=2), request_id="r-1")
+    np.testing.assert_array_equal(result.as_numpy("doubled"), np.repeat(2 * X, 2, 0))
+    np.testing.assert_array_equal(result.as_numpy("negated"), np.tile(-np.arange(4, dtype=np.int32), (2, 1)))
+    np.testing.assert_array_equal(result.as_numpy("opposite"), np.tile(-(np.arange(4) << 40), (2, 1)))
+    np.testing.assert_array_equal(result.as_numpy("denied"), np.tile([False, True, False, False], (2, 1)))
+    response = result.get_response()
+    assert (response.model_name, response.model_version, response.id) == ("types", "1", "r-1")
+
+
+def test_an_fp32_input_may_come_as_fp16_or_bf16(client: Any) -> None:
+    for half in (tensor("x", X.astype(np.float16), "FP16"), tensor("x", X.astype(ml_dtypes.bfloat16), "BF16")):
+        np.testing.assert_array_equal(client.infer("types", types_inputs(half)).as_numpy("doubled"), 2 * X)
+
+
+def test_an_fp32_output_may_be_had_as_bf16_at_half_the_bytes(client: Any) -> None:
+    output = triton.InferRequestedOutput("doubled")
+    output._get_tensor().parameters["datatype"].string_param = "BF16"
+    result = client.infer("types", types_inputs(), outputs=[output])
+    assert result.get_output("doubled").datatype == "BF16"
+    assert len(result.get_response().raw_output_contents[0]) == 8
+    np.testing.assert_array_equal(result.as_numpy("doubled").astype(np.float32), 2 * X)
+
+
+def test_outputs_come_in_the_order_in_which_they_were_asked_for(client: Any) -> None:
+    wanted = [triton.InferRequestedOutput(name) for name in ("denied", "doubled")]
+    answer = client.infer("types", types_inputs(), outputs=wanted).get_response()
+    assert [output.name for output in answer.outputs] == ["denied", "doubled"]
+    assert len(answer.raw_output_contents) == 2
+
+
+def test_an_empty_batch_is_answered_with_an_empty_batch(client: Any) -> None:
+    result = client.infer("types", types_inputs(tensor("x", X[:0], "FP32"), rows=0))
+    assert result.as_numpy("doubled").shape == (0, 4)
+
+
+def test_requests_in_the_background_are_answered(client: Any) -> None:
+    done: SimpleQueue[Any] = SimpleQueue()
+    for _ in range(8):
+        client.async_infer("types", types_inputs(), callback=lambda result, error: done.put((result, error)))
+    for _ in range(8):
+        result, error = done.get(timeout=60)
+        assert error is None
+        np.testing.assert_array_equal(result.as_numpy("doubled"), 2 * X)
+
+
+def test_compressed_requests_are_read(client: Any) -> None:
+    result = client.infer("types", types_inputs(rows=8), compression_algorithm="gzip")
+    assert result.as_numpy("doubled").shape == (8, 4)
+
+
+def test_a_stream_answers_in_order_and_survives_an_error(client: Any) -> None:
+    done: SimpleQueue[Any] = SimpleQueue()
+    client.start_stream(callback=lambda result, error: done.put((result, error)))
+    for number in range(6):
+        model = "nobody" if number == 3 else "types"
+        client.async_stream_infer(model, types_inputs(), request_id=str(number))
+    answers = [done.get(timeout=60) for _ in range(6)]
+    client.stop_stream()
+    assert [str(error) for _, error in answers if error] == ["unknown model 'nobody'"]
+    assert [result.get_response().id for result, error in answers if not error] == ["0", "1", "2", "4", "5"]
+
+
+def test_server_metadata_names_bf16kit(client: Any) -> None:
+    metadata = client.get_server_metadata(as_json=True)
+    assert (metadata["name"], metadata["version"]) == ("bf16kit", bf16kit.__version__)
+    assert "statistics" in metadata["extensions"]
+
+
+def test_model_metadata_and_config_read_as_perf_analyzer_reads_them(client: Any) -> None:
+    metadata = client.get_model_metadata("mlp", as_json=True)
+    assert metadata["versions"] == ["1", "3"]
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": ["-1", "16"]}]
+    config = client.get_model_config("mlp", as_json=True)["config"]
+    assert config["max_batch_size"] == 8
+    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": ["16"]}]
+    assert "sequence_batching" not in config
+    assert "ensemble_scheduling" not in config
+
+
+def test_statistics_grow_by_what_was_asked(client: Any) -> None:
+    def seen() -> Any:
+        (stats,) = client.get_inference_statistics("types", "1").model_stats
+        return stats
+
+    before = seen()
+    for _ in range(3):
+        client.infer("types", types_inputs(rows=2))
+    after = seen()
+    assert after.inference_stats.success.count - before.inference_stats.success.count == 3
+    assert after.inference_count - before.inference_count == 6
+    assert after.execution_count > before.execution_count
+    assert after.inference_stats.compute_infer.ns > before.inference_stats.compute_infer.ns
+    assert after.last_inference >= before.last_inference > 0
+
+
+def test_statistics_of_every_model_come_without_a_name(client: Any) -> None:
+    stats = client.get_inference_statistics().model_stats
+    assert {(s.name, s.version) for s in stats} == {("types", "1"), ("mlp", "1"), ("mlp", "3"), ("lookup", "1")}
+
+
+def test_readiness(client: Any) -> None:
+    assert client.is_server_live()
+    assert not client.is_server_ready()  # one model is over its budget
+    assert client.is_model_ready("mlp")
+    assert client.is_model_ready("mlp", "1")
+    assert not client.is_model_ready("mlp", "2")
+    assert not client.is_model_ready("drifted")
+    assert not client.is_model_ready("nobody")
+
+
+def test_the_repository_index_says_why_a_model_is_not_ready(client: Any) -> None:
+    index = {(m["name"], m["version"]): m for m in client.get_model_repository_index(as_json=True)["models"]}
+    assert index["mlp", "3"]["state"] == "READY"
+    assert index["drifted", "1"]["state"] == "UNAVAILABLE"
+    assert "budget" in index["drifted", "1"]["reason"]
+
+
+def test_the_newest_version_answers_unless_one_is_named(client: Any) -> None:
+    x = tensor("x", np.ones((1, 16), np.float32), "FP32")
+    assert client.infer("mlp", [x]).get_response().model_version == "3"
+    assert client.infer("mlp", [x], model_version="1").get_response().model_version == "1"
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "code"),
+    [
+        ("nobody", "", "NOT_FOUND"),
+        ("types", "2", "NOT_FOUND"),
+        ("drifted", "", "NOT_FOUND"),  # no version of it is ready
+        ("types", "-1", "INVALID_ARGUMENT"),
+        ("types", "one", "INVALID_ARGUMENT"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_refused(client: Any, model: str, version: str, code: str) -> None:
+    refused = refusal(lambda: client.infer(model, types_inputs(), model_version=version))
+    assert refused.status() == f"StatusCode.{code}"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (types_inputs()[:3], "input 'flag' is missing"),
+        ([*types_inputs(), tensor("more", X, "FP32")], "unknown input 'more'"),
+        ([*types_inputs(), types_inputs()[0]], "input 'x' came twice"),
+        (types_inputs(tensor("x", X.astype(np.float64), "FP64")), "input 'x' has datatype 'FP64', expected FP32"),
+        (types_inputs(tensor("x", X[:, :3], "FP32")), "input 'x' has shape [1, 3], expected [batch,4]"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(client: Any, inputs: list[Any], words: str) -> None:
+    refused = refusal(lambda: client.infer("types", inputs))
+    assert refused.status() == "StatusCode.INVALID_ARGUMENT"
+    assert words in refused.message()
+
+
+def test_a_batch_too_large_is_refused_with_the_bound(client: Any) -> None:
+    refused = refusal(lambda: client.infer("mlp", [tensor("x", np.ones((9, 16), np.float32), "FP32")]))
+    assert refused.status() == "StatusCode.INVALID_ARGUMENT"
+    assert "9 rows, expected at most 8" in refused.message()
+
+
+def test_reserved_parameters_are_accepted_and_bad_ones_refused(client: Any) -> None:
+    client.infer("types", types_inputs(), timeout=10_000_000, priority=1, sequence_id=7, sequence_start=True)
+    client.infer("types", types_inputs(), parameters={"mine": "value", "number": 3})
+    refused = refusal(lambda: client.infer("types", types_inputs(), timeout=-5))
+    assert refused.status() == "StatusCode.INVALID_ARGUMENT"
+    assert "'timeout'" in refused.message()
+
+
+def test_a_failure_inside_the_runtime_is_an_incident_without_its_text(client: Any) -> None:
+    ids = tensor("ids", np.array([[10_000]], np.int64), "INT64")
+    refused = refusal(lambda: client.infer("lookup", [ids]))
+    assert refused.status() == "StatusCode.INTERNAL"
+    assert "incident" in refused.message()
+    assert "Gather" not in refused.message()
+
+
+def test_a_deadline_that_has_passed_is_said_so(client: Any) -> None:
+    refused = refusal(lambda: client.infer("types", types_inputs(), timeout=1))  # microsecond
+    assert refused.status() == "StatusCode.DEADLINE_EXCEEDED"
+
+
+def test_management_and_shared_memory_are_unimplemented(client: Any) -> None:
+    for call in (
+        lambda: client.load_model("mlp"),
+        lambda: client.unload_model("mlp"),
+        lambda: client.get_system_shared_memory_status(),
+        lambda: client.unregister_system_shared_memory(),
+        lambda: client.get_cuda_shared_memory_status(),
+        lambda: client.get_trace_settings(),
+        lambda: client.get_log_settings(),
+    ):
+        assert refusal(call).status() == "StatusCode.UNIMPLEMENTED"

@@ -1,0 +1,71 @@
+"""Our protocol file against Triton's own, as tritonclient carries it: numbers, types and names, field by field."""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from bf16kit.protocol import inference_pb2 as pb
+
+#: In the Open Inference Protocol, and not in Triton's file.
+OIP_ONLY = {("ModelMetadataResponse", "properties")}
+
+
+def theirs(name: str) -> Descriptor:
+    for module in (service_pb2, model_config_pb2):
+        if name in module.DESCRIPTOR.message_types_by_name:
+            found: Descriptor = module.DESCRIPTOR.message_types_by_name[name]
+            return found
+    raise AssertionError(f"Triton has no message {name}")
+
+
+def kind(field: FieldDescriptor) -> tuple[object, ...]:
+    refers_to = field.message_type or field.enum_type
+    return (
+        field.number,
+        field.type,
+        field.is_repeated,
+        refers_to.name if refers_to else "",
+    )
+
+
+def compare(ours: Descriptor, triton: Descriptor) -> None:
+    for field in ours.fields:
+        if (ours.name, field.name) not in OIP_ONLY:
+            assert kind(field) == kind(triton.fields_by_name[field.name]), f"{ours.name}.{field.name}"
+    for nested in ours.nested_types:
+        if nested.name in triton.nested_types_by_name:
+            compare(nested, triton.nested_types_by_name[nested.name])
+
+
+def test_every_message_field_has_tritons_number_and_type() -> None:
+    for name, message in pb.DESCRIPTOR.message_types_by_name.items():
+        compare(message, theirs(name))
+
+
+def test_every_enum_value_has_tritons_number() -> None:
+    ours = pb.DESCRIPTOR.enum_types_by_name["DataType"].values_by_name
+    triton = model_config_pb2.DESCRIPTOR.enum_types_by_name["DataType"].values_by_name
+    assert {name: value.number for name, value in ours.items()} == {n: v.number for n, v in triton.items()}
+
+
+def test_every_rpc_is_tritons() -> None:
+    ours = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+    triton = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    for method in ours:
+        known = triton[method.name]
+        assert (method.input_type.name, method.output_type.name) == (known.input_type.name, known.output_type.name)
+        assert (method.client_streaming, method.server_streaming) == (known.client_streaming, known.server_streaming)
+
+
+def test_tritons_bytes_are_our_bytes() -> None:
+    """One filled request and response, serialised by one side and read by the other."""
+    request = service_pb2.ModelInferRequest(model_name="m", model_version="1", id="7", raw_input_contents=[b"abc"])
+    request.parameters["timeout"].int64_param = 5
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([1.0, 2.0])
+    request.outputs.add(name="y").parameters["datatype"].string_param = "BF16"
+    read = pb.ModelInferRequest.FromString(request.SerializeToString())
+    assert service_pb2.ModelInferRequest.FromString(read.SerializeToString()) == request
+    response = pb.ModelInferResponse(model_name="m", raw_output_contents=[b"abc"])
+    response.outputs.add(name="y", datatype="FP32", shape=[3])
+    assert service_pb2.ModelInferResponse.FromString(response.SerializeToString()).outputs[0].shape == [3]
