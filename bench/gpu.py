@@ -68,9 +68,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     )
 
 
-def _throughput(
-    subject: Subject, backend: str, precision: str, open_: Opener, seconds: float
-) -> Iterator[Measurement]:
+def _throughput(subject: Subject, backend: str, precision: str, open_: Opener, seconds: float) -> Iterator[Measurement]:
     with open_(subject, precision) as run:
         for rows in _BATCHES:
             rate = _rate(run, subject.feeds(rows), seconds) * rows

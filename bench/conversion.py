@@ -1,8 +1,7 @@
-"""The largest resident memory of one process, measured inside it: what :mod:`bench.conversion_memory` starts.
+"""What :mod:`bench.conversion_memory` runs in a process of its own: a conversion, or no more than its imports.
 
-``python -m bench.peak run MODULES ARGUMENT …`` runs ``bf16-convert ARGUMENT …`` in this process and writes the names of
-all modules it had then imported to the file MODULES; ``python -m bench.peak import MODULES`` imports them and does no
-more. Both write the peak in bytes as the last line of their standard output.
+``python -m bench.conversion run MODULES ARGUMENT …`` is ``bf16-convert ARGUMENT …``, which then writes the names of all
+modules it had imported to the file MODULES; ``python -m bench.conversion import MODULES`` imports them.
 """
 
 from __future__ import annotations
@@ -33,15 +32,8 @@ def import_all(modules: Path) -> None:
             importlib.import_module(name)
 
 
-def peak_bytes() -> int:
-    """VmHWM of this process. Not ``ru_maxrss``, which a process inherits from the one that started it."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         run(Path(sys.argv[2]), sys.argv[3:])
     else:
         import_all(Path(sys.argv[2]))
-    print(peak_bytes())
