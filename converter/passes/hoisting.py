@@ -29,10 +29,9 @@ class HoistInitializers(Step):
             for name, value in tuple(graph.initializers.items()):
                 if value.is_graph_output():
                     _part_from_output(graph, value, fresh)
-                    uses[name] += 1
                 if graph is not model.graph:
-                    graph.initializers.pop(name)
-                    if uses[name] > 1:
+                    graph.initializers.pop(value.name or name)
+                    if value.name == name and uses[name] > 1:
                         value.name = fresh.make(name)
                     model.graph.register_initializer(value)
                     count += 1

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx import helper
+
+import graphs
+from converter.passes.constants import ConstantsToInitializers, floating_tensors
+from converter.passes.hoisting import HoistInitializers
+from converter.passes.step import run
+
+
+def test_a_weight_in_a_constant_node_becomes_an_initializer_of_the_same_name() -> None:
+    model = run([ConstantsToInitializers()], ir.from_proto(graphs.constant_nodes()))
+    assert [node.op_type for node in model.graph] == ["MatMul"]
+    tensor = model.graph.initializers["weight"].const_value
+    assert tensor is not None
+    np.testing.assert_array_equal(tensor.numpy(), graphs.values(16, 16))
+
+
+def test_constants_written_as_attributes_become_tensors_of_onnx_s_dtypes() -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Constant", [], ["one"], value_float=1.0),
+            helper.make_node("Constant", [], ["axes"], value_ints=[1]),
+            helper.make_node("ReduceSum", ["x", "axes"], ["s"]),
+            helper.make_node("Add", ["s", "one"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 4])],
+        [graphs.edge("y", ["batch", 1])],
+    )
+    model = run([ConstantsToInitializers()], ir.from_proto(proto))
+    dtypes = {name: value.dtype for name, value in model.graph.initializers.items()}
+    assert dtypes == {"one": ir.DataType.FLOAT, "axes": ir.DataType.INT64}
+
+
+def test_a_constant_that_is_an_output_keeps_its_name_through_an_identity() -> None:
+    weight = ir.to_proto(ir.tensor(graphs.values(4, 4), name="c"))
+    proto = graphs.model(
+        [helper.make_node("Constant", [], ["y"], value=weight)], [graphs.edge("x", [1])], [graphs.edge("y", [4, 4])]
+    )
+    model = run([ConstantsToInitializers(), HoistInitializers()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["Identity"]
+    assert [value.name for value in model.graph.outputs] == ["y"]
+    assert list(model.graph.initializers) == ["y.value"]
+
+
+def test_the_tensors_of_an_onnx_file_are_found_wherever_they_are() -> None:
+    inside_if = floating_tensors(ir.from_proto(graphs.if_branches()))
+    inside_loop = floating_tensors(ir.from_proto(graphs.loop()))
+    assert sorted(inside_if) == ["captured", "inner"]
+    assert sorted(inside_loop) == ["captured", "own"]
+    np.testing.assert_array_equal(inside_if["inner"], graphs.values(16, 16, seed=1))
+
+
+def test_shape_constants_are_not_weights() -> None:
+    proto = graphs.model(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        [graphs.edge("x", ["batch", 4])],
+        [graphs.edge("y", ["batch", 2, 2])],
+        [graphs.initializer("shape", np.array([-1, 2, 2]))],
+    )
+    assert floating_tensors(ir.from_proto(proto)) == {}

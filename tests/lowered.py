@@ -1,0 +1,135 @@
+"""A graph taken through the ONNX half of a conversion, and run: what its tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import Manifest, Plan, ProfileEntry, Source, SpecEntry
+from bf16kit.publish import staging
+from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.tensors import BY_ONNX, TensorSpec
+from converter.emulate import emulation
+from converter.graphs import write_graphs
+from converter.passes import Prepared, prepare
+from converter.passes.constants import floating_tensors
+from converter.plan import make_plan
+from converter.weights import StoredWeights, write_weights
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a conversion left, and its source."""
+
+    source: bytes
+    checkpoint: Mapping[str, Array]
+    prepared: Prepared
+    plan: Plan
+    stored: StoredWeights
+    artifact: Artifact
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def run_source(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return OnnxRuntime(self.source, self.inputs, self.outputs, precision="fp32").run(feeds)
+
+    def run_reference(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return load_reference(self.artifact).run(feeds)
+
+    def run_cpu(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return load(self.artifact, "cpu").run(feeds)
+
+    def run_emulated(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        path = self.artifact.file("cuda.onnx")
+        return OnnxRuntime(emulation(path), self.inputs, self.outputs, base_dir=path.parent).run(feeds)
+
+    def graph(self, name: str) -> onnx.GraphProto:
+        """The graph of ``name``.onnx, without its weights."""
+        return onnx.load(self.artifact.file(f"{name}.onnx"), load_external_data=False).graph
+
+    def ops(self, name: str) -> list[str]:
+        return [node.op_type for node in self.graph(name).node]
+
+    def precision(self, profile: str = "cuda") -> dict[str, str]:
+        """The plan's precision by node name."""
+        return {entry.name: entry.precision for entry in self.plan.nodes[profile]}
+
+    def size(self, *files: str) -> int:
+        return sum(self.artifact.file(name).stat().st_size for name in files)
+
+
+def lower(
+    target: Path,
+    proto: ModelProto,
+    *,
+    checkpoint: Mapping[str, Array] | None = None,
+    residual: bool = True,
+    **plan: Any,
+) -> Lowered:
+    """Convert ``proto``, whose own tensors are the checkpoint unless one is given, to an artifact at ``target``."""
+    source = proto.SerializeToString()
+    model = ir.from_proto(onnx.ModelProto.FromString(source))
+    tensors = floating_tensors(model) if checkpoint is None else checkpoint
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    prepared = prepare(model, tensors)
+    made = make_plan(prepared, **plan)
+    with staging(target) as staged:
+        stored = write_weights(prepared, made, tensors, staged.writer, residual=residual)
+        write_graphs(prepared, made, stored, staged.path, reference=residual)
+        manifest = Manifest(
+            model="m",
+            inputs=[SpecEntry.of(spec) for spec in inputs],
+            outputs=[SpecEntry.of(spec) for spec in outputs],
+            profiles={
+                "cpu": ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host"),
+                "cuda": ProfileEntry(format="onnx", graph="cuda.onnx", precision="bf16", verified="emulated"),
+            },
+            reference="reference.onnx" if residual else None,
+            tensors=list(stored.tensors.values()),
+            checkpoint=list(stored.checkpoint),
+            plan=made,
+            source=Source(
+                format="onnx", sha256="", bytes=sum(a.nbytes for a in tensors.values()), tensors=len(tensors)
+            ),
+        )
+        artifact = staged.publish(manifest)
+    return Lowered(source, tensors, prepared, made, stored, artifact, inputs, outputs)
+
+
+def specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
+    found = []
+    for value in values:
+        dims = () if value.shape is None else value.shape.dims
+        shape = tuple(d if isinstance(d, int) else str(d.value or f"d{i}") for i, d in enumerate(dims))
+        dtype = value.dtype
+        assert dtype is not None
+        assert value.name is not None
+        found.append(TensorSpec(value.name, BY_ONNX[int(dtype)].name, shape))
+    return tuple(found)
+
+
+def relative_l2(reference: Array, candidate: Array) -> float:
+    wide = reference.astype(np.float64)
+    return float(np.linalg.norm(candidate.astype(np.float64) - wide) / np.linalg.norm(wide))
+
+
+def assert_same_tensors(artifact: Artifact, checkpoint: Mapping[str, Array]) -> None:
+    """Every tensor of the checkpoint comes back bit for bit, in order."""
+    restored = dict(artifact.checkpoint_tensors())
+    assert list(restored) == list(checkpoint)
+    for name, array in checkpoint.items():
+        assert restored[name].dtype == array.dtype, name
+        assert restored[name].shape == array.shape, name
+        assert restored[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
