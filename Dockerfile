@@ -14,10 +14,11 @@ ENV PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PI
 # Without pip inside: the final images cannot install anything. `--python` has the outer pip fill the environment.
 RUN python3 -m venv --without-pip /opt/bf16kit
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-# The dependencies alone first, so that a change of the sources does not install them again.
+# The dependencies alone first, so that a change of the sources or the README does not install them again.
+COPY pyproject.toml constraints.txt ./
 COPY bf16kit/__init__.py bf16kit/__init__.py
-RUN pip --python /opt/bf16kit/bin/python install -c constraints.txt '.[cpu]' \
+RUN touch README.md LICENSE \
+    && pip --python /opt/bf16kit/bin/python install -c constraints.txt '.[cpu]' \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit
 
 FROM build AS build-server
@@ -34,8 +35,8 @@ RUN pip --python /opt/bf16kit/bin/python install --no-deps .
 
 # --- what runs --------------------------------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS runtime
-# A number, so that Kubernetes can check `runAsNonRoot` without reading /etc/passwd. /models is made here
-# because a new named volume takes the owner of the directory it is mounted over.
+# A number, so that Kubernetes can check `runAsNonRoot` without reading /etc/passwd. /models is made here because a new
+# named volume takes the owner of the directory it is mounted over.
 RUN mkdir -p /models && chown 10001:10001 /models
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 ENV PATH=/opt/bf16kit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 ORT_DISABLE_TELEMETRY=1
