@@ -142,10 +142,11 @@ def _trace(subject: Subject) -> Path:
     import torch
 
     from converter.export import adapt
+    from converter.quiet import quiet
 
-    model = adapt(subject.module(), [entry.spec() for entry in subject.artifact.manifest.inputs])
     file = subject.artifact.path.parent / "fp32.torchscript.pt"
-    with torch.no_grad():
+    with quiet(), torch.no_grad():
+        model = adapt(subject.module(), [entry.spec() for entry in subject.artifact.manifest.inputs])
         torch.jit.trace(model.module, model.example, check_trace=False).save(str(file))
     return file
 

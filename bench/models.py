@@ -64,7 +64,7 @@ def write_mlp(file: Path, *sizes: int) -> Path:
         for name, width in (("x", widths[0]), ("y", widths[-1]))
     ]
     graph = helper.make_graph(nodes, "mlp", edges[:1], edges[1:], initializers)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), file)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), file)
     return file
 
 
