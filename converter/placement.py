@@ -107,26 +107,47 @@ def _accept(node: ir.Node, overrides: Overrides) -> Decision:
 def _withdraw(
     forms: dict[ir.Node, Bf16Form], narrow: Collection[str], overrides: Overrides, decisions: dict[str, Decision]
 ) -> None:
-    """Take back, until nothing changes, what would only add casts; ``forms`` holds the nodes accepted so far."""
-    changed = True
-    while changed:
-        changed = False
-        for node in tuple(forms):
-            reason = _costs_casts(node, forms, narrow)
-            if reason is not None and overrides.forces(_name(node)) is None:
-                del forms[node]
-                decisions[_name(node)] = Decision("fp32", reason)
-                changed = True
+    """Take back what would only add casts; ``forms`` holds the nodes accepted so far, in graph order."""
+    forced = {node for node in forms if overrides.forces(_name(node)) is not None}
+    for node in [n for n in forms if n.op_type in MOVEMENT and n not in forced]:
+        if not any(v.producer() in forms or v.name in narrow for v in _data(node, forms[node])):
+            del forms[node]
+            decisions[_name(node)] = Decision("fp32", "moves fp32 data")
+    for group in _groups(forms):
+        useful = any(n.op_type in PRODUCTS or n in forced or _reads(n, narrow) for n in group)
+        if not useful:
+            for node in group:
+                decisions[_name(node)] = Decision("fp32", "nothing near it multiplies in bf16: casts would cost more")
 
 
-def _costs_casts(node: ir.Node, forms: dict[ir.Node, Bf16Form], narrow: Collection[str]) -> str | None:
-    if node.op_type in PRODUCTS:
-        return None
-    fed = any(v.producer() in forms or v.name in narrow for v in _data(node, forms[node]))
-    if node.op_type in MOVEMENT:
-        return None if fed else "moves fp32 data"
-    read = any(use.node in forms for i in forms[node].outputs for use in node.outputs[i].uses())
-    return None if fed or read else "alone between fp32 nodes: casts would cost more than it saves"
+def _groups(forms: dict[ir.Node, Bf16Form]) -> list[set[ir.Node]]:
+    """The accepted nodes, parted into groups that pass bf16 values among themselves."""
+    groups: list[set[ir.Node]] = []
+    seen: set[ir.Node] = set()
+    for start in forms:
+        group, waiting = set[ir.Node](), [start]
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                group.add(node)
+                waiting.extend(n for n in _neighbours(node, forms[node]) if n in forms)
+        if group:
+            groups.append(group)
+    return groups
+
+
+def _neighbours(node: ir.Node, form: Bf16Form) -> Iterator[ir.Node]:
+    for value in (node.inputs[i] for i in form.inputs):
+        producer = None if value is None else value.producer()
+        if producer is not None:
+            yield producer
+    for index in form.outputs:
+        yield from (use.node for use in node.outputs[index].uses())
+
+
+def _reads(node: ir.Node, narrow: Collection[str]) -> bool:
+    return any(value is not None and value.name in narrow for value in node.inputs)
 
 
 def _data(node: ir.Node, form: Bf16Form) -> Iterator[ir.Value]:

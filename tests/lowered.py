@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from onnx import ModelProto
 
 from bf16kit.artifact import Artifact
 from bf16kit.manifest import Manifest, Plan, ProfileEntry, Source, SpecEntry
+from bf16kit.numerics import Subnormals
 from bf16kit.publish import staging
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
@@ -76,6 +77,9 @@ def lower(
     *,
     checkpoint: Mapping[str, Array] | None = None,
     residual: bool = True,
+    subnormals: Subnormals = "keep",
+    saturate: bool = False,
+    progress: Callable[[int], None] | None = None,
     **plan: Any,
 ) -> Lowered:
     """Convert ``proto``, whose own tensors are the checkpoint unless one is given, to an artifact at ``target``."""
@@ -86,7 +90,16 @@ def lower(
     prepared = prepare(model, tensors)
     made = make_plan(prepared, **plan)
     with staging(target) as staged:
-        stored = write_weights(prepared, made, tensors, staged.writer, residual=residual)
+        stored = write_weights(
+            prepared,
+            made,
+            tensors,
+            staged.writer,
+            subnormals=subnormals,
+            saturate=saturate,
+            residual=residual,
+            progress=progress,
+        )
         write_graphs(prepared, made, stored, staged.path, reference=residual)
         manifest = Manifest(
             model="m",

@@ -19,6 +19,7 @@ from converter.storage import const, dims, initializer, lazy
 # A channel scaled by zero would leave nothing to restore its weights from. Scaled by this it adds 5e-20 of itself to
 # its shift, which fp32 cannot see, stays far from subnormals, and restores like any other.
 SMALLEST_SCALE = 2.0**-64
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class FoldBatchNorm(Step):
     """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
 
     Left alone: weights used by another node too, values used besides by others, training mode, parameters that are not
-    constants, ConvTranspose with groups, and channels whose scale or shift is not finite. A scale of zero (a pruned
+    constants, ConvTranspose with groups, and channels whose scale or shift fp32 cannot hold. A scale of zero (a pruned
     channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was multiplied by. Requires: types are
     known.
     """
@@ -57,15 +58,19 @@ class FoldBatchNorm(Step):
         if affine is None or linear is None or linear.weight.name is None:
             return
         scale, shift = affine
-        if len(scale) != linear.channels or not (np.isfinite(scale).all() and np.isfinite(shift).all()):
+        if len(scale) != linear.channels or not (_fits(scale) and _fits(shift)):
             return
         scale = np.where(np.abs(scale) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, scale), scale)
         self.folds[linear.weight.name] = Fold(linear.axis, scale.astype(np.float32))
-        bias = linear.bias * scale + shift
+        bias = np.clip(linear.bias * scale + shift, -_LARGEST, _LARGEST)
         linear.weight.const_value = _scaled(linear, scale)
         name = fresh.make(f"{linear.weight.name}.folded_bias")
         linear.replace_bias(initializer(graph, name, ir.tensor(bias.astype(np.float32), name=name)))
         linear.take_over(graph, node)
+
+
+def _fits(values: NDArray[np.float64]) -> bool:
+    return bool(np.all(np.isfinite(values) & (np.abs(values) <= _LARGEST)))
 
 
 def _affine(node: ir.Node) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from lowered import lower
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from converter.passes.identities import RemoveIdentities
+from converter.passes.inlining import InlineFunctions
+from converter.passes.names import NameEverything
+from converter.passes.sharing import ShareEqualWeights
+from converter.passes.step import run
+from converter.passes.types import InferTypes
+
+
+def _clip(bounds: list[str]) -> ModelProto:
+    return graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["m"]),
+            helper.make_node("Clip", ["m", *bounds], ["y"], name="clip"),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 16])],
+        [
+            graphs.initializer("w", graphs.values(16, 16)),
+            graphs.initializer("low", np.array(-0.5, np.float32)),
+            graphs.initializer("high", np.array(0.5, np.float32)),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ops"), [(["low", "high"], ["Max", "Min"]), (["low"], ["Max"]), (["", "high"], ["Min"]), ([], ["Clip"])]
+)
+def test_clip_becomes_the_max_and_min_it_needs(bounds: list[str], ops: list[str], tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _clip(bounds))
+    assert [op for op in made.ops("cuda") if op not in ("Cast", "MatMul")] == ops
+    assert "Clip" in made.ops("cpu")
+    feeds = {"x": graphs.values(4, 16, seed=2) * 4}
+    np.testing.assert_allclose(made.run_emulated(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
+
+
+def test_identities_dropouts_and_casts_to_the_same_dtype_go() -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Identity", ["x"], ["a"]),
+            helper.make_node("Dropout", ["a"], ["b"]),
+            helper.make_node("Cast", ["b"], ["c"], to=TensorProto.FLOAT),
+            helper.make_node("Relu", ["c"], ["d"]),
+            helper.make_node("Identity", ["d"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 4])],
+        [graphs.edge("y", ["batch", 4])],
+    )
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["Relu"]
+    assert [value.name for value in model.graph.outputs] == ["y"]
+
+
+def test_an_identity_between_two_edges_stays() -> None:
+    proto = graphs.model([helper.make_node("Identity", ["x"], ["y"])], [graphs.edge("x", [4])], [graphs.edge("y", [4])])
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["Identity"]
+
+
+def _tied(second: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> ModelProto:
+    return graphs.model(
+        [helper.make_node("Gather", ["table", "ids"], ["h"]), helper.make_node("MatMul", ["h", "head"], ["y"])],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", second.shape[1]])],
+        [graphs.initializer("table", graphs.values(64, 16)), graphs.initializer("head", second)],
+    )
+
+
+def test_a_weight_that_is_another_s_transpose_is_stored_once(tmp_path: Path) -> None:
+    table = graphs.values(64, 16)
+    checkpoint = {"embed.weight": table, "head.weight": table}
+    made = lower(tmp_path / "m" / "1", _tied(np.ascontiguousarray(table.T)), checkpoint=checkpoint)
+    assert made.size("weights.bf16") == table.nbytes // 2
+    assert [entry.tensor for entry in made.stored.checkpoint] == ["embed.weight", "embed.weight"]
+    feeds = {"ids": np.array([3, 1, 4])}
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
+    np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
+
+
+def test_weights_that_differ_in_one_bit_are_not_shared() -> None:
+    twin = graphs.values(64, 16).T.copy()
+    twin[0, 0] = np.nextafter(twin[0, 0], np.float32(9))
+    model = run([ShareEqualWeights()], ir.from_proto(_tied(twin)))
+    assert sorted(model.graph.initializers) == ["head", "table"]
+
+
+def test_nodes_without_a_name_or_with_another_s_get_one_that_is_the_same_every_time() -> None:
+    def names() -> list[str | None]:
+        proto = graphs.mlp()
+        for node in proto.graph.node:
+            node.name = "same" if node.op_type == "MatMul" else ""
+        return [node.name for node in run([NameEverything()], ir.from_proto(proto)).graph]
+
+    assert names() == names() == ["same", "Add_1", "Relu_2", "same_1", "Add_4"]
+
+
+def test_functions_are_inlined_and_the_exporter_s_traces_of_this_machine_dropped() -> None:
+    proto = graphs.mlp((16, 16))
+    proto.graph.node[0].metadata_props.add(key="pkg.torch.onnx.stack_trace", value="/home/somebody/model.py")
+    double = helper.make_function(
+        "local", "Double", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 22)]
+    )
+    proto.functions.append(double)
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    proto.graph.node.append(helper.make_node("Double", ["y"], ["z"], domain="local"))
+    proto.graph.output[0].name = "z"
+    model = run([InlineFunctions()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
+    assert b"somebody" not in ir.to_proto(model).SerializeToString()

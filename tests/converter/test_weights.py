@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from lowered import assert_same_tensors, lower
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.errors import ArtifactError, ConversionError, RangeError
+from converter.weights import write_total
+
+
+def _with(name: str, array: NDArray[np.float32]) -> ModelProto:
+    proto = graphs.mlp((32, 64, 32))
+    for tensor in proto.graph.initializer:
+        if tensor.name == name:
+            tensor.CopyFrom(graphs.initializer(name, array))
+    return proto
+
+
+def test_one_copy_of_the_weights_serves_every_graph(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", graphs.mlp((256, 256, 256)))
+    source = sum(array.nbytes for array in made.checkpoint.values())
+    stored = made.size("weights.bf16", "weights.fp32", "cpu.onnx", "cuda.onnx", "reference.onnx")
+    assert stored <= 0.52 * source
+    assert stored + made.size("residual.bin") <= 1.03 * source
+    assert {entry.offset % 64 for entry in made.stored.tensors.values()} == {0}
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_tensors_that_no_graph_uses_travel_as_they_are_and_equal_ones_once(tmp_path: Path) -> None:
+    head = np.random.default_rng(1).standard_normal((50, 3))
+    checkpoint: dict[str, NDArray[Any]] = {
+        "w0": graphs.values(16, 32),
+        "head": head,
+        "head.tied": head.copy(),
+        "steps": np.array(7),
+        "half": np.ones(5, np.float16),
+        "brain": np.ones(5, ml_dtypes.bfloat16),
+    }
+    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint)
+    assert {entry.name: entry.tensor for entry in made.stored.checkpoint}["head.tied"] == "head"
+    assert_same_tensors(made.artifact, checkpoint)
+
+
+def test_a_passenger_never_takes_the_name_of_a_tensor_of_the_graph(tmp_path: Path) -> None:
+    checkpoint = {"w1": np.arange(100, dtype=np.float32)}
+    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint)
+    assert [entry.tensor for entry in made.stored.checkpoint] == ["w1_1"]
+    assert_same_tensors(made.artifact, checkpoint)
+
+
+def test_a_dtype_that_artifacts_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="tensor 'phase' is complex64"):
+        lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint={"phase": np.ones(99, np.complex64)})
+
+
+def test_without_a_residual_there_is_nothing_to_restore_from(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", graphs.conv_bn(), residual=False)
+    names = {path.name for path in made.artifact.path.iterdir()}
+    assert names == {"manifest.json", "weights.bf16", "weights.fp32", "cpu.onnx", "cuda.onnx"}
+    assert made.artifact.manifest.checkpoint == []
+    with pytest.raises(ArtifactError):
+        made.run_reference({})
+
+
+@pytest.mark.parametrize("tensor", ["w0", "b0"])
+def test_nan_in_any_weight_is_an_error(tensor: str, tmp_path: Path) -> None:
+    weight = graphs.values(*((32, 64) if tensor == "w0" else (64,)))
+    weight[:2] = np.nan
+    count = weight[:2].size
+    with pytest.raises(RangeError, match=f"tensor '{tensor}': {count} of {weight.size} values are NaN"):
+        lower(tmp_path / "m" / "1", _with(tensor, weight))
+
+
+def test_infinite_weights_are_an_error_that_saturating_does_not_hide(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, 0] = np.inf
+    with pytest.raises(RangeError, match="tensor 'w0': 1 of 2048 values are infinite"):
+        lower(tmp_path / "m" / "1", _with("w0", weight), saturate=True)
+
+
+def test_overflowing_weights_are_an_error_with_the_remedy_or_saturate(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, :3] = 3.4e38, -3.4e38, 3.39e38
+    message = r"tensor 'w0': 2 of 2048 values overflow bfloat16 \(largest magnitude 3.4e\+38\).*--saturate"
+    with pytest.raises(RangeError, match=message):
+        lower(tmp_path / "m" / "1", _with("w0", weight))
+    assert not (tmp_path / "m").exists()
+    made = lower(tmp_path / "m" / "1", _with("w0", weight), saturate=True)
+    assert np.isfinite(made.artifact.tensor("w0").astype(np.float32)).all()
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_an_overflowing_weight_kept_in_fp32_is_no_error(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, 0] = 3.4e38
+    made = lower(tmp_path / "m" / "1", _with("w0", weight), keep_fp32=["w0"])
+    np.testing.assert_array_equal(made.artifact.tensor("w0"), weight)
+
+
+def test_a_weight_that_overflows_once_batchnorm_is_folded_in_is_named_as_folded(tmp_path: Path) -> None:
+    proto = graphs.conv_bn(channels=16)
+    proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(16, 3e37, np.float32)))
+    proto.graph.initializer[0].CopyFrom(graphs.initializer("kernel", graphs.values(16, 3, 3, 3) * 40))
+    with pytest.raises(RangeError, match=r"tensor 'kernel' \(with BatchNorm folded in\): \d+ of 432 values are"):
+        lower(tmp_path / "m" / "1", proto)
+
+
+def test_subnormals_are_kept_or_flushed_and_restored_either_way(tmp_path: Path) -> None:
+    weight = graphs.values(32, 64)
+    weight[0, :2] = 1e-39, -1e-40
+    kept = lower(tmp_path / "m" / "1", _with("w0", weight))
+    flushed = lower(tmp_path / "m" / "2", _with("w0", weight), subnormals="flush")
+    assert np.count_nonzero(kept.artifact.tensor("w0")[0, :2]) == 2
+    assert np.count_nonzero(flushed.artifact.tensor("w0")[0, :2]) == 0
+    assert kept.stored.census["w0"].subnormal == 2
+    for made in (kept, flushed):
+        assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
+    steps: list[int] = []
+    checkpoint = {"w0": graphs.values(16, 32), "stray": np.ones(1000, np.float32)}
+    made = lower(tmp_path / "m" / "1", graphs.mlp(), checkpoint=checkpoint, progress=steps.append)
+    assert sum(steps) == write_total(made.prepared, checkpoint)
+
+
+def test_large_integer_tables_are_stored_beside_the_graph(tmp_path: Path) -> None:
+    table = np.arange(1024, dtype=np.int64)[::-1].copy()
+    proto = graphs.model(
+        [helper.make_node("Gather", ["table", "ids"], ["y"])],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch"], TensorProto.INT64)],
+        [graphs.initializer("table", table)],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert made.size("weights.fp32") == table.nbytes
+    assert made.run_cpu({"ids": np.array([0, 5])})["y"].tolist() == [1023, 1018]
+    assert_same_tensors(made.artifact, {"table": table})
