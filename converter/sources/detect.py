@@ -82,7 +82,7 @@ def _of_file(path: Path) -> Kind:
         return Kind.SAFETENSORS
     if head.lstrip().startswith(b"{"):
         return _of_json(path)
-    if head[0] == 0x08 and b"\n" not in head[:2]:  # protobuf field 1, varint: ModelProto.ir_version
+    if head[0] == 0x08:  # protobuf field 1, varint: ModelProto.ir_version; no text begins with a backspace
         return Kind.ONNX
     raise SourceError(f"{path}: {_looks_like(head)}; expected safetensors, torch, ONNX or a model directory")
 
