@@ -156,6 +156,8 @@ class ServedModel:
         runtime = self._runtime = load(opened.artifact, profile, device=device, threads=self._threads)
         self.info = runtime.info
         self.metrics.loaded(runtime.info, loading.baseline(opened.artifact.manifest, profile))
+        if runtime.info.accumulation != "fp32":
+            _log.warning("%s: the accumulation probe found %s, not fp32", self.label, runtime.info.accumulation)
         golden = loading.golden_of(opened.artifact)
         loading.warm_up(runtime, opened, self._serving.warmup, golden)
         verdict = loading.check_golden(runtime, opened, golden)

@@ -64,7 +64,7 @@ def _running(model: Model) -> list[str]:
         rows.append(_row("note", escape(info.note)))
     return [
         *rows,
-        _row("weights", f"{seen.weight_bytes / 1e6:.1f} MB"),
+        _row("weights", _size(seen.weight_bytes)),
         _row("batching", batching),
         _row("requests", done),
         _row("mean times", f"queue {_mean_ms(seen.queue)}, compute {_mean_ms(seen.compute_infer)}"),
@@ -78,6 +78,10 @@ def _row(head: str, cell: str) -> str:
 
 def _specs(specs: Iterable[TensorSpec]) -> str:
     return "<br>".join(escape(f"{s.name}: {BY_NAME[s.dtype].oip} {describe(s.shape)}") for s in specs)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
 def _mean_ms(duration: Duration) -> str:

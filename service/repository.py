@@ -36,10 +36,13 @@ class Repository:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def scan(self) -> None:
-        """Find the models to serve; each appears as ``loading``."""
-        for directory in sorted(self._root.iterdir()):
-            if directory.is_dir() and not directory.name.startswith("."):
-                self._scan_model(directory)
+        """Find the models to serve; each appears as ``loading``. Raises ConfigError when the root cannot be listed."""
+        try:
+            directories = [d for d in sorted(self._root.iterdir()) if d.is_dir() and not d.name.startswith(".")]
+        except OSError as error:
+            raise ConfigError(f"repository {self._root}: cannot be listed: {error.strerror}") from None
+        for directory in directories:
+            self._scan_model(directory)
         if not self._models:
             _log.warning(
                 "repository %s is empty: serving, but not ready; put artifacts under <model>/<version>/ and restart",
@@ -125,8 +128,7 @@ class Repository:
             callback()
 
     def _scan_model(self, directory: Path) -> None:
-        name = directory.name
-        versions = sorted(int(d.name) for d in directory.iterdir() if d.is_dir() and _VERSION_NAME.fullmatch(d.name))
+        name, versions = directory.name, _versions_in(directory)
         if not _MODEL_NAME.fullmatch(name):
             _log.warning("%s is passed over: a model's name has letters, digits and . _ + - only", directory)
             return
@@ -164,6 +166,14 @@ class Repository:
         for model in self.models():
             if model.state == "ready" and not self._stopping:
                 model.start_shadow()
+
+
+def _versions_in(directory: Path) -> list[int]:
+    try:
+        return sorted(int(d.name) for d in directory.iterdir() if _VERSION_NAME.fullmatch(d.name) and d.is_dir())
+    except OSError as error:
+        _log.warning("%s cannot be listed: %s", directory, error.strerror)
+        return []
 
 
 def _parse_version(version: str) -> int | None:

@@ -36,6 +36,11 @@ class FallbackPolicy(_Part):
 
     policy: str = "none"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return {"policy": value} if isinstance(value, str) else value
+
     @field_validator("policy")
     @classmethod
     def _only_none(cls, value: str) -> str:

@@ -64,7 +64,7 @@ def write_artifact(
             ),
         )
         runtime = load_reference(staged.draft(manifest), threads=1)
-        answers = {name: array + np.asarray(spoil, array.dtype) for name, array in runtime.run(golden).items()}
+        answers = {name: np.asarray(y + y.dtype.type(spoil)) for name, y in runtime.run(golden).items()}
         stored = {f"input:{k}": v for k, v in golden.items()} | {f"output:{k}": v for k, v in answers.items()}
         save_file(stored, staged.path / "golden.safetensors")
         return staged.publish(manifest.model_copy(update={"golden": "golden.safetensors"}))

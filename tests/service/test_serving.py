@@ -31,9 +31,15 @@ def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
     assert serving.budget == {"relative_l2": 0.01, "max_abs": None}
 
 
+@pytest.mark.parametrize("text", ["fallback: none", "fallback: {policy: none}", ""])
+def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, text).fallback.policy == "none"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("fallback: fp32", "the only policy is 'none'"),
         ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
         ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_per_second, max_rows, rate"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
