@@ -48,7 +48,7 @@ except UsageError as error:
 
 def python(program: str, *arguments: str) -> subprocess.Popen[str]:
     """A Python process that finds this project and its tests' builders."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
         stdin=subprocess.PIPE,
