@@ -38,8 +38,10 @@ def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | 
         from bf16kit.runtime.torchscript import TorchScriptRuntime
 
         return TorchScriptRuntime(path, inputs, outputs, device=device, threads=threads)
+    from bf16kit.runtime.externaldata import check_locations
     from bf16kit.runtime.onnx import OnnxRuntime
 
+    check_locations(path, artifact.manifest.files)
     return OnnxRuntime(
         path, inputs, outputs, device=device, profile=profile, precision=entry.precision, threads=threads
     )
@@ -53,13 +55,14 @@ def load_reference(artifact: Artifact, *, threads: int | None = None, low_priori
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
-    from bf16kit.runtime.externaldata import initializers
+    from bf16kit.runtime.externaldata import check_locations, initializers
     from bf16kit.runtime.onnx import OnnxRuntime
 
     name = artifact.manifest.reference
     if name is None:
         raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
     graph = artifact.file(name)
+    check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _edges(artifact)
     return OnnxRuntime(
         graph,
