@@ -82,7 +82,8 @@ class Batcher:
         self._inline = policy.inline and policy.max_delay_s == 0
         self._observer = observer
         self._queue: deque[_Job] = deque()
-        self._wake = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)  # work for an executor, or the end
         self._idle = policy.instances
         self._closed = False
         self._threads = [
@@ -135,14 +136,14 @@ class Batcher:
     # --- the caller's side --------------------------------------------------------------------------------------------
 
     def _claim_idle(self) -> bool:
-        with self._wake:
+        with self._lock:
             if self._queue or not self._idle or self._closed:
                 return False
             self._idle -= 1
             return True
 
     def _release(self) -> None:
-        with self._wake:
+        with self._lock:
             self._idle += 1
             if self._queue:
                 self._wake.notify()

@@ -119,9 +119,12 @@ class ModelMetrics:
         self._rejected = {reason: self._of(f.rejected, reason) for reason in REJECTIONS}
         self._samples = {outcome: self._of(f.samples, outcome) for outcome in OUTCOMES}
         self._rows, self._executions = self._of(f.rows), self._of(f.executions)
-        self._request_seconds, self._queue_seconds = self._of(f.request_seconds), self._of(f.queue_seconds)
+        self._request_seconds = self._of(f.request_seconds)
         self._compute_seconds, self._batch_rows = self._of(f.compute_seconds), self._of(f.batch_rows)
-        self._queue_depth, self._in_flight = self._of(f.queue_depth), self._of(f.in_flight)
+        # Bound methods, not methods of ours: these run once or twice for every request.
+        self.queued = self._of(f.queue_depth).inc
+        self.in_flight = self._of(f.in_flight).inc
+        self.waited = self._of(f.queue_seconds).observe
         self._ready, self._load_seconds = self._of(f.ready), self._of(f.load_seconds)
         self._weight_bytes = self._of(f.weight_bytes)
         self._outputs: dict[str, _OutputSeries] = {}
@@ -174,17 +177,8 @@ class ModelMetrics:
         series.inc()
         self._request_seconds.observe(seconds)
 
-    def in_flight(self, change: int) -> None:
-        self._in_flight.inc(change)
-
     def rejected(self, reason: Rejection) -> None:
         self._rejected[reason].inc()
-
-    def queued(self, change: int) -> None:
-        self._queue_depth.inc(change)
-
-    def waited(self, seconds: float) -> None:
-        self._queue_seconds.observe(seconds)
 
     def executed(self, rows: int, seconds: float) -> None:
         self._executions.inc()

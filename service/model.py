@@ -90,9 +90,9 @@ class ServedModel:
 
     def fail(self, reason: str) -> None:
         """Never ready: the reason goes to the log, the status page and the repository's index."""
+        _log.error("%s is unavailable: %s", self.label, reason)
         self.metrics.ready(False)
         self.state, self.reason = "unavailable", reason
-        _log.error("%s is unavailable: %s", self.label, reason)
         self._changed()
 
     def infer(self, request: Request) -> Reply:

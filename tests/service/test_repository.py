@@ -79,7 +79,7 @@ def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
     golden = artifact.golden()
     reply = model.infer(Request(golden.inputs, rows=4))
     np.testing.assert_allclose(reply.outputs["y"], golden.outputs["y"], atol=0.05)
-    assert "golden samples within budget" in caplog.text
+    until(lambda: "golden samples within budget" in caplog.text)
     assert "accumulation fp32" in caplog.text
 
 
