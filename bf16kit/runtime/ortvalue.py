@@ -8,9 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnxruntime as ort
 
 from bf16kit.runtime import Array
+from bf16kit.runtime.quietort import ort
 from bf16kit.runtime.session import Session
 from bf16kit.tensors import BY_NAME
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.runtime.device import CPU, cuda_index
 from bf16kit.runtime.hardware import available_cpus
+from bf16kit.runtime.quietort import ort
 
 Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no types
 
