@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from bf16kit.errors import ArtifactError, RuntimeFailure
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, TensorProto
+    from google.protobuf.message import Message
+    from onnx import ModelProto, TensorProto
 
 
 def initializers(path: Path, location: str) -> list[str]:
@@ -17,7 +18,7 @@ def initializers(path: Path, location: str) -> list[str]:
 
     Raises :class:`RuntimeFailure` when ``path`` is not an ONNX file.
     """
-    return [tensor.name for tensor in _graph(path).initializer if _location(tensor) == location]
+    return [tensor.name for tensor in _model(path).graph.initializer if location in _locations(tensor)]
 
 
 def check_locations(path: Path, allowed: Collection[str]) -> None:
@@ -26,33 +27,37 @@ def check_locations(path: Path, allowed: Collection[str]) -> None:
     The digests prove that a graph is the one that was written, not that whoever wrote it meant well. Raises
     :class:`ArtifactError` naming the tensor and the file, :class:`RuntimeFailure` when ``path`` is not an ONNX file.
     """
-    for tensor in _tensors(_graph(path)):
-        location = _location(tensor)
-        if location is not None and location not in allowed:
-            raise ArtifactError(
-                f"{path}: tensor {tensor.name!r} keeps its data in {location!r}, which is not a file of this artifact"
-            )
+    for tensor in _tensors(_model(path)):
+        for location in _locations(tensor):
+            if location not in allowed:
+                raise ArtifactError(
+                    f"{path}: tensor {tensor.name!r} keeps its data in {location!r},"
+                    " which is not a file of this artifact"
+                )
 
 
-def _graph(path: Path) -> GraphProto:
+def _model(path: Path) -> ModelProto:
     import onnx
     from google.protobuf.message import DecodeError
 
     try:
-        return onnx.load(path, load_external_data=False).graph
+        return onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise RuntimeFailure(f"{path.name} is not an ONNX file: {error}") from error
 
 
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """Every tensor stored in ``graph``: initializers, attributes, and those of the bodies of If and Loop."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for body in (attribute.g, *attribute.graphs):
-                yield from _tensors(body)
+def _tensors(message: Message) -> Iterator[TensorProto]:
+    """Every tensor inside ``message``, wherever ONNX lets one be: initializers, dense and sparse, attributes, the
+    bodies of If and Loop, and functions."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield cast("TensorProto", message)
+        return
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
+            for inner in value if descriptor.is_repeated else (value,):
+                yield from _tensors(inner)
 
 
-def _location(tensor: TensorProto) -> str | None:
-    return next((entry.value for entry in tensor.external_data if entry.key == "location"), None)
+def _locations(tensor: TensorProto) -> list[str]:
+    """The files it names: one, where whoever wrote it kept to the format."""
+    return [entry.value for entry in tensor.external_data if entry.key == "location"]

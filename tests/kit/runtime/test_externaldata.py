@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from onnx import helper
 
 import graphs
 from bf16kit.errors import ArtifactError, RuntimeFailure
@@ -57,6 +58,37 @@ def test_the_constants_of_a_loop_body_are_looked_at(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(ArtifactError, match="/etc/hostname"):
         check_locations(tmp_path / "m.onnx", set())
+
+
+def test_the_constants_of_a_function_are_looked_at(tmp_path: Path) -> None:
+    """ONNX Runtime inlines functions, and reads what their constants name."""
+    model = graphs.constant_nodes()
+    graphs.refer(model.graph.node[0].attribute[0].t, "/etc/hostname")
+    opset = helper.make_opsetid("", graphs.OPSET)
+    model.functions.append(helper.make_function("f", "Weight", [], ["weight"], [model.graph.node[0]], [opset]))
+    model.graph.node[0].CopyFrom(helper.make_node("Weight", [], ["weight"], domain="f"))
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match="/etc/hostname"):
+        check_locations(tmp_path / "m.onnx", set())
+
+
+def test_sparse_initializers_are_looked_at(tmp_path: Path) -> None:
+    model = graphs.mlp()
+    sparse = model.graph.sparse_initializer.add(dims=[16, 32])
+    sparse.values.CopyFrom(model.graph.initializer[0])
+    graphs.refer(sparse.values, "/etc/hostname")
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match="/etc/hostname"):
+        check_locations(tmp_path / "m.onnx", set())
+
+
+def test_a_second_location_hides_behind_no_first(tmp_path: Path) -> None:
+    model = graphs.mlp()
+    graphs.refer(model.graph.initializer[0], "weights.fp32")
+    model.graph.initializer[0].external_data.add(key="location", value="/etc/hostname")
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match="/etc/hostname"):
+        check_locations(tmp_path / "m.onnx", {"weights.fp32"})
 
 
 def test_what_is_not_onnx_is_said(tmp_path: Path) -> None:
