@@ -17,10 +17,12 @@ class RemoveIdentities(Step):
     name = "remove identities"
 
     def apply(self, model: ir.Model) -> bool:
-        found = [node for node in model.graph if _changes_nothing(node)]
-        for node in found:
-            _bypass(model.graph, node)
-        return bool(found)
+        modified = False
+        for node in tuple(model.graph):
+            if _changes_nothing(node):  # asked one by one: what was removed before may have left an edge on both sides
+                _bypass(model.graph, node)
+                modified = True
+        return modified
 
 
 def _changes_nothing(node: ir.Node) -> bool:

@@ -67,6 +67,25 @@ def test_an_identity_between_two_edges_stays() -> None:
     assert [node.op_type for node in model.graph] == ["Identity"]
 
 
+def test_edges_keep_their_names_where_only_identities_lie_between_them() -> None:
+    """Two outputs of one value, and an input that is handed through two identities: one Identity each has to stay."""
+    proto = graphs.model(
+        [
+            helper.make_node("Relu", ["x"], ["r"]),
+            helper.make_node("Identity", ["r"], ["y"]),
+            helper.make_node("Identity", ["r"], ["z"]),
+            helper.make_node("Identity", ["x"], ["a"]),
+            helper.make_node("Identity", ["a"], ["same"]),
+        ],
+        [graphs.edge("x", [4])],
+        [graphs.edge(name, [4]) for name in ("y", "z", "same")],
+    )
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [value.name for value in model.graph.inputs] == ["x"]
+    assert [value.name for value in model.graph.outputs] == ["y", "z", "same"]
+    assert [node.op_type for node in model.graph] == ["Relu", "Identity", "Identity"]
+
+
 def _tied(second: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> ModelProto:
     return graphs.model(
         [helper.make_node("Gather", ["table", "ids"], ["h"]), helper.make_node("MatMul", ["h", "head"], ["y"])],
