@@ -22,8 +22,8 @@ MOVEMENT = frozenset(
 ) | {"Concat", "Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Slice", "Split"}
 # Arithmetic whose result is one of its operands, or one with its sign changed: exact too.
 EXACT = MOVEMENT | {"Abs", "Max", "Min", "MaxPool", "GlobalMaxPool", "Neg", "Relu", "Where"}
-# Operators that look at a tensor's shape alone, whatever it holds.
-SHAPE_ONLY = frozenset({"Shape", "Size"})
+# Operators that look at a tensor's shape alone, whatever it holds. Not Size: ONNX Runtime's wants a dtype it knows.
+SHAPE_ONLY = frozenset({"Shape"})
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 # Type variables that are not the data's: LayerNormalization's mean and inverse deviation stay fp32.

@@ -33,9 +33,12 @@ class Narrow(Step):
         super().__init__()
         self._tensors = frozenset(bf16_tensors)
         self._nodes = frozenset(bf16_nodes)
+        self._casts: frozenset[ir.Node] = frozenset()
+        self._edges: list[list[ir.DataType | None]] = []
 
     def apply(self, model: ir.Model) -> bool:
         graph, opset = model.graph, model.opset_imports[""]
+        self._edges = _output_types(model)
         forms = {n: _form(n, opset) for n in graph if n.name in self._nodes}
         narrow = [value for name, value in graph.initializers.items() if name in self._tensors]
         narrow += [node.outputs[i] for node, form in forms.items() for i in form.outputs]
@@ -50,18 +53,22 @@ class Narrow(Step):
                 value = node.inputs[index]
                 if value is not None and value.dtype == FLOAT:
                     node.replace_input_with(index, casts.to(value, BFLOAT16))
-        casts.insert()
+        self._casts = frozenset(casts.insert())
         return bool(narrow)
 
     def ensures(self, model: ir.Model) -> None:
-        for node in model.graph:
-            source = node.inputs[0].producer() if node.op_type == "Cast" and node.inputs[0] is not None else None
-            if source is not None and source.op_type == "Cast" and source.outputs[0].dtype == BFLOAT16:
+        for node in self._casts:
+            source = node.inputs[0].producer() if node.inputs[0] is not None else None
+            if source in self._casts:
                 raise ConversionError(f"cast {node.name!r} undoes cast {source.name!r}")
-        for graph in model.graphs():
-            narrow = [value.name for value in graph.outputs if value.dtype == BFLOAT16]
-            if narrow:
-                raise ConversionError(f"output {narrow[0]!r} of graph {graph.name!r} became bf16")
+        for graph, before in zip(model.graphs(), self._edges, strict=True):
+            changed = [v.name for v, dtype in zip(graph.outputs, before, strict=True) if v.dtype != dtype]
+            if changed:
+                raise ConversionError(f"output {changed[0]!r} of graph {graph.name!r} changed its type")
+
+
+def _output_types(model: ir.Model) -> list[list[ir.DataType | None]]:
+    return [[value.dtype for value in graph.outputs] for graph in model.graphs()]
 
 
 def _form(node: ir.Node, opset: int) -> Bf16Form:
@@ -104,17 +111,19 @@ class _Casts:
     def fresh(self, name: str) -> str:
         return self._fresh.make(name)
 
-    def insert(self) -> None:
+    def insert(self) -> list[ir.Node]:
         """Put the new nodes into the graph: after the producer, or first for inputs and initializers."""
-        first = next(iter(self._graph), None)
+        first, inserted = next(iter(self._graph), None), []
         for (value, _), result in self._made.items():
             cast, producer = result.producer(), value.producer()
             if cast is None:
                 continue
+            inserted.append(cast)
             if producer is not None:
                 self._graph.insert_after(producer, cast)
             elif first is not None:
                 self._graph.insert_before(first, cast)
+        return inserted
 
     def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         name = self._fresh.make(f"{value.name}/{'bf16' if dtype == BFLOAT16 else 'fp32'}")

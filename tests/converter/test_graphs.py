@@ -142,6 +142,29 @@ def test_shape_reads_bf16_and_a_comparison_its_fp32_cast(tmp_path: Path) -> None
     assert relative_l2(made.run_source({"x": _X16})["y"], made.run_emulated({"x": _X16})["y"]) < 8e-3
 
 
+def test_size_reads_an_fp32_cast_because_onnx_runtime_has_no_size_of_bf16(tmp_path: Path) -> None:
+    proto = graphs.embedding()
+    proto.graph.node.append(helper.make_node("Size", ["y"], ["size"]))
+    proto.graph.output.append(graphs.edge("size", [], TensorProto.INT64))
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"ids": np.array([[1, 2, 3]])}
+    assert made.run_cpu(feeds)["size"] == made.run_emulated(feeds)["size"] == 48
+
+
+def test_bf16_of_the_source_s_own_stays_where_it_is(tmp_path: Path) -> None:
+    """A source may round values itself, and give them away as bf16: those casts are its own, and its edges."""
+    proto = graphs.mlp((16, 32))
+    proto.graph.node.append(helper.make_node("Cast", ["y"], ["narrow"], to=TensorProto.BFLOAT16))
+    proto.graph.node.append(helper.make_node("Cast", ["narrow"], ["again"], to=TensorProto.FLOAT))
+    proto.graph.output.append(graphs.edge("narrow", ["batch", 32], TensorProto.BFLOAT16))
+    proto.graph.output.append(graphs.edge("again", ["batch", 32]))
+    made = lower(tmp_path / "m" / "1", proto)
+    source = made.run_source({"x": _X16})
+    for answer in (made.run_cpu({"x": _X16}), made.run_emulated({"x": _X16})):
+        for name, array in source.items():
+            assert answer[name].dtype == array.dtype, name
+            assert relative_l2(array, answer[name]) < 8e-3
+
+
 def test_weights_in_an_onnx_file_s_own_external_data_are_read_from_there(tmp_path: Path) -> None:
     path = graphs.save_external(graphs.mlp((32, 32)), tmp_path / "source.onnx", {TensorProto.FLOAT: "source.data"})
     model = ir.load(path)
