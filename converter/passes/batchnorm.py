@@ -35,8 +35,8 @@ class FoldBatchNorm(Step):
 
     Left alone: weights used by another node too, values used besides by others, training mode, parameters that are not
     constants, ConvTranspose with groups, and channels whose scale or shift fp32 cannot hold. A scale of zero (a pruned
-    channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was multiplied by. Requires: types are
-    known.
+    channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was multiplied by, be it by one
+    BatchNorm or by several in a row. Requires: types are known.
     """
 
     name = "fold BatchNorm"
@@ -61,7 +61,11 @@ class FoldBatchNorm(Step):
         if len(scale) != linear.channels or not (_fits(scale) and _fits(shift)):
             return
         scale = np.where(np.abs(scale) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, scale), scale)
-        self.folds[linear.weight.name] = Fold(linear.axis, scale.astype(np.float32))
+        folded = self.folds.get(linear.weight.name)
+        whole = scale if folded is None else folded.scale * scale
+        if not (_fits(whole) and np.all(np.abs(whole) >= SMALLEST_SCALE)):
+            return
+        self.folds[linear.weight.name] = Fold(linear.axis, whole.astype(np.float32))
         bias = np.clip(linear.bias * scale + shift, -_LARGEST, _LARGEST)
         linear.weight.const_value = _scaled(linear, scale)
         name = fresh.make(f"{linear.weight.name}.folded_bias")

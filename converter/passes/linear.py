@@ -96,7 +96,7 @@ def _matmul_add(add: ir.Node) -> Linear | None:
         if product.shape is None or len(product.shape) != 2 or len(node.inputs) != 2:
             return None
         weight = _weight(node)
-        if weight is None:
+        if weight is None or len(dims(weight[1])) != 2:
             return None
         bias = _bias(add.inputs[1 - index], dims(weight[1])[1])
         return None if bias is None else Linear(node, weight[0], weight[1], 1, bias, add)

@@ -108,6 +108,30 @@ def test_a_channel_scaled_by_zero_is_folded_and_still_restored(tmp_path: Path) -
     assert made.size("residual.bin", "weights.bf16") < 1.03 * made.checkpoint["w"].nbytes
 
 
+def test_two_batchnorms_in_a_row_are_one_scale_to_the_residual(tmp_path: Path) -> None:
+    """A scale that is but the second's would leave every weight to be kept verbatim."""
+    proto = _conv()
+    proto.graph.node[1].name, proto.graph.node[1].output[0] = "first", "n"
+    proto.graph.node.append(_norm("n"))
+    made = lower(tmp_path / "m" / "1", proto)
+    assert "BatchNormalization" not in made.ops("cpu")
+    assert relative_l2(made.run_source({"x": _X})["y"], made.run_cpu({"x": _X})["y"]) < 4e-3
+    assert_same_tensors(made.artifact, made.checkpoint)
+    assert made.size("residual.bin", "weights.bf16") < 1.03 * made.checkpoint["w"].nbytes
+
+
+def _vector() -> ModelProto:
+    """[batch, 16, 8] · [8]: a MatMul whose channels are rows of its input, not columns of its weight."""
+    weights = [graphs.initializer("w", graphs.values(8)), graphs.initializer("b", graphs.values(16, seed=1))]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Add", ["m", "b"], ["c"])]
+    return graphs.model(
+        [*nodes, _norm("c")],
+        [graphs.edge("x", ["batch", 16, 8])],
+        [graphs.edge("y", ["batch", 16])],
+        [*weights, *_parameters(16)],
+    )
+
+
 def _shared_weight() -> ModelProto:
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"]),
@@ -131,7 +155,7 @@ def _grouped_transpose() -> ModelProto:
     return _model([helper.make_node("ConvTranspose", ["x", "w"], ["c"], group=2)], weights, ["batch", 16, 6, 6])
 
 
-@pytest.mark.parametrize("build", [_shared_weight, _not_finite, _grouped_transpose])
+@pytest.mark.parametrize("build", [_shared_weight, _not_finite, _grouped_transpose, _vector])
 def test_what_cannot_be_folded_exactly_is_left_alone(build: object, tmp_path: Path) -> None:
     assert callable(build)
     made = lower(tmp_path / "m" / "1", build())
