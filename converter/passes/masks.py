@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.numerics import LARGEST, OVERFLOW
 from converter.equality import Array
-from converter.operators import WEIGHTED
+from converter.operators import MOVEMENT, WEIGHTED
 from converter.passes.step import Step
 from converter.storage import lazy
 
@@ -50,9 +52,16 @@ def overflows(array: Array) -> bool:
     return bool(np.any(np.isfinite(magnitude) & (magnitude >= np.float32(OVERFLOW))))
 
 
-def is_weight(value: ir.Value) -> bool:
-    """Whether an operator that takes weights reads ``value``."""
-    return any(use.node.op_type in WEIGHTED for use in value.uses())
+def is_weight(value: ir.Value, readers: Collection[str] = WEIGHTED) -> bool:
+    """Whether one of ``readers``, operators that take weights, reads ``value``, transposed or cut up on the way or not.
+
+    A table that Gather reads is a weight; what was sliced before is more likely a mask, looked up by position.
+    """
+    uses = [(use.node, use.idx) for use in value.uses()]
+    if any(node.op_type in readers for node, _ in uses):
+        return True
+    moved = [node for node, index in uses if node.op_type in MOVEMENT and (index == 0 or node.op_type == "Concat")]
+    return any(is_weight(output, WEIGHTED - {"Gather"}) for node in moved for output in node.outputs)
 
 
 def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

@@ -107,6 +107,17 @@ def test_a_weight_out_of_range_is_no_mask(tmp_path: Path) -> None:
         lower(tmp_path / "m" / "1", proto)
 
 
+def test_a_weight_out_of_range_is_no_mask_when_it_is_transposed_first_either(tmp_path: Path) -> None:
+    weight = graphs.values(32, 32)
+    weight[0, 0] = _LOWEST
+    proto = graphs.mlp((32, 32))
+    proto.graph.initializer[0].CopyFrom(graphs.initializer("w0", weight))
+    proto.graph.node[0].input[1] = "turned"
+    proto.graph.node.insert(0, helper.make_node("Transpose", ["w0"], ["turned"]))
+    with pytest.raises(RangeError, match="'w0': 1 of 1024 values overflow"):
+        lower(tmp_path / "m" / "1", proto)
+
+
 def test_a_constant_of_shape_that_fills_a_mask_is_clamped(tmp_path: Path) -> None:
     fill = helper.make_tensor("fill", TensorProto.FLOAT, [1], [float(_LOWEST)])
     proto = graphs.model(
