@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from converter.kernels import KernelTable
 from converter.operators import since_version
+from converter.passes.names import FreshNames, all_value_names
 from converter.passes.step import Step
 
 
@@ -25,8 +26,9 @@ class ClipToMinMax(Step):
     def apply(self, model: ir.Model) -> bool:
         opset = model.opset_imports[""]
         found = [node for node in model.graph if self._rewritable(node, opset)]
+        fresh = FreshNames(all_value_names(model))
         for node in found:
-            _rewrite(model.graph, node)
+            _rewrite(model.graph, node, fresh)
         return bool(found)
 
     def _rewritable(self, node: ir.Node, opset: int) -> bool:
@@ -37,14 +39,15 @@ class ClipToMinMax(Step):
         return not self._kernels.has("", "Clip", since_version(node, opset) or 0)
 
 
-def _rewrite(graph: ir.Graph, clip: ir.Node) -> None:
+def _rewrite(graph: ir.Graph, clip: ir.Node, fresh: FreshNames) -> None:
     current, output = clip.inputs[0], clip.outputs[0]
     bounds = [b for b in zip(("Max", "Min"), clip.inputs[1:], strict=False) if b[1] is not None]
     for op, bound in bounds:
-        node = ir.node(op, [current, bound], name=f"{clip.name}/{op.lower()}")
+        name = f"{clip.name}/{op.lower()}"
+        node = ir.node(op, [current, bound], name=name)
         graph.insert_before(clip, node)
         current = node.outputs[0]
-        current.name, current.type, current.shape = node.name, output.type, output.shape
+        current.name, current.type, current.shape = fresh.make(name), output.type, output.shape
     replace_output(graph, clip, current)
 
 

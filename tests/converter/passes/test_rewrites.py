@@ -44,6 +44,13 @@ def test_clip_becomes_the_max_and_min_it_needs(bounds: list[str], ops: list[str]
     np.testing.assert_allclose(made.run_emulated(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
 
 
+def test_what_clip_becomes_takes_no_value_s_name(tmp_path: Path) -> None:
+    proto = _clip(["low", "high"])
+    proto.graph.node[0].output[0] = proto.graph.node[1].input[0] = "clip/max"
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 16, seed=2) * 4}
+    np.testing.assert_allclose(made.run_emulated(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
+
+
 def test_identities_dropouts_and_casts_to_the_same_dtype_go() -> None:
     proto = graphs.model(
         [
