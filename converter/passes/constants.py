@@ -35,18 +35,21 @@ class ConstantsToInitializers(Step):
 
 
 def floating_tensors(model: ir.Model) -> dict[str, NDArray[Any]]:
-    """Every tensor that an ONNX model holds, by name: initializers and Constant nodes, in bodies too.
+    """Every tensor that an ONNX model holds, by name: initializers and Constant nodes, in bodies and functions too.
 
-    These are what a checkpoint is to an ONNX file. Names that occur in several bodies get the node's name in front.
+    These are what a checkpoint is to an ONNX file. A name that occurs again, in another body, gets a number behind it.
     Arrays of external data are memory-mapped. Shape constants (integers of at most 1 KiB) are not weights and are left
     out.
     """
     tensors: dict[str, NDArray[Any]] = {}
-    for graph in model.graphs():
+    graphs = [*model.graphs()]
+    for function in model.functions.values():
+        graphs += [function.graph, *function.subgraphs()]
+    for graph in graphs:
         for name, value in graph.initializers.items():
             if value.const_value is not None:
                 _add(tensors, name, value.const_value)
-    for node in model.graph.all_nodes():
+    for node in (node for graph in graphs for node in graph):
         tensor = _tensor(node)
         if tensor is not None:
             _add(tensors, node.outputs[0].name or node.name or "constant", tensor)
@@ -74,10 +77,13 @@ def _lift(node: ir.Node) -> None:
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """What a Constant node holds as a tensor, or None for other nodes, strings and sparse tensors."""
+    """What a Constant node holds as a tensor, or None for other nodes, strings, sparse tensors, and what a function
+    is told by its caller."""
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
         return None
     for name, attribute in node.attributes.items():
+        if attribute.is_ref():
+            return None
         if name == "value":
             return attribute.as_tensor()
         if name in ("value_float", "value_floats"):

@@ -13,10 +13,20 @@ from converter.passes.step import Step
 class NameEverything(Step):
     """Name unnamed nodes and values; make node names unique over the whole model, value names over each graph.
 
-    Names that are already unique stay as they are. Ensures: every node and every used value has a name.
+    Names that are already unique stay as they are. Requires: something gives every value that a node reads. Ensures:
+    every node and every used value has a name.
     """
 
     name = "name nodes and values"
+
+    def requires(self, model: ir.Model) -> None:
+        for node in model.graph.all_nodes():
+            for value in node.inputs:
+                if value is not None and not (value.producer() or value.is_graph_input() or value.is_initializer()):
+                    raise ConversionError(
+                        f"node {node.name or node.op_type!r} reads {value.name!r}, which nothing gives;"
+                        " an initializer that is sparse has to be made dense"
+                    )
 
     def apply(self, model: ir.Model) -> bool:
         nodes = FreshNames(node.name for node in model.graph.all_nodes() if node.name)

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import onnx
 import onnx_ir as ir
+from lowered import assert_same_tensors, lower
 from onnx import helper
 
 import graphs
@@ -51,6 +55,29 @@ def test_the_tensors_of_an_onnx_file_are_found_wherever_they_are() -> None:
     assert sorted(inside_if) == ["captured", "inner"]
     assert sorted(inside_loop) == ["captured", "own"]
     np.testing.assert_array_equal(inside_if["inner"], graphs.values(16, 16, seed=1))
+
+
+def test_a_weight_inside_a_function_is_a_tensor_of_the_file_and_restored(tmp_path: Path) -> None:
+    """Its constants are its own, but for what its caller tells it."""
+    proto = graphs.mlp((16, 32))
+    nodes = [
+        helper.make_node("Constant", [], ["v"], value=graphs.initializer("v", graphs.values(32, 32, seed=4))),
+        helper.make_node("Constant", [], ["factor"]),
+        helper.make_node("MatMul", ["a", "v"], ["m"]),
+        helper.make_node("Mul", ["m", "factor"], ["b"]),
+    ]
+    told = onnx.AttributeProto(name="value_float", ref_attr_name="by", type=onnx.AttributeProto.FLOAT)
+    nodes[1].attribute.append(told)
+    opset = helper.make_opsetid("", graphs.OPSET)
+    proto.functions.append(helper.make_function("local", "Scaled", ["a"], ["b"], nodes, [opset], ["by"]))
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    proto.graph.node.append(helper.make_node("Scaled", ["y"], ["z"], domain="local", by=2.0))
+    proto.graph.output[0].name = "z"
+    made = lower(tmp_path / "m" / "1", proto)
+    assert sorted(made.checkpoint) == ["b0", "v", "w0"]
+    assert_same_tensors(made.artifact, made.checkpoint)
+    feeds = {"x": graphs.values(2, 16)}
+    np.testing.assert_array_equal(made.run_reference(feeds)["z"], made.run_source(feeds)["z"])
 
 
 def test_shape_constants_are_not_weights() -> None:

@@ -9,6 +9,7 @@ from lowered import lower
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
+from bf16kit.errors import ConversionError
 from converter.passes.identities import RemoveIdentities
 from converter.passes.inlining import InlineFunctions
 from converter.passes.names import NameEverything
@@ -128,6 +129,18 @@ def test_nodes_without_a_name_or_with_another_s_get_one_that_is_the_same_every_t
         return [node.name for node in run([NameEverything()], ir.from_proto(proto)).graph]
 
     assert names() == names() == ["same", "Add_1", "Relu_2", "same_1", "Add_4"]
+
+
+def test_a_value_that_nothing_gives_is_named_with_the_remedy() -> None:
+    """onnx_ir drops sparse initializers without a word."""
+    proto = graphs.mlp((16, 16))
+    weight = proto.graph.initializer[0]
+    indices = graphs.initializer("indices", np.arange(16 * 16))
+    weight.dims[:] = [16 * 16]
+    proto.graph.sparse_initializer.append(helper.make_sparse_tensor(weight, indices, [16, 16]))
+    del proto.graph.initializer[0]
+    with pytest.raises(ConversionError, match=r"'matmul0' reads 'w0', which nothing gives.*sparse"):
+        run([NameEverything()], ir.from_proto(proto))
 
 
 def test_functions_are_inlined_and_the_exporter_s_traces_of_this_machine_dropped() -> None:
