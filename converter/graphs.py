@@ -58,9 +58,9 @@ def _stored(stored: StoredWeights, name: str) -> ir.ExternalTensor:
 
 
 def _rebuilt(stored: StoredWeights, name: str) -> ir.ExternalTensor:
-    """What was rounded is rebuilt in memory and fed from there: its file does not exist."""
+    """What was rounded is rebuilt in memory and fed from there: its file does not exist. What came as bf16 was not."""
     entry = stored.tensors[name]
-    if entry.dtype != "bfloat16":
+    if entry.residual is None:
         return _stored(stored, name)
     return _external(entry, REBUILT, 0, 2 * entry.bytes, int(ir.DataType.FLOAT))
 

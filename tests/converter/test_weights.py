@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from lowered import assert_same_tensors, lower
+from lowered import assert_same_tensors, lower, relative_l2
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
@@ -104,12 +104,31 @@ def test_an_overflowing_weight_kept_in_fp32_is_no_error(tmp_path: Path) -> None:
     np.testing.assert_array_equal(made.artifact.tensor("w0"), weight)
 
 
-def test_a_weight_that_overflows_once_batchnorm_is_folded_in_is_named_as_folded(tmp_path: Path) -> None:
+def test_a_weight_that_bf16_cannot_hold_once_batchnorm_is_folded_in_is_named_as_folded(tmp_path: Path) -> None:
     proto = graphs.conv_bn(channels=16)
-    proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(16, 3e37, np.float32)))
-    proto.graph.initializer[0].CopyFrom(graphs.initializer("kernel", graphs.values(16, 3, 3, 3) * 40))
-    with pytest.raises(RangeError, match=r"tensor 'kernel' \(with BatchNorm folded in\): \d+ of 432 values are"):
+    kernel = np.full((16, 3, 3, 3), 1.0, np.float32)
+    proto.graph.initializer[0].CopyFrom(graphs.initializer("kernel", kernel))
+    proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(16, 3.4e38, np.float32)))
+    proto.graph.initializer[3].CopyFrom(graphs.initializer("mean", np.zeros(16, np.float32)))
+    proto.graph.initializer[4].CopyFrom(graphs.initializer("variance", np.full(16, 1 - 1e-5, np.float32)))
+    with pytest.raises(RangeError, match=r"tensor 'kernel' \(with BatchNorm folded in\): 432 of 432 values overflow"):
         lower(tmp_path / "m" / "1", proto)
+
+
+def test_a_weight_that_came_as_bf16_was_not_rounded_and_is_not_rebuilt(tmp_path: Path) -> None:
+    """Neither one that a graph reads nor one that none does; beside them an fp32 weight, without which there is no
+    conversion."""
+    brain = graphs.values(32, 32, seed=5).astype(ml_dtypes.bfloat16)
+    proto = graphs.mlp((32, 32))
+    proto.graph.initializer.append(graphs.initializer("brain", brain))
+    proto.graph.initializer.append(graphs.initializer("stray", brain[::2]))
+    proto.graph.node.append(helper.make_node("Cast", ["brain"], ["wide"], to=TensorProto.FLOAT))
+    proto.graph.node.append(helper.make_node("MatMul", ["y", "wide"], ["z"]))
+    proto.graph.output[0].name = "z"
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 32)}
+    np.testing.assert_array_equal(made.run_reference(feeds)["z"], made.run_source(feeds)["z"])
+    assert relative_l2(made.run_source(feeds)["z"], made.run_cpu(feeds)["z"]) < 4e-3
+    assert_same_tensors(made.artifact, made.checkpoint)
 
 
 def test_subnormals_are_kept_or_flushed_and_restored_either_way(tmp_path: Path) -> None:
