@@ -6,6 +6,7 @@ Folding after rounding would round every weight twice: it raised one CNN's error
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -34,9 +35,9 @@ class FoldBatchNorm(Step):
     """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
 
     Left alone: weights used by another node too, values used besides by others, training mode, parameters that are not
-    constants, ConvTranspose with groups, and channels whose scale or shift fp32 cannot hold. A scale of zero (a pruned
-    channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was multiplied by, be it by one
-    BatchNorm or by several in a row. Requires: types are known.
+    constants, ConvTranspose with groups, and channels whose scale, shift or weights fp32 cannot hold. A scale of zero
+    (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was multiplied by, be it by
+    one BatchNorm or by several in a row. Requires: types are known.
     """
 
     name = "fold BatchNorm"
@@ -60,6 +61,8 @@ class FoldBatchNorm(Step):
         scale, shift = affine
         if len(scale) != linear.channels or not (_fits(scale) and _fits(shift)):
             return
+        if not _fits(_peak(scale) * _peak(linear.tensor.numpy())):
+            return
         scale = np.where(np.abs(scale) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, scale), scale)
         folded = self.folds.get(linear.weight.name)
         whole = scale if folded is None else folded.scale * scale
@@ -73,8 +76,12 @@ class FoldBatchNorm(Step):
         linear.take_over(graph, node)
 
 
-def _fits(values: NDArray[np.float64]) -> bool:
+def _fits(values: NDArray[np.float64] | float) -> bool:
     return bool(np.all(np.isfinite(values) & (np.abs(values) <= _LARGEST)))
+
+
+def _peak(values: NDArray[Any]) -> float:
+    return float(np.abs(values).max(initial=0))
 
 
 def _affine(node: ir.Node) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
@@ -100,8 +107,7 @@ def _scaled(linear: Linear, scale: NDArray[np.float64]) -> ir.TensorProtocol:
 
     def compute() -> NDArray[np.float32]:
         out = np.empty(dims(tensor), dtype=np.float32)
-        with np.errstate(over="ignore"):  # an overflow is reported by name when the weight is narrowed
-            np.multiply(tensor.numpy(), scale.reshape(shape), out=out, dtype=np.float64, casting="same_kind")
+        np.multiply(tensor.numpy(), scale.reshape(shape), out=out, dtype=np.float64, casting="same_kind")
         return out
 
     return lazy(compute, like=tensor)

@@ -150,12 +150,20 @@ def _not_finite() -> ModelProto:
     return proto
 
 
+def _overflowing() -> ModelProto:
+    """Weights and scale are finite, their product is not."""
+    weights = [graphs.initializer("w", graphs.values(32, 16, 3, 3) * 1e37)]
+    proto = _model([helper.make_node("Conv", ["x", "w"], ["c"])], weights, ["batch", 16, 6, 6])
+    proto.graph.initializer[1].CopyFrom(graphs.initializer("gamma", np.full(32, 1e4, np.float32)))
+    return proto
+
+
 def _grouped_transpose() -> ModelProto:
     weights = [graphs.initializer("w", graphs.values(16, 16, 3, 3))]
     return _model([helper.make_node("ConvTranspose", ["x", "w"], ["c"], group=2)], weights, ["batch", 16, 6, 6])
 
 
-@pytest.mark.parametrize("build", [_shared_weight, _not_finite, _grouped_transpose, _vector])
+@pytest.mark.parametrize("build", [_shared_weight, _not_finite, _grouped_transpose, _vector, _overflowing])
 def test_what_cannot_be_folded_exactly_is_left_alone(build: object, tmp_path: Path) -> None:
     assert callable(build)
     made = lower(tmp_path / "m" / "1", build())
