@@ -142,6 +142,32 @@ def test_shape_reads_bf16_and_a_comparison_its_fp32_cast(tmp_path: Path) -> None
     assert relative_l2(made.run_source({"x": _X16})["y"], made.run_emulated({"x": _X16})["y"]) < 8e-3
 
 
+def test_a_sequence_on_the_way_is_not_called_a_tensor(tmp_path: Path) -> None:
+    """Older exporters write ``torch.split`` so; and an If may answer a sequence."""
+
+    def branch(name: str) -> onnx.GraphProto:
+        pair = onnx.helper.make_tensor_sequence_value_info(name, TensorProto.FLOAT, None)
+        return helper.make_graph([helper.make_node("SequenceConstruct", ["h", "x"], [name])], f"in_{name}", [], [pair])
+
+    choice = helper.make_node("If", ["flag"], ["pair"], then_branch=branch("a"), else_branch=branch("b"))
+    proto = graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["h"]),
+            choice,
+            helper.make_node("SequenceInsert", ["pair", "h"], ["three"]),
+            helper.make_node("ConcatFromSequence", ["three"], ["y"], axis=1),
+        ],
+        [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], TensorProto.BOOL)],
+        [graphs.edge("y", ["batch", 48])],
+        [graphs.initializer("w", graphs.values(16, 16))],
+    )
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": _X16, "flag": np.array(True)}
+    source = made.run_source(feeds)["y"]
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
+    assert relative_l2(source, made.run_cpu(feeds)["y"]) < 4e-3
+    assert relative_l2(source, made.run_emulated(feeds)["y"]) < 8e-3
+
+
 def test_size_reads_an_fp32_cast_because_onnx_runtime_has_no_size_of_bf16(tmp_path: Path) -> None:
     proto = graphs.embedding()
     proto.graph.node.append(helper.make_node("Size", ["y"], ["size"]))
