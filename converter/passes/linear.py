@@ -60,12 +60,12 @@ def linear_before(batchnorm: ir.Node) -> Linear | None:
     """The operator whose output is ``batchnorm``'s input and nobody else's, when BatchNorm can be folded into it."""
     source = batchnorm.inputs[0]
     node = None if source is None else source.producer()
-    if source is None or node is None or not _only_use(source):
+    if source is None or node is None or node.domain != "" or not _only_use(source):
         return None
     if node.op_type == "Add":
         return _matmul_add(node)
     reader = {"Conv": _conv, "ConvTranspose": _conv_transpose, "Gemm": _gemm}.get(node.op_type)
-    return None if reader is None or node.domain != "" else reader(node)
+    return None if reader is None else reader(node)
 
 
 def _conv(node: ir.Node) -> Linear | None:

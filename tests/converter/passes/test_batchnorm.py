@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from lowered import assert_same_tensors, lower, relative_l2
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
-from converter.passes.batchnorm import SMALLEST_SCALE
+from converter.passes.batchnorm import SMALLEST_SCALE, FoldBatchNorm
+from converter.passes.step import run
+from converter.passes.types import InferTypes
 
 _X = np.random.default_rng(7).standard_normal((4, 16, 6, 6)).astype(np.float32)
 _ROWS = np.random.default_rng(8).standard_normal((4, 16)).astype(np.float32)
@@ -171,3 +174,11 @@ def test_what_cannot_be_folded_exactly_is_left_alone(build: object, tmp_path: Pa
     assert "BatchNormalization" in made.ops("cpu")
     assert made.precision()["norm"] == "fp32"
     assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_an_add_of_another_domain_may_add_something_else() -> None:
+    proto = _matmul_add()
+    proto.graph.node[1].domain = "my.company"
+    fold = FoldBatchNorm()
+    run([InferTypes(), fold], ir.from_proto(proto))
+    assert fold.folds == {}
