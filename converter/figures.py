@@ -6,13 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from bf16kit.drift import METRICS, Budget
-from bf16kit.manifest import FileEntry, Manifest, PlanEntry
+from bf16kit.drift import METRICS, Budget, DriftSummary
+from bf16kit.manifest import RESIDUAL, FileEntry, Manifest, PlanEntry
 
-RESIDUAL = "residual.bin"
 WITHOUT_RESIDUAL = ("weights.bf16", "weights.fp32")
-# The number that a budget judges, of each metric.
-_JUDGED = {"max_abs": "worst", "nonfinite": "total"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +55,13 @@ def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
     budget = Budget.from_dict(manifest.budget)
     for profile, entry in sorted(manifest.drift.items()):
         for output, metrics in sorted(entry.outputs.items()):
+            summary = DriftSummary(entry.samples, metrics)
+            over = {breach.metric for breach in budget.breaches(output, summary)}
             for metric in METRICS:
-                if metric in metrics:
-                    yield _row(profile, output, metric, metrics[metric], budget)
-
-
-def _row(profile: str, output: str, metric: str, stats: Mapping[str, float], budget: Budget) -> DriftRow:
-    measured = stats[_JUDGED.get(metric, "mean")]
-    bound: float | None = getattr(budget, metric)
-    return DriftRow(profile, output, metric, measured, stats.get("worst"), bound, budget.ratio(metric, measured) <= 1)
+                measured = summary.judged(metric)
+                if measured is not None:
+                    bound, worst = getattr(budget, metric), metrics[metric].get("worst")
+                    yield DriftRow(profile, output, metric, measured, worst, bound, metric not in over)
 
 
 def reasons(entries: list[PlanEntry]) -> list[tuple[str, str, int]]:

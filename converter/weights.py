@@ -11,7 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.errors import ConversionError
-from bf16kit.manifest import CheckpointEntry, Plan, Segment, TensorEntry
+from bf16kit.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.numerics import Census, Subnormals, to_bf16
 from bf16kit.residual import Scale, encode_chunks
 from bf16kit.tensors import BY_NAME, BY_ONNX
@@ -23,7 +23,7 @@ from converter.plan import narrowed
 from converter.ranges import check_ranges
 from converter.storage import stays_inline
 
-BF16_FILE, FP32_FILE, RESIDUAL_FILE = "weights.bf16", "weights.fp32", "residual.bin"
+BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
 
 Progress = Callable[[int], None]
 
@@ -75,7 +75,7 @@ def write_weights(
         if not residual:
             store.profiles(narrow, census, subnormals, saturate, None)
             return store.result((), census)
-        with writer(RESIDUAL_FILE) as residual_file:
+        with writer(RESIDUAL) as residual_file:
             store.profiles(narrow, census, subnormals, saturate, residual_file)
             store.reference_only()
             entries = store.source(checkpoint, residual_file)
@@ -136,7 +136,7 @@ class _Store:
             stored = next((other for twin, other in twins if same_bits(twin, array)), None)
             if stored is None:
                 stored = names.make(name)
-                self._add(stored, array, residual, RESIDUAL_FILE)
+                self._add(stored, array, residual, RESIDUAL)
                 twins.append((array, stored))
                 self.done(array.nbytes)
             entries.append(_checkpoint_entry(name, array, stored, None))
