@@ -59,5 +59,8 @@ class Runtime(Protocol):
 
 
 def contiguous(feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """The same feeds, C-contiguous; arrays that already are stay the same object."""
-    return {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+    """The same feeds, C-contiguous; arrays that already are stay the same object.
+
+    A scalar stays one: ``np.ascontiguousarray`` would make a vector of it.
+    """
+    return {name: np.asarray(array, order="C") for name, array in feeds.items()}
