@@ -47,12 +47,10 @@ def certify(
     instead.
     """
     with progress.step("running the fp32 reference"):
-        draft = stage.draft(manifest)
-        reference = source or load_reference(draft)
+        reference = source or load_reference(stage.draft(manifest))
         expected = measure.answers(reference, samples.feeds)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
-        del reference, source
         release()
     manifest = _with_edges(manifest, axis)
     manifest = _with_golden(stage, manifest, samples.feeds[0], expected[0])

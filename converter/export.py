@@ -79,7 +79,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
         simplify(graph)
     _name_inputs(graph, model.inputs)
     bind(graph, tensors)
-    return graph
+    return graph.clone()  # without what the steps above removed, which the exporter's values still refer to
 
 
 def _sizes(inputs: Sequence[TensorSpec]) -> dict[str, int]:

@@ -53,6 +53,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         if not options.samples:
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
         profiles = _trace(options, source, stage, progress, notes)
+        release()
         with progress.step("planning"):
             prepared = prepare(source.graph, source.checkpoint.tensors)
             plan = make_plan(prepared, keep_fp32=options.keep_fp32, bf16=options.bf16, profiles=_onnx_profiles(options))
@@ -97,7 +98,7 @@ def _trace(
         from converter.torchscript_export import narrow_and_trace
 
         with progress.step("tracing TorchScript"):
-            (stage.path / TORCHSCRIPT_FILE).write_bytes(narrow_and_trace(module))
+            narrow_and_trace(module, stage.path / TORCHSCRIPT_FILE)
     except ConversionError as error:
         if options.insists_on_torchscript:
             raise

@@ -6,6 +6,7 @@ scale has to be kept for ``restore``. So only rules that move or drop data are a
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def simplify(model: ir.Model) -> None:
     from onnxscript import optimizer, rewriter
     from onnxscript.rewriter.rules import common as rules
 
-    applied = [getattr(rules, name) for name in _RULES if hasattr(rules, name)]
+    # Copies: a rule keeps the last graph it looked at, and these are the library's own, which live as long as it does.
+    applied = copy.deepcopy([getattr(rules, name) for name in _RULES if hasattr(rules, name)])
     common.InlinePass()(model)
     for _ in range(_ROUNDS):
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
+from pathlib import Path
 
 from bf16kit.errors import ConversionError
 from converter.export import TorchModel
@@ -15,8 +15,8 @@ _WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version")
 _DEBUG = ".debug_pkl"
 
 
-def narrow_and_trace(model: TorchModel) -> bytes:
-    """``model`` in bf16 as the bytes of a legacy TorchScript file; the same model gives the same bytes.
+def narrow_and_trace(model: TorchModel, path: Path) -> None:
+    """Write ``model`` in bf16 to ``path`` as a legacy TorchScript file; the same model gives the same bytes.
 
     Narrows ``model``'s module in place: whoever still needs its fp32 weights must have them elsewhere. Raises
     :class:`ConversionError` when torch cannot trace it.
@@ -25,41 +25,42 @@ def narrow_and_trace(model: TorchModel) -> bytes:
 
     from converter.mixed import Edges, narrow
 
+    raw = path.with_name(f"{path.name}.raw")
     try:
         with quiet(), torch.no_grad():
             torch.jit._state._clear_class_state()  # classes of an earlier trace would change the names of this one's
             torch._C._jit_clear_class_registry()
             edges = Edges(narrow(model.module)).eval()
             traced = torch.jit.trace(edges, model.example, check_trace=False)
-            buffer = io.BytesIO()
-            torch.jit.save(traced, buffer)
+            torch.jit.save(traced, str(raw))
     except Exception as error:  # tracing runs the user's model, which may raise anything
+        raw.unlink(missing_ok=True)
         raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
-    return _reproducible(buffer)
+    _rewrite(raw, path)
+    raw.unlink()
 
 
-def _reproducible(buffer: io.BytesIO) -> bytes:
-    """The same archive without debug records, its class names numbered from 0.
+def _rewrite(raw: Path, path: Path) -> None:
+    """Copy the archive ``raw`` to ``path`` without debug records, its class names numbered from 0.
 
     torch numbers the classes of a trace by a counter of the process; they occur in record names, in the code, and in
     ``data.pkl`` as text that carries no length, so that they can be replaced.
     """
     import torch
 
-    buffer.seek(0)
-    reader = torch._C.PyTorchFileReader(buffer)
+    reader = torch._C.PyTorchFileReader(str(raw))
     names = [n for n in reader.get_all_records() if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
     numbers = _renumbering(names)
-    out = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(out)
-    for name in names:
-        record = reader.get_record(name)
-        if name.startswith("code/") or name == "data.pkl":
-            record = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), record)
-        renamed = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), name.encode()).decode()
-        writer.write_record(renamed, record, len(record))
-    writer.write_end_of_file()
-    return out.getvalue()
+    # A stream, not a path: given a path, the writer puts its stem into the archive.
+    with path.open("xb") as file:
+        writer = torch._C.PyTorchFileWriter(file)
+        for name in names:
+            record = reader.get_record(name)
+            if name.startswith("code/") or name == "data.pkl":
+                record = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), record)
+            renamed = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), name.encode()).decode()
+            writer.write_record(renamed, record, len(record))
+        writer.write_end_of_file()
 
 
 def _renumbering(names: list[str]) -> dict[bytes, bytes]:

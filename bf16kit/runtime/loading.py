@@ -5,10 +5,12 @@ Nothing heavy is imported before it is needed: a server of ONNX artifacts never 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
 from bf16kit.manifest import ProfileEntry
-from bf16kit.runtime import Runtime
+from bf16kit.runtime import Array, Runtime
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.tensors import TensorSpec
 
@@ -72,9 +74,15 @@ def load_reference(artifact: Artifact, *, threads: int | None = None, low_priori
         profile=REFERENCE,
         precision="fp32",
         threads=1 if low_priority and threads is None else threads,
-        external={tensor: artifact.restore(tensor) for tensor in initializers(graph, REBUILT)},
+        external=_rebuilt(artifact, initializers(graph, REBUILT)),
         note="the fp32 reference, its weights rebuilt from bf16 and the residual",
     )
+
+
+def _rebuilt(artifact: Artifact, names: Sequence[str]) -> dict[str, Array]:
+    """The fp32 tensors ``names``, restored; the files they come from are mapped meanwhile and no longer."""
+    reader = Artifact(artifact.path, artifact.manifest)
+    return {name: reader.restore(name) for name in names}
 
 
 def choose_profile(artifact: Artifact, device: str) -> tuple[str, str]:

@@ -58,7 +58,7 @@ def _read_huggingface(options: Options, advance: Advance) -> Source:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
     tensors, files = huggingface.read_tensors(options.source)
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors)
-    model, sampler = huggingface.load(options)
+    model, sampler = huggingface.load(options, tensors)
     source = _exported(checkpoint, model, sampler)
     outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
     return replace(source, outputs=outputs)

@@ -18,6 +18,7 @@ from converter.options import Options
 from converter.quiet import first_line, quiet
 from converter.sources import safetensors_file, torch_file
 from converter.sources.detect import Kind
+from converter.sources.statedict import mismatch_message, to_torch
 
 _BATCH, _SEQ = "batch", "seq"
 _SEQ_RANGE = (4, 64)  # tokens per sample in generated feeds
@@ -39,10 +40,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
     raise SourceError(f"{path}: has a config.json, but neither model.safetensors, its index, nor pytorch_model.bin")
 
 
-def load(options: Options) -> tuple[TorchModel, Sampler | None]:
-    """The model of the directory, adapted to positional inputs, and a sampler of plausible inputs for it."""
+def load(options: Options, tensors: Mapping[str, Array]) -> tuple[TorchModel, Sampler | None]:
+    """The model of the directory over the memory of ``tensors``, adapted to positional inputs, and a sampler for it."""
     config = _config(options.source)
-    module = _load_module(options.source, config)
+    module = _load_module(options.source, config, tensors)
     inputs = options.inputs or _inputs(module, config)
     model = adapt(module, inputs)
     sampler = _sampler(config, inputs) if any(spec.name == "input_ids" for spec in inputs) else None
@@ -66,7 +67,7 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _load_module(path: Path, config: Mapping[str, Any]) -> Any:
+def _load_module(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Array]) -> Any:
     """The fp32 module with eager attention, whose graph is plain MatMul and Softmax; an unused pooler is left out."""
     try:
         import transformers
@@ -74,23 +75,50 @@ def _load_module(path: Path, config: Mapping[str, Any]) -> Any:
         raise UsageError("a Hugging Face directory needs transformers: pip install 'bf16kit[hf]'") from None
     import torch
 
-    architecture = next(iter(config.get("architectures") or []), "")
-    base = not architecture or architecture.endswith("Model") or (path / "modules.json").is_file()
-    if not base and not hasattr(transformers, architecture):
-        raise SourceError(f"{path}: its architecture {architecture} is not one that transformers knows")
-    factory = transformers.AutoModel if base else getattr(transformers, architecture)
     try:
         with quiet():
-            module = factory.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+            parsed = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            factory = _class(path, config, parsed)
+            module, info = factory.from_pretrained(
+                None,  # not the path: transformers would map the file a second time
+                config=parsed,
+                state_dict={name: to_torch(tensor) for name, tensor in tensors.items()},
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
             )
+    except SourceError:
+        raise
     except Exception as error:  # transformers lets errors of any kind through
         raise SourceError(f"{path}: transformers cannot load it: {first_line(error)}") from error
-    if base and getattr(module, "pooler", None) is not None:
+    _check_fit(path, info)
+    if getattr(module, "pooler", None) is not None:
         module.pooler = None  # nothing we serve reads it; its weights stay in the checkpoint that `restore` gives back
     module.config.use_cache = False
     module.config.return_dict = True
     return module
+
+
+def _class(path: Path, config: Mapping[str, Any], parsed: Any) -> Any:
+    """The architecture's class: the bare model for sentence-transformers directories and where config.json has none."""
+    import transformers
+
+    architecture = next(iter(config.get("architectures") or []), "")
+    if architecture and not architecture.endswith("Model") and not (path / "modules.json").is_file():
+        found = getattr(transformers, architecture, None)
+    else:
+        found = transformers.MODEL_MAPPING.get(type(parsed), None)
+    if found is None:
+        raise SourceError(f"{path}: its architecture {architecture or parsed.model_type} is not one transformers knows")
+    return found[0] if isinstance(found, tuple | list) else found
+
+
+def _check_fit(path: Path, info: Mapping[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers and warns; here that is an error."""
+    problems = [f"missing: {name}" for name in sorted(info["missing_keys"]) if not name.startswith("pooler.")]
+    problems += [f"shape: {found[0]} is {list(found[1])}, not {list(found[2])}" for found in info["mismatched_keys"]]
+    if problems:
+        raise SourceError(mismatch_message(f"{path}: the checkpoint does not fit its config.json", problems))
 
 
 def _inputs(module: Any, config: Mapping[str, Any]) -> tuple[TensorSpec, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import SourceError, UsageError
@@ -48,11 +48,9 @@ def fit(module: torch.nn.Module, tensors: Mapping[str, Array]) -> None:
     renamed = _without_prefix(tensors, state)
     problems = list(_mismatches(renamed, state))
     if problems:
-        more = f"\n  and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        listed = "".join(f"\n  {problem}" for problem in problems[:_NAMED])
-        raise SourceError(f"the checkpoint does not fit the model:{listed}{more}")
+        raise SourceError(mismatch_message("the checkpoint does not fit the model", problems))
     with quiet():
-        module.load_state_dict({name: _tensor(renamed[name]) for name in state if name in renamed}, strict=False)
+        module.load_state_dict({name: to_torch(renamed[name]) for name in state if name in renamed}, strict=False)
 
 
 def _without_prefix(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> dict[str, Array]:
@@ -77,7 +75,14 @@ def _mismatches(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor])
             yield f"unexpected: {name} {list(tensors[name].shape)}"
 
 
-def _tensor(array: Array) -> torch.Tensor:
+def mismatch_message(what: str, problems: Sequence[str]) -> str:
+    """``what``, then the first five of ``problems``, one a line, and how many more there are."""
+    more = f"\n  and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+    return f"{what}:" + "".join(f"\n  {problem}" for problem in problems[:_NAMED]) + more
+
+
+def to_torch(array: Array) -> torch.Tensor:
+    """A tensor over the memory of ``array``."""
     import torch
 
     if array.dtype.name == "bfloat16":
