@@ -140,8 +140,10 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
 @_debug
 def checkpoint(debug: bool, **given: object) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, or ONNX."""
-    from converter import progress, report
+    from converter import memory, progress, report
     from converter.pipeline import convert
+
+    memory.map_large_blocks()
 
     options = _options(**given)
     with progress.on(sys.stderr) as bar:
