@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
-from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds
+from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from service import parameters
 from service.codec import Array, decode_contents, decode_raw, encode_raw, widen, wire_dtype
 from service.contract import Cancellation, Model, Reply, Request
@@ -75,6 +75,9 @@ class InferenceCodec:
         if tensor.parameters:
             parameters.check_input(name, tensor.parameters)
         dtype = wire_dtype(spec, model_dtype, tensor.datatype)
+        rank = len(tensor.shape)
+        if rank != len(spec.shape):  # before anything is multiplied: a message has room for a million dimensions
+            raise InvalidRequest(f"input {name!r} is of rank {rank}, expected {describe(spec.shape)}")
         shape = tuple(tensor.shape)
         if raw is None:
             array = decode_contents(name, dtype, shape, tensor.contents)

@@ -113,3 +113,10 @@ def test_the_answer_bears_id_version_and_raw_contents_in_order() -> None:
     assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "id-1")
     assert [(o.name, o.datatype, list(o.shape)) for o in answer.outputs] == [("b", "BF16", [2]), ("a", "FP32", [2, 2])]
     assert list(answer.raw_output_contents) == [b"\x80\x3f" * 2, bytes(16)]
+
+
+def test_a_shape_of_endless_rank_is_refused_before_its_sizes_are_multiplied() -> None:
+    """Their product has millions of digits, and nothing else in the process runs while Python works it out."""
+    message = infer_request(x=np.zeros((1, 3), np.float32))
+    message.inputs[0].shape[:] = [2**62] * 200_000
+    assert refusal(message, LoopbackModel()) == "input 'x' is of rank 200000, expected [batch,3]"
