@@ -62,7 +62,8 @@ class InferenceServicer:
 
     def ModelInfer(self, message: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
         cancellation = Cancellation()
-        context.add_callback(cancellation.cancel)
+        if not context.add_callback(cancellation.cancel):  # who left before this thread came to them
+            cancellation.cancel()
         answer = self._answer(message, self._deadline(context), cancellation)
         if isinstance(answer, Status):
             context.abort(answer.code, answer.details)
@@ -88,8 +89,9 @@ class InferenceServicer:
             return message, self._answer(message, deadline, cancellation)
 
         answers = OrderedAnswers(messages, answer, self._stream_threads, self._stream_window)
-        context.add_callback(cancellation.cancel)
-        context.add_callback(answers.close)
+        if not (context.add_callback(cancellation.cancel) and context.add_callback(answers.close)):
+            cancellation.cancel()
+            answers.close()
         ends_on_error = _metadatum(context, "triton_grpc_error") == "true"
         self._open.add(answers)
         try:

@@ -260,6 +260,25 @@ def test_a_model_that_changes_is_read_anew() -> None:
         assert "at most 1" in served.refusal("ModelInfer", infer_request(x=X))[1]
 
 
+def test_a_caller_who_left_before_a_thread_came_to_them_is_not_run(served: Served) -> None:
+    """gRPC then refuses the callback by which it would tell of their leaving."""
+
+    class Gone:
+        def add_callback(self, callback: object) -> bool:
+            return False
+
+        def time_remaining(self) -> float:
+            return 1e10
+
+        def abort(self, code: StatusCode, details: str) -> None:
+            raise RuntimeError(code)
+
+    context: Any = Gone()
+    with pytest.raises(RuntimeError, match="CANCELLED"):
+        served.transport._servicer.ModelInfer(infer_request(x=X), context)
+    assert served.registry.find("echo", "").calls == 0
+
+
 def _as_done(calls: list[Any]) -> Iterator[Any]:
     done = threading.Event()
     for call in calls:
