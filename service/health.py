@@ -44,7 +44,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._watchers: set[_Watcher] = set()
         self._closed = self._ended = False
         self._now = self._statuses()
-        registry.subscribe(lambda: self._on_thread(self._publish))
+        registry.subscribe(self._changed)
 
     def Check(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
@@ -61,7 +61,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._watchers.add(watcher)
         if not context.add_callback(lambda: self._watchers.discard(watcher)):
             self._watchers.discard(watcher)
-        self._on_thread(lambda: self._tell(watcher))
+        if not self._on_thread(lambda: self._tell(watcher)):
+            watcher.send(None)  # shut down: a stream left open would hold up the drain
 
     # gRPC then calls it with a callback and gives its thread back, where a watcher would otherwise hold one for good
     Watch.experimental_non_blocking = True  # type: ignore[attr-defined]
@@ -73,11 +74,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             wait([self._thread.submit(self._end)], timeout=_LAST_WORDS_S)
         self._thread.shutdown(wait=False)
 
-    def _on_thread(self, task: Callable[[], None]) -> None:
+    def _on_thread(self, task: Callable[[], None]) -> bool:
+        """False when the thread has been shut down."""
         try:
             self._thread.submit(task)
-        except RuntimeError:  # shut down: gRPC ends what is still open
-            return
+        except RuntimeError:
+            return False
+        return True
+
+    def _changed(self) -> None:
+        self._on_thread(self._publish)
 
     def _publish(self) -> None:
         self._now = self._statuses()

@@ -106,3 +106,18 @@ def test_more_watchers_than_threads_hold_no_thread() -> None:
         assert check(served, "") == SERVING
         for watch in watches:
             watch.cancel()
+
+
+def test_a_watch_that_comes_after_the_shut_down_is_ended_at_once() -> None:
+    """It would hold up the drain for all of its time."""
+
+    class Call:
+        def add_callback(self, callback: Callable[[], None]) -> bool:
+            return True
+
+    sent: list[Any] = []
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]))
+    servicer.shut_down()
+    context: Any = Call()
+    servicer.Watch(health_pb2.HealthCheckRequest(service="m"), context, sent.append)
+    assert sent == [None]
