@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from service.contract import Registry
 from service.metrics import Metrics
 from service.page import status_page
 
+_log = logging.getLogger(__name__)
 TEXT = "text/plain; charset=utf-8"
 _IDLE_SECONDS = 15  # a connection that says nothing for this long is closed
 _HEADERS = {
@@ -66,7 +69,7 @@ class HttpServer:
         kind = _Ipv6Server if ":" in host else _Server
         try:
             self._server = kind((host, port), handler)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a domain name
             raise ConfigError(_why_not_bound(host, port, error)) from None
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="http", daemon=True)
 
@@ -90,6 +93,8 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that hangs up is no event."""
+        if not isinstance(sys.exception(), OSError):
+            _log.exception("a connection to the HTTP port failed")
 
 
 class _Ipv6Server(_Server):
@@ -128,7 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
         if make is None:
             known = ", ".join(self.pages)
             return Page(HTTPStatus.NOT_FOUND, TEXT, f"not found; there are {known}\n".encode())
-        return make(self.headers.get("Accept", ""))
+        try:
+            return make(self.headers.get("Accept", ""))
+        except Exception:  # noqa: BLE001 -- an empty answer would tell neither a scraper nor the operator
+            _log.exception("%s cannot be answered", self.path)
+            return Page(HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, b"internal error; the server's log has the details\n")
 
 
 def _probe(good: bool, word: str) -> Page:
@@ -137,7 +146,8 @@ def _probe(good: bool, word: str) -> Page:
     return Page(HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"not {word}; / says why\n".encode())
 
 
-def _why_not_bound(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
+def _why_not_bound(host: str, port: int, error: OSError | UnicodeError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use by another program; stop it, or choose another --http-port"
-    return f"cannot listen on {host} port {port}: {error.strerror or error}; check --host and --http-port"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return f"cannot listen on {host} port {port}: {reason}; check --host and --http-port"

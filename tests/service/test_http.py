@@ -10,7 +10,7 @@ from artifacts import write_mlp
 from waiting import until
 
 from bf16kit.errors import ConfigError
-from service.http import HttpServer, routes
+from service.http import HttpServer, Page, routes
 from service.metrics import Metrics
 from service.repository import Repository
 
@@ -101,3 +101,17 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
 def test_an_address_that_is_not_ours_is_said() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
         HttpServer("192.0.2.1", 0, {})
+
+
+def test_a_page_that_fails_is_500_and_its_text_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_: str) -> Page:
+        raise RuntimeError("secret")
+
+    server = HttpServer("127.0.0.1", 0, {"/metrics": broken})
+    server.start()
+    try:
+        status, _, body = get(server, "/metrics")
+    finally:
+        server.close()
+    assert (status, body) == (500, "internal error; the server's log has the details\n")
+    assert "secret" in caplog.text
