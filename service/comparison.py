@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from bf16kit.drift import Breach, Budget, DriftSummary, SampleDrift, measure
+from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 
@@ -55,12 +56,12 @@ def judge(
     batch_axis: int | None,
     budget: Budget,
 ) -> tuple[list[Breach], str]:
-    """Every breach of the budget, and the drift of each output in words."""
+    """Every breach of the budget, and the drift of each output in words. Raises ArtifactError for one not expected."""
     breaches: list[Breach] = []
     words: list[str] = []
     for spec in specs:
         if spec.name not in expected:
-            continue
+            raise ArtifactError(f"the golden samples hold no output {spec.name!r}; convert the checkpoint again")
         summary = DriftSummary.of(measure(expected[spec.name], answered[spec.name], spec, batch_axis))
         breaches += budget.breaches(spec.name, summary)
         words.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")

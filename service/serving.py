@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,7 +98,7 @@ class Serving(_Part):
 def load_serving(model_dir: Path) -> Serving:
     """The model's ``serving.yaml``, or the defaults where there is none. Raises :class:`ConfigError` naming the key."""
     file = model_dir / FILE_NAME
-    if not file.exists():
+    if not os.path.lexists(file):  # a dangling link, say of a volume, is an error and not a wish for the defaults
         return Serving()
     content = read_mapping(file)
     try:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bf16kit.drift import Budget, SampleDrift
+from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
 from service.comparison import WINDOW, Comparison, judge, sample_of
 
@@ -59,3 +60,8 @@ def test_a_sample_is_the_first_rows_without_a_copy() -> None:
     np.testing.assert_array_equal(cut, array[:, :2])
     assert np.shares_memory(cut, array)
     assert sample_of({"x": array}, 1, None)["x"] is array
+
+
+def test_an_output_without_golden_samples_cannot_be_judged() -> None:
+    with pytest.raises(ArtifactError, match="hold no output 'z'"):
+        judge({"y": ONES}, {"y": ONES, "z": ONES}, SPECS, 0, Budget())

@@ -65,3 +65,9 @@ def test_the_version_policy_chooses_among_what_is_there() -> None:
 def test_a_specific_version_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"asks for version 9; there are \[1, 5\]"):
         VersionPolicy(specific=(9,)).choose([1, 5])
+
+
+def test_a_link_to_nowhere_is_an_error_and_not_a_wish_for_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "serving.yaml").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=r"serving\.yaml: cannot be read"):
+        load_serving(tmp_path)
