@@ -15,7 +15,7 @@ EXIT_USAGE = 2
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--repository", type=click.Path(path_type=Path), help="Directory of <model>/<version>/ artifacts.")
+@click.option("--repository", metavar="DIRECTORY", help="Directory of <model>/<version>/ artifacts.")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--grpc-port", type=int, help="Port of the inference protocol; 0 = any.  [default: 8001]")
 @click.option("--http-port", type=int, help="Port of /metrics, /livez, /readyz and the status page.  [default: 8002]")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from bf16kit.errors import ConfigError
 
@@ -22,7 +22,7 @@ class ServerConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
 
     repository: Path
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", pattern=r"^[!-~]+$")  # printable ASCII: a name or an address
     grpc_port: Port = 8001
     http_port: Port = 8002
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -33,8 +33,16 @@ class ServerConfig(BaseSettings):
     max_streams: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
     overload_status: Literal["RESOURCE_EXHAUSTED", "UNAVAILABLE"] = "RESOURCE_EXHAUSTED"
-    drain_seconds: float = Field(default=25.0, ge=0)  # below the 30 s that Kubernetes waits before it kills
+    drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # below the 30 s that Kubernetes waits before it kills
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("repository", mode="before")
+    @classmethod
+    def _not_empty(cls, value: Any) -> Any:
+        """Path("") is the current directory: --repository "$UNSET" must not serve what happens to be there."""
+        if value == "":
+            raise ValueError("give the directory of the models")
+        return value
 
     @field_validator("workers")
     @classmethod
@@ -43,28 +51,25 @@ class ServerConfig(BaseSettings):
             raise ValueError("only 1 worker process is supported in this version; start with --workers 1")
         return value
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
-
 
 def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:
     """The configuration from all four sources; a flag that is ``None`` was not given.
 
     Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
     """
-    if file is not None:
-        read_mapping(file)  # the settings source passes over a missing file and trips over a list
+    written = {} if file is None else read_mapping(file)
 
     class Layered(ServerConfig):
-        model_config = SettingsConfigDict(yaml_file=file, yaml_file_encoding="utf-8")
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, written)
 
     try:
         config = Layered(**{key: value for key, value in flags.items() if value is not None})

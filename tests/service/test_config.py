@@ -43,6 +43,10 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
         ({"grpc_port": 70000}, "'grpc_port' is 70000: input should be less than or equal to 65535"),
         ({"device": "tpu"}, "'device' is 'tpu'"),
         ({"drain_seconds": -1}, "'drain_seconds' is -1"),
+        ({"drain_seconds": float("inf")}, "'drain_seconds' is inf"),
+        ({"host": ""}, "'host' is ''"),
+        ({"host": "a\udcff"}, "'host' is"),
+        ({"repository": ""}, "'repository' is ''"),
         ({"overload_status": "OK"}, "'overload_status' is 'OK'"),
         ({"repository": "/no/such/place"}, "is not a directory; create it"),
     ],
@@ -52,6 +56,12 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({"repository": tmp_path, **flags})
+
+
+def test_a_key_of_the_file_that_is_no_text_is_unknown_like_any_other(tmp_path: Path) -> None:
+    file = write(tmp_path / "server.yaml", "1: 2\n")
+    with pytest.raises(ConfigError, match="unknown key '1'"):
+        load_config({"repository": tmp_path}, file)
 
 
 def test_a_missing_repository_is_said() -> None:
