@@ -40,6 +40,8 @@ def recognise(path: Path) -> Kind:
     """
     if not path.exists():
         raise SourceError(f"{path}: no such file or directory")
+    if not path.is_dir() and not path.is_file():  # reading a pipe may never end
+        raise SourceError(f"{path}: neither a file nor a directory")
     try:
         kind = _of_directory(path) if path.is_dir() else _of_file(path)
     except OSError as error:
@@ -122,7 +124,7 @@ def _of_json(path: Path) -> Kind:
 def _looks_like(head: bytes) -> str:
     if head.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file it points to (run `git lfs pull`)"
-    text = head.decode(errors="replace").rstrip("\ufffd")  # the last character may be cut in two
+    text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be cut in two
     if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
         return "is a text file, not a checkpoint"
     return f"is not a checkpoint format this program knows (first bytes {head[:8].hex(' ')})"

@@ -90,7 +90,7 @@ def _header(path: Path) -> dict[str, Any]:
 def _check_dtypes(path: Path) -> None:
     for name, entry in _header(path).items():
         dtype = entry.get("dtype") if isinstance(entry, dict) and name != "__metadata__" else "F32"
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
             raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {known}")
 

@@ -86,6 +86,8 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
     import ml_dtypes
     import torch
 
+    if tensor.device.type == "meta":
+        raise SourceError(f"{path}: tensor {name!r} was saved from the meta device, without its values")
     try:
         plain = tensor.detach().contiguous()
         if plain.dtype is torch.bfloat16:

@@ -1,0 +1,144 @@
+"""What a source is taken for, by its content; names lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import save_file
+
+import graphs
+from bf16kit.errors import SourceError
+from converter.sources.detect import Kind, recognise
+
+
+def _zip(path: Path, *names: str) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    return path
+
+
+def test_safetensors_by_their_header_whatever_they_are_called(tmp_path: Path) -> None:
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.onnx")
+    assert recognise(tmp_path / "model.onnx") is Kind.SAFETENSORS
+
+
+@pytest.mark.parametrize("version", range(3, 14))
+def test_onnx_of_every_ir_version(tmp_path: Path, version: int) -> None:
+    """The second byte is the version: 10 is a newline, 9 a tab, and the text that follows may be empty."""
+    model = graphs.mlp()
+    model.ir_version = version
+    path = tmp_path / "model.pt"
+    path.write_bytes(model.SerializeToString())
+    assert recognise(path) is Kind.ONNX
+
+
+def test_onnx_that_was_made_by_a_producer(tmp_path: Path) -> None:
+    model = graphs.mlp()
+    model.producer_name = "pytorch"
+    model.producer_version = "2.13"
+    onnx.save(model, tmp_path / "m")
+    assert recognise(tmp_path / "m") is Kind.ONNX
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_bare_pickles_of_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
+    (tmp_path / "w.bin").write_bytes(pickle.dumps({"a": 1}, protocol=protocol))
+    assert recognise(tmp_path / "w.bin") is Kind.PICKLE
+
+
+def test_torch_archives_by_the_records_in_them(tmp_path: Path) -> None:
+    assert recognise(_zip(tmp_path / "a", "archive/data.pkl", "archive/version")) is Kind.TORCH_ZIP
+
+
+def test_the_index_of_a_sharded_checkpoint_and_the_directory_that_holds_one(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {}}))
+    assert recognise(index) is Kind.SHARDED
+    assert recognise(tmp_path) is Kind.SHARDED
+
+
+def test_a_hugging_face_directory_by_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert recognise(tmp_path) is Kind.HUGGING_FACE
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["archive/data.pkl", "archive/constants.pkl"], "TorchScript"),
+        (["archive_format", "models/model.json"], "torch.export"),
+        (["archive/archive_format"], "torch.export"),
+        (["serialized_exported_program.json"], "torch.export"),
+        (["config.json", "metadata.json", "model.weights.h5"], "Keras"),
+    ],
+)
+def test_archives_of_formats_to_come_are_named(tmp_path: Path, names: list[str], said: str) -> None:
+    with pytest.raises(SourceError, match=f"recognised as .*{said}.*does not convert yet"):
+        recognise(_zip(tmp_path / "x", *names))
+
+
+@pytest.mark.parametrize(("name", "said"), [("saved_model.pb", "SavedModel"), ("_METADATA", "Orbax")])
+def test_directories_of_formats_to_come_are_named(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(SourceError, match=f"recognised as .*{said}"):
+        recognise(tmp_path)
+
+
+def test_keras_weights_are_named(tmp_path: Path) -> None:
+    (tmp_path / "w.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
+    with pytest.raises(SourceError, match="HDF5"):
+        recognise(tmp_path / "w.h5")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"just some words\n", "is a text file, not a checkpoint"),
+        ("ein paar Wörter\n".encode(), "is a text file, not a checkpoint"),
+        (b"<!doctype html><title>404</title>", "is a text file, not a checkpoint"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b'{"a": 1}', "is JSON, but not the index"),
+        (b"{not json", "is a text file"),
+        (b"PK\x03\x04 and nothing more", "truncated or damaged zip"),
+        (bytes(range(200, 256)), "first bytes c8 c9 ca"),
+        (b"\x00" * 600, "first bytes 00 00"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_in_its_own_words(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(SourceError, match=said):
+        recognise(tmp_path / "model.pt")
+
+
+def test_a_zip_of_something_else(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="not one that torch wrote"):
+        recognise(_zip(tmp_path / "photos.zip", "a.jpg"))
+
+
+def test_directories_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="is not a model"):
+        recognise(tmp_path)
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(SourceError, match=r"holds the transformer's config\.json"):
+        recognise(tmp_path)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such file or directory"):
+        recognise(tmp_path / "absent.pt")
+
+
+def test_what_is_neither_file_nor_directory_is_not_waited_for(tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to would block for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match="neither a file nor a directory"):
+        recognise(tmp_path / "pipe")

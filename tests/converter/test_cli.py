@@ -1,0 +1,160 @@
+"""The command line itself: help, exit codes, and what a user is told when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from converting import MLP, ONNX_ONLY, SUPPORT, Cli, Outcome, process, tree
+
+from bf16kit import __version__, errors
+from bf16kit.artifact import Artifact
+from converter.cli import command, exit_code
+
+_HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "pydantic")
+
+
+def test_help_answers_within_half_a_second() -> None:
+    """Of processor time, the best of three: a busy machine is not the program's fault."""
+
+    def once() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert process("--help").code == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(once() for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["checkpoint", "--help"], ["restore", "-h"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = f"import sys; from converter.cli import run; assert run({arguments}) == 0; print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not set(_HEAVY) & set(said.splitlines()[-1].split())
+
+
+def test_every_command_and_option_says_what_it_is_for() -> None:
+    assert isinstance(command, click.Group)
+    assert set(command.commands) == {"checkpoint", "inspect", "verify", "restore"}
+    for found in command.commands.values():
+        assert found.help
+        assert all(option.help for option in found.params if isinstance(option, click.Option))
+
+
+def test_the_version_is_the_packages(cli: Cli) -> None:
+    assert __version__ in cli("--version").published().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convert"], "No such command 'convert'"),
+        (["checkpoint"], "Missing argument 'SOURCE'"),
+        (["checkpoint", "x"], "Missing option '--out'"),
+        (["checkpoint", "x", "--out", "m/1", "--format", "tflite"], "'tflite' is not one of 'onnx', 'torchscript'"),
+        (["checkpoint", "x", "--out", "m/1", "--seed", "many"], "'many' is not a valid integer"),
+        (["checkpoint", "x", "y", "--out", "m/1"], "unexpected extra argument"),
+        (["checkpoint", "x", "--out", "m/1", "--buget", "relative_l2=1"], "--budget"),
+        (["verify", "x", "--profile", "tpu"], "'tpu' is not one of"),
+        (["restore", "x"], "Missing option '--out'"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_what_is_wrong(cli: Cli, arguments: list[str], said: str) -> None:
+    cli(*arguments).refused(2, said)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.BudgetExceeded("over"), 1),
+        (errors.UsageError("wrong"), 2),
+        (errors.SourceError("damaged"), 2),
+        (errors.ManifestVersionError("newer"), 2),
+        (errors.InvalidRequest("does not fit"), 2),
+        (errors.ConversionError("unsupported"), 3),
+        (errors.RangeError("NaN"), 3),
+        (errors.RuntimeFailure("does not load"), 3),
+        (PermissionError(13, "Permission denied", "/x"), 2),
+        (ZeroDivisionError("a bug"), 3),
+    ],
+)
+def test_one_table_gives_every_error_its_exit_code(error: Exception, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_a_conversion_in_a_process_of_its_own_exits_with_0(onnx_file: Path, target: Path) -> None:
+    done = process("checkpoint", onnx_file, "--out", target).published()
+    assert "converted 4 tensors" in done.out
+    assert "converted" not in done.err  # progress and errors alone
+    Artifact.open(target)
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [(1, ["--budget", "relative_l2=1e-9"]), (2, ["--budget", "relative_l2=small"]), (3, ["--format", "torchscript"])],
+)
+def test_each_failure_has_its_exit_code_in_a_process_of_its_own(
+    onnx_file: Path, tmp_path: Path, target: Path, code: int, arguments: list[str]
+) -> None:
+    process("checkpoint", onnx_file, "--out", target, *arguments).refused(code)
+    assert tree(tmp_path) == []
+
+
+def test_a_traceback_is_shown_for_debug_alone(cli: Cli, tmp_path: Path, target: Path) -> None:
+    arguments = ["checkpoint", tmp_path / "absent", "--out", target]
+    cli(*arguments).refused(2, "no such file")
+    done = cli(*arguments, "--debug")
+    assert done.code == 2
+    assert "Traceback" in done.err
+
+
+def test_control_c_says_that_nothing_was_published(tmp_path: Path, mlp_file: Path) -> None:
+    (tmp_path / "impatient.py").write_text("import signal\ndef build(): signal.raise_signal(signal.SIGINT)\n")
+    out = ("--out", "repository/m/1", "--input", "x:float32:batch,16")
+    done = process("checkpoint", mlp_file, "--model", "impatient:build", *out, cwd=tmp_path)
+    assert done.code == 130
+    assert done.err.endswith("interrupted; nothing was published\n")
+    assert "repository" not in tree(tmp_path)
+
+
+def test_modules_beside_the_working_directory_are_found(tmp_path: Path, mlp_file: Path) -> None:
+    shutil.copy(SUPPORT / "architectures.py", tmp_path / "mine.py")
+    arguments = ("--model", "mine:Mlp", *MLP[2:], "--format", "onnx", "--profile", "cpu")
+    process("checkpoint", mlp_file, *arguments, "--out", "repository/m/1", cwd=tmp_path).published()
+    assert (tmp_path / "repository" / "m" / "1" / "cpu.onnx").is_file()
+
+
+def test_a_pipe_that_closes_early_is_no_bug(small: Artifact) -> None:
+    """As in ``bf16-convert inspect … | head -1``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [str(Path(sys.executable).with_name("bf16-convert")), "inspect", str(small.path)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert "bug" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_written_is_readable_by_others(cli: Cli, onnx_file: Path, target: Path) -> None:
+    """The server runs as another user than the one who converts."""
+    before = os.umask(0o022)
+    try:
+        cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {0o644}
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
+def test_outcomes_are_told_apart() -> None:
+    """The helper that every test here relies on does fail."""
+    with pytest.raises(AssertionError):
+        Outcome(0, "", "").refused(2)
+    with pytest.raises(AssertionError):
+        Outcome(2, "", "error: x\nTraceback").refused(2)

@@ -1,0 +1,119 @@
+"""Small torch modules for tests of the converter, each the smallest that shows one thing; ``--model`` names them.
+
+``--model architectures:Mlp`` finds them because pytest has this directory on its path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    """x [batch, width] → logits [batch, classes]."""
+
+    def __init__(self, width: int = 16, hidden: int = 64, classes: int = 10) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return result
+
+
+class Cnn(nn.Module):
+    """x [batch, 3, 16, 16] → two convolutions, each with a BatchNorm (it counts batches in int64) → 10 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, stride=2),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.features(x).mean((2, 3)))
+        return result
+
+
+class Tied(nn.Module):
+    """ids [batch, seq] → a table that is also the output layer, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 16)
+        self.inner = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 64, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.out(torch.tanh(self.inner(self.table(ids))))
+        return result
+
+
+class Centred(Mlp):
+    """Takes the mean of its batch off every row: what a row gives depends on the others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Several(nn.Module):
+    """Two inputs, and a mapping of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(8, 16)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": self.left(a) + self.right(b), "embedding": torch.tanh(self.left(a))}
+
+
+class Untraceable(Mlp):
+    """Branches on its data, which no export can follow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if bool(x.sum() > 0) else x
+
+
+def failing() -> nn.Module:
+    raise RuntimeError("no such preset")
+
+
+def not_a_module() -> str:
+    return "a string"
+
+
+NUMBER = 7
+
+
+def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
+    """``module`` in evaluation mode with seeded weights, and running statistics as training leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            if name.endswith("num_batches_tracked"):
+                tensor.fill_(1234567890123)
+            elif name.endswith("running_var"):
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+            else:
+                fan_in = tensor[0].numel() if tensor.ndim > 1 else 4
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) / fan_in**0.5)
+    return module.eval()
+
+
+def save(path: Path, module: nn.Module, **changed: torch.Tensor) -> Path:
+    """The state dict of ``module`` with seeded weights as ``path``; ``changed`` replaces tensors (``__`` for a dot)."""
+    state: dict[str, Any] = dict(seeded(module).state_dict())
+    state |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
+    torch.save(state, path)
+    return path

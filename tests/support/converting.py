@@ -1,0 +1,52 @@
+"""``bf16-convert`` as its users meet it: what a command line says and leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent
+MLP = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
+ONNX_ONLY = ("--format", "onnx", "--no-report")  # the cheapest conversion, for tests of something else
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def published(self) -> Outcome:
+        """Itself, having done what it was asked for."""
+        assert self.code == 0, self.err
+        return self
+
+    def refused(self, code: int, *said: str) -> Outcome:
+        """Itself, having ended with ``code`` and one message that says each of ``said``, without a traceback."""
+        assert self.code == code, (self.code, self.err)
+        assert "Traceback" not in self.err
+        assert "this is a bug" not in self.err, self.err
+        assert self.err.count("error: ") + self.err.count("Error: ") >= 1, self.err
+        for text in said:
+            assert text in self.err, self.err
+        return self
+
+
+Cli = Callable[..., Outcome]
+
+
+def process(*arguments: str | Path, cwd: Path | None = None, before: Callable[[], None] | None = None) -> Outcome:
+    """``bf16-convert`` in a process of its own; ``before`` runs in that process first, e.g. to limit it."""
+    command = [str(Path(sys.executable).with_name("bf16-convert")), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, preexec_fn=before, timeout=120)
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def tree(path: Path) -> Sequence[str]:
+    """Everything below ``path``, hidden files too."""
+    return sorted(str(found.relative_to(path)) for found in path.rglob("*"))
