@@ -39,7 +39,7 @@ def drift(manifest: Manifest) -> str:
     ]
     if not rows:
         return ""
-    sources = "; ".join(sorted({f"{entry.samples} samples, {entry.source}" for entry in manifest.drift.values()}))
+    sources = "; ".join(sorted({f"{entry.samples} samples of {entry.source}" for entry in manifest.drift.values()}))
     emulated = ", ".join(sorted(profile for profile, entry in manifest.drift.items() if entry.emulated))
     title = f"Drift from the fp32 reference on {sources}" + (f"; emulated: {emulated}" if emulated else "")
     columns = ("profile", "output", "metric", "judged", "worst", "budget", "within")
@@ -86,9 +86,11 @@ def _plan(manifest: Manifest) -> str:
 
 
 def _islands(manifest: Manifest) -> str:
-    """Nodes kept in fp32 by name, where they are few enough to be read."""
-    rows = [e for e in manifest.plan.nodes.get("cuda", []) if e.precision == "fp32"]
-    return table("fp32 nodes of cuda", ("node", "op", "reason"), [(e.name, e.op, e.reason) for e in rows])
+    """The nodes of cuda that compute on floats and stay in fp32."""
+    rows = [e for e in manifest.plan.nodes.get("cuda", []) if e.precision == "fp32" and "to narrow" not in e.reason]
+    if not rows:
+        return ""
+    return table("fp32 islands of cuda", ("node", "op", "reason"), [(e.name, e.op, e.reason) for e in rows])
 
 
 def _files(manifest: Manifest) -> str:

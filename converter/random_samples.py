@@ -31,10 +31,10 @@ _TRANSPARENT = frozenset(
 def generate(inputs: Sequence[TensorSpec], graph: ir.Model, sampler: Sampler | None, seed: int) -> Samples:
     """:data:`COUNT` feeds: from ``sampler`` when the source brought one, else random within the graph's bounds."""
     if sampler is not None:
-        return Samples(tuple(sampler(seed, COUNT)), f"{COUNT} random token sequences (seed {seed})")
+        return Samples(tuple(sampler(seed, COUNT)), f"random token sequences (seed {seed})")
     bounds = {value.name or "": index_bound(value) for value in graph.graph.inputs}
     feeds = tuple(_random(inputs, bounds, seed))
-    return Samples(feeds, f"{COUNT} random inputs (seed {seed})")
+    return Samples(feeds, f"random inputs (seed {seed})")
 
 
 def index_bound(value: ir.Value) -> int | None:

@@ -49,7 +49,7 @@ def _from_directory(path: Path, inputs: Sequence[TensorSpec]) -> Samples:
     if not files:
         raise SamplesError(f"--samples {path}: holds no {' or '.join(SUFFIXES)} file")
     feeds = tuple(_checked(file, _read_file(file), inputs) for file in files)
-    return Samples(feeds, f"{len(feeds)} files of the directory {path.resolve().name}")
+    return Samples(feeds, f"the directory {path.resolve().name}")
 
 
 def _from_function(given: str, inputs: Sequence[TensorSpec]) -> Samples:
@@ -61,7 +61,7 @@ def _from_function(given: str, inputs: Sequence[TensorSpec]) -> Samples:
     if not yielded:
         raise SamplesError(f"--samples {given}: the function yielded nothing")
     feeds = tuple(_checked(f"{given}, sample {i}", _arrays(given, i, y), inputs) for i, y in enumerate(yielded))
-    return Samples(feeds, f"{len(feeds)} samples of {given}")
+    return Samples(feeds, given)
 
 
 def _arrays(given: str, index: int, yielded: Any) -> Feeds:
@@ -98,4 +98,4 @@ def _checked(where: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Feeds
     if any(array.size == 0 for array in feeds.values()):
         shapes = ", ".join(f"{name}{describe(array.shape)}" for name, array in feeds.items())
         raise SamplesError(f"--samples {where}: a sample without elements measures nothing ({shapes})")
-    return {spec.name: np.ascontiguousarray(feeds[spec.name]) for spec in inputs}
+    return {spec.name: np.asarray(feeds[spec.name], order="C") for spec in inputs}
