@@ -15,6 +15,7 @@ def write(path: Path, feeds: Feeds, outputs: Feeds) -> None:
     """Write one feed and its reference outputs under the keys ``input:NAME`` and ``output:NAME``."""
     from safetensors.numpy import save
 
-    arrays = {f"input:{name}": np.ascontiguousarray(array) for name, array in feeds.items()}
-    arrays |= {f"output:{name}": np.ascontiguousarray(array) for name, array in outputs.items()}
+    # ascontiguousarray would give a scalar a dimension
+    arrays = {f"input:{name}": np.asarray(array, order="C") for name, array in feeds.items()}
+    arrays |= {f"output:{name}": np.asarray(array, order="C") for name, array in outputs.items()}
     path.write_bytes(save(arrays))  # save_file makes files that only their owner can read

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactExists, UsageError
+from bf16kit.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.manifest import CheckpointEntry
 from bf16kit.tensors import BY_NAME
 from converter.checkpoint import Array
@@ -47,6 +47,10 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
         raise UsageError(f"{out.parent}: no such directory")
     with progress.step("checking digests"):
         opened = Artifact.open(artifact)
+    if not opened.manifest.checkpoint and opened.manifest.source.tensors:
+        raise ArtifactError(
+            f"{artifact}: keeps no residual, so its checkpoint cannot be restored; convert it without --no-residual"
+        )
     entries = sorted(opened.manifest.checkpoint, key=lambda entry: entry.name)
     total = sum(_nbytes(entry) for entry in entries)
     partial = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")

@@ -8,10 +8,10 @@ from pathlib import Path
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
 from bf16kit.drift import METRICS, DriftSummary
-from bf16kit.errors import ArtifactError, BudgetExceeded
+from bf16kit.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.runtime.loading import load_reference
 from converter import measure, samples
-from converter.certify import breaches, run_profile
+from converter.certify import breaches, run_profile, summarise
 from converter.checkpoint import Feeds
 from converter.memory import release
 from converter.text import table
@@ -35,7 +35,8 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
     over: list[str] = []
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
-        summaries, emulated = run_profile(artifact, profile, feeds, expected)
+        found, emulated = run_profile(artifact, profile, feeds)
+        summaries = summarise(artifact.manifest, expected, found)
         rows += _rows(f"{profile}, emulated" if emulated else profile, summaries, budget)
         over += breaches(profile, budget, summaries)
         release()
@@ -53,6 +54,10 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
 def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], list[Feeds], str]:
     """Feeds and what the reference answers: kept in the artifact, or computed for the samples given."""
     if given is None:
+        if artifact.manifest.golden is None:
+            raise UsageError(
+                f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples"
+            )
         kept = artifact.golden()
         return (kept.inputs,), [kept.outputs], "the golden samples"
     found = samples.load(given, [entry.spec() for entry in artifact.manifest.inputs])

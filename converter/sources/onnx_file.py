@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,9 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
         raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({first_line(error)})") from error
     if not list(model.graph.outputs):
         raise SourceError(f"{path}: truncated or damaged: its graph has no outputs")
+    # Up to IR version 3 weights had to be listed among the inputs; nobody feeds them.
+    for value in [value for value in model.graph.inputs if value.name in model.graph.initializers]:
+        model.graph.inputs.remove(value)
     return model, [path, *_external_files(path, model)]
 
 
@@ -35,19 +38,31 @@ def _external_files(path: Path, model: ir.Model) -> list[Path]:
     import onnx_ir as ir
 
     files: dict[Path, int] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if not isinstance(tensor, ir.ExternalTensor):
-                continue
-            location = path.parent / tensor.location
-            if not location.resolve().is_relative_to(path.parent.resolve()):
-                raise SourceError(f"{path}: {value.name!r} is in {tensor.location!r}, outside the model's directory")
-            end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
-            files[location] = max(end, files.get(location, 0))
+    for tensor in _tensors(model):
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = path.parent / tensor.location
+        if not location.resolve().is_relative_to(path.parent.resolve()):
+            raise SourceError(f"{path}: {tensor.name!r} is in {tensor.location!r}, outside the model's directory")
+        end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
+        files[location] = max(end, files.get(location, 0))
     for location, end in files.items():
         _check_size(path, location, end)
     return list(files)
+
+
+def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol | None]:
+    """Every tensor the file holds: initializers and attributes, of the graph, its bodies and its functions."""
+    import onnx_ir as ir
+
+    for graph in (*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs())):
+        yield from (value.const_value for value in graph.initializers.values())
+    nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
+    for attribute in (attribute for node in nodes for attribute in node.attributes.values()):
+        if attribute.type == ir.AttributeType.TENSOR:
+            yield attribute.as_tensor()
+        elif attribute.type == ir.AttributeType.TENSORS:
+            yield from attribute.as_tensors()
 
 
 def _check_size(path: Path, location: Path, end: int) -> None:
