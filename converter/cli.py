@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bf16kit import __version__, errors
+from converter.text import printable
 
 if TYPE_CHECKING:
     from converter.options import Options
@@ -32,6 +34,8 @@ _PATH = click.Path(path_type=Path)
 
 def main() -> None:
     """The entry point: run the command, say what went wrong in one message, exit with the table's code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without × or – is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 
@@ -51,7 +55,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost: whatever it is becomes a message and an exit code
         if debug:
             traceback.print_exc()
-        click.echo(f"bf16-convert: error: {_message(error)}", err=True)
+        click.echo(f"bf16-convert: error: {printable(_message(error))}", err=True)
         return exit_code(error)
     return DONE
 
@@ -73,6 +77,10 @@ def _message(error: Exception) -> str:
         f"unexpected {type(error).__name__}: {error}; this is a bug in bf16-convert:"
         " run it again with --debug and report what it prints"
     )
+
+
+def _say(text: str) -> None:
+    click.echo(printable(text))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -148,7 +156,7 @@ def checkpoint(debug: bool, **given: object) -> None:
     options = _options(**given)
     with progress.on(sys.stderr) as bar:
         result = convert(options, bar)
-    click.echo(report.summary(result.artifact, result.notes))
+    _say(report.summary(result.artifact, result.notes))
 
 
 def _options(**given: object) -> Options:
@@ -184,7 +192,7 @@ def inspect(artifact: Path, debug: bool) -> None:
     """Show what ARTIFACT holds: plan, sizes, drift, digests."""
     from converter.inspect import describe
 
-    click.echo(describe(artifact))
+    _say(describe(artifact))
 
 
 @command.command()
@@ -202,7 +210,7 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], debug
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
     from converter.verify import verify as verify_artifact
 
-    click.echo(verify_artifact(artifact, samples, profiles))
+    _say(verify_artifact(artifact, samples, profiles))
 
 
 @command.command()
@@ -216,7 +224,7 @@ def restore(artifact: Path, out: Path, force: bool, debug: bool) -> None:
     from converter.restore import restore as restore_artifact
 
     with progress.on(sys.stderr) as bar:
-        click.echo(restore_artifact(artifact, out, force=force, progress=bar))
+        _say(restore_artifact(artifact, out, force=force, progress=bar))
 
 
 if __name__ == "__main__":

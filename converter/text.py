@@ -16,7 +16,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         drawn.add_column(column, overflow="fold")
     for row in rows:
@@ -24,10 +24,16 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     stream = io.StringIO()
     width = max(_NARROWEST, shutil.get_terminal_size().columns)
     Console(file=stream, no_color=True, width=width).print(drawn)
-    return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())
+    lines = stream.getvalue().rstrip().splitlines()
+    return "\n".join([title, *(line.rstrip() for line in lines)])  # a title of rich's own wraps at the table's width
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    """``text`` with every control character not in ``keep`` written out: names that strangers chose stay text."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cell(value: object) -> str:
     if value is None:
         return "–"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else printable(str(value), keep="")

@@ -54,9 +54,12 @@ def fit(module: torch.nn.Module, tensors: Mapping[str, Array]) -> None:
 
 
 def _without_prefix(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    """``tensors`` without what wrappers put before their names, however many stood around each other."""
     for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in tensors) and not any(name.startswith(prefix) for name in state):
-            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        if not tensors or any(name.startswith(prefix) for name in state):
+            continue
+        if all(name.startswith(prefix) for name in tensors):
+            return _without_prefix({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, state)
     return dict(tensors)
 
 

@@ -1,0 +1,23 @@
+"""What ``restore`` gives back, compared with the checkpoint bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from converter.sources.safetensors_file import read_file
+
+Array = NDArray[Any]
+
+
+def assert_restored(path: Path, checkpoint: Mapping[str, Array]) -> None:
+    """The file at ``path`` holds exactly ``checkpoint``: names, dtypes, shapes and bits."""
+    found = read_file(path)
+    assert sorted(found) == sorted(checkpoint)
+    for name, array in checkpoint.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+        assert found[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
