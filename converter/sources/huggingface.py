@@ -85,6 +85,7 @@ def _load_module(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Ar
                 state_dict={name: to_torch(tensor) for name, tensor in tensors.items()},
                 dtype=torch.float32,
                 attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # `_check_fit` names them
                 output_loading_info=True,
             )
     except SourceError:

@@ -1,0 +1,185 @@
+"""Hugging Face directories: tiny models made by transformers, never downloaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from converting import ONNX_ONLY, Cli, tree
+from restored import assert_restored
+from safetensors.torch import load_file, save_file
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from converter.cli import run
+from converter.quiet import quiet
+from converter.sources.safetensors_file import read_file
+
+_BERT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
+
+
+def _save(directory: Path, architecture: str, **config: Any) -> Path:
+    """A BERT with random weights, saved as transformers does."""
+    import transformers
+
+    with quiet():
+        torch.manual_seed(0)
+        module = getattr(transformers, architecture)(transformers.BertConfig(**_BERT | config))
+        if config.get("num_labels") == 3:  # one class far ahead: random weights alone would leave ties to rounding
+            module.classifier.bias.data.copy_(torch.tensor([2.0, 0.0, -2.0]))
+        module.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("hf") / "bert", "BertModel")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory, bert: Path) -> Artifact:
+    """``bert``, converted with all defaults."""
+    path = tmp_path_factory.mktemp("repository") / "bert" / "1"
+    assert run(["checkpoint", str(bert), "--out", str(path)]) == 0
+    return Artifact.open(path)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("hf") / "classifier", "BertForSequenceClassification", num_labels=3)
+
+
+@pytest.fixture
+def copied(bert: Path, tmp_path: Path) -> Path:
+    """A copy of ``bert`` to be damaged."""
+    return Path(shutil.copytree(bert, tmp_path / "copied"))
+
+
+def test_a_bare_model_gives_its_hidden_states_and_every_tensor_back(
+    cli: Cli, tmp_path: Path, artifact: Artifact, bert: Path
+) -> None:
+    """The pooler, which nothing serves, is in no graph and is given back all the same."""
+    manifest = artifact.manifest
+    assert manifest.source.format == "huggingface"
+    assert [entry.name for entry in manifest.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert [(entry.name, entry.kind) for entry in manifest.outputs] == [("last_hidden_state", "embedding")]
+    assert [entry.shape for entry in manifest.inputs] == [["batch", "seq"]] * 3
+    assert manifest.outputs[0].shape == ["batch", "seq", 32]
+    assert manifest.batch_axis == 0
+    assert "random token sequences" in manifest.drift["cpu"].source
+    assert set(manifest.profiles) == {"cpu", "cuda", "torchscript"}
+    cli("restore", artifact.path, "--out", tmp_path / "fp32.safetensors").published()
+    original = read_file(bert / "model.safetensors")
+    assert any("pooler" in name for name in original)
+    assert_restored(tmp_path / "fp32.safetensors", original)
+
+
+def test_masked_tokens_change_nothing(artifact: Artifact) -> None:
+    ids = np.array([[5, 6, 7, 0, 0]])
+    mask = np.array([[1, 1, 1, 0, 0]])
+    padded = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    alone = {name: array[:, :3] for name, array in padded.items()}
+    for runtime in (load_reference(artifact), load(artifact, "cpu")):
+        together = runtime.run(padded)["last_hidden_state"][:, :3]
+        np.testing.assert_allclose(together, runtime.run(alone)["last_hidden_state"], atol=1e-5)
+
+
+def test_a_classification_head_gives_logits_whose_top1_is_judged(cli: Cli, target: Path, classifier: Path) -> None:
+    cli("checkpoint", classifier, "--out", target, *ONNX_ONLY).published()
+    manifest = Artifact.open(target).manifest
+    assert [(entry.name, entry.kind, entry.shape) for entry in manifest.outputs] == [("logits", "logits", ["batch", 3])]
+    for profile in ("cpu", "cuda"):
+        assert manifest.drift[profile].outputs["logits"]["top1_agreement"]["mean"] >= 0.99
+        assert manifest.drift[profile].emulated == (profile == "cuda")
+
+
+def test_a_head_that_regresses_has_no_top1(cli: Cli, tmp_path: Path, target: Path) -> None:
+    _save(tmp_path / "r", "BertForSequenceClassification", num_labels=1)
+    cli("checkpoint", tmp_path / "r", "--out", target, *ONNX_ONLY, "--profile", "cpu").published()
+    manifest = Artifact.open(target).manifest
+    assert manifest.outputs[0].kind == "regression"
+    assert "top1_agreement" not in manifest.drift["cpu"].outputs["logits"]
+
+
+def test_shards_and_named_dimensions(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
+    whole = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    names = sorted(whole)
+    weight_map = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save_file({n: whole[n] for n in names if weight_map[n] == shard}, copied / shard, {"format": "pt"})
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    inputs = [f"{name}:int64:n,8" for name in ("input_ids", "attention_mask")]
+    arguments = [argument for one in inputs for argument in ("--input", one)]
+    cli("checkpoint", copied, "--out", target, *arguments, *ONNX_ONLY, "--profile", "cpu").published()
+    assert [entry.shape for entry in Artifact.open(target).manifest.inputs] == [["n", 8]] * 2
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", {name: tensor.numpy() for name, tensor in whole.items()})
+
+
+def _config(directory: Path, **changed: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changed))
+
+
+def _without_a_layer(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if "intermediate" not in name}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def _cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _pickled(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save([1], directory / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), "has no model_type"),
+        (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: not JSON"),
+        (lambda d: _config(d, model_type="unheard-of"), "transformers cannot load it"),
+        (lambda d: _config(d, hidden_size="wide"), "transformers cannot load it"),
+        (lambda d: _config(d, architectures=["BertForEverything"]), "BertForEverything is not one transformers knows"),
+        (lambda d: _config(d, vocab_size=99), "shape: embeddings.word_embeddings.weight is [64, 32]"),
+        (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors, its index, nor pytorch_model.bin"),
+        (_without_a_layer, "missing: encoder.layer.0.intermediate.dense.weight"),
+        (_cut, "model.safetensors: truncated or damaged"),
+        (_pickled, "pytorch_model.bin: holds a list, expected a state dict"),
+    ],
+)
+def test_a_damaged_directory(cli: Cli, tmp_path: Path, target: Path, copied: Path, damage: Any, said: str) -> None:
+    damage(copied)
+    before = tree(tmp_path)
+    cli("checkpoint", copied, "--out", target).refused(2, said)
+    assert tree(tmp_path) == before
+
+
+def test_an_architecture_is_not_asked_for_twice(cli: Cli, target: Path, bert: Path) -> None:
+    said = "--model: a Hugging Face directory brings its own architecture"
+    cli("checkpoint", bert, "--model", "architectures:Mlp", "--out", target).refused(2, said)
+
+
+def test_code_in_the_directory_is_not_run(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
+    (copied / "modeling_evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
+    _config(copied, model_type="evil", auto_map={"AutoModel": "modeling_evil.Evil", "AutoConfig": "modeling_evil.Evil"})
+    cli("checkpoint", copied, "--out", target).refused(2, "transformers cannot load it")
+    assert not (tmp_path / "executed").exists()
