@@ -35,7 +35,12 @@ def kind_of(name: str) -> Kind:
 
 
 def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
+    import onnx_ir as ir
+
     name = value.name or ""
+    if value.type is not None and not isinstance(value.type, ir.TensorType):
+        kind_of_type = type(value.type).__name__.removesuffix("Type").lower()
+        raise ConversionError(f"{name!r} is of type {kind_of_type}, and bf16kit serves tensors only")
     if value.dtype is None or int(value.dtype) not in BY_ONNX:
         raise ConversionError(f"{name!r} is {value.type}, and bf16kit serves tensors of plain dtypes only")
     if value.shape is None:
