@@ -49,6 +49,7 @@ def certify(
     with progress.step("running the fp32 reference"):
         reference = source or load_reference(stage.draft(manifest))
         expected = measure.answers(reference, samples.feeds)
+        measure.check_answers(expected, samples.origin)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
         release()

@@ -10,7 +10,7 @@ import numpy as np
 
 from bf16kit import drift
 from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.errors import RuntimeFailure
+from bf16kit.errors import RuntimeFailure, SamplesError
 from bf16kit.runtime import Runtime
 from bf16kit.tensors import TensorSpec
 from converter.checkpoint import Feeds
@@ -23,6 +23,21 @@ _SAME = 1e-4
 def answers(runtime: Runtime, feeds: Sequence[Feeds]) -> list[Feeds]:
     """What ``runtime`` gives for each of ``feeds``."""
     return [runtime.run(feed) for feed in feeds]
+
+
+def check_answers(reference: Sequence[Feeds], origin: str) -> None:
+    """:class:`SamplesError` when the reference answers with NaN, from which every candidate is equally far: none.
+
+    Infinities are let through; masked logits hold them.
+    """
+    for index, outputs in enumerate(reference):
+        for name, array in outputs.items():
+            count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
+            if count:
+                raise SamplesError(
+                    f"the fp32 reference answers sample {index} of {origin} with NaN (output {name!r}, {count} of"
+                    f" {array.size} values), and drift from NaN is nothing; give --samples that the model is made for"
+                )
 
 
 def summarise(

@@ -13,7 +13,7 @@ import numpy as np
 
 from bf16kit.errors import InvalidRequest, SamplesError
 from bf16kit.tensors import TensorSpec, check_feeds, describe
-from converter.checkpoint import Feeds
+from converter.checkpoint import Array, Feeds
 from converter.imports import import_callable, is_import_spec
 from converter.quiet import first_line
 
@@ -69,7 +69,14 @@ def _arrays(given: str, index: int, yielded: Any) -> Feeds:
         raise SamplesError(
             f"--samples {given}: sample {index} is {type(yielded).__name__}, expected a dict of an array per input"
         )
-    return {str(name): np.asarray(array) for name, array in yielded.items()}
+    return {str(name): _array(f"{given}: sample {index}", name, value) for name, value in yielded.items()}
+
+
+def _array(where: str, name: object, value: Any) -> Array:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require a gradient
+        raise SamplesError(f"--samples {where}: input {str(name)!r} is no array: {first_line(error)}") from None
 
 
 def _read_file(path: Path) -> Feeds:
@@ -77,8 +84,7 @@ def _read_file(path: Path) -> Feeds:
         raise SamplesError(f"--samples {path}: expected a {' or '.join(SUFFIXES)} file with an array per input")
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
+            return _read_npz(path)
         from safetensors.numpy import load_file
 
         return dict(load_file(path))
@@ -88,6 +94,15 @@ def _read_file(path: Path) -> Feeds:
         if type(error).__name__ != "SafetensorError":
             raise
         raise SamplesError(f"--samples {path}: cannot be read: {first_line(error)}") from None
+
+
+def _read_npz(path: Path) -> Feeds:
+    with path.open("rb") as file:  # opened here: numpy leaves a damaged archive open
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise ValueError("one array, not an archive of an array per input")
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
 
 
 def _checked(where: object, feeds: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:

@@ -63,10 +63,12 @@ def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...],
     found = samples.load(given, [entry.spec() for entry in artifact.manifest.inputs])
     reference = load_reference(artifact)
     try:
-        return found.feeds, measure.answers(reference, found.feeds), found.origin
+        expected = measure.answers(reference, found.feeds)
     finally:
         reference.close()
         release()
+    measure.check_answers(expected, found.origin)
+    return found.feeds, expected, found.origin
 
 
 def _rows(profile: str, summaries: dict[str, DriftSummary], budget: Budget) -> list[tuple[object, ...]]:
