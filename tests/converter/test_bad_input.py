@@ -1,0 +1,132 @@
+"""What cannot be converted is refused in one clear message, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from architectures import Mlp, save
+from converting import MLP, ONNX_ONLY, Cli, process, tree
+
+import graphs
+from bf16kit.artifact import Artifact
+
+ARGUMENTS = (*MLP, *ONNX_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (float("nan"), "1024 of 1024 values are NaN"),
+        (float("inf"), "infinite"),
+        (3.4e38, "overflow bfloat16"),
+    ],
+)
+def test_weights_that_bf16_cannot_hold_are_named_and_counted(
+    cli: Cli, tmp_path: Path, target: Path, values: float, said: str
+) -> None:
+    source = save(tmp_path / "m.pt", Mlp(), up__weight=torch.full((64, 16), values))
+    cli("checkpoint", source, "--out", target, *ARGUMENTS).refused(3, "'up.weight'", said)
+    assert tree(tmp_path) == ["m.pt"]
+
+
+def test_overflowing_weights_may_be_saturated(cli: Cli, tmp_path: Path, target: Path) -> None:
+    weight = torch.zeros(64, 16)
+    weight[0, 0] = 3.4e38
+    source = save(tmp_path / "m.pt", Mlp(), up__weight=weight)
+    flags = ("--saturate", "--allow-over-budget")
+    cli("checkpoint", source, "--out", target, *ARGUMENTS, *flags).published()
+    assert float(np.max(Artifact.open(target).tensor("up.weight").astype(np.float32))) == 3.3895313892515355e38
+
+
+def test_a_target_that_exists_is_refused_before_anything_is_read(cli: Cli, tmp_path: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    cli("checkpoint", tmp_path / "absent", "--out", target).refused(2, "already exists", "--force")
+
+
+def test_force_replaces_an_artifact_whole(cli: Cli, onnx_file: Path, target: Path) -> None:
+    command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
+    cli(*command, "--profile", "cpu").published()
+    cli(*command).refused(2, "already exists")
+    assert not (target / "cuda.onnx").exists()
+    cli(*command, "--force").published()
+    assert sorted(Artifact.open(target).manifest.profiles) == ["cpu", "cuda"]
+    assert [path.name for path in target.parent.iterdir()] == ["1"]
+
+
+def test_force_replaces_nothing_but_artifacts(cli: Cli, onnx_file: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    (target / "thesis.tex").write_text("years of work")
+    cli("checkpoint", onnx_file, "--out", target, "--force").refused(2, "--force replaces only artifacts")
+    assert (target / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_failed_conversion_leaves_what_was_there(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
+    command = ("--out", target, "--force", *ONNX_ONLY)
+    cli("checkpoint", onnx_file, *command).published()
+    before = (target / "manifest.json").read_bytes()
+    cli("checkpoint", onnx_file, *command, "--budget", "relative_l2=1e-9").refused(1, "nothing published")
+    assert (target / "manifest.json").read_bytes() == before
+    assert [path.name for path in target.parent.iterdir()] == ["1"]
+
+
+def _no_file_over_64_kib() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then fails with EFBIG, as a full disk does with ENOSPC
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
+
+
+def test_a_full_disk_publishes_nothing(tmp_path: Path, target: Path) -> None:
+    source = tmp_path / "large.onnx"
+    onnx.save(graphs.mlp((256, 256, 256)), source)
+    done = process("checkpoint", source, "--out", target, *ONNX_ONLY, before=_no_file_over_64_kib)
+    done.refused(2, "disk full", "nothing was published")
+    assert tree(tmp_path) == ["large.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--out", "repository/m"], "must end in MODEL/VERSION"),
+        (["--input", "y:float32:batch,16"], "the model's inputs are x"),
+        (["--input", "x:float16:batch,16"], "the model's own input is float32"),
+        (["--input", "x"], "expected NAME:DTYPE:DIMS"),
+        (["--budget", "accuracy=1"], "unknown metric 'accuracy'"),
+        (["--budget", "relative_l2=small"], "'small' is not a number"),
+        (["--keep-fp32", "("], "not a regular expression"),
+        (["--bf16", "no_such_tensor"], "matches no node or tensor"),
+        (["--samples", "absent.npz"], "no such file or directory"),
+        (["--model", "architectures:Mlp"], "an ONNX file brings its own architecture"),
+        (["--model-args", "{"], "not JSON"),
+    ],
+)
+def test_a_bad_option_is_named(cli: Cli, onnx_file: Path, target: Path, flags: list[str], said: str) -> None:
+    out = [] if "--out" in flags else ["--out", str(target)]
+    cli("checkpoint", onnx_file, *out, *flags).refused(2, said)
+    assert not target.parent.exists()
+
+
+def test_samples_that_do_not_fit_are_told_with_what_was_expected(
+    cli: Cli, tmp_path: Path, onnx_file: Path, target: Path
+) -> None:
+    np.savez(tmp_path / "wide.npz", x=np.zeros((1, 17), np.float32))
+    np.savez(tmp_path / "double.npz", x=np.zeros((1, 16)))
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and then nothing")
+    command = ("checkpoint", onnx_file, "--out", target, "--samples")
+    cli(*command, tmp_path / "wide.npz").refused(2, "[1, 17]", "[batch,16]")
+    cli(*command, tmp_path / "double.npz").refused(2, "float64", "expected float32")
+    cli(*command, tmp_path / "broken.npz").refused(2, "cannot be read")
+
+
+def test_samples_that_are_pickles_are_not_run(cli: Cli, tmp_path: Path, onnx_file: Path, target: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "sprung",)
+
+    np.savez(tmp_path / "trap.npz", x=np.array([Trap()], dtype=object))
+    cli("checkpoint", onnx_file, "--out", target, "--samples", tmp_path / "trap.npz").refused(2, "cannot be read")
+    assert not (tmp_path / "sprung").exists()

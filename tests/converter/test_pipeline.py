@@ -1,0 +1,166 @@
+"""A conversion as a whole: what it publishes, that it is proved by running, and that it is the same every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from architectures import Mlp, Tied, save, seeded
+from converting import MLP, ONNX_ONLY, Cli, tree
+from restored import assert_restored
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from converter.options import Options, parse_target
+from converter.pipeline import convert
+
+FILES = ["cpu.onnx", "cuda.onnx", "golden.safetensors", "manifest.json", "model.torchscript.pt", "reference.onnx"]
+WEIGHTS = ["report.html", "residual.bin", "weights.bf16", "weights.fp32"]
+
+
+def test_everything_is_published_in_one_directory(mlp: Artifact) -> None:
+    assert tree(mlp.path) == FILES + WEIGHTS
+    mlp.verify()
+
+
+def test_every_profile_was_run_and_says_where(mlp: Artifact) -> None:
+    manifest = mlp.manifest
+    assert {name: profile.verified for name, profile in manifest.profiles.items()} == {
+        "cpu": "host",
+        "cuda": "emulated",
+        "torchscript": "host",
+    }
+    assert manifest.drift.keys() == manifest.profiles.keys()
+    assert [entry.emulated for _, entry in sorted(manifest.drift.items())] == [False, True, False]
+    assert all(entry.outputs["output"]["relative_l2"]["mean"] > 0 for entry in manifest.drift.values())
+    assert manifest.batch_axis == 0
+
+
+def test_the_golden_samples_are_the_references_answers(mlp: Artifact) -> None:
+    golden = mlp.golden()
+    reference = load_reference(mlp)
+    np.testing.assert_array_equal(reference.run(golden.inputs)["output"], golden.outputs["output"])
+    for profile in ("cpu", "torchscript"):
+        found = load(mlp, profile).run(golden.inputs)["output"]
+        np.testing.assert_allclose(found, golden.outputs["output"], atol=0.05)
+
+
+def test_the_reference_is_the_model_it_came_from(mlp: Artifact) -> None:
+    import torch
+
+    x = np.random.default_rng(1).standard_normal((3, 16), np.float32)
+    with torch.no_grad():
+        expected = seeded(Mlp())(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(load_reference(mlp).run({"x": x})["output"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_same_input_gives_the_same_bytes(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:
+    """From another working directory, to another repository, later in a process that has traced other models."""
+    again = tmp_path / "elsewhere" / "mlp" / "1"
+    cli("checkpoint", mlp_file, "--out", again, *MLP).published()
+    for name in tree(mlp.path):
+        assert (again / name).read_bytes() == (mlp.path / name).read_bytes(), name
+
+
+def test_nothing_in_it_says_on_which_machine_it_was_made(mlp: Artifact, mlp_file: Path) -> None:
+    places = [str(mlp.path.parent), str(mlp_file.parent), str(Path(__file__).parents[2])]
+    for name in tree(mlp.path):
+        data = (mlp.path / name).read_bytes()
+        assert not [place for place in places if place.encode() in data], name
+
+
+def _wide_conv_bn() -> onnx.ModelProto:
+    """Wide enough for its kernel to be narrowed, with the BatchNorm folded in."""
+    return graphs.conv_bn(channels=16)
+
+
+@pytest.mark.parametrize("build", [graphs.embedding, _wide_conv_bn, graphs.if_branches, graphs.loop])
+def test_weights_of_onnx_files_come_back_bit_for_bit_wherever_they_live(
+    cli: Cli, tmp_path: Path, target: Path, build: object
+) -> None:
+    """In initializers, in Constant nodes, in the bodies of If and Loop, and with a BatchNorm folded in."""
+    source, out = tmp_path / "m.onnx", tmp_path / "fp32.safetensors"
+    model: onnx.ModelProto = build()  # type: ignore[operator]
+    onnx.save(model, source)
+    cli("checkpoint", source, "--out", target, *ONNX_ONLY, "--allow-over-budget").published()
+    cli("restore", target, "--out", out).published()
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type == 1}
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            weights |= {t.name: onnx.numpy_helper.to_array(t) for t in attribute.g.initializer}
+            weights |= {
+                n.output[0]: onnx.numpy_helper.to_array(n.attribute[0].t)
+                for n in attribute.g.node
+                if n.op_type == "Constant"
+            }
+    assert_restored(out, weights)
+
+
+def test_tied_weights_come_back_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
+    source, out = save(tmp_path / "tied.pt", Tied()), tmp_path / "fp32.safetensors"
+    flags = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq")
+    cli("checkpoint", source, "--out", target, *flags, *ONNX_ONLY).published()
+    cli("restore", target, "--out", out).published()
+    assert_restored(out, {name: tensor.numpy() for name, tensor in seeded(Tied()).state_dict().items()})
+    assert len(Artifact.open(target).manifest.tensors) < len(seeded(Tied()).state_dict()) + 1
+
+
+def test_a_model_that_mixes_its_batch_gets_no_batch_axis(cli: Cli, mlp_file: Path, target: Path) -> None:
+    flags = ("--model", "architectures:Centred", *MLP[2:], *ONNX_ONLY, "--allow-over-budget")
+    done = cli("checkpoint", mlp_file, "--out", target, *flags).published()
+    assert "no batch axis" in done.out
+    assert Artifact.open(target).manifest.batch_axis is None
+
+
+def test_without_the_residual_there_is_no_reference_but_drift_was_measured_all_the_same(
+    cli: Cli, onnx_file: Path, target: Path
+) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--no-residual", "--no-report").published()
+    assert not {"residual.bin", "reference.onnx", "report.html"} & set(tree(target))
+    assert Artifact.open(target).manifest.drift["cpu"].outputs["y"]["relative_l2"]["mean"] > 0
+
+
+def test_drift_over_budget_is_an_error_unless_that_was_allowed(cli: Cli, onnx_file: Path, target: Path) -> None:
+    command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--budget", "relative_l2=1e-6")
+    cli(*command).refused(1, "profile cpu, output 'y': relative_l2 is", "the budget allows at most 1e-06")
+    assert not target.exists()
+    done = cli(*command, "--allow-over-budget").published()
+    assert "published because that was allowed" in done.out
+    assert Artifact.open(target).manifest.budget["relative_l2"] == 1e-6
+
+
+def test_torchscript_alone_still_has_its_reference(cli: Cli, mlp_file: Path, target: Path) -> None:
+    cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript").published()
+    artifact = Artifact.open(target)
+    assert list(artifact.manifest.profiles) == ["torchscript"]
+    assert load_reference(artifact).info.profile == "reference"
+
+
+def test_torchscript_of_an_onnx_file_is_a_note_or_an_error_if_it_was_asked_for(
+    cli: Cli, onnx_file: Path, target: Path
+) -> None:
+    command = ("checkpoint", onnx_file, "--out", target)
+    cli(*command, "--format", "torchscript").refused(3, "TorchScript is not written from onnx")
+    assert "note: no TorchScript" in cli(*command).published().out
+
+
+def test_samples_of_a_function_are_measured_and_named(
+    cli: Cli, onnx_file: Path, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "calibration_of_a_test.py").write_text(
+        "import numpy as np\ndef three():\n    return ({'x': np.ones((rows, 16), np.float32)} for rows in (1, 2, 3))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--samples", "calibration_of_a_test:three")
+    assert "for want of --samples" not in done.published().out
+    entry = Artifact.open(target).manifest.drift["cpu"]
+    assert (entry.samples, entry.source) == (6, "calibration_of_a_test:three")
+
+
+def test_convert_can_be_called_without_a_command_line(onnx_file: Path, target: Path) -> None:
+    result = convert(Options(source=onnx_file, target=parse_target(target), formats=("onnx",)))
+    assert result.artifact.path == target
+    assert any("for want of --samples" in note for note in result.notes)
