@@ -151,7 +151,8 @@ class Artifact:
 
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
-        raise ArtifactError(f"{path}: no such directory")
+        what = "not a directory, as an artifact is" if path.exists() else "no such directory"
+        raise ArtifactError(f"{path}: {what}")
     where = path / MANIFEST
     if not where.is_file():
         raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")

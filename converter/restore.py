@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -41,10 +43,7 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
     Written beside ``out`` and renamed, so that a reader never sees half a file. Raises :class:`ArtifactExists` when
     ``out`` is there and not to be replaced, and what opening the artifact raises.
     """
-    if out.exists() and not force:
-        raise ArtifactExists(f"{out}: already exists; choose another name, or replace it with --force")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent}: no such directory")
+    _check_target(out, force)
     with progress.step("checking digests"):
         opened = Artifact.open(artifact)
     if not opened.manifest.checkpoint and opened.manifest.source.tensors:
@@ -55,17 +54,39 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
     total = sum(_nbytes(entry) for entry in entries)
     partial = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with partial.open("xb") as file, progress.step("restoring", total) as advance:
-            file.write(_header(entries))
-            for array in _in_order(opened, entries):
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                advance(array.nbytes)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(partial, opened, entries, total, progress)
         partial.replace(out)
+    except OSError as error:
+        raise _explained(out, error) from error
     finally:
         partial.unlink(missing_ok=True)
     return f"restored {len(entries)} tensors, {size(total)}, to {out}"
+
+
+def _check_target(out: Path, force: bool) -> None:
+    if out.is_dir():
+        raise ArtifactExists(f"{out}: is a directory; --out names the file to write, as fp32.safetensors")
+    if os.path.lexists(out) and not force:
+        raise ArtifactExists(f"{out}: already exists; choose another name, or replace it with --force")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent}: no such directory")
+
+
+def _write(path: Path, opened: Artifact, entries: Sequence[CheckpointEntry], total: int, progress: Progress) -> None:
+    with path.open("xb") as file, progress.step("restoring", total) as advance:
+        file.write(_header(entries))
+        for array in _in_order(opened, entries):
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            advance(array.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _explained(out: Path, error: OSError) -> UsageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(out.parent).free >> 20
+        return UsageError(f"{out}: disk full ({free} MiB free), nothing was written; free some space")
+    return UsageError(f"{out}: cannot be written ({error.strerror})")
 
 
 def _header(entries: Sequence[CheckpointEntry]) -> bytes:

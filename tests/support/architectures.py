@@ -85,6 +85,14 @@ class Untraceable(Mlp):
         return super().forward(x) if bool(x.sum() > 0) else x
 
 
+def with_buffers(buffers: dict[str, tuple[str, list[int]]]) -> nn.Module:
+    """An :class:`Mlp` that also holds buffers of these names, dtypes and shapes, and uses none of them."""
+    module = Mlp()
+    for name, (dtype, shape) in buffers.items():
+        module.register_buffer(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
+    return module
+
+
 def failing() -> nn.Module:
     raise RuntimeError("no such preset")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +44,8 @@ Cli = Callable[..., Outcome]
 def process(*arguments: str | Path, cwd: Path | None = None, before: Callable[[], None] | None = None) -> Outcome:
     """``bf16-convert`` in a process of its own; ``before`` runs in that process first, e.g. to limit it."""
     command = [str(Path(sys.executable).with_name("bf16-convert")), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, preexec_fn=before, timeout=120)
+    env = os.environ | {"PYTHONPATH": str(SUPPORT)}  # so that --model architectures:… is found there, too
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, preexec_fn=before, timeout=120)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

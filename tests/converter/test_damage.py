@@ -1,0 +1,139 @@
+"""Artifacts that changed since they were published: every command refuses them, naming the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from converting import Cli
+
+from bf16kit import seal
+from bf16kit.artifact import Artifact
+
+_FILES = (
+    "cpu.onnx",
+    "cuda.onnx",
+    "golden.safetensors",
+    "model.torchscript.pt",
+    "reference.onnx",
+    "report.html",
+    "residual.bin",
+    "weights.bf16",
+    "weights.fp32",
+)
+
+
+@pytest.fixture
+def damaged(mlp: Artifact, tmp_path: Path) -> Path:
+    """A copy of an artifact with every kind of file in it, to be damaged."""
+    return Path(shutil.copytree(mlp.path, tmp_path / "mlp" / "1"))
+
+
+def _commands(artifact: Path) -> list[tuple[str | Path, ...]]:
+    return [
+        ("verify", artifact),
+        ("inspect", artifact),
+        ("restore", artifact, "--out", artifact.parent / "fp32.safetensors"),
+    ]
+
+
+def _flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_every_file_of_an_artifact_is_tried_here(mlp: Artifact) -> None:
+    assert sorted(mlp.manifest.files) == sorted(_FILES)
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", _FILES)
+def test_a_flipped_bit_is_caught_and_the_file_named(cli: Cli, damaged: Path, name: str, at: float) -> None:
+    _flip(damaged / name, at)
+    for command in _commands(damaged):
+        cli(*command).refused(2, f"{damaged / name}: its sha256 is", "convert the artifact again")
+    assert not (damaged.parent / "fp32.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_a_file_that_is_cut_or_gone_is_named(cli: Cli, damaged: Path, name: str) -> None:
+    size = (damaged / name).stat().st_size
+    (damaged / name).write_bytes((damaged / name).read_bytes()[:-1])
+    cli("verify", damaged).refused(2, f"{damaged / name}: {size - 1} bytes, the manifest says {size}")
+    (damaged / name).unlink()
+    cli("verify", damaged).refused(2, f"{damaged / name}: missing")
+
+
+def test_a_flipped_bit_of_the_manifest_is_caught(cli: Cli, damaged: Path) -> None:
+    """The file that holds the digests of all the others carries its own."""
+    whole = (damaged / "manifest.json").read_bytes()
+    for position in range(0, len(whole), len(whole) // 40):
+        data = bytearray(whole)
+        data[position] ^= 0x10
+        (damaged / "manifest.json").write_bytes(data)
+        cli("inspect", damaged).refused(2, f"{damaged / 'manifest.json'}: ")
+
+
+def _edit(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = artifact / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    change(fields)
+    path.write_bytes(seal.dump(fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.update(schema_version=99), "99"),
+        (lambda m: m.update(colour="blue"), "colour"),
+        (lambda m: m.pop("tensors"), "no stored tensor 'up.weight'"),
+        (lambda m: m.pop("source"), "source"),
+        (lambda m: m["files"].update({"../x": m["files"]["cpu.onnx"]}), "../x"),
+        (lambda m: m["profiles"]["cpu"].update(graph="/etc/passwd"), "/etc/passwd"),
+        (lambda m: m["tensors"][0].update(offset=10**9), "beyond the end"),
+        (lambda m: m["files"].pop("weights.bf16"), "weights.bf16"),
+    ],
+)
+def test_a_manifest_that_breaks_the_rules(
+    cli: Cli, damaged: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    _edit(damaged, change)
+    for command in _commands(damaged):
+        cli(*command).refused(2, said)
+
+
+def test_a_newer_schema_is_told_from_damage(cli: Cli, damaged: Path) -> None:
+    _edit(damaged, lambda m: m.update(schema_version=2, colour="blue"))
+    cli("inspect", damaged).refused(2, "newer")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "manifest.json"), (b"\xff\xfe", "manifest.json"), (b"[]", "manifest.json")]
+)
+def test_a_manifest_that_is_none(cli: Cli, damaged: Path, content: bytes, said: str) -> None:
+    (damaged / "manifest.json").write_bytes(content)
+    cli("verify", damaged).refused(2, said)
+
+
+def test_directories_that_are_no_artifacts(cli: Cli, tmp_path: Path) -> None:
+    for command in _commands(tmp_path):
+        cli(*command).refused(2, "not an artifact, it has no manifest.json")
+    for command in _commands(tmp_path / "absent"):
+        cli(*command).refused(2, "absent: no such directory")
+    (tmp_path / "file").write_text("x")
+    cli("inspect", tmp_path / "file").refused(2, "file: not a directory, as an artifact is")
+
+
+def test_an_artifact_is_no_source(cli: Cli, small: Artifact, target: Path) -> None:
+    cli("checkpoint", small.path, "--out", target).refused(2, "is a bf16kit artifact already", "restore")
+
+
+def test_a_link_out_of_the_artifact_is_refused(cli: Cli, damaged: Path) -> None:
+    (damaged / "weights.bf16").rename(damaged.parent / "elsewhere")
+    (damaged / "weights.bf16").symlink_to("../elsewhere")
+    cli("verify", damaged).refused(2, "a link out of the artifact")

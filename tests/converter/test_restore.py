@@ -1,0 +1,114 @@
+"""Giving the checkpoint back: bit for bit, whole or not at all, over nobody's file."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+import torch
+from architectures import Mlp, seeded
+from converting import MLP, ONNX_ONLY, Cli, process, tree
+from restored import Array, assert_restored
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import graphs
+from bf16kit.artifact import Artifact
+
+
+def test_the_checkpoint_comes_back_bit_for_bit(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fp32.safetensors"
+    done = cli("restore", mlp.path, "--out", out).published()
+    assert done.out == f"restored 4 tensors, 7.0 kB, to {out}\n"
+    state = torch.load(mlp_file, weights_only=True)
+    assert_restored(out, {name: tensor.numpy() for name, tensor in state.items()})
+    with safe_open(out, framework="numpy") as file:  # the library agrees that it is a sound file
+        assert set(file.keys()) == set(state)
+    assert [path.name for path in tmp_path.iterdir()] == ["fp32.safetensors"]
+
+
+def test_every_bit_pattern_of_a_weight_survives(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Ties, subnormals, both zeros, the largest numbers that do not overflow."""
+    bits = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)
+    bits[(bits >> 23) & 0xFF > 0xFD] &= np.uint32(0x3FFFFFFF)
+    special = [0x00000001, 0x80000001, 0x007FFFFF, 0x3F808000, 0x3F818000, 0x80000000, 0x7F7F7FFF, 0x00008000]
+    bits.reshape(-1)[: len(special)] = special
+    weight = bits.view(np.float32)
+    node = onnx.helper.make_node("Gather", ["table", "ids"], ["y"])
+    proto = graphs.model(
+        [node],
+        [graphs.edge("ids", ["n"], onnx.TensorProto.INT64)],
+        [graphs.edge("y", ["n", 64])],
+        [graphs.initializer("table", weight)],
+    )
+    onnx.save(proto, tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--allow-over-budget").published()
+    cli("restore", target, "--out", tmp_path / "out").published()
+    assert_restored(tmp_path / "out", {"table": weight})
+
+
+def test_tensors_of_every_dtype_come_back(cli: Cli, tmp_path: Path, target: Path) -> None:
+    random = np.random.default_rng(0)
+    state: dict[str, Array] = {name: tensor.numpy() for name, tensor in seeded(Mlp()).state_dict().items()}
+    extra: dict[str, Array] = {
+        f"a_{name}": random.integers(0, 2, (3, 5)).astype(name)
+        for name in ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+    }
+    extra |= {"a_float16": np.ones(3, np.float16), "a_float64": random.standard_normal(7), "a_empty": np.empty((0, 2))}
+    extra |= {"a_bfloat16": np.ones(3, ml_dtypes.bfloat16), "a_scalar": np.array(1.5, np.float32)}
+    save_file(state | extra, tmp_path / "m.safetensors")
+    buffers = {name: (array.dtype.name, array.shape) for name, array in extra.items()}
+    arguments = ("--model", "architectures:with_buffers", "--model-args", json.dumps({"buffers": buffers}))
+    cli("checkpoint", tmp_path / "m.safetensors", "--out", target, *arguments, *MLP[2:], *ONNX_ONLY).published()
+    cli("restore", target, "--out", tmp_path / "out").published()
+    assert_restored(tmp_path / "out", state | extra)
+
+
+def test_a_file_that_is_there_is_refused_and_replaced_when_forced(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+    out = tmp_path / "fp32.safetensors"
+    out.write_text("precious")
+    cli("restore", small.path, "--out", out).refused(2, f"{out}: already exists", "--force")
+    assert out.read_text() == "precious"
+    cli("restore", small.path, "--out", out, "--force").published()
+    assert_restored(out, graphs.weights_of(graphs.mlp()))
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_a_directory_is_never_replaced(cli: Cli, small: Artifact, tmp_path: Path, force: list[str]) -> None:
+    (tmp_path / "out").mkdir()
+    cli("restore", small.path, "--out", tmp_path / "out", *force).refused(2, "out: is a directory")
+    assert tree(tmp_path) == ["out"]
+
+
+def test_a_link_to_nowhere_is_something_that_is_there(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "absent")
+    cli("restore", small.path, "--out", tmp_path / "out").refused(2, "already exists")
+
+
+def test_nothing_is_made_where_there_is_no_directory(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+    cli("restore", small.path, "--out", tmp_path / "no" / "fp32").refused(2, f"{tmp_path / 'no'}: no such directory")
+
+
+def test_without_a_residual_it_is_said_why_there_is_nothing_to_restore(
+    cli: Cli, onnx_file: Path, tmp_path: Path, target: Path
+) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
+    assert not {"residual.bin", "reference.onnx"} & {path.name for path in target.iterdir()}
+    cli("restore", target, "--out", tmp_path / "out").refused(2, "keeps no residual", "without --no-residual")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_no_half_a_file(small: Artifact, tmp_path: Path) -> None:
+    def no_file_over_1_kib() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, 1 << 10))
+
+    done = process("restore", small.path, "--out", tmp_path / "out", before=no_file_over_1_kib)
+    done.refused(2, f"{tmp_path / 'out'}: disk full")
+    assert tree(tmp_path) == []

@@ -1,0 +1,76 @@
+"""Verifying a published artifact: its drift is measured again, with the program that serves it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from converting import ONNX_ONLY, Cli
+from safetensors.numpy import save_file
+
+from bf16kit.artifact import Artifact
+
+
+def test_every_profile_is_run_on_the_golden_samples(cli: Cli, mlp: Artifact) -> None:
+    out = cli("verify", mlp.path).published().out
+    assert out.startswith("Drift from the fp32 reference on the golden samples; every digest matches")
+    for profile in ("cpu", "cuda, emulated", "torchscript"):
+        assert f" {profile} " in out
+
+
+def test_chosen_profiles_alone_are_run_once_each(cli: Cli, mlp: Artifact) -> None:
+    out = cli("verify", mlp.path, "--profile", "cpu", "--profile", "cpu").published().out
+    assert out.count("relative_l2") == 1
+    assert "torchscript" not in out
+
+
+def test_a_profile_that_it_has_not(cli: Cli, small: Artifact) -> None:
+    cli("verify", small.path, "--profile", "torchscript").refused(2, "has no profile torchscript; it has cpu, cuda")
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors", "directory", "function"])
+def test_samples_of_every_kind(cli: Cli, mlp: Artifact, tmp_path: Path, kind: str) -> None:
+    x = np.random.default_rng(1).standard_normal((4, 16)).astype(np.float32)
+    given: object = "feeders:three"
+    if kind == "function":
+        pass
+    elif kind == "safetensors":
+        save_file({"x": x}, given := tmp_path / "a.safetensors")
+    else:
+        np.savez(tmp_path / "a.npz", x=x)
+        given = tmp_path / "a.npz" if kind == "npz" else tmp_path
+    out = cli("verify", mlp.path, "--samples", str(given), "--profile", "cpu").published().out
+    assert f"  {6 if kind == 'function' else 4}  " in out
+    assert "golden" not in out
+
+
+def test_samples_that_do_not_fit(cli: Cli, mlp: Artifact) -> None:
+    cli("verify", mlp.path, "--samples", "feeders:doubles").refused(2, "has dtype float64, expected float32")
+    cli("verify", mlp.path, "--samples", "absent.npz").refused(2, "no such file or directory")
+
+
+def _edited(source: Artifact, target: Path, **changed: Any) -> Path:
+    shutil.copytree(source.path, target)
+    (target / "manifest.json").write_bytes(source.manifest.model_copy(update=changed).dumps())
+    return target
+
+
+def test_drift_over_budget_exits_with_1_and_shows_the_table(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
+    strict = _edited(mlp, tmp_path / "1", budget={"relative_l2": 1e-9})
+    done = cli("verify", strict).refused(1, "profile cpu, output 'output': relative_l2 is", "the budget allows")
+    assert "every digest matches" in done.err
+
+
+def test_a_reference_that_is_not_there_is_said_with_the_remedy(cli: Cli, onnx_file: Path, target: Path) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
+    cli("verify", target).published()  # against the golden samples, which the reference answered at conversion
+    cli("verify", target, "--samples", "feeders:three").refused(2, "has no fp32 reference", "with the residual")
+
+
+def test_nothing_is_written(cli: Cli, mlp: Artifact) -> None:
+    before = {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")}
+    cli("verify", mlp.path).published()
+    assert {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")} == before
