@@ -1,0 +1,41 @@
+"""``--format`` and ``--profile``: what is written is what was asked for, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from converting import MLP, Cli
+
+from bf16kit.artifact import Artifact
+
+_ALWAYS = {"golden.safetensors", "reference.onnx", "report.html", "residual.bin", "weights.bf16", "weights.fp32"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more"),
+    [
+        (["--profile", "cpu"], {"cpu.onnx"}),
+        (["--profile", "cuda"], {"cuda.onnx"}),
+        (["--profile", "cpu", "--profile", "cuda", "--profile", "cpu"], {"cpu.onnx", "cuda.onnx"}),
+        (["--format", "onnx"], {"cpu.onnx", "cuda.onnx"}),
+    ],
+)
+def test_onnx_profiles(cli: Cli, onnx_file: Path, target: Path, arguments: list[str], more: set[str]) -> None:
+    cli("checkpoint", onnx_file, "--out", target, *arguments).published()
+    assert set(Artifact.open(target).manifest.files) == _ALWAYS | more
+    assert {path.name for path in target.iterdir()} == _ALWAYS | more | {"manifest.json"}
+
+
+def test_torchscript_alone_keeps_the_weights_for_its_reference(cli: Cli, mlp_file: Path, target: Path) -> None:
+    cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript").published()
+    manifest = Artifact.open(target).manifest
+    assert set(manifest.profiles) == {"torchscript"}
+    assert {path.name for path in target.iterdir()} == _ALWAYS | {"model.torchscript.pt", "manifest.json"}
+    cli("verify", target).published()
+
+
+def test_no_profile_and_no_residual_keeps_no_onnx_at_all(cli: Cli, mlp_file: Path, target: Path) -> None:
+    cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "torchscript", "--no-residual").published()
+    assert not list(target.glob("*.onnx"))
+    cli("verify", target).published()
