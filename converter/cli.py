@@ -143,7 +143,7 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
 @click.option("--saturate", is_flag=True, help="Weights that overflow become the largest bf16 number.")
 @click.option("--residual/--no-residual", default=True, help="Keep the low 16 bits, which restore fp32.")
 @click.option("--report/--no-report", default=True, help="Write report.html.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random samples.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random samples.")
 @click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
 @_debug
 def checkpoint(debug: bool, **given: object) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import ConversionError
-from bf16kit.tensors import TensorSpec
+from bf16kit.tensors import TensorSpec, describe
 from converter.binding import bind
 from converter.checkpoint import Array
-from converter.quiet import first_line, quiet
+from converter.quiet import first_line, quiet, reason
 from converter.simplify import simplify
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def adapt(module: torch.nn.Module, inputs: Sequence[TensorSpec]) -> TorchModel:
 
     from converter.positional import Positional, output_names
 
-    example = tuple(_example(spec, _sizes(inputs)) for spec in inputs)
+    example = _examples(inputs)
     wrapped = Positional(module.eval(), [spec.name for spec in inputs]).eval()
     try:
         with quiet(), torch.no_grad():
@@ -71,7 +71,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
                 verbose=False,
             )
     except Exception as error:  # the exporter lets errors of any kind through
-        raise ConversionError(f"torch.onnx.export cannot translate the model: {_cause(error)}") from error
+        raise ConversionError(f"torch.onnx.export cannot translate the model: {reason(error)}") from error
     if program is None:
         raise ConversionError("torch.onnx.export returned no program")
     graph: ir.Model = program.model
@@ -86,6 +86,14 @@ def _sizes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
     """A size for every named dimension, all different: equal ones could be taken for the same dimension."""
     names = list(dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str)))
     return {name: _BATCH + index * _STEP for index, name in enumerate(names)}
+
+
+def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    try:
+        return tuple(_example(spec, _sizes(inputs)) for spec in inputs)
+    except RuntimeError as error:  # torch's word for "out of memory"
+        shapes = ", ".join(f"{spec.name}{describe(spec.shape)}" for spec in inputs)
+        raise ConversionError(f"an example input cannot be made ({shapes}): {first_line(error)}") from error
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -103,13 +111,6 @@ def _dynamic(spec: TensorSpec) -> dict[int, Any]:
     import torch
 
     return {axis: torch.export.Dim(dim) for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
-
-
-def _cause(error: BaseException) -> str:
-    """The exporter wraps the reason in pages of advice; the innermost error is the reason."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)
 
 
 def _name_inputs(graph: ir.Model, inputs: Sequence[TensorSpec]) -> None:

@@ -61,6 +61,8 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         with progress.step("writing graphs"):
             profiles |= _write_graphs(options, prepared, plan, stored, stage)
         manifest = _describe(options, source, plan, stored, profiles)
+        if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
+            notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
         reference = None if options.residual else open_source(prepared.reference, source.inputs, source.outputs)
         del source, prepared, stored
         release()

@@ -26,6 +26,13 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
+def reason(error: BaseException) -> str:
+    """The first line of the innermost error: exporters and parsers wrap the reason in pages of context."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what ``error`` says, with its type: what fits into one of our own messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -101,7 +101,7 @@ class TorchScriptRuntime:
         except RuntimeFailure:
             raise
         except Exception as error:  # whatever the module's code raises
-            raise RuntimeFailure(f"TorchScript failed: {error}") from error
+            raise RuntimeFailure(f"TorchScript failed: {_last_line(error)}") from error
 
     def close(self) -> None:
         """Free the weights once the runs under way have ended. ``run`` fails from now on."""
@@ -194,6 +194,12 @@ def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker; numpy's and torch's names agree
     return dtype
+
+
+def _last_line(error: Exception) -> str:
+    """What went wrong; the lines before it are the way there through the module's code."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def _to_tensor(array: Array) -> torch.Tensor:

@@ -7,6 +7,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from converter.passes.names import values_of
 from converter.passes.step import Step
+from converter.quiet import quiet
 from converter.storage import dims
 
 # Operators whose result is no tensor.
@@ -30,7 +31,8 @@ class InferTypes(Step):
                 value.type = value.type or ir.TensorType(value.const_value.dtype)
                 value.shape = value.shape or ir.Shape(dims(value.const_value))
         untyped = [value for graph in model.graphs() for value in values_of(graph) if value.type is None]
-        modified = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model).modified
+        with quiet():  # where it cannot infer, it logs a traceback and leaves the model as it is
+            modified = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model).modified
         _forget_sequences(untyped)
         return modified
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bf16kit.errors import SourceError, UsageError
 from bf16kit.tensors import TensorSpec
-from converter.quiet import first_line
+from converter.quiet import quiet, reason
 from converter.specs import input_specs
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     import onnx_ir as ir
 
     try:
-        model = ir.load(path)
+        with quiet():
+            model = ir.load(path)
+            model.graph.sort()
     except Exception as error:  # protobuf and onnx_ir raise errors of many kinds on damaged files
-        raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({first_line(error)})") from error
+        raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({reason(error)})") from error
     if not list(model.graph.outputs):
         raise SourceError(f"{path}: truncated or damaged: its graph has no outputs")
     # Up to IR version 3 weights had to be listed among the inputs; nobody feeds them.

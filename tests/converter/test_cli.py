@@ -59,6 +59,7 @@ def test_the_version_is_the_packages(cli: Cli) -> None:
         (["checkpoint", "x"], "Missing option '--out'"),
         (["checkpoint", "x", "--out", "m/1", "--format", "tflite"], "'tflite' is not one of 'onnx', 'torchscript'"),
         (["checkpoint", "x", "--out", "m/1", "--seed", "many"], "'many' is not a valid integer"),
+        (["checkpoint", "x", "--out", "m/1", "--seed", "-1"], "-1 is not in the range x>=0"),
         (["checkpoint", "x", "y", "--out", "m/1"], "unexpected extra argument"),
         (["checkpoint", "x", "--out", "m/1", "--buget", "relative_l2=1"], "--budget"),
         (["verify", "x", "--profile", "tpu"], "'tpu' is not one of"),

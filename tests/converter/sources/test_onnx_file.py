@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from converting import ONNX_ONLY, Cli, tree
+from converting import ONNX_ONLY, Cli, process, tree
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from restored import Array, assert_restored
 
@@ -172,6 +172,37 @@ def test_models_that_cannot_be_converted_or_run(
     onnx.save(proto, tmp_path / "m.onnx")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(code, said)
     assert tree(tmp_path) == ["m.onnx"]
+
+
+def test_nodes_in_a_circle_are_damage_and_nodes_out_of_order_are_not(cli: Cli, tmp_path: Path, target: Path) -> None:
+    def proto(source: str) -> ModelProto:
+        nodes = [helper.make_node("Relu", ["h"], ["y"]), helper.make_node("MatMul", [source, "w"], ["h"])]
+        edges = [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])]
+        return graphs.model(nodes, *edges, [graphs.initializer("w", graphs.values(16, 16))])
+
+    onnx.save(proto("y"), tmp_path / "circle.onnx")
+    cli("checkpoint", tmp_path / "circle.onnx", "--out", target).refused(2, "contains a cycle")
+    onnx.save(proto("x"), tmp_path / "order.onnx")
+    cli("checkpoint", tmp_path / "order.onnx", "--out", target, *ONNX_ONLY).published()
+
+
+def test_what_makes_a_model_invalid_is_said_and_no_library_speaks_between(tmp_path: Path, target: Path) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    proto = graphs.model([node, node], [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])])
+    onnx.save(proto, tmp_path / "m.onnx")
+    done = process("checkpoint", tmp_path / "m.onnx", "--out", target).refused(2, "Output 'y' is redeclared")
+    assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
+
+
+def test_forcing_small_tensors_to_bf16_logs_nothing(tmp_path: Path, onnx_file: Path, target: Path) -> None:
+    """ONNX's shape inference cannot follow, and would log its traceback."""
+    done = process("checkpoint", onnx_file, "--out", target, "--bf16", ".*", *ONNX_ONLY).published()
+    assert all(line.startswith("bf16-convert: ") for line in done.err.splitlines())
+
+
+def test_a_model_of_which_nothing_becomes_bf16_is_told_so(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, "--keep-fp32", ".*", *ONNX_ONLY).published()
+    assert "note: no weight became bf16" in done.out
 
 
 def test_an_output_that_is_no_tensor_is_refused(cli: Cli, tmp_path: Path, target: Path) -> None:

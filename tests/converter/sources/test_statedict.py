@@ -147,6 +147,7 @@ def test_an_architecture_that_is_missing_or_wrong(
     ("given", "said"),
     [
         ("x:float32:batch,17", "the model failed on an example input (x[2, 17]): RuntimeError: mat1 and mat2"),
+        ("x:float32:99999999999999,16", "an example input cannot be made (x[99999999999999,16])"),
         ("x:int64:batch,16", "the model failed on an example input"),
         ("x:float32:batch,16 y:float32:batch", "the model failed on an example input"),
     ],
