@@ -14,7 +14,16 @@ from typing import Literal
 import onnx_ir as ir
 
 from converter.kernels import KernelTable
-from converter.operators import CONTROL_FLOW, MOVEMENT, PRODUCTS, Bf16Form, bf16_form, label, since_version
+from converter.operators import (
+    CONTROL_FLOW,
+    MOVEMENT,
+    NORMALISATIONS,
+    PRODUCTS,
+    Bf16Form,
+    bf16_form,
+    label,
+    since_version,
+)
 from converter.overrides import Overrides
 
 FLOAT = ir.DataType.FLOAT
@@ -75,6 +84,8 @@ def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Override
     pattern = overrides.keeps(_name(node))
     if pattern is not None:
         return f"kept by --keep-fp32 {pattern}"
+    if node.op_type in NORMALISATIONS and overrides.forces(_name(node)) is None:
+        return "normalises: in fp32 with fp32 scale and bias, as torch.autocast does"
     since = since_version(node, opset)
     if since is None:
         return f"{label(node)} is no operator of opset {opset}: nothing is known of its types"
