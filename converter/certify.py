@@ -48,7 +48,7 @@ def certify(
     """
     with progress.step("running the fp32 reference"):
         reference = source or load_reference(stage.draft(manifest))
-        expected = measure.answers(reference, samples.feeds)
+        expected = _expected(reference, samples)
         measure.check_answers(expected, samples.origin)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
@@ -63,6 +63,16 @@ def certify(
             _certify_profile(certified, stage, profile, samples, expected, options)
         release()
     return certified
+
+
+def _expected(reference: Runtime, samples: Samples) -> list[Feeds]:
+    try:
+        return measure.answers(reference, samples.feeds)
+    except RuntimeFailure as error:
+        raise RuntimeFailure(
+            f"the fp32 reference does not run on {samples.origin}: {error}\nIf those are not what the model is made"
+            " for, give others with --samples"
+        ) from error
 
 
 def _certify_profile(

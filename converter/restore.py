@@ -94,6 +94,8 @@ def _header(entries: Sequence[CheckpointEntry]) -> bytes:
     header, offset = {}, 0
     for entry in entries:
         end = offset + _nbytes(entry)
+        if entry.name == "__metadata__":
+            raise UsageError("a tensor is called '__metadata__', a name that safetensors keeps for itself")
         dtype = _SAFETENSORS_NAMES.get(entry.dtype)
         if dtype is None:
             raise UsageError(f"tensor {entry.name!r} is {entry.dtype}, which safetensors cannot hold")

@@ -50,6 +50,9 @@ def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
 
 
 def _dim(name: str, axis: int, dim: Any) -> int | str:
-    if isinstance(dim, int):
+    if dim == 0:
+        raise ConversionError(f"{name!r} has size 0 in dimension {axis}; export the model with a named dimension there")
+    if isinstance(dim, int) and dim > 0:
         return dim
-    return str(dim.value) if dim.value is not None else f"{name}_{axis}"
+    named = not isinstance(dim, int) and dim.value is not None  # some exporters write −1 for a free dimension
+    return str(dim.value) if named else f"{name}_{axis}"

@@ -104,6 +104,15 @@ def test_without_a_residual_it_is_said_why_there_is_nothing_to_restore(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_name_that_the_format_keeps_for_itself_is_refused(cli: Cli, tmp_path: Path, target: Path) -> None:
+    node = onnx.helper.make_node("MatMul", ["x", "__metadata__"], ["y"])
+    edges = [graphs.edge("x", ["n", 16])], [graphs.edge("y", ["n", 16])]
+    onnx.save(graphs.model([node], *edges, [graphs.initializer("__metadata__", graphs.values(16, 16))]), tmp_path / "m")
+    cli("checkpoint", tmp_path / "m", "--out", target, *ONNX_ONLY).published()
+    cli("restore", target, "--out", tmp_path / "out").refused(2, "'__metadata__', a name that safetensors keeps")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_full_disk_leaves_no_half_a_file(small: Artifact, tmp_path: Path) -> None:
     def no_file_over_1_kib() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

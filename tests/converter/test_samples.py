@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from converting import ONNX_ONLY, Cli, tree
 from safetensors.numpy import save_file
 
+import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import SamplesError
 from bf16kit.tensors import TensorSpec
@@ -151,6 +153,22 @@ def test_samples_that_the_reference_answers_with_nan_prove_nothing(
     cli("checkpoint", onnx_file, "--out", target, "--samples", tmp_path / "a.npz").refused(2, said)
     cli("verify", small.path, "--samples", tmp_path / "a.npz").refused(2, said)
     assert tree(tmp_path) == ["a.npz"]
+
+
+def test_random_inputs_that_the_model_cannot_take_are_told_from_a_broken_model(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    nodes = [
+        onnx.helper.make_node("Add", ["ids", "ten"], ["shifted"]),
+        onnx.helper.make_node("Gather", ["table", "shifted"], ["y"]),
+    ]
+    weights = [graphs.initializer("table", graphs.values(64, 16)), graphs.initializer("ten", np.array(1000))]
+    edges = [graphs.edge("ids", ["n"], onnx.TensorProto.INT64)], [graphs.edge("y", ["n", 16])]
+    onnx.save(graphs.model(nodes, *edges, weights), tmp_path / "m.onnx")
+    said = ("does not run on random inputs (seed 0)", "out of data bounds", "give others with --samples")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, *said)
+    np.savez(tmp_path / "a.npz", ids=np.arange(-1000, -990))
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "a.npz", *ONNX_ONLY).published()
 
 
 def test_an_empty_name_is_not_taken_for_no_samples(cli: Cli, onnx_file: Path, target: Path, small: Artifact) -> None:

@@ -1,0 +1,71 @@
+"""Sources that no conversion can begin with, through the whole command: exit code 2, one message, nothing left."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import Mlp, seeded
+from converting import MLP, Cli, tree
+from safetensors.numpy import save_file
+
+
+class Payload:
+    """Makes the file ``executed`` in the working directory when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("executed"),)
+
+
+def _truncated(path: Path) -> None:
+    save_file({"w": np.ones((64, 64), np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _unknown_dtype(path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x00")
+
+
+def _exported(path: Path) -> None:
+    torch.export.save(torch.export.export(seeded(Mlp()), (torch.ones(2, 16),)), path.with_suffix(".pt2"))
+    path.with_suffix(".pt2").rename(path)
+
+
+_REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, "no such file or directory"),
+    "empty": (lambda path: path.touch(), "is empty"),
+    "text": (lambda path: path.write_text("epoch 1: loss 0.3\n"), "is a text file, not a checkpoint"),
+    "directory": (lambda path: path.mkdir(), "is not a model"),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps(Payload())), "is a bare pickle"),
+    "pickle in a zip": (lambda path: torch.save({"w": Payload()}, path), "holds more than tensors"),
+    "whole module": (lambda path: torch.save(Mlp(), path), "holds more than tensors (architectures.Mlp)"),
+    "truncated safetensors": (_truncated, "truncated or damaged"),
+    "unknown dtype": (_unknown_dtype, "tensor 'w' has the unknown dtype 'F4'"),
+    "torch.export": (_exported, "recognised as a torch.export program (.pt2), which this version does not convert yet"),
+    "other shapes": (lambda path: torch.save(Mlp(hidden=8).state_dict(), path), "shape: up.weight is [8, 16]"),
+}
+
+
+@pytest.mark.parametrize("kind", _REFUSED)
+def test_a_source_that_is_refused_leaves_nothing(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, said = _REFUSED[kind]
+    make(tmp_path / "source.pt")
+    cli("checkpoint", "source.pt", "--out", target, *MLP).refused(2, "source.pt: " if "shape" not in said else "", said)
+    assert tree(tmp_path) in ([], ["source.pt"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own; TorchScript is recognised all the same
+def test_torchscript_is_recognised_and_not_converted_yet(cli: Cli, tmp_path: Path, target: Path) -> None:
+    traced = torch.jit.trace(seeded(Mlp()), torch.ones(2, 16))  # type: ignore[no-untyped-call]  # torch's own
+    torch.jit.save(traced, str(tmp_path / "m.pt"))
+    cli("checkpoint", tmp_path / "m.pt", "--out", target).refused(2, "recognised as TorchScript")
