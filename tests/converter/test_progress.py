@@ -60,9 +60,10 @@ def test_a_terminal_gets_a_bar_with_bytes() -> None:
     assert "/2.0 MB" in stream.getvalue()
 
 
-def test_silence() -> None:
+def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
     with Silent().step("anything", 1) as advance:
         advance(1)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Rewriting one operator that has no bf16 kernel into others that have."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import onnx_ir as ir
+
+from converter.kernels import KernelTable
+from converter.passes.names import FreshNames, all_value_names
+from converter.passes.step import Step
+
+
+class Rewrite(Step):
+    """A step that finds the nodes it can rewrite, then rewrites each."""
+
+    def __init__(self, kernels: KernelTable) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def apply(self, model: ir.Model) -> bool:
+        opset = model.opset_imports[""]
+        found = [node for node in model.graph if self.rewritable(node, opset)]
+        fresh = FreshNames(all_value_names(model))
+        for node in found:
+            self.rewrite(model.graph, node, fresh)
+        return bool(found)
+
+    @abstractmethod
+    def rewritable(self, node: ir.Node, opset: int) -> bool: ...
+
+    @abstractmethod
+    def rewrite(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
+        """Put other nodes in the place of ``node``; ``fresh`` makes names that nothing has yet."""
+
+
+def replace_output(graph: ir.Graph, node: ir.Node, replacement: ir.Value | None) -> None:
+    """Let ``replacement`` take the place and the name of ``node``'s only output, and remove the node."""
+    output = node.outputs[0]
+    if replacement is None:
+        return
+    name = output.name
+    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    output.name = None
+    replacement.name = name
