@@ -1,0 +1,24 @@
+#include <cstdlib>
+#include <cstring>
+
+#include "path.h"
+
+namespace bf16kit {
+
+const Path* choose_path() {
+  static const Path* const kPaths[] = {
+#if defined(__x86_64__)
+      &kAvx512,
+      &kAvx2,
+#endif
+      &kPortable,
+  };
+  const char* wanted = std::getenv("BF16KIT_KERNEL_PATH");
+  if (wanted != nullptr && *wanted == '\0') wanted = nullptr;
+  for (const Path* path : kPaths) {
+    if ((wanted == nullptr || std::strcmp(wanted, path->name) == 0) && path->supported()) return path;
+  }
+  return nullptr;
+}
+
+}  // namespace bf16kit

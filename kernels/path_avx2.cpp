@@ -1,0 +1,50 @@
+// AVX2 with FMA: 8 lanes and 16 registers; a tile is 2 rows of a whole panel, or 6 rows of half of one.
+#include "path.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#pragma GCC target("avx2,fma")
+#include <immintrin.h>
+
+namespace bf16kit {
+namespace avx2 {
+namespace {
+
+struct V {
+  using reg = __m256;
+  static constexpr int kLanes = 8;
+  static constexpr int kRows = 6;
+  static constexpr int kWideRows = 2;
+
+  static reg zero() { return _mm256_setzero_ps(); }
+  static reg broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+  static reg load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, reg v) { _mm256_storeu_ps(p, v); }
+  static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
+  static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
+  static reg max(reg a, reg b) { return _mm256_max_ps(a, b); }
+  static void unpack(const uint16_t* p, reg& even, reg& odd) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static void interleave(reg even, reg odd, reg& low, reg& high) {
+    const reg a = _mm256_unpacklo_ps(even, odd), b = _mm256_unpackhi_ps(even, odd);
+    low = _mm256_permute2f128_ps(a, b, 0x20);
+    high = _mm256_permute2f128_ps(a, b, 0x31);
+  }
+};
+
+inline V::reg activate(Activation kind, V::reg v) { return kind == Activation::kRelu ? V::max(V::zero(), v) : v; }
+
+#include "tile.h"
+
+}  // namespace
+}  // namespace avx2
+
+const Path kAvx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; },
+                    avx2::compute};
+
+}  // namespace bf16kit

@@ -1,0 +1,68 @@
+// Plain C++, for processors without AVX2. The compiler vectorises it for whatever the build is for; where that has fused
+// multiply-add (as 64-bit Arm does) it gives the bits of the other paths, elsewhere it rounds the product as well.
+#include "path.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace bf16kit {
+namespace portable {
+namespace {
+
+struct V {
+  static constexpr int kLanes = 4;
+  static constexpr int kRows = 4;
+  static constexpr int kWideRows = 1;
+  struct reg {
+    float lane[kLanes];
+  };
+
+  template <typename F>
+  static reg each(F value) {
+    reg result;
+    for (int i = 0; i < kLanes; ++i) result.lane[i] = value(i);
+    return result;
+  }
+  static float from_bf16(uint16_t stored) {
+    const uint32_t bits = static_cast<uint32_t>(stored) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+
+  static reg zero() { return each([](int) { return 0.0f; }); }
+  static reg broadcast(const float* p) { return each([=](int) { return *p; }); }
+  static reg load(const float* p) { return each([=](int i) { return p[i]; }); }
+  static void store(float* p, reg v) { std::memcpy(p, v.lane, sizeof v.lane); }
+  static reg add(reg a, reg b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
+  static reg fma(reg a, reg b, reg c) {
+#ifdef FP_FAST_FMAF
+    return each([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
+#else
+    return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+#endif
+  }
+  static reg max(reg a, reg b) { return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+  static void unpack(const uint16_t* p, reg& even, reg& odd) {
+    even = each([=](int i) { return from_bf16(p[2 * i]); });
+    odd = each([=](int i) { return from_bf16(p[2 * i + 1]); });
+  }
+  static void interleave(reg even, reg odd, reg& low, reg& high) {
+    const auto column = [&](int i) { return i % 2 == 0 ? even.lane[i / 2] : odd.lane[i / 2]; };
+    low = each(column);
+    high = each([&](int i) { return column(i + kLanes); });
+  }
+};
+
+inline V::reg activate(Activation kind, V::reg v) { return kind == Activation::kRelu ? V::max(V::zero(), v) : v; }
+
+#include "tile.h"
+
+}  // namespace
+}  // namespace portable
+
+const Path kPortable = {"portable", [] { return true; }, portable::compute};
+
+}  // namespace bf16kit

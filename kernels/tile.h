@@ -1,0 +1,178 @@
+// The multiplication itself, for any instruction set. Included by each path_*.cpp inside its own namespace, after the
+// struct V of that set; everything here is therefore compiled once per path, with that path's instructions.
+//
+// The order of summation is part of the interface: every element of y is
+//     total = 0;  for each 128 rows of the weight:  chain = 0;  for each row k:  chain = fma(x[k], w[k], chain);
+//                                                   total += chain
+//     y = activation(total + bias)
+// whatever the number of rows, the batch they came in, the number of threads, and the path (the portable one may lack
+// fma). Chains of 128 bound the error by (128 + K/128) unit roundoffs of sum |x||w|, where one chain of K has K.
+//
+// V has: reg, kLanes, zero, broadcast, load, store, add, fma, unpack, interleave. unpack reads 2 * kLanes bf16 of one
+// row as two vectors, the even columns and the odd ones: a shift and a mask, where columns in order would need a
+// shuffle for each load. interleave puts sums back in order, once for each tile.
+
+constexpr int kWide = kPanel / (2 * V::kLanes);  // pairs of vectors in a row of a panel
+constexpr int64_t kStride = kChain + 16;  // between copied rows of x: a power of two would put them all in one cache set
+
+template <int kRows, int kPairs>
+using Sums = typename V::reg[kRows][kPairs][2];
+
+// scratch[kRows, 32] += a[kRows, length] · w[length, 2 * kPairs * kLanes]; columns are left as unpack parts them.
+// `ahead` is what is wanted next: `stride` bytes of it are asked for with every row of w.
+template <int kRows, int kPairs>
+void chain(const float* a, const uint16_t* w, int length, float* scratch, const char* ahead, int stride) {
+  Sums<kRows, kPairs> sums;
+#pragma GCC unroll 16
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kPairs; ++p) sums[m][p][0] = sums[m][p][1] = V::zero();
+  }
+#pragma GCC unroll 2
+  for (int k = 0; k < length; ++k) {
+    typename V::reg b[kPairs][2];
+#pragma GCC unroll 4
+    for (int p = 0; p < kPairs; ++p) V::unpack(w + k * kPanel + p * 2 * V::kLanes, b[p][0], b[p][1]);
+    __builtin_prefetch(ahead + k * stride);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m) {
+      const typename V::reg x = V::broadcast(a + m * kStride + k);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPairs; ++p) {
+        sums[m][p][0] = V::fma(x, b[p][0], sums[m][p][0]);
+        sums[m][p][1] = V::fma(x, b[p][1], sums[m][p][1]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kPairs; ++p) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        float* total = scratch + m * kPanel + (2 * p + h) * V::kLanes;
+        V::store(total, V::add(V::load(total), sums[m][p][h]));
+      }
+    }
+  }
+}
+
+using Chain = void (*)(const float*, const uint16_t*, int, float*, const char*, int);
+
+// Rows of a tile, at most; as many as leave no register unused and none spilled.
+template <int kPairs, int... kRows>
+Chain chain_of(int rows, std::integer_sequence<int, kRows...>) {
+  static constexpr Chain kTable[] = {chain<kRows + 1, kPairs>...};
+  return kTable[rows - 1];
+}
+
+// Where a thread keeps the rows of x that it has copied; grows, and is freed when the thread ends.
+struct Room {
+  float* data = nullptr;
+  int64_t size = 0;
+  uint64_t product = 0;  // whose rows are in it, and from which on
+  int64_t first_row = 0;
+
+  Room() = default;
+  Room(const Room&) = delete;
+  ~Room() { std::free(data); }
+
+  float* get(int64_t wanted) {
+    if (wanted > size) {
+      std::free(data);
+      size = 0;
+      product = 0;
+      data = static_cast<float*>(std::aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64));
+      if (data != nullptr) size = wanted;
+    }
+    return data;
+  }
+};
+
+// One tile's rows times one chain's rows of a panel.
+void add_chain(int rows, const float* a, const uint16_t* w, int length, float* scratch, const char* ahead, int bytes) {
+  if (rows <= V::kWideRows) {
+    chain_of<kWide>(rows, std::make_integer_sequence<int, V::kWideRows>())(a, w, length, scratch, ahead, bytes / kChain);
+    return;
+  }
+  if constexpr (kWide > 1) {
+    const int each = bytes / kWide;
+    for (int p = 0; p < kWide; ++p) {
+      const int column = p * 2 * V::kLanes;
+      chain_of<1>(rows, std::make_integer_sequence<int, V::kRows>())(a, w + column, length, scratch + column,
+                                                                     ahead + p * each, each / kChain);
+    }
+  }
+}
+
+// Bias, activation, and the columns in their order, from scratch[rows, 32] to y[rows, width] of stride n.
+void finish(const Product& product, const float* scratch, int64_t rows, int64_t column, int64_t width, float* y) {
+  alignas(64) float bias[kPanel] = {};
+  alignas(64) float row[kPanel];
+  if (product.bias != nullptr) std::memcpy(bias, product.bias + column, sizeof(float) * width);
+  for (int64_t m = 0; m < rows; ++m, scratch += kPanel, y += product.weight.n) {
+    float* to = width == kPanel ? y : row;
+    for (int p = 0; p < kWide; ++p) {
+      const int at = p * 2 * V::kLanes;
+      typename V::reg low, high;
+      V::interleave(V::load(scratch + at), V::load(scratch + at + V::kLanes), low, high);
+      if (product.bias != nullptr) {
+        low = V::add(low, V::load(bias + at));
+        high = V::add(high, V::load(bias + at + V::kLanes));
+      }
+      V::store(to + at, activate(product.activation, low));
+      V::store(to + at + V::kLanes, activate(product.activation, high));
+    }
+    if (width != kPanel) std::memcpy(y, row, sizeof(float) * width);
+  }
+}
+
+// The rows of x that the part needs, as the tiles read them: [chains, rows, kStride]. One row is read where it is. Null
+// when there is no memory.
+const float* gather(const Product& product, const Part& part, Room& room) {
+  const int64_t k = product.weight.k;
+  const float* x = product.x + part.first_row * k;
+  if (part.rows == 1) return x;
+  if (room.product == product.id && room.first_row == part.first_row) return room.data;
+  float* copy = room.get((k + kChain - 1) / kChain * part.rows * kStride);
+  if (copy == nullptr) return nullptr;
+  room.product = product.id;
+  room.first_row = part.first_row;
+  float* to = copy;
+  for (int64_t first = 0; first < k; first += kChain) {
+    const int64_t length = k - first < kChain ? k - first : kChain;
+    for (int64_t m = 0; m < part.rows; ++m, to += kStride) std::memcpy(to, x + m * k + first, sizeof(float) * length);
+  }
+  return copy;
+}
+
+bool compute(const Product& product, const Part& part) {
+  static thread_local Room room;
+  alignas(64) float scratch[kRowBlock * kPanel];
+  alignas(64) uint16_t unpacked[kChain * kPanel];
+  const Weight& weight = product.weight;
+  const float* x = gather(product, part, room);
+  if (x == nullptr) return false;
+  const int tiles = static_cast<int>((part.rows + V::kRows - 1) / V::kRows);
+  constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
+  // Every tile asks for its share of the next block, so that memory works while the tiles compute.
+  const int share = kBlockBytes / tiles;
+  for (int64_t panel = part.first_panel; panel < part.first_panel + part.panels; ++panel) {
+    std::memset(scratch, 0, sizeof(float) * part.rows * kPanel);
+    for (int64_t first = 0; first < weight.k; first += kChain) {
+      const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
+      const uint16_t* w = block(weight, panel, first, length, unpacked);
+      const char* next = reinterpret_cast<const char*>(w + length * kPanel);
+      const float* a = x + first / kChain * part.rows * (part.rows == 1 ? kChain : kStride);
+      for (int t = 0; t < tiles; ++t) {
+        const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
+        add_chain(static_cast<int>(end - begin), a + begin * kStride, w, length, scratch + begin * kPanel,
+                  next + t * share, share);
+      }
+    }
+    const int64_t column = panel * kPanel;
+    finish(product, scratch, part.rows, column, weight.width(panel),
+           product.y + part.first_row * weight.n + column);
+  }
+  return true;
+}

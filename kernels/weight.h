@@ -1,0 +1,37 @@
+// A bf16 weight as it lies in memory, and its parts as the tiles read them.
+#pragma once
+
+#include <cstdint>
+
+namespace bf16kit {
+
+constexpr int64_t kPanel = 32;   // columns of a panel: one cache line of bf16
+constexpr int64_t kChain = 128;  // rows of a weight summed in one chain of fused multiply-adds; see tile.h
+
+// How a weight [k, n] is stored.
+enum class Layout {
+  // Panels of 32 columns, one after the other, each [k, 32] in C order; the last may be narrower. What the converter
+  // writes: few rows of activations then read the weight from front to back.
+  kPanels,
+  // [n, k] in C order: a table that is also looked up by rows, such as tied embeddings.
+  kTransposed,
+};
+
+struct Weight {
+  const uint16_t* data;
+  int64_t k;
+  int64_t n;
+  Layout layout;
+
+  int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+  // Columns of a panel that exist.
+  int64_t width(int64_t panel) const { return panel + 1 < panels() || n % kPanel == 0 ? kPanel : n % kPanel; }
+  // Whether `panel` is stored as the tiles read it.
+  bool ready(int64_t panel) const { return layout == Layout::kPanels && width(panel) == kPanel; }
+};
+
+// Rows [first, first + length) of `panel` as bf16 [length, 32], the columns that do not exist zero. `scratch` holds
+// kChain * kPanel elements and is used when the weight is not stored like that.
+const uint16_t* block(const Weight& weight, int64_t panel, int64_t first, int64_t length, uint16_t* scratch);
+
+}  // namespace bf16kit
