@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bf16kit.errors import ArtifactDamaged, ArtifactError
 from bf16kit.manifest import MANIFEST, RESIDUAL, CheckpointEntry, FileEntry, Manifest, Segment, TensorEntry, plain_name
+from bf16kit.panels import unpack
 from bf16kit.residual import Scale, decode
 from bf16kit.tensors import BY_NAME
 
@@ -76,10 +77,18 @@ class Artifact:
         return self.path / name
 
     def tensor(self, name: str) -> Array:
-        """The tensor as stored (bfloat16, float32, ...): a read-only view of the mapped file."""
+        """The tensor at its stored dtype (bfloat16, float32, ...): a read-only view of the mapped file.
+
+        One that is stored as panels is put together in memory, in C order like any other.
+        """
         entry = self._entry(name)
         data = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes))
-        return data.view(BY_NAME[entry.dtype].numpy).reshape(entry.shape)
+        flat = data.view(BY_NAME[entry.dtype].numpy)
+        if entry.panels is None:
+            return flat.reshape(entry.shape)
+        matrix = unpack(flat, entry.shape, entry.panels)
+        matrix.flags.writeable = False
+        return matrix
 
     def restore(self, name: str) -> NDArray[np.float32]:
         """The tensor in fp32, bit for bit as it was before rounding; a tensor stored as fp32 is returned as stored.

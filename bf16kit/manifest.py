@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     PlainSerializer,
@@ -26,26 +24,44 @@ from pydantic import (
 )
 
 from bf16kit import seal
+from bf16kit.entries import (
+    STRICT,
+    CheckpointEntry,
+    DTypeName,
+    FileName,
+    Segment,
+    Size,
+    TensorEntry,
+    check_scale,
+    check_source,
+    plain_name,
+)
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.tensors import BY_NAME, Kind, TensorSpec
+from bf16kit.tensors import Kind, TensorSpec
 
-SCHEMA_VERSION = 1
+__all__ = [
+    "MANIFEST",
+    "PROFILES",
+    "RESIDUAL",
+    "SCHEMA_VERSION",
+    "CheckpointEntry",
+    "DriftEntry",
+    "FileEntry",
+    "Manifest",
+    "Plan",
+    "PlanEntry",
+    "ProfileEntry",
+    "Segment",
+    "Source",
+    "SpecEntry",
+    "TensorEntry",
+    "plain_name",
+]
+
+SCHEMA_VERSION = 2  # the newest: panels
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
 PROFILES = ("cpu", "cuda", "torchscript")
-
-
-def plain_name(name: str) -> str:
-    """``name`` when it is a plain file name; ValueError for a path, ``.``, ``..``, or control characters in it."""
-    if name in ("", ".", "..") or any(c in "/\\" or ord(c) < 32 for c in name):
-        raise ValueError(f"{name!r} is not a plain file name")
-    return name
-
-
-def _known_dtype(dtype: str) -> str:
-    if dtype not in BY_NAME:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    return dtype
 
 
 def _read_number(value: Any) -> Any:
@@ -56,61 +72,12 @@ def _write_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-FileName = Annotated[str, AfterValidator(plain_name)]
-DTypeName = Annotated[str, AfterValidator(_known_dtype)]
-Size = Annotated[int, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_read_number), PlainSerializer(_write_number, when_used="json")]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class Segment(_Entry):
-    """A run of bytes in a file."""
-
-    offset: Size
-    bytes: Size
-
-
-class TensorEntry(_Entry):
-    """One stored tensor: little-endian, C order, at ``offset`` of ``file``.
-
-    A bfloat16 tensor has a ``residual`` segment in residual.bin unless the residual was left out. ``scale`` names the
-    1-D float32 tensor (one value per index of ``scale_axis``) that was folded into this one before rounding.
-    """
-
-    name: str
-    dtype: DTypeName
-    shape: list[Size]
-    file: FileName
-    offset: Size
-    bytes: Size
-    residual: Segment | None = None
-    scale: str | None = None
-    scale_axis: Size | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> TensorEntry:
-        expected = BY_NAME[self.dtype].numpy.itemsize * math.prod(self.shape)
-        if self.dtype == "string" or self.bytes != expected:
-            raise ValueError(f"tensor {self.name!r}: {self.bytes} bytes do not hold {self.dtype}{self.shape}")
-        if (self.scale is None) != (self.scale_axis is None):
-            raise ValueError(f"tensor {self.name!r}: scale and scale_axis belong together")
-        if self.scale_axis is not None and self.scale_axis >= len(self.shape):
-            raise ValueError(f"tensor {self.name!r}: scale_axis {self.scale_axis} is not an axis of {self.shape}")
-        return self
-
-
-class CheckpointEntry(_Entry):
-    """One tensor of the source checkpoint: stored tensor ``tensor``, restored, its axes permuted by ``permutation``."""
-
-    name: str
-    dtype: DTypeName
-    shape: list[Size]
-    tensor: str
-    permutation: list[Size] | None = None
+    model_config = STRICT
 
 
 class SpecEntry(_Entry):
@@ -183,10 +150,14 @@ class Source(_Entry):
     tensors: Size
 
 
+def _needed(fields: dict[str, Any]) -> int:
+    """The oldest schema version that can say what ``fields`` say: old readers refuse only what they would misread."""
+    return 2 if any(tensor.panels is not None for tensor in fields.get("tensors", [])) else 1
+
+
 class Manifest(_Entry):
     """Everything about an artifact but its bytes. ``files`` is filled in when the artifact is published."""
 
-    schema_version: int = SCHEMA_VERSION
     model: str
     inputs: list[SpecEntry]
     outputs: list[SpecEntry]
@@ -204,6 +175,7 @@ class Manifest(_Entry):
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
+    schema_version: int = Field(default_factory=_needed)  # last: it follows from what stands before it
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -213,10 +185,12 @@ class Manifest(_Entry):
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
+        if self.schema_version < _needed(dict(self)):
+            raise ValueError(f"schema version {self.schema_version} has no panels; version 2 has")
         for tensor in self.tensors:
-            _check_scale(tensor, tensors)
+            check_scale(tensor, tensors)
         for entry in self.checkpoint:
-            _check_source(entry, tensors)
+            check_source(entry, tensors)
         return self
 
     def dumps(self) -> bytes:
@@ -233,7 +207,7 @@ class Manifest(_Entry):
         fields = _json_object(data, where)
         version = fields.get("schema_version")
         if type(version) is not int or version < 1:
-            raise ArtifactError(f"{where}: schema_version is {version!r}, expected {SCHEMA_VERSION}")
+            raise ArtifactError(f"{where}: schema_version is {version!r}, expected 1 to {SCHEMA_VERSION}")
         if version > SCHEMA_VERSION:
             raise ManifestVersionError(
                 f"{where}: schema version {version} is newer than {SCHEMA_VERSION}, the newest this bf16kit reads;"
@@ -248,30 +222,6 @@ class Manifest(_Entry):
             return cls.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
             raise ArtifactError(f"{where}: {_first_error(error)}") from None
-
-
-def _check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
-    if tensor.scale is None or tensor.scale_axis is None:
-        return
-    scale = tensors.get(tensor.scale)
-    if scale is None or scale.dtype != "float32" or scale.shape != [tensor.shape[tensor.scale_axis]]:
-        raise ValueError(
-            f"tensor {tensor.name!r}: its scale {tensor.scale!r} is not a stored float32 tensor of"
-            f" {tensor.shape[tensor.scale_axis]} values"
-        )
-
-
-def _check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> None:
-    tensor = tensors.get(entry.tensor)
-    if tensor is None:
-        raise ValueError(f"checkpoint tensor {entry.name!r}: no stored tensor {entry.tensor!r}")
-    order = list(range(len(tensor.shape))) if entry.permutation is None else entry.permutation
-    if sorted(order) != list(range(len(tensor.shape))) or [tensor.shape[i] for i in order] != entry.shape:
-        raise ValueError(
-            f"checkpoint tensor {entry.name!r}: {entry.shape} is not {tensor.shape} permuted by {entry.permutation}"
-        )
-    if entry.dtype != tensor.dtype and (entry.dtype, tensor.dtype) != ("float32", "bfloat16"):
-        raise ValueError(f"checkpoint tensor {entry.name!r}: {tensor.dtype} does not restore {entry.dtype}")
 
 
 def _json_object(data: bytes, where: str | Path) -> dict[str, Any]:

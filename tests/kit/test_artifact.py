@@ -6,15 +6,22 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from small import CHECKPOINT, publish_small
+from numpy.typing import NDArray
+from small import CHECKPOINT, SCALE, entry_of, publish_small
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
-from bf16kit.manifest import MANIFEST, FileEntry, Manifest
-from bf16kit.numerics import BF16
+from bf16kit.manifest import MANIFEST, CheckpointEntry, FileEntry, Manifest, Source
+from bf16kit.numerics import BF16, to_bf16
+from bf16kit.panels import pack
+from bf16kit.publish import staging
+from bf16kit.residual import Scale, encode_chunks
+
+Array = NDArray[Any]
 
 FILES = ["cpu.onnx", "golden.safetensors", MANIFEST, "residual.bin", "weights.bf16", "weights.fp32"]
 
@@ -22,6 +29,30 @@ FILES = ["cpu.onnx", "golden.safetensors", MANIFEST, "residual.bin", "weights.bf
 def rewrite(artifact: Artifact, change: Callable[[Manifest], Manifest]) -> None:
     """Write another manifest, sealed: made wrong on purpose, not damaged."""
     (artifact.path / MANIFEST).write_bytes(change(artifact.manifest).dumps())
+
+
+def publish_panels(target: Path, fp32: Array, bf16: Array, axis: int, scale: Array | None) -> Artifact:
+    """An artifact of the one matrix ``w``, stored as panels, whose checkpoint holds it transposed as ``w.T``."""
+    with staging(target) as staged:
+        with staged.writer("weights.bf16") as file, staged.writer("residual.bin") as rest:
+            at = file.append(pack(bf16, axis))
+            low = rest.append_chunks(encode_chunks(fp32, bf16, None if scale is None else Scale(0, scale)))
+            more = {} if scale is None else {"scale": "s", "scale_axis": 0}
+            tensors = [entry_of("w", bf16, "weights.bf16", at, residual=low, panels=axis, **more)]
+            if scale is not None:
+                tensors.append(entry_of("s", scale, "residual.bin", rest.append(scale)))
+        shape = list(fp32.T.shape)
+        return staged.publish(
+            Manifest(
+                model="panels",
+                inputs=[],
+                outputs=[],
+                profiles={},
+                tensors=tensors,
+                checkpoint=[CheckpointEntry(name="w.T", dtype="float32", shape=shape, tensor="w", permutation=[1, 0])],
+                source=Source(format="test", sha256="", bytes=fp32.nbytes, tensors=1),
+            )
+        )
 
 
 class TestReading:
@@ -72,6 +103,37 @@ class TestReading:
     def test_an_artifact_may_be_moved(self, small_artifact: Artifact, tmp_path: Path) -> None:
         shutil.copytree(small_artifact.path, tmp_path / "elsewhere")
         Artifact.open(tmp_path / "elsewhere")
+
+
+class TestPanels:
+    """Stored as panels or not, a tensor is the same to whoever asks for it."""
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    @pytest.mark.parametrize("shape", [(7, 64), (64, 7), (70, 33), (1, 1)])
+    def test_tensors_are_logical_and_fp32_comes_back_bit_for_bit(
+        self, shape: tuple[int, int], axis: int, tmp_path: Path
+    ) -> None:
+        fp32 = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
+        artifact = publish_panels(tmp_path / "1", fp32, to_bf16(fp32), axis, None)
+        assert artifact.tensor("w").tobytes() == to_bf16(fp32).tobytes()
+        assert artifact.tensor("w").shape == shape
+        assert artifact.restore("w").tobytes() == fp32.tobytes()
+        assert dict(artifact.checkpoint_tensors())["w.T"].tobytes() == np.ascontiguousarray(fp32.T).tobytes()
+        with pytest.raises(ValueError, match="read-only"):
+            artifact.tensor("w")[0, 0] = 1
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_a_scale_speaks_of_the_matrix(self, axis: int, tmp_path: Path) -> None:
+        fp32 = np.random.default_rng(5).standard_normal((4, 40)).astype(np.float32)
+        scaled = to_bf16((fp32.astype(np.float64) * SCALE[:, None]).astype(np.float32))
+        artifact = publish_panels(tmp_path / "1", fp32, scaled, axis, SCALE)
+        assert artifact.restore("w").tobytes() == fp32.tobytes()
+
+    def test_the_file_holds_the_panels(self, tmp_path: Path) -> None:
+        fp32 = np.random.default_rng(6).standard_normal((5, 64)).astype(np.float32)
+        artifact = publish_panels(tmp_path / "1", fp32, to_bf16(fp32), 1, None)
+        data = (artifact.path / "weights.bf16").read_bytes()
+        assert data == b"".join(np.ascontiguousarray(to_bf16(fp32)[:, n : n + 32]).tobytes() for n in (0, 32))
 
 
 class TestDamage:
@@ -147,8 +209,8 @@ class TestRefused:
             Artifact.open(tmp_path)
 
     def test_a_newer_schema(self, small_artifact: Artifact) -> None:
-        rewrite(small_artifact, lambda m: m.model_copy(update={"schema_version": 2}))
-        with pytest.raises(ManifestVersionError, match=r"manifest\.json: schema version 2 is newer"):
+        rewrite(small_artifact, lambda m: m.model_copy(update={"schema_version": 3}))
+        with pytest.raises(ManifestVersionError, match=r"manifest\.json: schema version 3 is newer"):
             Artifact.open(small_artifact.path)
 
     @pytest.mark.parametrize("name", ["/etc/hostname", "../golden.safetensors", "..", "a/b"])

@@ -24,7 +24,8 @@ CHECKPOINT: dict[str, NDArray[Any]] = {
 SCALE = np.array([0.5, -3.0, 1.7, 1e-3], np.float32)
 
 
-def _entry(name: str, file: str, array: NDArray[Any], segment: Segment, **more: Any) -> TensorEntry:
+def entry_of(name: str, array: NDArray[Any], file: str, segment: Segment, **more: Any) -> TensorEntry:
+    """What a manifest says of ``array``, written to ``segment`` of ``file``."""
     return TensorEntry(
         name=name,
         dtype=array.dtype.name,
@@ -50,19 +51,19 @@ def write_small(staged: StagingArtifact, *, residual: bool = True) -> Manifest:
         low = rest.append_chunks(encode_chunks(linear, linear_bf16))
         low_scaled = rest.append_chunks(encode_chunks(conv, conv_bf16, Scale(0, SCALE)))
         tensors = [
-            _entry("w", "weights.bf16", linear_bf16, bf16.append(linear_bf16), residual=low if residual else None),
-            _entry(
+            entry_of("w", linear_bf16, "weights.bf16", bf16.append(linear_bf16), residual=low if residual else None),
+            entry_of(
                 "c",
-                "weights.bf16",
                 conv_bf16,
+                "weights.bf16",
                 bf16.append(conv_bf16),
                 residual=low_scaled if residual else None,
                 scale="c.scale",
                 scale_axis=0,
             ),
-            _entry("c.scale", "weights.fp32", SCALE, fp32.append(SCALE)),
-            _entry("b", "weights.fp32", CHECKPOINT["linear.bias"], fp32.append(CHECKPOINT["linear.bias"])),
-            _entry("steps", "residual.bin", CHECKPOINT["steps"], rest.append(CHECKPOINT["steps"])),
+            entry_of("c.scale", SCALE, "weights.fp32", fp32.append(SCALE)),
+            entry_of("b", CHECKPOINT["linear.bias"], "weights.fp32", fp32.append(CHECKPOINT["linear.bias"])),
+            entry_of("steps", CHECKPOINT["steps"], "residual.bin", rest.append(CHECKPOINT["steps"])),
         ]
     (staged.path / "cpu.onnx").write_bytes(b"a graph")
     save_file(

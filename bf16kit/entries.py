@@ -1,0 +1,130 @@
+"""What a manifest says of one stored tensor, and of one tensor of the checkpoint that it restores."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from bf16kit.tensors import BY_NAME
+
+
+def plain_name(name: str) -> str:
+    """``name`` when it is a plain file name; ValueError for a path, ``.``, ``..``, or control characters in it."""
+    if name in ("", ".", "..") or any(c in "/\\" or ord(c) < 32 for c in name):
+        raise ValueError(f"{name!r} is not a plain file name")
+    return name
+
+
+def _known_dtype(dtype: str) -> str:
+    if dtype not in BY_NAME:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    return dtype
+
+
+FileName = Annotated[str, AfterValidator(plain_name)]
+DTypeName = Annotated[str, AfterValidator(_known_dtype)]
+Size = Annotated[int, Field(ge=0)]
+# What a manifest holds: frozen, and of no keys but those declared.
+STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class _Entry(BaseModel):
+    model_config = STRICT
+
+
+class Segment(_Entry):
+    """A run of bytes in a file."""
+
+    offset: Size
+    bytes: Size
+
+
+class TensorEntry(_Entry):
+    """One stored tensor of the logical ``shape``: little-endian, C order, at ``offset`` of ``file``.
+
+    A bfloat16 tensor has a ``residual`` segment in residual.bin unless the residual was left out. ``scale`` names the
+    1-D float32 tensor (one value per index of ``scale_axis``) that was folded into this one before rounding. A bfloat16
+    matrix may be stored as ``panels`` instead (:mod:`bf16kit.panels`): along this axis, which holds the columns of the
+    product it is for. Its residual and its scale speak of the matrix all the same.
+    """
+
+    name: str
+    dtype: DTypeName
+    shape: list[Size]
+    file: FileName
+    offset: Size
+    bytes: Size
+    residual: Segment | None = None
+    scale: str | None = None
+    scale_axis: Size | None = None
+    panels: int | None = None
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without ``panels`` where there are none: the bytes that version 1 knows."""
+        fields: dict[str, Any] = handler(self)
+        if self.panels is None:
+            del fields["panels"]
+        return fields
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TensorEntry:
+        expected = BY_NAME[self.dtype].numpy.itemsize * math.prod(self.shape)
+        if self.dtype == "string" or self.bytes != expected:
+            raise ValueError(f"tensor {self.name!r}: {self.bytes} bytes do not hold {self.dtype}{self.shape}")
+        if (self.scale is None) != (self.scale_axis is None):
+            raise ValueError(f"tensor {self.name!r}: scale and scale_axis belong together")
+        if self.scale_axis is not None and self.scale_axis >= len(self.shape):
+            raise ValueError(f"tensor {self.name!r}: scale_axis {self.scale_axis} is not an axis of {self.shape}")
+        if self.panels is not None and (self.dtype != "bfloat16" or len(self.shape) != 2 or self.panels not in (0, 1)):
+            raise ValueError(
+                f"tensor {self.name!r}: panels {self.panels} of {self.dtype}{self.shape}; panels lie along axis 0 or 1"
+                " of a bfloat16 matrix"
+            )
+        return self
+
+
+class CheckpointEntry(_Entry):
+    """One tensor of the source checkpoint: stored tensor ``tensor``, restored, its axes permuted by ``permutation``."""
+
+    name: str
+    dtype: DTypeName
+    shape: list[Size]
+    tensor: str
+    permutation: list[Size] | None = None
+
+
+def check_scale(tensor: TensorEntry, tensors: dict[str, TensorEntry]) -> None:
+    """ValueError when the scale of ``tensor`` is not among ``tensors``, or is not one value per index of its axis."""
+    if tensor.scale is None or tensor.scale_axis is None:
+        return
+    scale = tensors.get(tensor.scale)
+    if scale is None or scale.dtype != "float32" or scale.shape != [tensor.shape[tensor.scale_axis]]:
+        raise ValueError(
+            f"tensor {tensor.name!r}: its scale {tensor.scale!r} is not a stored float32 tensor of"
+            f" {tensor.shape[tensor.scale_axis]} values"
+        )
+
+
+def check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> None:
+    """ValueError when ``entry`` cannot be restored from what ``tensors`` holds."""
+    tensor = tensors.get(entry.tensor)
+    if tensor is None:
+        raise ValueError(f"checkpoint tensor {entry.name!r}: no stored tensor {entry.tensor!r}")
+    order = list(range(len(tensor.shape))) if entry.permutation is None else entry.permutation
+    if sorted(order) != list(range(len(tensor.shape))) or [tensor.shape[i] for i in order] != entry.shape:
+        raise ValueError(
+            f"checkpoint tensor {entry.name!r}: {entry.shape} is not {tensor.shape} permuted by {entry.permutation}"
+        )
+    if entry.dtype != tensor.dtype and (entry.dtype, tensor.dtype) != ("float32", "bfloat16"):
+        raise ValueError(f"checkpoint tensor {entry.name!r}: {tensor.dtype} does not restore {entry.dtype}")

@@ -1,0 +1,84 @@
+"""Panels: the exact bytes of the documented layout, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from bf16kit.panels import WIDTH, pack, unpack
+
+# More than two panels and every kind of tail; no rows and no columns, too.
+SIDES = st.integers(0, 2 * WIDTH + 5)
+AXES = st.sampled_from([0, 1])
+
+
+def counted(rows: int, columns: int) -> NDArray[Any]:
+    """A bfloat16 matrix in which every element has bits of its own."""
+    return np.arange(rows * columns, dtype=np.uint16).reshape(rows, columns).view(ml_dtypes.bfloat16)
+
+
+@given(SIDES, SIDES, AXES)
+def test_what_was_packed_is_unpacked(rows: int, columns: int, axis: int) -> None:
+    matrix = counted(rows, columns)
+    back = unpack(pack(matrix, axis), matrix.shape, axis)
+    assert back.dtype == matrix.dtype
+    assert back.shape == matrix.shape
+    assert back.tobytes() == matrix.tobytes()
+    assert back.flags.c_contiguous
+
+
+@given(SIDES, SIDES, AXES)
+def test_every_byte_is_where_the_format_says(rows: int, columns: int, axis: int) -> None:
+    """The formula of docs/artifact-format.md, one element after the other."""
+    matrix = counted(rows, columns)
+    k_size, n_size = (rows, columns) if axis == 1 else (columns, rows)
+    expected = bytearray(2 * matrix.size)
+    for n in range(n_size):
+        p = n // 32
+        w = min(32, n_size - 32 * p)
+        for k in range(k_size):
+            at = 2 * (32 * k_size * p + k * w + (n - 32 * p))
+            expected[at : at + 2] = matrix[(k, n) if axis == 1 else (n, k)].tobytes()
+    assert pack(matrix, axis).tobytes() == bytes(expected)
+
+
+@given(SIDES, SIDES)
+def test_a_matrix_and_its_transpose_are_the_same_panels(rows: int, columns: int) -> None:
+    """The axis says which of the two was stored; what the product reads is one and the same."""
+    matrix = counted(rows, columns)
+    assert pack(matrix, 1).tobytes() == pack(matrix.T, 0).tobytes()
+    assert pack(matrix, 1).tobytes() == pack(np.ascontiguousarray(matrix.T), 0).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_any_dtype_keeps_its_bits(dtype: type[np.generic]) -> None:
+    matrix = np.arange(40 * 70).reshape(40, 70).astype(dtype)
+    assert unpack(pack(matrix, 0), (40, 70), 0).tobytes() == matrix.tobytes()
+
+
+def test_what_is_given_back_is_nobody_elses() -> None:
+    """Also for one panel, whose bytes are the matrix' own: neither result may be a view of what was given."""
+    matrix = counted(4, WIDTH)
+    flat = pack(matrix, 1)
+    assert not np.shares_memory(flat, matrix)
+    assert not np.shares_memory(unpack(flat, (4, WIDTH), 1), flat)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((8,), 0), ((2, 2, 2), 1), ((), 0), ((4, 2), 2), ((4, 2), -1)])
+def test_no_matrix_or_no_such_axis_is_refused(shape: tuple[int, ...], axis: int) -> None:
+    with pytest.raises(ValueError, match=rf"axis 0 or 1 of a matrix, not along axis {axis} of \[.*\]"):
+        pack(np.zeros(shape), axis)
+    with pytest.raises(ValueError, match="axis 0 or 1 of a matrix"):
+        unpack(np.zeros(8), shape, axis)
+
+
+@pytest.mark.parametrize("flat", [np.zeros(7), np.zeros(9), np.zeros((2, 4))])
+def test_panels_of_another_size_are_refused(flat: NDArray[Any]) -> None:
+    with pytest.raises(ValueError, match=r"panels of \[4, 2\] are 8 elements in a row, got \["):
+        unpack(flat, (4, 2), 1)
