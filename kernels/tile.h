@@ -12,6 +12,8 @@
 // row as two vectors, the even columns and the odd ones: a shift and a mask, where columns in order would need a
 // shuffle for each load. interleave puts sums back in order, once for each tile.
 
+#include "block.h"
+
 constexpr int kWide = kPanel / (2 * V::kLanes);  // pairs of vectors in a row of a panel
 constexpr int64_t kStride = kChain + 16;  // between copied rows of x: a power of two would put them all in one cache set
 

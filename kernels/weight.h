@@ -30,8 +30,4 @@ struct Weight {
   bool ready(int64_t panel) const { return layout == Layout::kPanels && width(panel) == kPanel; }
 };
 
-// Rows [first, first + length) of `panel` as bf16 [length, 32], the columns that do not exist zero. `scratch` holds
-// kChain * kPanel elements and is used when the weight is not stored like that.
-const uint16_t* block(const Weight& weight, int64_t panel, int64_t first, int64_t length, uint16_t* scratch);
-
 }  // namespace bf16kit

@@ -1,0 +1,81 @@
+// Blocks of a weight as the tiles read them: [length, 32] bf16. Included by tile.h, so compiled for each path.
+
+typedef uint32_t Pairs __attribute__((vector_size(32)));  // eight elements of two bf16
+
+// Transposes 8 x 8 elements of 32 bits: three rounds, each of which pairs what is twice as far apart.
+inline void transpose_pairs(Pairs (&rows)[8]) {
+  Pairs once[8], twice[8];
+  for (int i = 0; i < 8; i += 2) {
+    once[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    once[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      twice[i + 2 * j] = __builtin_shufflevector(once[i + j], once[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      twice[i + 2 * j + 1] = __builtin_shufflevector(once[i + j], once[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = __builtin_shufflevector(twice[i], twice[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    rows[i + 4] = __builtin_shufflevector(twice[i], twice[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+
+// Transposes 16 columns, 16 rows each: from[c * stride + r] becomes to[r * 32 + c]. Pairs of rows travel as one element;
+// the even columns and the odd ones are transposed apart and meet in the halves of an element at the end.
+inline void transpose_tile(const uint16_t* from, int64_t stride, uint16_t* to) {
+  Pairs even[8], odd[8];
+  for (int i = 0; i < 8; ++i) {
+    std::memcpy(&even[i], from + 2 * i * stride, sizeof(Pairs));
+    std::memcpy(&odd[i], from + (2 * i + 1) * stride, sizeof(Pairs));
+  }
+  transpose_pairs(even);
+  transpose_pairs(odd);
+  for (int i = 0; i < 8; ++i) {
+    const Pairs first = (even[i] & 0xffff) | (odd[i] << 16);
+    const Pairs second = (even[i] >> 16) | (odd[i] & 0xffff0000);
+    std::memcpy(to + 2 * i * kPanel, &first, sizeof(Pairs));
+    std::memcpy(to + (2 * i + 1) * kPanel, &second, sizeof(Pairs));
+  }
+}
+
+// Copies `width` rows of [n, k], `stride` apart, to the columns of [length, 32], with zeros to the right.
+inline void transpose(const uint16_t* from, int64_t stride, int64_t length, int64_t width, uint16_t* to) {
+  if (width < kPanel) std::memset(to, 0, sizeof(uint16_t) * length * kPanel);
+  const int64_t whole_columns = width / 16 * 16, whole_rows = length / 16 * 16;
+  for (int64_t column = 0; column < width; ++column) {  // what the next block wants
+    const uint16_t* next = from + column * stride + length;
+    for (int64_t row = 0; row < length; row += kPanel) __builtin_prefetch(next + row);
+  }
+  for (int64_t column = 0; column < whole_columns; column += 16) {
+    for (int64_t row = 0; row < whole_rows; row += 16) {
+      transpose_tile(from + column * stride + row, stride, to + row * kPanel + column);
+    }
+  }
+  for (int64_t column = 0; column < width; ++column) {
+    const int64_t done = column < whole_columns ? whole_rows : 0;
+    for (int64_t row = done; row < length; ++row) to[row * kPanel + column] = from[column * stride + row];
+  }
+}
+
+// Copies [length, width] to [length, 32], with zeros to the right.
+inline void widen(const uint16_t* from, int64_t length, int64_t width, uint16_t* to) {
+  std::memset(to, 0, sizeof(uint16_t) * length * kPanel);
+  for (int64_t row = 0; row < length; ++row) {
+    std::memcpy(to + row * kPanel, from + row * width, sizeof(uint16_t) * width);
+  }
+}
+
+// Rows [first, first + length) of `panel` as [length, 32], the columns that do not exist zero. A whole panel is read where
+// it is stored; anything else is copied to `scratch`, kChain * kPanel elements.
+inline const uint16_t* block(const Weight& weight, int64_t panel, int64_t first, int64_t length, uint16_t* scratch) {
+  const int64_t width = weight.width(panel);
+  const uint16_t* start = weight.data + panel * kPanel * weight.k;
+  if (weight.layout == Layout::kTransposed) {
+    transpose(start + first, weight.k, length, width, scratch);
+    return scratch;
+  }
+  if (width == kPanel) return start + first * kPanel;
+  widen(start + first * width, length, width, scratch);
+  return scratch;
+}
