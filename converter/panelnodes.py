@@ -1,0 +1,47 @@
+"""Panels back into a matrix, in ONNX's own operators: what :func:`bf16kit.panels.unpack` does, as nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from bf16kit.panels import WIDTH
+
+
+def cuts(k: int, n: int) -> dict[str, list[int]]:
+    """The int64 lists that :func:`matrix_nodes` reads for a matrix of [k, n], by name.
+
+    Which names there are says which of three ways the nodes go: panels that all are whole, whole ones and a narrower
+    last one, or a narrower one alone, which is the matrix itself.
+    """
+    panels, rest = divmod(n, WIDTH)
+    if not panels:
+        return {"matrix": [k, n]}
+    if not rest:
+        return {"panels": [panels, k, WIDTH], "matrix": [k, n]}
+    whole = n - rest
+    return {"parts": [k * whole, k * rest], "panels": [panels, k, WIDTH], "whole": [k, whole], "tail": [k, rest]}
+
+
+def matrix_nodes(weight: ir.Value, lists: Mapping[str, ir.Value]) -> list[ir.Node]:
+    """Nodes, without names, from ``weight``, k·n elements in panels, to its matrix: the last one's output, [k, n].
+
+    ``lists`` holds :func:`cuts` as values. Requires: opset 13 or newer, where Split takes the sizes of its parts.
+    """
+    if "panels" not in lists:
+        return [ir.node("Reshape", [weight, lists["matrix"]])]
+    if "parts" not in lists:
+        return _whole(weight, lists["panels"], lists["matrix"])
+    split = ir.node("Split", [weight, lists["parts"]], attributes={"axis": 0}, num_outputs=2)
+    whole = _whole(split.outputs[0], lists["panels"], lists["whole"])
+    tail = ir.node("Reshape", [split.outputs[1], lists["tail"]])
+    joined = ir.node("Concat", [whole[-1].outputs[0], tail.outputs[0]], attributes={"axis": 1})
+    return [split, *whole, tail, joined]
+
+
+def _whole(weight: ir.Value, panels: ir.Value, matrix: ir.Value) -> list[ir.Node]:
+    """[P, k, 32] → [k, P, 32] → [k, 32·P]."""
+    parted = ir.node("Reshape", [weight, panels])
+    turned = ir.node("Transpose", [parted.outputs[0]], attributes={"perm": [1, 0, 2]})
+    return [parted, turned, ir.node("Reshape", [turned.outputs[0], matrix])]
