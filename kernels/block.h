@@ -41,15 +41,21 @@ inline void transpose_tile(const uint16_t* from, int64_t stride, uint16_t* to) {
 
 // Copies `width` rows of [n, k], `stride` apart, to the columns of [length, 32], with zeros to the right.
 inline void transpose(const uint16_t* from, int64_t stride, int64_t length, int64_t width, uint16_t* to) {
+  constexpr int64_t kLine = 32;  // elements of a cache line
   if (width < kPanel) std::memset(to, 0, sizeof(uint16_t) * length * kPanel);
-  const int64_t whole_columns = width / 16 * 16, whole_rows = length / 16 * 16;
-  for (int64_t column = 0; column < width; ++column) {  // what the next block wants
-    const uint16_t* next = from + column * stride + length;
-    for (int64_t row = 0; row < length; row += kPanel) __builtin_prefetch(next + row);
-  }
+  const int64_t whole_columns = width / 16 * 16, whole_rows = length / kLine * kLine;
   for (int64_t column = 0; column < whole_columns; column += 16) {
-    for (int64_t row = 0; row < whole_rows; row += 16) {
-      transpose_tile(from + column * stride + row, stride, to + row * kPanel + column);
+    for (int64_t row = 0; row < whole_rows; row += kLine) {
+      // Each line is read whole, once: with a power of two for a stride, the lines of more than eight columns cannot be
+      // in the first-level cache together. The same line of the next block is asked for meanwhile.
+      alignas(64) uint16_t lines[16 * kLine];
+      for (int c = 0; c < 16; ++c) {
+        const uint16_t* line = from + (column + c) * stride + row;
+        __builtin_prefetch(line + kChain, 0, 2);
+        std::memcpy(lines + c * kLine, line, sizeof(uint16_t) * kLine);
+      }
+      transpose_tile(lines, kLine, to + row * kPanel + column);
+      transpose_tile(lines + 16, kLine, to + (row + 16) * kPanel + column);
     }
   }
   for (int64_t column = 0; column < width; ++column) {
