@@ -8,6 +8,7 @@ from pathlib import Path
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo, ortvalue
 from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
 from bf16kit.runtime.probe import probe_onnx
 from bf16kit.runtime.session import Session, open_session
 from bf16kit.tensors import TensorSpec
@@ -16,8 +17,9 @@ from bf16kit.tensors import TensorSpec
 class OnnxRuntime:
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
-    ``profile`` and ``precision`` are what :class:`RuntimeInfo` says; the accumulation is probed on ``device``. See
-    :func:`bf16kit.runtime.session.open_session` for the rest, and for the errors.
+    ``profile`` and ``precision`` are what :class:`RuntimeInfo` says; the accumulation is probed on ``device``, with the
+    CPU kernel where the graph runs on it. See :func:`bf16kit.runtime.session.open_session` for the rest, and for the
+    errors; :class:`~bf16kit.errors.ConfigError` when the environment asks for a kernel that cannot be.
     """
 
     def __init__(
@@ -36,13 +38,33 @@ class OnnxRuntime:
         note: str = "",
     ) -> None:
         device = canonical(device)
-        session = open_session(model, device=device, threads=threads, spin=spin, external=external, base_dir=base_dir)
+        # Only for a graph that asks for it: the reference must run on nothing but ONNX Runtime.
+        kernel = kernel_for(model) if device == CPU else NOT_NEEDED
+        session = open_session(
+            model,
+            device=device,
+            threads=threads,
+            spin=spin,
+            external=external,
+            base_dir=base_dir,
+            library=kernel.library,
+        )
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
         _check_names(session, self._inputs, self._outputs)
         self._output_names = [spec.name for spec in outputs]
         self._has_bf16_edges = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
-        self._info = RuntimeInfo("onnxruntime", device, profile, precision, probe_onnx(device, precision), note)
+        accumulation = probe_onnx(device, precision, kernel.library)
+        self._info = RuntimeInfo(
+            "onnxruntime",
+            device,
+            profile,
+            precision,
+            accumulation,
+            note or kernel.note,
+            kernel.path,
+            kernel.advice,
+        )
         self._session: Session | None = session
 
     @property

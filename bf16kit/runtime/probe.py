@@ -9,23 +9,29 @@ and takes them away at the end: every lane loses its ones in between, and every 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit.panels import WIDTH, pack
 from bf16kit.runtime import Accumulation
+from bf16kit.runtime.kernel import DOMAIN
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, NodeProto, OperatorSetIdProto
 
 TERMS = 4096
 ROWS = (1, 64)  # a matrix-vector product and a matrix product are different kernels
-_COLUMNS = 16
+_COLUMNS = 48  # for the CPU kernel a whole panel and a narrower one, which it reads in different ways
 _SINGLE_FILE_SUM = 256  # where one bf16 accumulator of ones comes to a halt
 
 Product = Callable[[NDArray[np.float32]], NDArray[Any]]
 
 
 def weights() -> NDArray[np.float32]:
-    """Weights [4096, 16]: ones in even columns; in odd ones 64 times 512, then ones, then 64 times -512."""
+    """Weights [4096, 48]: ones in even columns; in odd ones 64 times 512, then ones, then 64 times -512."""
     matrix = np.ones((TERMS, _COLUMNS), np.float32)
     matrix[:64, 1::2] = 512
     matrix[-64:, 1::2] = -512
@@ -33,7 +39,7 @@ def weights() -> NDArray[np.float32]:
 
 
 def classify(product: Product) -> Accumulation:
-    """How ``product`` accumulates; it maps x, fp32 [rows, 4096], to x @ :func:`weights`, [rows, 16].
+    """How ``product`` accumulates; it maps x, fp32 [rows, 4096], to x @ :func:`weights`, [rows, 48].
 
     ``fp32`` when every sum is exact, ``bf16`` when sums are off as lower precision makes them, ``unknown`` when they
     are not sums at all.
@@ -53,15 +59,16 @@ def classify(product: Product) -> Accumulation:
     return found
 
 
-def probe_onnx(device: str, precision: str) -> Accumulation:
+def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accumulation:
     """Probe ONNX Runtime on ``device`` with the arithmetic of ``precision`` (see :class:`RuntimeInfo`).
 
-    ``bf16`` multiplies bf16 by bf16; ``bf16-weights`` and ``fp32`` multiply fp32 activations by widened bf16 weights.
-    Raises :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
+    ``bf16`` multiplies bf16 by bf16; ``bf16-weights`` and ``fp32`` multiply fp32 activations by widened bf16 weights:
+    with the CPU kernel in ``library``, or without it as ONNX Runtime does. Raises
+    :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
     """
     from bf16kit.runtime.session import failing_as, open_session
 
-    session = open_session(_graph(precision == "bf16"), device=device, threads=1)
+    session = open_session(_graph(precision), device=device, threads=1, library=library)
 
     def product(x: NDArray[np.float32]) -> NDArray[Any]:
         with failing_as(f"the accumulation probe failed on {device}"):
@@ -70,18 +77,22 @@ def probe_onnx(device: str, precision: str) -> Accumulation:
     return classify(product)
 
 
-def _graph(bf16_activations: bool) -> bytes:
+def _graph(precision: str) -> bytes:
     import ml_dtypes
     from onnx import TensorProto, helper
 
     stored = weights().astype(ml_dtypes.bfloat16)
-    initializer = helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)
-    if bf16_activations:
+    functions = []
+    if precision == "bf16":
         nodes = [
             helper.make_node("Cast", ["x"], ["narrow"], to=TensorProto.BFLOAT16),
             helper.make_node("MatMul", ["narrow", "w"], ["sums"]),
             helper.make_node("Cast", ["sums"], ["y"], to=TensorProto.FLOAT),
         ]
+    elif precision == "bf16-weights":
+        stored = pack(stored, 1)
+        nodes = [_kernel_node()]
+        functions = [_kernel_function()]
     else:
         nodes = [
             helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT),
@@ -92,8 +103,48 @@ def _graph(bf16_activations: bool) -> bytes:
         "accumulation_probe",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", TERMS])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", _COLUMNS])],
-        [initializer],
+        [helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)],
     )
-    # Opset and IR are pinned: the onnx package's newest is ahead of what ONNX Runtime reads.
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    # Opset and IR are pinned: the onnx package's newest are ahead of what ONNX Runtime reads.
+    model = helper.make_model(graph, functions=functions, opset_imports=_opsets(), ir_version=10)
     return bytes(model.SerializeToString())
+
+
+def _kernel_node() -> NodeProto:
+    from onnx import helper
+
+    return helper.make_node(
+        "MatMul", ["x", "w"], ["y"], domain=DOMAIN, k=TERMS, n=_COLUMNS, layout="panels", activation="none"
+    )
+
+
+def _kernel_function() -> FunctionProto:
+    """What :func:`_kernel_node` is without the kernel: whole panels and the narrower one to [K, N], widened."""
+    from onnx import TensorProto, helper
+
+    panels, tail = divmod(_COLUMNS, WIDTH)
+    sizes = {
+        "split": [panels * TERMS * WIDTH, TERMS * tail],
+        "panels": [panels, TERMS, WIDTH],
+        "whole": [TERMS, panels * WIDTH],
+        "tail": [TERMS, tail],
+    }
+    nodes = [helper.make_node("Constant", [], [name], value_ints=value) for name, value in sizes.items()]
+    nodes += [
+        helper.make_node("Split", ["W", "split"], ["first", "last"]),
+        helper.make_node("Reshape", ["first", "panels"], ["by_panel"]),
+        helper.make_node("Transpose", ["by_panel"], ["by_row"], perm=[1, 0, 2]),
+        helper.make_node("Reshape", ["by_row", "whole"], ["left"]),
+        helper.make_node("Reshape", ["last", "tail"], ["right"]),
+        helper.make_node("Concat", ["left", "right"], ["matrix"], axis=1),
+        helper.make_node("Cast", ["matrix"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["X", "wide"], ["Y"]),
+    ]
+    attributes = ["k", "n", "layout", "activation"]
+    return helper.make_function(DOMAIN, "MatMul", ["X", "W"], ["Y"], nodes, _opsets(), attributes)
+
+
+def _opsets() -> list[OperatorSetIdProto]:
+    from onnx import helper
+
+    return [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]

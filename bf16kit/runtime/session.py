@@ -42,13 +42,14 @@ def open_session(
     spin: bool = False,
     external: Mapping[str, NDArray[Any]] | None = None,
     base_dir: Path | None = None,
+    library: Path | None = None,
 ) -> Session:
     """A session for ``model`` on the canonical ``device``.
 
     ``threads`` is the number that works on one run, the caller's included; None is one per available processor.
     ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
     file does not exist; ONNX Runtime copies them, so nothing refers to them afterwards. ``base_dir`` is where a model
-    given as bytes finds its external data.
+    given as bytes finds its external data. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`).
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
@@ -61,6 +62,8 @@ def open_session(
     providers = _providers(device)
     name = model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes"
     with failing_as(f"ONNX Runtime cannot load {name} on {device}"):
+        if library is not None:
+            options.register_custom_ops_library(str(library))
         # Without enable_fallback=0 a provider that fails is replaced by another one, with a message to the terminal.
         session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
     if device != CPU and session.get_providers()[0] != _CUDA_PROVIDER:

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from mapped import mapped_kb
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
@@ -34,19 +35,6 @@ def specs(model: ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, 
 
 def runtime(model: ModelProto, source: Path | None = None, **options: Any) -> OnnxRuntime:
     return OnnxRuntime(source or model.SerializeToString(), *specs(model), **options)
-
-
-def mapped_kb(name: str) -> dict[str, int]:
-    """Resident and anonymous kB of this process' mappings of the file ``name``."""
-    total = {"Rss": 0, "Anonymous": 0}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if "-" in key.split()[0]:  # 7f00-7f01 r--p …, the head of a mapping
-            inside = line.endswith(f"/{name}")
-        elif inside and key in total:
-            total[key] += int(value.split()[0])
-    return total
 
 
 def mlp_by_hand(weights: dict[str, NDArray[Any]], x: NDArray[np.float32]) -> NDArray[np.float64]:

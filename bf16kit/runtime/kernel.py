@@ -1,0 +1,125 @@
+"""The CPU kernel, as Python sees it: a library beside this file, which path of it runs, and why it may not be used.
+
+The library holds the operator ``bf16kit::MatMul``: fp32 activations by weights that stay bf16 in memory, summed in
+fp32. A graph that has such nodes also defines them as functions of standard operators. ONNX Runtime falls back to
+those where the library is not registered: the same results within fp32 rounding, from weights widened at load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+DOMAIN = "bf16kit"
+LIBRARY = Path(__file__).with_name("_bf16kernel.so")
+VARIABLE = "BF16KIT_KERNEL_PATH"
+PATHS = ("avx512f", "avx2", "portable")  # as kernels/choose.cpp names them, the fastest first
+OFF = "off"
+
+_COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
+_REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and install bf16kit again"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Which path of the kernel runs a graph; for one that runs without, why, and what to do about it."""
+
+    path: str = ""  # one of PATHS, "" = the library is not to be registered
+    note: str = ""  # one sentence: why not
+    advice: str = ""  # what that costs, and the remedy
+
+    @property
+    def library(self) -> Path | None:
+        """What a session must register."""
+        return LIBRARY if self.path else None
+
+
+NOT_NEEDED = Kernel()
+
+
+def kernel_for(model: Path | bytes) -> Kernel:
+    """The kernel for the ONNX graph ``model`` on the CPU: :data:`NOT_NEEDED` where it has no node of ours.
+
+    Raises :class:`ConfigError` as :func:`available` does.
+    """
+    parsed = _parsed(model)
+    functions = (function.node for function in parsed.functions if function.domain != DOMAIN)
+    return available() if any(map(_has_ours, (parsed.graph.node, *functions))) else NOT_NEEDED
+
+
+def available() -> Kernel:
+    """The kernel on this machine, as the environment stands now.
+
+    Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names no path, or one this processor cannot run: who named
+    it wants that path, and not another one in silence.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted and wanted not in (*PATHS, OFF):
+        raise ConfigError(
+            f"{VARIABLE} is {wanted!r}; allowed are {', '.join(PATHS)} and {OFF}; unset it for the fastest path that"
+            " this processor runs"
+        )
+    if wanted == OFF:
+        return _without(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
+    if not LIBRARY.exists():
+        return _without("it was not built when bf16kit was installed, for want of a C++17 compiler", _REINSTALL)
+    try:
+        ask = ctypes.CDLL(str(LIBRARY)).bf16kit_kernel_path
+    except (OSError, AttributeError) as error:  # built for another machine, damaged, or not ours
+        return _without(f"its library cannot be loaded ({error})", _REINSTALL)
+    ask.restype, ask.argtypes = ctypes.c_char_p, ()
+    path: bytes | None = ask()
+    if path is None:
+        raise ConfigError(
+            f"{VARIABLE} is {wanted!r}, which this processor cannot run; name another of {', '.join(PATHS)}, or unset"
+            " it for the fastest path that it runs"
+        )
+    refusal = _refusal()
+    if refusal:
+        return _without(f"this ONNX Runtime and its library do not fit ({refusal})", "install a supported onnxruntime")
+    return Kernel(path.decode())
+
+
+def _without(why: str, remedy: str) -> Kernel:
+    return Kernel("", f"the CPU kernel is not used: {why}", f"{_COST}; {remedy}")
+
+
+def _refusal() -> str:
+    """Why ONNX Runtime cannot register the library, "" when it can: the library checks the runtime's version and what
+    a first call to it answers."""
+    from bf16kit.runtime.quietort import ort
+
+    try:
+        ort.SessionOptions().register_custom_ops_library(str(LIBRARY))
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no other base
+        return str(error)
+    return ""
+
+
+def _parsed(model: Path | bytes) -> ModelProto:
+    """The graph without its external data; an empty one for what is no graph, of which ONNX Runtime tells more."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        if isinstance(model, Path):
+            return onnx.load(model, format="protobuf", load_external_data=False)
+        return onnx.load_model_from_string(model, format="protobuf")
+    except (OSError, DecodeError):
+        return onnx.ModelProto()
+
+
+def _has_ours(nodes: Iterable[NodeProto]) -> bool:
+    return any(
+        node.domain == DOMAIN or any(_has_ours(inner.node) for a in node.attribute for inner in (a.g, *a.graphs))
+        for node in nodes
+    )

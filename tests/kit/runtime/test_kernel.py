@@ -1,0 +1,185 @@
+"""Which path of the CPU kernel runs, and why it does not where it does not."""
+
+from __future__ import annotations
+
+import _ctypes
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import products
+import pytest
+from onnx import ModelProto, helper
+
+import graphs
+from bf16kit.errors import ConfigError
+from bf16kit.runtime import kernel, quietort
+from bf16kit.runtime.kernel import NOT_NEEDED, PATHS, VARIABLE, Kernel, available, kernel_for
+from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.tensors import TensorSpec
+
+built = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+MODEL = products.product(graphs.values(64, 40))
+SPECS = (TensorSpec("x", "float32", ("rows", 64)),), (TensorSpec("y", "float32", ("rows", 40)),)
+
+
+def in_a_branch(model: ModelProto) -> ModelProto:
+    """The same product inside both branches of an If; the graph itself has none."""
+    branch = helper.make_graph(list(model.graph.node), "branch", [], list(model.graph.output))
+    node = helper.make_node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
+    return graphs.model([node], [graphs.edge("x"), graphs.edge("flag", [], 9)], list(model.graph.output))
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@built
+def test_the_fastest_path_that_this_processor_runs_is_chosen() -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    expected = "avx512f" if "avx512f" in flags else "avx2" if {"avx2", "fma"} <= flags else "portable"
+    assert available() == Kernel(expected)
+
+
+@built
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_named_is_the_path_that_runs_or_an_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, path)
+    try:
+        found = available()
+    except ConfigError as error:
+        pytest.skip(str(error))  # what the next test is about
+    assert found == Kernel(path)
+
+
+@built
+def test_a_path_that_this_processor_cannot_run_is_an_error_and_not_another_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library answers null for it, as for a name that it does not know: here one that Python knows alone."""
+    monkeypatch.setattr(kernel, "PATHS", (*PATHS, "amx"))
+    monkeypatch.setenv(VARIABLE, "amx")
+    with pytest.raises(ConfigError, match=r"is 'amx', which this processor cannot run; name another .* or unset it"):
+        available()
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_name_that_is_no_path_is_an_error_that_lists_them(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_built:
+        monkeypatch.setattr(kernel, "LIBRARY", Path("/nowhere/_bf16kernel.so"))
+    monkeypatch.setenv(VARIABLE, "avx10")
+    expected = f"{VARIABLE} is 'avx10'; allowed are avx512f, avx2, portable and off; unset it"
+    with pytest.raises(ConfigError, match=expected):
+        available()
+
+
+@built
+def test_an_empty_variable_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = available()
+    monkeypatch.setenv(VARIABLE, "")
+    assert available() == chosen
+    assert chosen.path in PATHS
+
+
+def test_off_switches_it_off_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    found = available()
+    assert (found.path, found.library) == ("", None)
+    assert found.note == f"the CPU kernel is not used: it is switched off by {VARIABLE}=off"
+    assert "twice the memory" in found.advice
+    assert f"unset {VARIABLE}" in found.advice
+
+
+def test_a_kernel_that_was_not_built_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
+    found = available()
+    assert found.path == ""
+    assert "was not built" in found.note
+    assert "C++17 compiler" in found.advice
+    assert "install bf16kit again" in found.advice
+
+
+def test_a_damaged_library_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    damaged = tmp_path / "_bf16kernel.so"
+    damaged.write_bytes(b"\x7fELF and no more")
+    monkeypatch.setattr(kernel, "LIBRARY", damaged)
+    assert (available().path, "cannot be loaded" in available().note) == ("", True)
+
+
+def test_a_library_that_is_another_one_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "LIBRARY", Path(_ctypes.__file__))
+    assert (available().path, "bf16kit_kernel_path" in available().note) == ("", True)
+
+
+@built
+def test_what_onnx_runtime_or_the_library_refuses_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def register_custom_ops_library(self, path: str) -> None:
+            assert path == str(kernel.LIBRARY)
+            raise RuntimeError("ONNX Runtime 2.0.0 is not a release this kernel knows")
+
+    monkeypatch.setattr(quietort.ort, "SessionOptions", Refusing)
+    found = available()
+    assert found.path == ""
+    assert "ONNX Runtime 2.0.0 is not a release this kernel knows" in found.note
+    assert "onnxruntime" in found.advice
+
+
+def test_a_graph_without_our_nodes_needs_no_kernel(tmp_path: Path) -> None:
+    path = graphs.save_external(graphs.narrow(graphs.mlp()), tmp_path / "cpu.onnx", {16: "weights.bf16", 1: "rest"})
+    for model in (path, graphs.mlp().SerializeToString(), graphs.if_branches().SerializeToString()):
+        assert kernel_for(model) is NOT_NEEDED
+
+
+def test_what_is_no_graph_is_left_to_onnx_runtime_to_refuse(tmp_path: Path) -> None:
+    assert kernel_for(b"no graph") is NOT_NEEDED
+    assert kernel_for(tmp_path / "missing.onnx") is NOT_NEEDED
+
+
+@pytest.mark.parametrize("model", [MODEL, in_a_branch(MODEL)], ids=["main graph", "branch"])
+def test_a_graph_with_our_nodes_needs_it_wherever_they_are(model: ModelProto, tmp_path: Path) -> None:
+    path = tmp_path / "cpu.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert kernel_for(path) == kernel_for(path.read_bytes()) == available() != NOT_NEEDED
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    program = "import sys, bf16kit.runtime.kernel\nassert not {'onnx', 'onnxruntime'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- what a runtime says ----------------------------------------------------------------------------------------------
+
+
+def runtime(model: ModelProto = MODEL, **options: Any) -> OnnxRuntime:
+    return OnnxRuntime(model.SerializeToString(), *SPECS, threads=1, **options)
+
+
+@built
+@pytest.mark.parametrize("path", PATHS)
+def test_a_runtime_tells_the_path_that_runs_and_its_accumulation(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, path)
+    try:
+        info = runtime().info
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert (info.kernel, info.accumulation, info.note, info.advice) == (path, "fp32", "", "")
+
+
+def test_without_the_kernel_the_same_graph_runs_and_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    loaded = runtime()
+    assert (loaded.info.kernel, loaded.info.accumulation) == ("", "fp32")
+    assert "switched off" in loaded.info.note
+    assert "unset" in loaded.info.advice
+    assert loaded.run({"x": graphs.values(3, 64)})["y"].shape == (3, 40)
+
+
+def test_a_graph_that_needs_no_kernel_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference, above all: it runs on nothing but ONNX Runtime."""
+    monkeypatch.setenv(VARIABLE, "off")
+    model = graphs.mlp((64, 40))
+    info = runtime(model, precision="fp32").info
+    assert (info.kernel, info.note, info.advice) == ("", "", "")

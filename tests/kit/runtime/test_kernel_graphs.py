@@ -1,0 +1,187 @@
+"""``bf16kit::MatMul`` through real sessions: what it answers, and which answers are the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import products
+import pytest
+from mapped import mapped_kb
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from products import ACTIVATIONS, LAYOUTS, product, run, session
+
+import graphs
+from bf16kit.errors import ConfigError
+from bf16kit.runtime import kernel
+from bf16kit.runtime.session import open_session
+
+pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+Array = NDArray[Any]
+K, N = 300, 72  # neither divides by a panel, a chain of sums, or a vector
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernel.VARIABLE, raising=False)
+
+
+def bound(x: Array, weight: Array) -> Array:
+    """4·√K·2⁻²⁴ of ‖x‖‖w‖, for each element of the product."""
+    norms = np.linalg.norm(x.astype(np.float64), axis=-1)[..., None] * np.linalg.norm(weight.astype(np.float64), axis=0)
+    return np.asarray(4 * np.sqrt(len(weight)) * 2.0**-24 * norms)
+
+
+def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sessions use ``path`` from now on; the test is skipped where the processor cannot."""
+    monkeypatch.setenv(kernel.VARIABLE, path)
+    try:
+        kernel.available()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+# --- what it answers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", kernel.PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 31), (128, 32), (K, N), (257, 65)])
+def test_it_multiplies_by_the_bf16_weight_within_the_bound(
+    path: str, layout: str, k: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(path, monkeypatch)
+    weight, bias, x = graphs.values(k, n), graphs.values(n, seed=1), graphs.values(9, k, seed=2, scale=k**0.5)
+    found = run(product(weight, bias, layout=layout), x)
+    assert np.all(np.abs(found - products.exact(x, weight, bias)) <= bound(x, weight) + 1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+def test_the_function_gives_the_same_without_the_library(activation: str, layout: str, has_bias: bool) -> None:
+    weight, bias = graphs.values(K, N), graphs.values(N, seed=1) if has_bias else None
+    model = product(weight, bias, layout=layout, activation=activation)
+    x = graphs.values(5, K, seed=2, scale=3)
+    exact = products.exact(x, weight, bias, activation)
+    for library in (kernel.LIBRARY, None):
+        np.testing.assert_allclose(run(model, x, library=library), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (2, 1, 4, K)], ids=len)
+def test_leading_dimensions_are_rows(shape: tuple[int, ...]) -> None:
+    weight = graphs.values(K, N)
+    x = graphs.values(*shape[:-1], K, seed=2) if len(shape) > 1 else graphs.values(1, K, seed=2)[0]
+    found = run(product(weight, x=shape), x)
+    assert found.shape == (*shape[:-1], N)
+    assert np.all(np.abs(found - products.exact(x, weight)) <= bound(x, weight))
+
+
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rows_give_no_rows(shape: tuple[int, ...], layout: str) -> None:
+    names = ["a", "b"][: len(shape) - 1]
+    found = run(product(graphs.values(K, N), layout=layout, x=[*names, K]), np.empty(shape, np.float32))
+    assert found.shape == (*shape[:-1], N)
+
+
+@pytest.mark.parametrize("path", kernel.PATHS)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_what_is_not_finite_spreads_over_its_row_and_no_other(
+    path: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(path, monkeypatch)
+    weight = np.abs(graphs.values(K, N)) + 0.1
+    x = graphs.values(rows, K, seed=2)
+    clean = run(product(weight), x)
+    for value in (np.nan, np.inf, -np.inf):
+        spoilt = x.copy()
+        spoilt[0, K // 2] = value
+        found = run(product(weight), spoilt)
+        assert np.array_equal(found[0], np.full(N, value, np.float32), equal_nan=True)
+        assert np.array_equal(found[1:], clean[1:])
+
+
+def test_infinity_times_a_zero_weight_is_nan_as_ieee_says() -> None:
+    weight = np.zeros((K, N), np.float32)
+    assert np.isnan(run(product(weight), np.full((1, K), np.inf, np.float32))).all()
+    # ... and where there is no weight at all, past the last column, nothing spreads into what there is
+    assert np.array_equal(run(product(weight), np.full((1, K), 3e38, np.float32)), np.zeros((1, N), np.float32))
+
+
+def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
+    """No second copy: the pages stay the file's own, which every process that maps it shares."""
+    width = 1024  # 2 MiB of bf16
+    weight = graphs.values(width, width)
+    path = graphs.save_external(product(weight), tmp_path / "cpu.onnx", {TensorProto.BFLOAT16: "weights.bf16"})
+    opened = open_session(path, threads=1, library=kernel.LIBRARY)
+    opened.run(["y"], {"x": graphs.values(1, width)})
+    mapped = mapped_kb("weights.bf16")
+    assert mapped["Rss"] >= 2048 - 8
+    assert mapped["Anonymous"] == 0
+
+
+def test_an_empty_name_for_the_bias_is_no_bias() -> None:
+    weight, x = graphs.values(K, N), graphs.values(2, K, seed=2)
+    model = product(weight, function=False)
+    expected = run(model, x)
+    model.graph.node[0].input.append("")
+    assert np.array_equal(run(model, x), expected)
+
+
+def test_two_products_in_one_graph_keep_their_own_weights() -> None:
+    first, second = graphs.values(K, K), graphs.values(K, N, seed=1)
+    model, other = product(first, activation="relu", function=False), product(second, function=False)
+    tensor = other.graph.initializer[0]
+    tensor.name = "w2"
+    model.graph.node[0].output[0] = "hidden"
+    node = helper.make_node("MatMul", ["hidden", "w2"], ["y"], domain="bf16kit")
+    node.attribute.extend(other.graph.node[0].attribute)
+    model.graph.node.append(node)
+    model.graph.initializer.append(tensor)
+    model.graph.output[0].CopyFrom(other.graph.output[0])
+    x = graphs.values(3, K, seed=2)
+    hidden = products.exact(x, first, activation="relu")
+    np.testing.assert_allclose(run(model, x, threads=2), products.exact(hidden, second), rtol=1e-4, atol=1e-5)
+
+
+# --- which answers are the same bits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def test_the_number_of_threads_changes_no_bit(layout: str, rows: int) -> None:
+    model = product(graphs.values(1024, 520), layout=layout)
+    x = graphs.values(rows, 1024, seed=2)
+    alone = run(model, x, threads=1)
+    assert np.array_equal(run(model, x, threads=2), alone)
+    assert np.array_equal(run(model, x, threads=3), alone)
+
+
+@pytest.mark.parametrize("path", kernel.PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_gives_the_same_bits_in_whatever_batch_it_comes(
+    path: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(path, monkeypatch)
+    opened = session(product(graphs.values(K, N), graphs.values(N), layout=layout, activation="gelu"))
+    x = graphs.values(100, K, seed=2, scale=3)
+    together = opened.run(["y"], {"x": x})[0]
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 47, 48, 49, 96, 97):
+        assert np.array_equal(opened.run(["y"], {"x": x[:rows]})[0], together[:rows]), rows
+        last = np.ascontiguousarray(x[-rows:])
+        assert np.array_equal(opened.run(["y"], {"x": last})[0], together[-rows:]), rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_avx2_and_avx512_give_the_same_bits(layout: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving to another processor changes no answer."""
+    model = product(graphs.values(K, N), graphs.values(N), layout=layout, activation=activation)
+    x = graphs.values(50, K, seed=2, scale=5)
+    use("avx2", monkeypatch)
+    narrow = run(model, x)
+    use("avx512f", monkeypatch)
+    assert np.array_equal(run(model, x), narrow)

@@ -1,0 +1,18 @@
+"""How much of a file this process has mapped, and how much of that it has to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def mapped_kb(name: str) -> dict[str, int]:
+    """Resident and anonymous kB of this process' mappings of the file ``name``."""
+    total = {"Rss": 0, "Anonymous": 0}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if "-" in key.split()[0]:  # 7f00-7f01 r--p …, the head of a mapping
+            inside = line.endswith(f"/{name}")
+        elif inside and key in total:
+            total[key] += int(value.split()[0])
+    return total

@@ -1,0 +1,139 @@
+"""Graphs of one ``bf16kit::MatMul`` made by hand, right or wrong on purpose, with the function it stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
+
+import graphs
+from bf16kit.panels import WIDTH, pack
+from bf16kit.runtime import kernel
+from bf16kit.runtime.session import Session, failing_as, open_session
+
+Array = NDArray[Any]
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+LAYOUTS = ("panels", "transposed")
+_OPSETS = [helper.make_opsetid("", graphs.OPSET), helper.make_opsetid("bf16kit", 1)]
+
+
+def product(
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    layout: str = "panels",
+    activation: str = "none",
+    x: Sequence[int | str] = ("rows", "k"),
+    function: bool = True,
+    stored: Array | None = None,
+    **attributes: int | str,
+) -> ModelProto:
+    """y = activation(x · ``weight`` + ``bias``), ``weight`` [K, N] rounded to bf16; ``x`` is the input's shape.
+
+    ``attributes`` replace the node's own, and ``stored`` what is kept of the weight. Without ``function`` the graph
+    runs on the kernel alone.
+    """
+    k, n = weight.shape
+    given = {"k": k, "n": n, "layout": layout, "activation": activation} | attributes
+    if stored is None:
+        narrow = weight.astype(ml_dtypes.bfloat16)
+        stored = pack(narrow, 1) if layout == "panels" else np.ascontiguousarray(narrow.T)
+    inputs = ["x", "w", *(["b"] if bias is not None else [])]
+    node = helper.make_node("MatMul", inputs, ["y"], domain="bf16kit", **given)
+    tensors = [graphs.initializer("w", stored), *([graphs.initializer("b", bias)] if bias is not None else [])]
+    edges = [graphs.edge("x", [k if dim == "k" else dim for dim in x])], [graphs.edge("y", [*x[:-1], n])]
+    model = graphs.model([node], *edges, tensors)
+    del model.opset_import[:]
+    model.opset_import.extend(_OPSETS)
+    if function:
+        model.functions.append(_function(k, n, layout, activation, bias is not None))
+    return model
+
+
+def session(model: ModelProto, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Session:
+    """A session for ``model`` with the kernel, or without it where ``library`` is None."""
+    return open_session(model.SerializeToString(), threads=threads, library=library)
+
+
+def run(model: ModelProto, x: Array, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Array:
+    """``model``'s answer to ``x``. Raises :class:`~bf16kit.errors.RuntimeFailure` when it has none."""
+    opened = session(model, threads=threads, library=library)
+    with failing_as("running"):
+        return np.asarray(opened.run(["y"], {"x": x})[0])
+
+
+def with_computed_weight(model: ModelProto) -> ModelProto:
+    """The same graph, its weight an input."""
+    weight = model.graph.initializer[0]
+    model.graph.input.append(graphs.edge(weight.name, list(weight.dims), TensorProto.BFLOAT16))
+    del model.graph.initializer[0]
+    return model
+
+
+def exact(x: Array, weight: Array, bias: Array | None = None, activation: str = "none") -> NDArray[np.float64]:
+    """The same in float64, from the rounded weight."""
+    sums = x.astype(np.float64) @ weight.astype(ml_dtypes.bfloat16).astype(np.float64)
+    sums = sums if bias is None else sums + bias
+    if activation == "relu":
+        return np.asarray(np.maximum(sums, 0))
+    if activation == "silu":
+        return np.asarray(sums / (1 + np.exp(-sums)))
+    if activation == "gelu_tanh":
+        return np.asarray(0.5 * sums * (1 + np.tanh(np.sqrt(2 / np.pi) * (sums + 0.044715 * sums**3))))
+    if activation == "gelu":
+        return np.asarray(0.5 * sums * (1 + np.vectorize(math.erf)(sums / np.sqrt(2))))
+    return np.asarray(sums)
+
+
+def _function(k: int, n: int, layout: str, activation: str, has_bias: bool) -> FunctionProto:
+    matrix = _transposed() if layout == "transposed" else _panels(k, n)
+    nodes = [
+        *matrix,
+        helper.make_node("Cast", ["matrix"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["X", "wide"], ["sums"]),
+        helper.make_node("Add", ["sums", "B"], ["linear"])
+        if has_bias
+        else helper.make_node("Identity", ["sums"], ["linear"]),
+        *_activation(activation),
+    ]
+    inputs = ["X", "W", *(["B"] if has_bias else [])]
+    attributes = ["k", "n", "layout", "activation"]
+    return helper.make_function("bf16kit", "MatMul", inputs, ["Y"], nodes, _OPSETS, attributes)
+
+
+def _transposed() -> list[NodeProto]:
+    return [helper.make_node("Transpose", ["W"], ["matrix"], perm=[1, 0])]
+
+
+def _panels(k: int, n: int) -> list[NodeProto]:
+    """One slice of W for each panel, reshaped, and all side by side."""
+    widths = [min(WIDTH, n - first) for first in range(0, n, WIDTH)]
+    names = [f"panel{i}" for i in range(len(widths))]
+    nodes = [
+        helper.make_node("Constant", [], ["sizes"], value_ints=[k * width for width in widths]),
+        helper.make_node("Split", ["W", "sizes"], [f"flat_{name}" for name in names]),
+    ]
+    for name, width in zip(names, widths, strict=True):
+        nodes.append(helper.make_node("Constant", [], [f"shape_{name}"], value_ints=[k, width]))
+        nodes.append(helper.make_node("Reshape", [f"flat_{name}", f"shape_{name}"], [name]))
+    return [*nodes, helper.make_node("Concat", names, ["matrix"], axis=1)]
+
+
+def _activation(name: str) -> list[NodeProto]:
+    if name == "relu":
+        return [helper.make_node("Relu", ["linear"], ["Y"])]
+    if name == "silu":
+        return [
+            helper.make_node("Sigmoid", ["linear"], ["gate"]),
+            helper.make_node("Mul", ["linear", "gate"], ["Y"]),
+        ]
+    if name in ("gelu", "gelu_tanh"):
+        approximate = "tanh" if name == "gelu_tanh" else "none"
+        return [helper.make_node("Gelu", ["linear"], ["Y"], approximate=approximate)]
+    return [helper.make_node("Identity", ["linear"], ["Y"])]
