@@ -24,7 +24,17 @@ struct V {
   static void store(float* p, reg v) { _mm256_storeu_ps(p, v); }
   static reg add(reg a, reg b) { return _mm256_add_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
+  static reg fms(reg a, reg b, reg c) { return _mm256_fmsub_ps(a, b, c); }
+  static reg set(float value) { return _mm256_set1_ps(value); }
+  static reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }
+  static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
+  static reg div(reg a, reg b) { return _mm256_div_ps(a, b); }
+  static reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
   static reg max(reg a, reg b) { return _mm256_max_ps(a, b); }
+  static reg abs(reg a) {
+    return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
+  }
+  static reg to_exponent(reg a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23)); }
   static void unpack(const uint16_t* p, reg& even, reg& odd) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
@@ -37,8 +47,7 @@ struct V {
   }
 };
 
-inline V::reg activate(Activation kind, V::reg v) { return kind == Activation::kRelu ? V::max(V::zero(), v) : v; }
-
+#include "activation.h"
 #include "tile.h"
 
 }  // namespace

@@ -24,7 +24,17 @@ struct V {
   static void store(float* p, reg v) { _mm512_storeu_ps(p, v); }
   static reg add(reg a, reg b) { return _mm512_add_ps(a, b); }
   static reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
+  static reg fms(reg a, reg b, reg c) { return _mm512_fmsub_ps(a, b, c); }
+  static reg set(float value) { return _mm512_set1_ps(value); }
+  static reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
+  static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
+  static reg div(reg a, reg b) { return _mm512_div_ps(a, b); }
+  static reg min(reg a, reg b) { return _mm512_min_ps(a, b); }
   static reg max(reg a, reg b) { return _mm512_max_ps(a, b); }
+  static reg abs(reg a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)));
+  }
+  static reg to_exponent(reg a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
   static void unpack(const uint16_t* p, reg& even, reg& odd) {
     const __m512i both = _mm512_loadu_si512(p);
     even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
@@ -38,8 +48,7 @@ struct V {
   }
 };
 
-inline V::reg activate(Activation kind, V::reg v) { return kind == Activation::kRelu ? V::max(V::zero(), v) : v; }
-
+#include "activation.h"
 #include "tile.h"
 
 }  // namespace

@@ -44,7 +44,31 @@ struct V {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
 #endif
   }
+  static reg fms(reg a, reg b, reg c) {
+#ifdef FP_FAST_FMAF
+    return each([&](int i) { return std::fma(a.lane[i], b.lane[i], -c.lane[i]); });
+#else
+    // The product of two floats is exact in double.
+    return each([&](int i) { return static_cast<float>(static_cast<double>(a.lane[i]) * b.lane[i] - c.lane[i]); });
+#endif
+  }
+  static reg set(float value) { return each([=](int) { return value; }); }
+  static reg sub(reg a, reg b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
+  static reg mul(reg a, reg b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
+  static reg div(reg a, reg b) { return each([&](int i) { return a.lane[i] / b.lane[i]; }); }
+  static reg min(reg a, reg b) { return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; }); }
   static reg max(reg a, reg b) { return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+  static reg abs(reg a) { return each([&](int i) { return std::fabs(a.lane[i]); }); }
+  static reg to_exponent(reg a) {
+    return each([&](int i) {
+      uint32_t bits;
+      std::memcpy(&bits, &a.lane[i], sizeof bits);
+      bits <<= 23;
+      float value;
+      std::memcpy(&value, &bits, sizeof value);
+      return value;
+    });
+  }
   static void unpack(const uint16_t* p, reg& even, reg& odd) {
     even = each([=](int i) { return from_bf16(p[2 * i]); });
     odd = each([=](int i) { return from_bf16(p[2 * i + 1]); });
@@ -56,8 +80,7 @@ struct V {
   }
 };
 
-inline V::reg activate(Activation kind, V::reg v) { return kind == Activation::kRelu ? V::max(V::zero(), v) : v; }
-
+#include "activation.h"
 #include "tile.h"
 
 }  // namespace

@@ -108,6 +108,7 @@ void add_chain(int rows, const float* a, const uint16_t* w, int length, float* s
 }
 
 // Bias, activation, and the columns in their order, from scratch[rows, 32] to y[rows, width] of stride n.
+template <Activation kActivation>
 void finish(const Product& product, const float* scratch, int64_t rows, int64_t column, int64_t width, float* y) {
   alignas(64) float bias[kPanel] = {};
   alignas(64) float row[kPanel];
@@ -122,11 +123,24 @@ void finish(const Product& product, const float* scratch, int64_t rows, int64_t 
         low = V::add(low, V::load(bias + at));
         high = V::add(high, V::load(bias + at + V::kLanes));
       }
-      V::store(to + at, activate(product.activation, low));
-      V::store(to + at + V::kLanes, activate(product.activation, high));
+      V::store(to + at, activate<kActivation>(low));
+      V::store(to + at + V::kLanes, activate<kActivation>(high));
     }
     if (width != kPanel) std::memcpy(y, row, sizeof(float) * width);
   }
+}
+
+using Finish = decltype(&finish<Activation::kNone>);
+
+inline Finish finish_as(Activation activation) {
+  switch (activation) {
+    case Activation::kRelu: return finish<Activation::kRelu>;
+    case Activation::kGelu: return finish<Activation::kGelu>;
+    case Activation::kGeluTanh: return finish<Activation::kGeluTanh>;
+    case Activation::kSilu: return finish<Activation::kSilu>;
+    case Activation::kNone: break;
+  }
+  return finish<Activation::kNone>;
 }
 
 // The rows of x that the part needs, as the tiles read them: [chains, rows, kStride]. One row is read where it is. Null
@@ -173,8 +187,8 @@ bool compute(const Product& product, const Part& part) {
       }
     }
     const int64_t column = panel * kPanel;
-    finish(product, scratch, part.rows, column, weight.width(panel),
-           product.y + part.first_row * weight.n + column);
+    finish_as(product.activation)(product, scratch, part.rows, column, weight.width(panel),
+                                  product.y + part.first_row * weight.n + column);
   }
   return true;
 }

@@ -1,0 +1,111 @@
+// The activations, for any instruction set. Included by each path_*.cpp inside its own namespace, after the struct V of
+// that set and before tile.h.
+//
+// Every path runs the same sequence of IEEE operations, so that avx2 and avx512f give the same bits (the payload of a NaN
+// apart). Nothing is left to the compiler to fuse: a product that is added to is an fma by name, and no sum below has an
+// operand that is a plain product.
+//
+// V has: max, add, sub, mul, div, fma of vectors; set (one float to all lanes), abs; min and max with the meaning of
+// x86: min(a, b) = a < b ? a : b and max(a, b) = a > b ? a : b, so that b comes out where either is NaN;
+// fms(a, b, c) = a * b - c rounded once, on every path; to_exponent, which moves the bits of each lane up by 23.
+//
+// With t = |x|, all three smooth activations are
+//     x * F(x) = max(0, x) - t * F(-t),    F(-t) in [0, 1/2]
+// because F(x) = 1 - F(-x): what is subtracted is at most half of what it is subtracted from, so nothing cancels, and
+// the negative side keeps its relative precision down to the smallest normal number. Gelu: F is the normal distribution
+// function; SiLU: F = sigmoid; Gelu (tanh): 0.5 * (1 + tanh(u)) = sigmoid(2u), so F is sigmoid again.
+// At -inf they give -0, the limit, where the formula as written would give -inf * 0 = NaN. NaN stays NaN: every step
+// keeps it, whatever the exponent's bits become.
+// Errors against float64, every float with |x| <= 10 tried: see kernels/tests/property_test.cpp, which repeats a part.
+
+// Exponents are kept 64 too high, and lowered by the last operation, which alone rounds to a subnormal result.
+constexpr float kLowered = 0x1p-64f;
+
+// 2^(a * b + c * d) * 2^64 for sums in [-160, 0], where c * d is a small correction of a * b.
+inline V::reg exp2_raised(V::reg a, V::reg b, V::reg c, V::reg d) {
+  // Adding 1.5 * 2^23 rounds to a whole number n, in the low bits: here the biased exponent of 2^(n + 64).
+  const V::reg magic = V::set(12582912.0f + 127 + 64);
+  const V::reg biased = V::fma(a, b, magic);
+  const V::reg f = V::fma(c, d, V::fms(a, b, V::sub(biased, magic)));
+  // 2^f for |f| <= 0.5: minimax in relative error with the first two coefficients fixed at 1 and ln 2, rounded to fp32
+  // one after the other, the rest fitted again (linear programming). |relative error| <= 2^-28.3.
+  V::reg p = V::set(0x1.4173c6p-13f);
+  p = V::fma(p, f, V::set(0x1.5f0988p-10f));
+  p = V::fma(p, f, V::set(0x1.3b2ddap-7f));
+  p = V::fma(p, f, V::set(0x1.c6af7ap-5f));
+  p = V::fma(p, f, V::set(0x1.ebfbdcp-3f));
+  p = V::fma(p, f, V::set(0x1.62e430p-1f));
+  p = V::fma(p, f, V::set(1.0f));
+  return V::mul(p, V::to_exponent(biased));
+}
+
+// max(0, x) - part / 2^64
+inline V::reg less(V::reg x, V::reg part) { return V::fma(part, V::set(-kLowered), V::max(V::zero(), x)); }
+
+// max(0, x) - t * e / (1 + e) for e = raised / 2^64
+inline V::reg less_sigmoid(V::reg x, V::reg t, V::reg raised) {
+  return less(x, V::div(V::mul(t, raised), V::fma(raised, V::set(kLowered), V::set(1.0f))));
+}
+
+template <Activation kActivation>
+V::reg activate(V::reg x);
+
+template <>
+inline V::reg activate<Activation::kNone>(V::reg x) {
+  return x;
+}
+
+template <>
+inline V::reg activate<Activation::kRelu>(V::reg x) {
+  return V::max(V::zero(), x);
+}
+
+// x * sigmoid(x)
+template <>
+inline V::reg activate<Activation::kSilu>(V::reg x) {
+  const V::reg t = V::min(V::set(110.0f), V::abs(x));  // 110 * e^-110 rounds to zero
+  // log2(e), in two parts
+  return less_sigmoid(x, t, exp2_raised(t, V::set(-1.44269502f), t, V::set(-1.92596303e-08f)));
+}
+
+// x * sigmoid(2u) with u = sqrt(2/pi) * (x + 0.044715 * x^3). The exponent, -2u * log2(e) = -t * (a + b * t^2), is up to
+// 126 where the result is normal, and its error is the result's relative error: hence every rounding is accounted for.
+template <>
+inline V::reg activate<Activation::kGeluTanh>(V::reg x) {
+  const V::reg t = V::min(V::set(11.0f), V::abs(x));  // e^-2u = 2^-162 there, which rounds to zero
+  const V::reg square = V::mul(t, t), square_low = V::fms(t, t, square);
+  // a = 2 * sqrt(2/pi) * log2(e), its upper part a multiple of 2^-20, so that s + a is exact below; b = 0.044715 * a
+  const V::reg a = V::set(2.302207947f), a_low = V::set(2.5136697e-07f);
+  const V::reg b = V::set(-0.102943242f), b_low = V::set(2.01619854e-09f);
+  const V::reg s = V::fma(square, b, V::sub(V::zero(), a));
+  V::reg s_low = V::fms(square, b, V::add(s, a));
+  s_low = V::fma(square, b_low, s_low);
+  s_low = V::fma(square_low, b, s_low);
+  s_low = V::sub(s_low, a_low);
+  return less_sigmoid(x, t, exp2_raised(t, s, t, s_low));
+}
+
+// x * Phi(x), with Phi(-t) = 0.5 * erfc(t / sqrt(2)) = e^(-t^2 / 2) * R(t)
+template <>
+inline V::reg activate<Activation::kGelu>(V::reg x) {
+  const V::reg t = V::min(V::set(14.5f), V::abs(x));  // 14.5 * Phi(-14.5) = 2^-152.7 rounds to zero
+  const V::reg square = V::mul(t, t), square_low = V::fms(t, t, square);
+  // log2(e) / 2 in its upper part c, and the lower part relative to it
+  const V::reg c = V::set(-0.721347511f);
+  const V::reg raised = exp2_raised(square, c, V::fma(square, V::set(1.33497583e-08f), square_low), c);
+  // R(t) = 0.5 * erfcx(t / sqrt(2)) on [0, 14.5]: minimax in relative error among quotients of degrees 4 and 5 (Remez
+  // in 160-bit arithmetic: 2^-27.3), its coefficients rounded to fp32 and searched for the neighbours that go together
+  // best. |relative error| <= 2^-26.6. All are positive: sums of positive terms, no cancellation.
+  V::reg p = V::set(0.00411630515f);
+  p = V::fma(p, t, V::set(0.0406332053f));
+  p = V::fma(p, t, V::set(0.183235034f));
+  p = V::fma(p, t, V::set(0.438295007f));
+  p = V::fma(p, t, V::set(0.5f));
+  V::reg q = V::set(0.0103179272f);
+  q = V::fma(q, t, V::set(0.101858787f));
+  q = V::fma(q, t, V::set(0.469470382f));
+  q = V::fma(q, t, V::set(1.20250309f));
+  q = V::fma(q, t, V::set(1.67447495f));
+  q = V::fma(q, t, V::set(1.0f));
+  return less(x, V::div(V::mul(V::mul(t, raised), p), q));
+}
