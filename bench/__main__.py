@@ -25,6 +25,11 @@ NAMES = (
     "startup",
     "latency_mlp",
     "throughput_minilm",
+    "kernel",
+    "kernel_minilm",
+    "kernel_lm",
+    "kernel_memory",
+    "kernel_numerics",
     "gpu",
 )
 RESULTS = Path(__file__).parent / "results"
@@ -63,6 +68,8 @@ def _run(chosen: argparse.Namespace, workspace: Path) -> int:
 def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int:
     described = machine.describe()
     result: results.Result = importlib.import_module(f"bench.{name}").measure(workspace, quick=chosen.quick)
+    for grid in result.grids:
+        print(grid.text(), end="\n\n", flush=True)
     print(results.table([result]), flush=True)
     for note in result.notes:
         print(f"  ({note})", flush=True)

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch", "transformers", "grpcio", "protobuf")
+_PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch", "openvino", "transformers", "grpcio", "protobuf")
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 

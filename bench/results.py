@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.grid import Grid
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -43,7 +45,8 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that one benchmark found. ``settings`` say how it was measured, ``notes`` what a reader should know.
+    """All that one benchmark found. ``settings`` say how it was measured, ``notes`` what a reader should know;
+    ``grids`` hold the values that are compared, side by side.
 
     A benchmark that this machine cannot run has no measurements and a reason in ``skipped``.
     """
@@ -53,6 +56,7 @@ class Result:
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     skipped: str = ""
+    grids: Sequence[Grid] = ()
 
     @property
     def missed(self) -> list[Measurement]:
@@ -67,6 +71,8 @@ def write(result: Result, directory: Path, *, command: str, machine: Mapping[str
         content["skipped"] = result.skipped
     content["settings"] = result.settings
     content["measurements"] = [measurement.as_dict() for measurement in result.measurements]
+    if result.grids:
+        content["grids"] = [grid.as_dict() for grid in result.grids]
     content["notes"] = list(result.notes)
     file = directory / f"{result.benchmark}.json"
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

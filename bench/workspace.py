@@ -27,12 +27,12 @@ class Workspace:
         models.demo_on_path()
         import minilm
 
-        return self._converted("minilm", minilm.checkpoint(), "--samples", "minilm:calibration")
+        return self.converted("minilm", minilm.checkpoint(), "--samples", "minilm:calibration")
 
     def mlp(self) -> Path:
         """The 16→16 MLP."""
         self.root.mkdir(parents=True, exist_ok=True)
-        return self._converted("mlp", models.write_mlp(self.root / "mlp.onnx"))
+        return self.converted("mlp", models.write_mlp(self.root / "mlp.onnx"))
 
     def torch_mlp(self) -> Path:
         """The MLP of the GPU benchmark, from a torch state dict."""
@@ -41,9 +41,10 @@ class Workspace:
         self.root.mkdir(parents=True, exist_ok=True)
         source = torch_mlp.save(self.root / "torch_mlp.pt")
         shape = f"x:float32:batch,{torch_mlp.WIDTHS[0]}"
-        return self._converted("torch_mlp", source, "--model", "bench.torch_mlp:mlp", "--input", shape)
+        return self.converted("torch_mlp", source, "--model", "bench.torch_mlp:mlp", "--input", shape)
 
-    def _converted(self, name: str, source: Path, *flags: str) -> Path:
+    def converted(self, name: str, source: Path, *flags: str) -> Path:
+        """The artifact ``name`` of ``source``, made by ``bf16-convert`` with ``flags`` when first asked for."""
         artifact = self.root / "artifacts" / name / "1"
         if not artifact.exists():
             artifact.parent.mkdir(parents=True, exist_ok=True)
