@@ -7,6 +7,7 @@ the sums. Rounding is a Cast to bf16 and one back. ONNX Runtime keeps such pairs
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 import onnx_ir as ir
@@ -15,6 +16,7 @@ from converter.graphs import serialize
 from converter.operators import EXACT
 from converter.passes.names import FreshNames, all_value_names
 from converter.passes.step import Step, run
+from converter.passes.unpanel import PUT_TOGETHER
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 
@@ -30,19 +32,23 @@ def emulation(cuda_graph: Path) -> bytes:
 class Emulate(Step):
     """Make every bf16 value fp32 that was rounded to bf16.
 
-    Operators that only move or choose values need no rounding: their results are bf16 values already. Ensures: nothing
-    but initializers and the values between two casts is bf16 (Shape may read those, too).
+    Operators that only move or choose values need no rounding: their results are bf16 values already. Those that put
+    panels together move bf16 weights, as in the graph itself: widened first, every copy would be twice as large.
+    Ensures: nothing but initializers, what they are put together to, and the values between two casts is bf16 (Shape
+    may read those, too).
     """
 
     name = "emulate bf16"
 
     def apply(self, model: ir.Model) -> bool:
         graph, fresh = model.graph, FreshNames(all_value_names(model))
-        nodes = [node for node in graph if any(o.dtype == BFLOAT16 for o in node.outputs)]
+        moves = _moves_of_weights(graph)
+        nodes = [node for node in graph if node not in moves and any(o.dtype == BFLOAT16 for o in node.outputs)]
         weights = [value for value in graph.initializers.values() if value.dtype == BFLOAT16]
-        first = next(iter(graph), None)
+        weights += [node.outputs[0] for node in moves]
+        first = next((node for node in graph if node not in moves), None)
         for value in weights:
-            readers = tuple(use for use in value.uses() if not _widens(use.node))
+            readers = tuple(use for use in value.uses() if not (_widens(use.node) or use.node in moves))
             if readers and first is not None:
                 cast = _cast(value, FLOAT, fresh)
                 graph.insert_before(first, cast)
@@ -53,6 +59,21 @@ class Emulate(Step):
                 if output.dtype == BFLOAT16:
                     _emulate(graph, node, output, fresh)
         return bool(nodes or weights)
+
+
+def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
+    """The leading nodes of ``graph`` that put its bf16 initializers together: see :mod:`converter.passes.unpanel`."""
+    moves: dict[ir.Node, None] = {}
+    for node in graph:
+        moved = node.op_type in PUT_TOGETHER and all(_is_constant(value, moves) for value in node.inputs)
+        if not moved or node.outputs[0].dtype != BFLOAT16:
+            break
+        moves[node] = None
+    return moves
+
+
+def _is_constant(value: ir.Value | None, moves: Container[ir.Node | None]) -> bool:
+    return value is not None and (value.is_initializer() or value.producer() in moves)
 
 
 def _emulate(graph: ir.Graph, node: ir.Node, output: ir.Value, fresh: FreshNames) -> None:

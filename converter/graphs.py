@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,7 @@ from bf16kit.tensors import BY_NAME
 from converter.passes import Prepared, run
 from converter.passes.narrowing import Narrow
 from converter.passes.types import InferTypes
+from converter.passes.unpanel import Unpanel
 from converter.passes.unused import DropUnused
 from converter.plan import narrowed
 from converter.storage import dims, stays_inline
@@ -41,10 +43,11 @@ def write_graphs(
     for profile in profiles:
         source = prepared.cuda if profile == "cuda" else prepared.folded
         nodes = {entry.name for entry in plan.nodes[profile] if entry.precision == "bf16"}
-        model = run([Narrow(narrowed(plan.tensors), nodes), DropUnused(), InferTypes()], source.clone())
+        unpanel = Unpanel(stored.tensors)
+        model = run([Narrow(narrowed(plan.tensors), nodes), DropUnused(), InferTypes(), unpanel], source.clone())
         files[profile] = f"{profile}.onnx"
         path = directory / files[profile]
-        _write(model, path, lambda name: _stored(stored, stored.aliases.get(name, name)))
+        _write(model, path, lambda name: _stored(stored, stored.aliases.get(name, name)), unpanel.declared)
         _check(path, source)
     if reference:
         files[REFERENCE] = f"{REFERENCE}.onnx"
@@ -53,8 +56,10 @@ def write_graphs(
 
 
 def _stored(stored: StoredWeights, name: str) -> ir.ExternalTensor:
+    """A tensor as it lies in its file: panels are so many elements in a row."""
     entry = stored.tensors[name]
-    return _external(entry, entry.file, entry.offset, entry.bytes, BY_NAME[entry.dtype].onnx)
+    shape = entry.shape if entry.panels is None else [math.prod(entry.shape)]
+    return _external(entry, entry.file, entry.offset, entry.bytes, BY_NAME[entry.dtype].onnx, shape)
 
 
 def _rebuilt(stored: StoredWeights, name: str) -> ir.ExternalTensor:
@@ -62,16 +67,26 @@ def _rebuilt(stored: StoredWeights, name: str) -> ir.ExternalTensor:
     entry = stored.tensors[name]
     if entry.residual is None:
         return _stored(stored, name)
-    return _external(entry, REBUILT, 0, 2 * entry.bytes, int(ir.DataType.FLOAT))
+    return _external(entry, REBUILT, 0, 2 * entry.bytes, int(ir.DataType.FLOAT), entry.shape)
 
 
-def _external(entry: TensorEntry, location: str, offset: int, length: int, dtype: int) -> ir.ExternalTensor:
-    return ir.ExternalTensor(location, offset, length, ir.DataType(dtype), shape=ir.Shape(entry.shape), name=entry.name)
+def _external(
+    entry: TensorEntry, location: str, offset: int, length: int, dtype: int, shape: Sequence[int]
+) -> ir.ExternalTensor:
+    return ir.ExternalTensor(location, offset, length, ir.DataType(dtype), shape=ir.Shape(shape), name=entry.name)
 
 
-def _write(model: ir.Model, path: Path, external: Callable[[str], ir.ExternalTensor]) -> None:
+def _write(
+    model: ir.Model,
+    path: Path,
+    external: Callable[[str], ir.ExternalTensor],
+    declared: Collection[str] = frozenset(),
+) -> None:
+    """Write ``model``, its large tensors as ``external`` says where they are, and those in ``declared`` as they are."""
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
+        if name in declared:
+            continue
         if tensor is None:
             raise ConversionError(f"initializer {name!r} has no data")
         if stays_inline(tensor):

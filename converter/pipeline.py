@@ -15,10 +15,11 @@ from converter import report, samples, sources, tools
 from converter.certify import Certified, certify
 from converter.checkpoint import Source
 from converter.graphs import write_graphs
+from converter.kernelized import panelled
 from converter.memory import release
 from converter.options import Options
 from converter.passes import Prepared, prepare
-from converter.plan import make_plan
+from converter.plan import make_plan, narrowed
 from converter.progress import Progress, Silent
 from converter.random_samples import generate
 from converter.running import open_source
@@ -130,8 +131,14 @@ def _write_weights(
             subnormals=options.subnormals,
             saturate=options.saturate,
             residual=options.residual,
+            panels=_panels(options, prepared, plan),
             progress=advance,
         )
+
+
+def _panels(options: Options, prepared: Prepared, plan: Plan) -> dict[str, int]:
+    """The weights to store as panels: the cpu profile's kernel reads them so, other profiles put them together."""
+    return panelled(prepared.folded, narrowed(plan.tensors)) if "cpu" in _onnx_profiles(options) else {}
 
 
 def _write_graphs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.numerics import Census, Subnormals, to_bf16
+from bf16kit.panels import pack
 from bf16kit.residual import Scale, encode_chunks
 from bf16kit.tensors import BY_NAME, BY_ONNX
 from bf16kit.weightfile import WeightWriter
@@ -58,12 +60,14 @@ def write_weights(
     subnormals: Subnormals = "keep",
     saturate: bool = False,
     residual: bool = True,
+    panels: Mapping[str, int] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> StoredWeights:
     """Write weights.bf16, weights.fp32 and, with ``residual``, residual.bin, each through ``writer(file name)``.
 
-    ``checkpoint`` holds the source's tensors; those that no graph uses travel in residual.bin as they are. One tensor
-    at a time is in memory beside the model. ``progress`` is told the fp32 bytes of each tensor when it is written.
+    ``checkpoint`` holds the source's tensors; those that no graph uses travel in residual.bin as they are. ``panels``
+    names the bf16 matrices to store as panels, each with the axis they lie along (:mod:`bf16kit.panels`). One tensor at
+    a time is in memory beside the model. ``progress`` is told the fp32 bytes of each tensor when it is written.
 
     Raises :class:`~bf16kit.errors.RangeError` before anything is written when bf16 cannot hold the weights.
     """
@@ -71,7 +75,7 @@ def write_weights(
     census = check_ranges(prepared, narrow, saturate=saturate)
     done = progress or (lambda _: None)
     with writer(BF16_FILE) as bf16_file, writer(FP32_FILE) as fp32_file:
-        store = _Store(prepared, bf16_file, fp32_file, done)
+        store = _Store(prepared, bf16_file, fp32_file, panels, done)
         if not residual:
             store.profiles(narrow, census, subnormals, saturate, None)
             return store.result((), census)
@@ -89,6 +93,7 @@ class _Store:
     prepared: Prepared
     bf16_file: WeightWriter
     fp32_file: WeightWriter
+    panels: Mapping[str, int]
     done: Progress
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -146,7 +151,9 @@ class _Store:
         return StoredWeights(self.tensors, tuple(checkpoint), self.aliases, census)
 
     def _narrow(self, name: str, bf16: NDArray[Any], residual: WeightWriter | None, names: FreshNames) -> None:
-        entry = _entry(name, bf16, BF16_FILE, self.bf16_file.append(bf16))
+        axis = self.panels.get(name)
+        written = self.bf16_file.append(bf16 if axis is None else pack(bf16, axis))
+        entry = _entry(name, bf16, BF16_FILE, written, axis)
         original = self.prepared.reference.graph.initializers.get(name)
         if residual is None or original is None or original.const_value is None:
             self.tensors[name] = entry
@@ -179,7 +186,7 @@ def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return found
 
 
-def _entry(name: str, array: NDArray[Any], file: str, segment: Segment) -> TensorEntry:
+def _entry(name: str, array: NDArray[Any], file: str, segment: Segment, panels: int | None = None) -> TensorEntry:
     return TensorEntry(
         name=name,
         dtype=_dtype(name, array),
@@ -187,6 +194,7 @@ def _entry(name: str, array: NDArray[Any], file: str, segment: Segment) -> Tenso
         file=file,
         offset=segment.offset,
         bytes=segment.bytes,
+        panels=panels,
     )
 
 

@@ -22,9 +22,10 @@ from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.tensors import BY_ONNX, TensorSpec
 from converter.emulate import emulation
 from converter.graphs import write_graphs
+from converter.kernelized import panelled
 from converter.passes import Prepared, prepare
 from converter.passes.constants import floating_tensors
-from converter.plan import make_plan
+from converter.plan import make_plan, narrowed
 from converter.weights import StoredWeights, write_weights
 
 Array = NDArray[Any]
@@ -98,6 +99,7 @@ def lower(
             subnormals=subnormals,
             saturate=saturate,
             residual=residual,
+            panels=panelled(prepared.folded, narrowed(made.tensors)),
             progress=progress,
         )
         write_graphs(prepared, made, stored, staged.path, reference=residual)
