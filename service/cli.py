@@ -46,6 +46,7 @@ def main(file: Path | None, **flags: object) -> None:
 
 
 def _serve(file: Path | None, flags: dict[str, object]) -> bool:
+    from bf16kit.runtime import kernel
     from service.config import load_config
     from service.logs import configure
     from service.stop import Stop
@@ -53,6 +54,7 @@ def _serve(file: Path | None, flags: dict[str, object]) -> bool:
     stop = Stop()
     stop.on_signals()  # before the slow imports: a signal during them is kept, not lost
     config = load_config(flags, file)
+    kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when the first model has been read
     configure(config.log_level)
     from service.app import run
 

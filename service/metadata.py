@@ -114,6 +114,7 @@ def _properties(model: Model) -> dict[str, str]:
         "profile": info.profile,
         "precision": info.precision,
         "accumulation": info.accumulation,
+        "kernel": info.kernel,
         "device": info.device,
         "note": info.note,
     }

@@ -204,10 +204,11 @@ class ServedModel:
 
 
 def _describe(info: RuntimeInfo) -> str:
+    kernel = f", kernel {info.kernel}" if info.kernel else ""
     note = f" ({info.note})" if info.note else ""
     return (
         f"{info.backend} on {info.device}, profile {info.profile}, precision {info.precision},"
-        f" accumulation {info.accumulation}{note}"
+        f" accumulation {info.accumulation}{kernel}{note}"
     )
 
 

@@ -57,6 +57,8 @@ def _running(model: Model) -> list[str]:
     info, seen = model.info, model.statistics.snapshot()
     how = f"{info.backend} on {info.device}, profile {info.profile}"
     numerics = f"precision {info.precision}, accumulation {info.accumulation}"
+    if info.kernel:
+        numerics += f", kernel {info.kernel}"
     batching = f"up to {model.max_batch_size} rows" if model.max_batch_size else "off"
     done = f"{seen.success.count} answered, {seen.fail.count} refused or failed, {seen.execution_count} batches"
     rows = [_row("runtime", escape(how)), _row("numerics", escape(numerics))]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from bf16kit.runtime import RuntimeInfo
 from service.metrics import Metrics
 from service.model import ServedModel
 from service.serving import Serving, load_serving
@@ -158,14 +159,23 @@ class Repository:
         )
 
     def _load_all(self) -> None:
+        advised: set[str] = set()
         for model in self.models():
             if self._stopping:
                 return
             if model.state == "loading":
                 model.load()
+                _advise(model.info, advised)
         for model in self.models():
             if model.state == "ready" and not self._stopping:
                 model.start_shadow()
+
+
+def _advise(info: RuntimeInfo, advised: set[str]) -> None:
+    """Say what to do about a model's note, once: what one model lacks, the next one on this machine lacks too."""
+    if info.advice and info.note not in advised:
+        advised.add(info.note)
+        _log.warning("%s: %s", info.note, info.advice)
 
 
 def _versions_in(directory: Path) -> list[int]:

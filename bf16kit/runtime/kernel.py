@@ -57,7 +57,16 @@ def kernel_for(model: Path | bytes) -> Kernel:
 
 
 def available() -> Kernel:
-    """The kernel on this machine, as the environment stands now.
+    """The kernel on this machine, as the environment stands now. Raises :class:`ConfigError` as :func:`chosen` does."""
+    kernel = chosen()
+    refusal = _refusal() if kernel.path else ""
+    if refusal:
+        return _without(f"this ONNX Runtime and its library do not fit ({refusal})", "install a supported onnxruntime")
+    return kernel
+
+
+def chosen() -> Kernel:
+    """What :func:`available` gives unless ONNX Runtime refuses it, which is not imported to ask.
 
     Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names no path, or one this processor cannot run: who named
     it wants that path, and not another one in silence.
@@ -83,9 +92,6 @@ def available() -> Kernel:
             f"{VARIABLE} is {wanted!r}, which this processor cannot run; name another of {', '.join(PATHS)}, or unset"
             " it for the fastest path that it runs"
         )
-    refusal = _refusal()
-    if refusal:
-        return _without(f"this ONNX Runtime and its library do not fit ({refusal})", "install a supported onnxruntime")
     return Kernel(path.decode())
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -45,3 +46,15 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: 
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_kernel_path_that_is_none_ends_it_at_the_start(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service", "--repository", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "BF16KIT_KERNEL_PATH": "fast"},
+    )
+    assert done.returncode == 2
+    assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512f, avx2, portable and off" in done.stderr

@@ -33,9 +33,16 @@ def test_free_dimensions_are_minus_one_and_properties_tell_how_the_model_runs() 
         "profile": "cpu",
         "precision": "bf16-weights",
         "accumulation": "fp32",
+        "kernel": "",
         "device": "cpu",
         "note": "weights are widened as they are used",
     }
+
+
+def test_the_path_of_the_cpu_kernel_is_a_property_and_a_parameter() -> None:
+    model = LoopbackModel(info=RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", kernel="avx512f"))
+    assert model_metadata(model, [1]).properties["kernel"] == "avx512f"
+    assert model_config(model).config.parameters["kernel"].string_value == "avx512f"
 
 
 def test_a_batched_models_dims_leave_the_batch_out() -> None:

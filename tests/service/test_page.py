@@ -50,3 +50,9 @@ def test_a_ready_model_shows_how_it_runs_and_what_it_did() -> None:
     page = status_page(LoopbackRegistry([LoopbackModel("echo")]))
     for expected in ("x: FP32 [batch,3]", "precision bf16-weights, accumulation fp32", "3 answered", "up to 8 rows"):
         assert expected in page
+
+
+def test_the_path_of_the_cpu_kernel_is_shown_where_it_runs() -> None:
+    info = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", kernel="avx2")
+    page = status_page(LoopbackRegistry([LoopbackModel("echo", info=info)]))
+    assert "accumulation fp32, kernel avx2" in page

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from artifacts import write_lookup, write_mlp
+from artifacts import write_lookup, write_mlp, write_product
 from waiting import until
 
 from bf16kit.errors import InvalidRequest, NotFound, RuntimeFailure, Unavailable
+from bf16kit.runtime import kernel
 from service.contract import Request
 from service.metrics import Metrics
 from service.model import ServedModel
@@ -81,6 +82,44 @@ def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
     np.testing.assert_allclose(reply.outputs["y"], golden.outputs["y"], atol=0.05)
     until(lambda: "golden samples within budget" in caplog.text)
     assert "accumulation fp32" in caplog.text
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_a_model_on_the_cpu_kernel_says_which_path_runs(
+    tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, "portable")
+    caplog.set_level(logging.INFO)
+    write_product(tmp_path / "product" / "1")
+    model = only(load())
+    assert (model.state, model.info.kernel, model.info.note) == ("ready", "portable", "")
+    until(lambda: "accumulation fp32, kernel portable;" in caplog.text)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_without_the_cpu_kernel_models_serve_and_one_line_tells_the_cost_and_the_remedy(
+    tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
+    for name in ("a", "b", "c"):
+        write_product(tmp_path / name / "1")
+    write_mlp(tmp_path / "mlp" / "1")  # needs no kernel
+    repository = load()
+    repository.close()  # ends the loader, which may not have said all yet
+    assert [model.info.kernel for model in repository.models()] == [""] * 4
+    assert ["was not built" in model.info.note for model in repository.models()] == [True, True, True, False]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the CPU kernel is not used: it was not built" in warning
+    assert "twice the memory" in warning
+    assert "install a C++17 compiler" in warning
+
+
+def test_a_kernel_path_that_is_none_keeps_a_model_not_ready(
+    tmp_path: Path, load: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_product(tmp_path / "product" / "1")
+    monkeypatch.setenv(kernel.VARIABLE, "fast")
+    assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are" in only(load()).reason
 
 
 def test_golden_samples_over_budget_keep_a_model_not_ready_with_the_reason_in_the_log(

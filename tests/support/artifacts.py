@@ -5,6 +5,7 @@ Nothing of the converter is used: the server's tests hold while the converter ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
+from products import product
 from safetensors.numpy import save_file
 
+import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.manifest import Manifest, ProfileEntry, Source, SpecEntry, TensorEntry
 from bf16kit.numerics import to_bf16
+from bf16kit.panels import pack
 from bf16kit.publish import StagingArtifact, staging
 from bf16kit.residual import encode
 from bf16kit.runtime.loading import load_reference
@@ -39,15 +43,25 @@ def write_artifact(
     batch_axis: int | None = 0,
     budget: Mapping[str, float] = BUDGET,
     spoil: float = 0.0,
+    kernel: onnx.ModelProto | None = None,
 ) -> Artifact:
-    """Publish a ``cpu`` artifact with reference and golden samples; ``spoil`` is added to every golden output."""
+    """Publish a ``cpu`` artifact with reference and golden samples; ``spoil`` is added to every golden output.
+
+    ``kernel`` is a graph for the CPU kernel, whose nodes and functions ``cpu.onnx`` has in place of ``nodes``; every
+    weight is then stored as panels.
+    """
     with staging(target) as staged:
-        tensors = _write_weights(staged, weights)
-        widened = [helper.make_node("Cast", [name], [f"{name}.fp32"], to=TensorProto.FLOAT) for name in weights]
+        tensors = _write_weights(staged, weights, panels=None if kernel is None else 1)
         cpu = [_external(t, TensorProto.BFLOAT16, t.file, t.offset, t.bytes) for t in tensors]
         reference = [_external(t, TensorProto.FLOAT, "residual.rebuilt", 0, 2 * t.bytes) for t in tensors]
-        body = nodes(lambda name: f"{name}.fp32")
-        _save(staged.path / "cpu.onnx", [*widened, *body], cpu, inputs, outputs)
+        if kernel is None:
+            widened = [helper.make_node("Cast", [name], [f"{name}.fp32"], to=TensorProto.FLOAT) for name in weights]
+            body = nodes(lambda name: f"{name}.fp32")
+            _save(staged.path / "cpu.onnx", [*widened, *body], cpu, inputs, outputs)
+        else:
+            for tensor in cpu:
+                tensor.dims[:] = [math.prod(tensor.dims)]
+            _save(staged.path / "cpu.onnx", kernel.graph.node, cpu, inputs, outputs, kernel.functions)
         _save(staged.path / "reference.onnx", nodes(lambda name: name), reference, inputs, outputs)
         manifest = Manifest(
             model=target.parent.name,
@@ -89,6 +103,24 @@ def write_mlp(target: Path, *, width: int = 16, logits: bool = False, spoil: flo
     )
 
 
+def write_product(target: Path, *, width: int = 64) -> Artifact:
+    """``y = relu(x·w)``, fp32[batch,width] → fp32[batch,width], on the CPU kernel."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((width, width)).astype(np.float32) / width**0.5
+    return write_artifact(
+        target,
+        lambda weight: [
+            helper.make_node("MatMul", ["x", weight("w")], ["hidden"]),
+            helper.make_node("Relu", ["hidden"], ["y"]),
+        ],
+        {"w": weight},
+        [TensorSpec("x", "float32", ("batch", width))],
+        [TensorSpec("y", "float32", ("batch", width))],
+        {"x": rng.standard_normal((4, width)).astype(np.float32)},
+        kernel=product(weight, activation="relu"),
+    )
+
+
 def write_lookup(target: Path) -> Artifact:
     """A table of ten rows: int64[batch,seq] → fp32[batch,seq,4]. An index beyond the table fails inside the runtime."""
     rng = np.random.default_rng(0)
@@ -102,12 +134,14 @@ def write_lookup(target: Path) -> Artifact:
     )
 
 
-def _write_weights(staged: StagingArtifact, weights: Mapping[str, NDArray[np.float32]]) -> list[TensorEntry]:
+def _write_weights(
+    staged: StagingArtifact, weights: Mapping[str, NDArray[np.float32]], panels: int | None
+) -> list[TensorEntry]:
     stored, residual = staged.writer("weights.bf16"), staged.writer("residual.bin")
     entries = []
     for name, fp32 in weights.items():
         bf16 = to_bf16(fp32)
-        at = stored.append(bf16)
+        at = stored.append(bf16 if panels is None else pack(bf16, panels))
         rest = residual.append_chunks([encode(fp32, bf16)])
         entries.append(
             TensorEntry(
@@ -118,6 +152,7 @@ def _write_weights(staged: StagingArtifact, weights: Mapping[str, NDArray[np.flo
                 offset=at.offset,
                 bytes=at.bytes,
                 residual=rest,
+                panels=panels,
             )
         )
     return entries
@@ -138,9 +173,13 @@ def _save(
     initializers: Sequence[onnx.TensorProto],
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
+    functions: Sequence[onnx.FunctionProto] = (),
 ) -> None:
     graph = helper.make_graph(nodes, path.stem, _edges(inputs), _edges(outputs), initializers)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    opsets = [helper.make_opsetid("", graphs.OPSET)]
+    if functions:
+        opsets.append(helper.make_opsetid("bf16kit", 1))
+    model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10)
     path.write_bytes(model.SerializeToString())
 
 
