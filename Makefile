@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.bf16kit-setup
+KERNEL := bf16kit/runtime/_bf16kernel.so
 EXTRAS := cpu,convert,hf,demo,dev
 REPOSITORY ?= build/demo
 IMAGE ?= bf16kit
@@ -20,7 +21,7 @@ PYTEST_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test serve check bench bench-gpu test-gpu test-compose proto image clean
+.PHONY: help setup demo test serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +31,7 @@ help: ## list these targets
 setup: $(STAMP) ## prepare .venv with the versions of constraints.txt, and no more
 
 # The stamp is written last: an interrupted set-up is done again, a finished one costs nothing.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/*.h kernels/*.cpp)
 	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) on PATH; install Python 3.11 or newer, or say which: make PYTHON=python3.12 setup" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "setup: $(PYTHON) is $$($(PYTHON) -V 2>&1); bf16kit needs 3.11 or newer: make PYTHON=python3.12 setup" >&2; exit 1; }
@@ -38,7 +39,10 @@ $(STAMP): pyproject.toml constraints.txt
 		rm -rf $(VENV); echo "setup: creating $(VENV) from $$($(PYTHON) -V)"; \
 		$(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot create environments (Debian: apt-get install python3-venv)" >&2; exit 1; }; }
 	@echo "setup: installing the pinned versions into $(VENV) (1.6 GB: a minute, or a few)"
+	@rm -f $(KERNEL)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@[ -f $(KERNEL) ] || echo "setup: the CPU kernel was not built: it needs a C++17 compiler (Debian: apt-get install g++)." \
+		"Everything works without it; profile cpu runs on ONNX Runtime's fp32 kernels, in twice the memory. To build it later: rm $(STAMP) && make setup"
 	@touch $(STAMP)
 	@echo "setup: ready"
 
@@ -69,6 +73,9 @@ check: setup ## format, lint, types, import rules, generated code
 test: setup ## every test that needs neither Docker nor a GPU
 	$(BIN)/pytest -m 'not compose and not gpu' $(PYTEST_ARGS)
 
+test-kernel: ## the C++ kernel against float64 in 10,000 cases, under AddressSanitizer and UndefinedBehaviorSanitizer
+	kernels/tests/run.sh --sanitize
+
 test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason where there is none
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
 
@@ -86,6 +93,9 @@ proto: setup ## regenerate bf16kit/protocol from proto/inference.proto
 
 bench: setup ## measure every number promised, write bench/results; wants a quiet machine
 	@$(BIN)/python -m bench
+
+bench-kernel: setup ## the CPU kernel against ONNX Runtime fp32, torch and OpenVINO: a table and docs/pictures/kernel.svg
+	@$(BIN)/python -m bench kernel
 
 bench-gpu: setup ## bf16 against fp32 and TF32 on an NVIDIA GPU; says why it skips where there is none
 	@$(BIN)/python -m bench gpu

@@ -12,7 +12,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
+_FLAGS = [
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header
+    "-Wno-psabi",  # vectors are passed between functions of one file alone
+]
 
 
 class BuildKernel(build_ext):
