@@ -11,7 +11,7 @@ from bf16kit.drift import DriftSummary
 from bf16kit.errors import RuntimeFailure
 from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry, SpecEntry
 from bf16kit.publish import StagingArtifact
-from bf16kit.runtime import Runtime
+from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
 from bf16kit.tensors import TensorSpec
 from converter import golden, measure
@@ -30,6 +30,15 @@ class Certified:
     manifest: Manifest
     breaches: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a profile answered, and how it ran."""
+
+    answers: list[Feeds]
+    info: RuntimeInfo
+    emulated: bool
 
 
 def certify(
@@ -85,34 +94,36 @@ def _certify_profile(
 ) -> None:
     manifest = certified.manifest
     try:
-        found, emulated = run_profile(stage.draft(manifest), profile, samples.feeds)
+        run = run_profile(stage.draft(manifest), profile, samples.feeds)
     except RuntimeFailure as error:
         if profile != "torchscript" or options.insists_on_torchscript:
             raise
         certified.manifest = _without(stage, manifest, profile)
         certified.notes.append(f"no TorchScript: the traced module does not run on the samples: {error}")
         return
-    summaries = summarise(manifest, expected, found)
+    if run.info.advice:
+        certified.notes.append(f"{run.info.note}: {run.info.advice}")
+    summaries = summarise(manifest, expected, run.answers)
     count = next(iter(summaries.values())).samples
-    entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=emulated)
+    entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
     certified.manifest = manifest.model_copy(
         update={
             "drift": manifest.drift | {profile: entry},
-            "profiles": manifest.profiles | {profile: _verified(profile, manifest.profiles[profile], emulated)},
+            "profiles": manifest.profiles | {profile: _verified(profile, manifest.profiles[profile], run)},
         }
     )
     certified.breaches += breaches(profile, options.budget, summaries) or [
         # what a server will judge: a mean within budget must not hide a model that would never become ready
         f"{breach}, on the golden samples alone"
-        for breach in breaches(profile, options.budget, summarise(manifest, expected[:1], found[:1]))
+        for breach in breaches(profile, options.budget, summarise(manifest, expected[:1], run.answers[:1]))
     ]
 
 
-def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds]) -> tuple[list[Feeds], bool]:
-    """What ``profile`` answers to ``feeds``, and whether it was emulated."""
+def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds]) -> Run:
+    """Run ``profile`` on ``feeds`` as a server would, or emulated where there is no device for it."""
     runtime, emulated = open_profile(artifact, profile)
     try:
-        return measure.answers(runtime, feeds), emulated
+        return Run(measure.answers(runtime, feeds), runtime.info, emulated)
     finally:
         runtime.close()
 
@@ -131,11 +142,17 @@ def breaches(profile: str, budget: Budget, summaries: dict[str, DriftSummary]) -
     ]
 
 
-def _verified(profile: str, entry: ProfileEntry, emulated: bool) -> ProfileEntry:
-    if emulated:
+def how(info: RuntimeInfo) -> str:
+    """What was special about a run that was not emulated, for people; "" when nothing was."""
+    return f"on the CPU kernel, path {info.kernel}" if info.kernel else info.note
+
+
+def _verified(profile: str, entry: ProfileEntry, run: Run) -> ProfileEntry:
+    if run.emulated:
         note = "emulated on the CPU, not verified on a device"
         return entry.model_copy(update={"verified": "emulated", "note": note})
-    return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host"})
+    note = f"when verified: {how(run.info)}" if how(run.info) else ""
+    return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
 
 
 def _with_edges(manifest: Manifest, axis: int | None) -> Manifest:

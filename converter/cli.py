@@ -148,9 +148,11 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
 @_debug
 def checkpoint(debug: bool, **given: object) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, or ONNX."""
+    from bf16kit.runtime import kernel
     from converter import memory, progress, report
     from converter.pipeline import convert
 
+    kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when all is written and the first graph is run
     memory.map_large_blocks()
 
     options = _options(**given)
@@ -208,8 +210,10 @@ def inspect(artifact: Path, debug: bool) -> None:
 @_debug
 def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], debug: bool) -> None:
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
+    from bf16kit.runtime import kernel
     from converter.verify import verify as verify_artifact
 
+    kernel.chosen()
     _say(verify_artifact(artifact, samples, profiles))
 
 

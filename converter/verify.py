@@ -11,7 +11,7 @@ from bf16kit.drift import METRICS, DriftSummary
 from bf16kit.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.runtime.loading import load_reference
 from converter import measure, samples
-from converter.certify import breaches, run_profile, summarise
+from converter.certify import breaches, how, run_profile, summarise
 from converter.checkpoint import Feeds
 from converter.memory import release
 from converter.text import table
@@ -33,11 +33,14 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
     feeds, expected, origin = _expected(artifact, given)
     rows: list[tuple[object, ...]] = []
     over: list[str] = []
+    ran: list[str] = []
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
-        found, emulated = run_profile(artifact, profile, feeds)
-        summaries = summarise(artifact.manifest, expected, found)
-        rows += _rows(f"{profile}, emulated" if emulated else profile, summaries, budget)
+        run = run_profile(artifact, profile, feeds)
+        summaries = summarise(artifact.manifest, expected, run.answers)
+        rows += _rows(f"{profile}, emulated" if run.emulated else profile, summaries, budget)
+        if not run.emulated and how(run.info):
+            ran.append(f"{profile} ran: {'; '.join(filter(None, (how(run.info), run.info.advice)))}")
         over += breaches(profile, budget, summaries)
         release()
     text = table(
@@ -45,6 +48,7 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
         ("profile", "output", "samples", "metric", "judged", "worst", "budget"),
         rows,
     )
+    text = "\n".join([text, *ran])
     if over:
         listed = "".join(f"\n  {breach}" for breach in over)
         raise BudgetExceeded(f"drift over budget:{listed}\n\n{text}")

@@ -96,7 +96,7 @@ def chosen() -> Kernel:
 
 
 def _without(why: str, remedy: str) -> Kernel:
-    return Kernel("", f"the CPU kernel is not used: {why}", f"{_COST}; {remedy}")
+    return Kernel("", f"no CPU kernel, because {why}", f"{_COST}; {remedy}")
 
 
 def _refusal() -> str:

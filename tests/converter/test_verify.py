@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from artifacts import write_product
 from converting import ONNX_ONLY, Cli
 from safetensors.numpy import save_file
 
 from bf16kit.artifact import Artifact
+from bf16kit.runtime import kernel
 
 
 def test_every_profile_is_run_on_the_golden_samples(cli: Cli, mlp: Artifact) -> None:
@@ -74,3 +76,25 @@ def test_nothing_is_written(cli: Cli, mlp: Artifact) -> None:
     before = {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")}
     cli("verify", mlp.path).published()
     assert {path: path.stat().st_mtime_ns for path in mlp.path.rglob("*")} == before
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_the_path_of_the_cpu_kernel_that_ran_is_told(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = write_product(tmp_path / "product" / "1")
+    monkeypatch.setenv(kernel.VARIABLE, "portable")
+    assert "\ncpu ran: on the CPU kernel, path portable" in cli("verify", artifact.path).published().out
+
+
+def test_without_the_cpu_kernel_the_reason_the_cost_and_the_remedy_are_told_once(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = write_product(tmp_path / "product" / "1")
+    monkeypatch.setenv(kernel.VARIABLE, "off")
+    out = cli("verify", artifact.path).published().out
+    assert out.count("no CPU kernel, because it is switched off by BF16KIT_KERNEL_PATH=off; bf16 weights are") == 1
+    assert "unset BF16KIT_KERNEL_PATH" in out
+
+
+def test_a_kernel_path_that_is_none_is_wrong_usage(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, "fast")
+    cli("verify", mlp.path).refused(2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512f, avx2, portable and off")

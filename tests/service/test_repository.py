@@ -109,7 +109,7 @@ def test_without_the_cpu_kernel_models_serve_and_one_line_tells_the_cost_and_the
     assert [model.info.kernel for model in repository.models()] == [""] * 4
     assert ["was not built" in model.info.note for model in repository.models()] == [True, True, True, False]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "the CPU kernel is not used: it was not built" in warning
+    assert "no CPU kernel, because it was not built" in warning
     assert "twice the memory" in warning
     assert "install a C++17 compiler" in warning
 

@@ -87,7 +87,7 @@ def test_off_switches_it_off_and_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(VARIABLE, "off")
     found = available()
     assert (found.path, found.library) == ("", None)
-    assert found.note == f"the CPU kernel is not used: it is switched off by {VARIABLE}=off"
+    assert found.note == f"no CPU kernel, because it is switched off by {VARIABLE}=off"
     assert "twice the memory" in found.advice
     assert f"unset {VARIABLE}" in found.advice
 
