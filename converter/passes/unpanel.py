@@ -79,9 +79,9 @@ class Unpanel(Step):
         k, n = entry.shape[::-1] if columns_first else entry.shape
         count, tail = divmod(n, WIDTH)
         if count == 0:
-            self._declare(value, entry, 0, (k, tail))
+            _become(value, self._part(value.name or "", entry, 0, (k, tail)))
             return nodes.add("Transpose", [value], entry.shape, perm=[1, 0]) if columns_first else value
-        self._declare(value, entry, 0, (count, k, WIDTH))
+        _become(value, self._part(value.name or "", entry, 0, (count, k, WIDTH)))
         if columns_first:
             moved = nodes.add("Transpose", [value], (count, WIDTH, k), perm=[0, 2, 1])
             whole = nodes.reshape(moved, (count * WIDTH, k))
@@ -90,18 +90,22 @@ class Unpanel(Step):
             whole = nodes.reshape(moved, (k, count * WIDTH))
         if tail == 0:
             return whole
-        last = nodes.initializer(f"{value.name}/last", ir.tensor([0]))
-        self._declare(last, entry, count * k * WIDTH, (k, tail))
+        name = nodes.fresh(f"{value.name}/last")
+        last = nodes.initializer(name, self._part(name, entry, count * k * WIDTH, (k, tail)))
         if columns_first:
             last = nodes.add("Transpose", [last], (tail, k), perm=[1, 0])
         return nodes.add("Concat", [whole, last], entry.shape, axis=entry.panels)
 
-    def _declare(self, value: ir.Value, entry: TensorEntry, first: int, shape: Sequence[int]) -> None:
-        """Let ``value`` be the elements of ``entry`` from ``first`` on, as they lie in its file, in ``shape``."""
-        name, offset, length = value.name or "", entry.offset + _SIZE * first, _SIZE * math.prod(shape)
-        tensor = ir.ExternalTensor(entry.file, offset, length, BFLOAT16, shape=ir.Shape(shape), name=name)
-        value.const_value, value.type, value.shape = tensor, ir.TensorType(BFLOAT16), ir.Shape(shape)
-        self.declared[name] = tensor
+    def _part(self, name: str, entry: TensorEntry, first: int, shape: Sequence[int]) -> ir.ExternalTensor:
+        """The elements of ``entry`` from ``first`` on, as they lie in its file, declared to have ``shape``."""
+        offset, length = entry.offset + _SIZE * first, _SIZE * math.prod(shape)
+        part = ir.ExternalTensor(entry.file, offset, length, BFLOAT16, shape=ir.Shape(shape), name=name)
+        self.declared[name] = part
+        return part
+
+
+def _become(initializer: ir.Value, tensor: ir.ExternalTensor) -> None:
+    initializer.const_value, initializer.type, initializer.shape = tensor, ir.TensorType(BFLOAT16), tensor.shape
 
 
 class _Nodes:
@@ -115,7 +119,7 @@ class _Nodes:
 
     def add(self, op: str, inputs: Sequence[ir.Value], shape: Sequence[int], **attributes: Any) -> ir.Value:
         """The output, bf16 of ``shape``, of a new node."""
-        name = self._fresh.make(f"{inputs[0].name}/{op.lower()}")
+        name = self.fresh(f"{inputs[0].name}/{op.lower()}")
         node = ir.node(op, inputs, attributes=attributes, name=name)
         output = node.outputs[0]
         output.name, output.type, output.shape = name, ir.TensorType(BFLOAT16), ir.Shape(shape)
@@ -125,9 +129,12 @@ class _Nodes:
     def reshape(self, value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
         """``value`` in ``shape``; equal shapes are one constant."""
         if shape not in self._shapes:
-            constant = ir.tensor(np.array(shape, np.int64))
-            self._shapes[shape] = self.initializer(f"shape/{'x'.join(map(str, shape))}", constant)
+            name = self.fresh(f"shape/{'x'.join(map(str, shape))}")
+            self._shapes[shape] = self.initializer(name, ir.tensor(np.array(shape, np.int64), name=name))
         return self.add("Reshape", [value, self._shapes[shape]], shape)
 
     def initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        return initializer(self._graph, self._fresh.make(name), tensor)
+        return initializer(self._graph, name, tensor)
+
+    def fresh(self, name: str) -> str:
+        return self._fresh.make(name)
