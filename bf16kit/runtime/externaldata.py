@@ -1,12 +1,15 @@
-"""Which files an ONNX graph keeps its tensors in, and the refusal of any that its artifact does not hold."""
+"""Where an ONNX graph keeps its tensors, and the refusal of any place that its artifact does not hold."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from bf16kit.errors import ArtifactError, RuntimeFailure
+from bf16kit.tensors import BY_ONNX
+from bf16kit.weightfile import ALIGNMENT
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -22,11 +25,16 @@ def initializers(path: Path, location: str) -> list[str]:
 
 
 def check_locations(path: Path, allowed: Collection[str]) -> None:
-    """Refuse a graph that would make ONNX Runtime read a file other than the ``allowed`` ones beside it.
+    """Refuse a graph whose tensors are not where an artifact keeps them.
 
-    The digests prove that a graph is the one that was written, not that whoever wrote it meant well. Raises
-    :class:`ArtifactError` naming the tensor and the file, :class:`RuntimeFailure` when ``path`` is not an ONNX file.
+    That is a file beside it among the ``allowed``, from a multiple of 64 bytes on, as whoever maps it relies on, and
+    whole within the file. A file that is not there, as the reference's never is, has no end to check. The digests prove
+    that a graph is the one that was written, not that whoever wrote it meant well, or knew how long the weights are.
+
+    Raises :class:`ArtifactError` naming the tensor and the file, :class:`RuntimeFailure` when ``path`` is not an ONNX
+    file.
     """
+    sizes: dict[str, int | None] = {}
     for tensor in _tensors(_model(path)):
         for location in _locations(tensor):
             if location not in allowed:
@@ -34,6 +42,44 @@ def check_locations(path: Path, allowed: Collection[str]) -> None:
                     f"{path}: tensor {tensor.name!r} keeps its data in {location!r},"
                     " which is not a file of this artifact"
                 )
+            if location not in sizes:
+                file = path.parent / location
+                sizes[location] = file.stat().st_size if file.is_file() else None
+            _check_extent(path, tensor, location, sizes[location])
+
+
+def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | None) -> None:
+    """Refuse a ``tensor`` that does not start where tensors do, or ends beyond the ``size`` bytes of ``location``."""
+    place = f"{path}: tensor {tensor.name!r} in {location!r}"
+    offset = _number(place, tensor, "offset", 0)
+    length = _number(place, tensor, "length", _nbytes(tensor))
+    if offset % ALIGNMENT:
+        raise ArtifactError(
+            f"{place} starts at byte {offset}, which is no multiple of {ALIGNMENT}; convert the checkpoint again"
+        )
+    if size is not None and offset + length > size:
+        raise ArtifactError(
+            f"{place} ends at byte {offset + length}, beyond the {size} bytes of the file; the graph is not this file's"
+            " or the file was cut short: copy the artifact again, or convert the checkpoint again"
+        )
+
+
+def _number(place: str, tensor: TensorProto, key: str, default: int) -> int:
+    """The value of ``key`` in bytes, given once or not at all."""
+    values = [entry.value for entry in tensor.external_data if entry.key == key]
+    if len(values) > 1:
+        raise ArtifactError(f"{place} has {len(values)} values of {key}, and may have one")
+    if not values:
+        return default
+    if not (values[0].isascii() and values[0].isdecimal() and len(values[0]) < 20):
+        raise ArtifactError(f"{place} has the {key} {values[0][:40]!r}, which is not a number of bytes")
+    return int(values[0])
+
+
+def _nbytes(tensor: TensorProto) -> int:
+    """The bytes of its elements, 0 where their type is unknown: ONNX Runtime will say so."""
+    known = BY_ONNX.get(tensor.data_type)
+    return 0 if known is None else known.numpy.itemsize * math.prod(tensor.dims)
 
 
 def _model(path: Path) -> ModelProto:

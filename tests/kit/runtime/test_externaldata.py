@@ -91,6 +91,57 @@ def test_a_second_location_hides_behind_no_first(tmp_path: Path) -> None:
         check_locations(tmp_path / "m.onnx", {"weights.fp32"})
 
 
+def placed(path: Path, *, size: int, offset: int | str = 0, length: int | str | None = None) -> Path:
+    """The fp32 weight [16, 32] of an MLP in bytes ``offset`` to ``offset + length`` of a file of ``size`` bytes."""
+    model = graphs.mlp()
+    tensor = model.graph.initializer[0]
+    graphs.refer(tensor, "weights.fp32")
+    del tensor.external_data[1:]
+    tensor.external_data.add(key="offset", value=str(offset))
+    if length is not None:
+        tensor.external_data.add(key="length", value=str(length))
+    (path / "weights.fp32").write_bytes(bytes(size))
+    (path / "m.onnx").write_bytes(model.SerializeToString())
+    return path / "m.onnx"
+
+
+@pytest.mark.parametrize("length", [2048, None])
+def test_a_tensor_that_ends_with_its_file_is_allowed(length: int | None, tmp_path: Path) -> None:
+    check_locations(placed(tmp_path, size=64 + 2048, offset=64, length=length), {"weights.fp32"})
+
+
+@pytest.mark.parametrize("length", [2048, None])
+def test_a_tensor_beyond_the_end_of_its_file_is_refused(length: int | None, tmp_path: Path) -> None:
+    """A file cut short, or a graph of other weights; without a length it is what the shape needs."""
+    path = placed(tmp_path, size=64 + 2047, offset=64, length=length)
+    with pytest.raises(ArtifactError, match=r"tensor 'w0' in 'weights\.fp32' ends at byte 2112, beyond the 2111 bytes"):
+        check_locations(path, {"weights.fp32"})
+
+
+@pytest.mark.parametrize("offset", [1, 32, 65])
+def test_a_tensor_that_starts_between_two_cache_lines_is_refused(offset: int, tmp_path: Path) -> None:
+    path = placed(tmp_path, size=4096, offset=offset, length=2048)
+    with pytest.raises(ArtifactError, match=rf"tensor 'w0' .* starts at byte {offset}, which is no multiple of 64"):
+        check_locations(path, {"weights.fp32"})
+
+
+@pytest.mark.parametrize("junk", ["-64", "0x40", "64 ", "", "６４", "1" * 5000])
+def test_an_offset_or_length_that_is_no_number_of_bytes_is_refused(junk: str, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"tensor 'w0' .* has the offset '.*', which is not a number of bytes"):
+        check_locations(placed(tmp_path, size=4096, offset=junk), {"weights.fp32"})
+    with pytest.raises(ArtifactError, match=r"tensor 'w0' .* has the length '.*', which is not a number of bytes"):
+        check_locations(placed(tmp_path, size=4096, length=junk), {"weights.fp32"})
+
+
+def test_a_second_offset_hides_behind_no_first(tmp_path: Path) -> None:
+    path = placed(tmp_path, size=4096)
+    model = onnx.load(path, load_external_data=False)
+    model.graph.initializer[0].external_data.add(key="offset", value="1")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match="has 2 values of offset, and may have one"):
+        check_locations(path, {"weights.fp32"})
+
+
 def test_what_is_not_onnx_is_said(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_text("hello")
     with pytest.raises(RuntimeFailure, match=r"m\.onnx is not an ONNX file"):
