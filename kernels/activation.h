@@ -16,7 +16,8 @@
 // function; SiLU: F = sigmoid; Gelu (tanh): 0.5 * (1 + tanh(u)) = sigmoid(2u), so F is sigmoid again.
 // At -inf they give -0, the limit, where the formula as written would give -inf * 0 = NaN. NaN stays NaN: every step
 // keeps it, whatever the exponent's bits become.
-// Errors against float64, every float with |x| <= 10 tried: see kernels/tests/property_test.cpp, which repeats a part.
+// Error against float64, where the result is normal: Gelu 5.3, Gelu (tanh) 3.2, SiLU 3.3 units in the last place (found
+// among every seventh float with |x| <= 20); property_test.cpp holds them to 6.
 
 // Exponents are kept 64 too high, and lowered by the last operation, which alone rounds to a subnormal result.
 constexpr float kLowered = 0x1p-64f;
@@ -93,19 +94,22 @@ inline V::reg activate<Activation::kGelu>(V::reg x) {
   // log2(e) / 2 in its upper part c, and the lower part relative to it
   const V::reg c = V::set(-0.721347511f);
   const V::reg raised = exp2_raised(square, c, V::fma(square, V::set(1.33497583e-08f), square_low), c);
-  // R(t) = 0.5 * erfcx(t / sqrt(2)) on [0, 14.5]: minimax in relative error among quotients of degrees 4 and 5 (Remez
-  // in 160-bit arithmetic: 2^-27.3), its coefficients rounded to fp32 and searched for the neighbours that go together
-  // best. |relative error| <= 2^-26.6. All are positive: sums of positive terms, no cancellation.
-  V::reg p = V::set(0.00411630515f);
-  p = V::fma(p, t, V::set(0.0406332053f));
-  p = V::fma(p, t, V::set(0.183235034f));
-  p = V::fma(p, t, V::set(0.438295007f));
+  // R(t) = 0.5 * erfcx(t / sqrt(2)) on [0, 14.5] is (1/2 + p(t) / q(t)) / (t + 2), p and q of degree 4: minimax in
+  // relative error (Remez in 160-bit arithmetic: 2^-26.1), the coefficients rounded to fp32 and searched for the
+  // neighbours that go together best: |relative error| <= 2^-25.5. Parted like this, p is a correction of q / 2, so that
+  // its roundings count little; those of q are in the numerator and in the denominator, and mostly cancel. The pole at
+  // -2 is near the best one (-2.076), and makes the product with it exact.
+  V::reg p = V::set(-0.00237332867f);
+  p = V::fma(p, t, V::set(0.000992762973f));
+  p = V::fma(p, t, V::set(0.0654944107f));
+  p = V::fma(p, t, V::set(0.304031938f));
   p = V::fma(p, t, V::set(0.5f));
-  V::reg q = V::set(0.0103179272f);
-  q = V::fma(q, t, V::set(0.101858787f));
-  q = V::fma(q, t, V::set(0.469470382f));
-  q = V::fma(q, t, V::set(1.20250309f));
-  q = V::fma(q, t, V::set(1.67447495f));
+  V::reg q = V::set(0.0234850775f);
+  q = V::fma(q, t, V::set(0.175580636f));
+  q = V::fma(q, t, V::set(0.64606142f));
+  q = V::fma(q, t, V::set(1.20383465f));
   q = V::fma(q, t, V::set(1.0f));
-  return less(x, V::div(V::mul(V::mul(t, raised), p), q));
+  const V::reg numerator = V::fma(q, V::set(0.5f), p);
+  const V::reg denominator = V::fma(q, t, V::add(q, q));
+  return less(x, V::div(V::mul(V::mul(t, raised), numerator), denominator));
 }
