@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.manifest import Manifest
+from bf16kit.panels import WIDTH
 from bf16kit.tensors import describe as describe_shape
 from converter.figures import drift_rows, reasons, sizes
 from converter.progress import size
@@ -58,10 +59,21 @@ def _head(artifact: Artifact) -> str:
             f" sha256 {manifest.source.sha256}",
             f"size        {size(figures.graphs_and_weights)} = {figures.ratio:.3f} × the checkpoint;"
             f" with the residual {figures.ratio_with_residual:.3f} ×",
+            f"layout      {_layout(manifest)}",
             f"batching    {batch}",
             f"made with   {tools}",
         ]
     )
+
+
+def _layout(manifest: Manifest) -> str:
+    """How the bf16 tensors lie in their file."""
+    narrow = [entry for entry in manifest.tensors if entry.dtype == "bfloat16"]
+    panels = [entry for entry in narrow if entry.panels is not None]
+    if not panels:
+        return "C order"
+    share = sum(entry.bytes for entry in panels) / sum(entry.bytes for entry in narrow)
+    return f"{len(panels)} of {len(narrow)} bf16 tensors, {share:.0%} of their bytes, in panels of {WIDTH} columns"
 
 
 def _edges(manifest: Manifest) -> str:

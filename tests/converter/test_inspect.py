@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from converting import Cli
+from converting import ONNX_ONLY, Cli
 from onnx import helper
 
 import graphs
@@ -21,6 +21,7 @@ def test_everything_of_note_is_shown(cli: Cli, mlp: Artifact) -> None:
     for text in (
         manifest.source.sha256,
         "torch, 4 tensors, 7.0 kB",
+        "layout      2 of 2 bf16 tensors, 100% of their bytes, in panels of 32 columns",
         "batching    axis 0",
         "[batch,16]",
         "emulated on the CPU, not verified on a device",
@@ -31,6 +32,13 @@ def test_everything_of_note_is_shown(cli: Cli, mlp: Artifact) -> None:
         *(f"{name} {version}" for name, version in manifest.tools.items()),
     ):
         assert text in out
+
+
+def test_weights_in_c_order_are_said_to_be(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Only the cpu profile reads panels: without it, there are none."""
+    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--profile", "cuda", *ONNX_ONLY).published()
+    assert "layout      C order" in cli("inspect", target).published().out
 
 
 def test_a_narrow_terminal_cuts_nothing(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

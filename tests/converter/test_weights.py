@@ -12,6 +12,8 @@ from onnx import ModelProto, TensorProto, helper
 
 import graphs
 from bf16kit.errors import ArtifactError, ConversionError, RangeError
+from bf16kit.numerics import to_bf16
+from bf16kit.panels import pack
 from converter.weights import write_total
 
 
@@ -31,6 +33,55 @@ def test_one_copy_of_the_weights_serves_every_graph(tmp_path: Path) -> None:
     assert stored + made.size("residual.bin") <= 1.03 * source
     assert {entry.offset % 64 for entry in made.stored.tensors.values()} == {0}
     assert_same_tensors(made.artifact, made.checkpoint)
+
+
+def test_a_matrix_that_is_only_multiplied_is_stored_as_panels_and_the_rest_in_c_order(tmp_path: Path) -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Gather", ["table", "ids"], ["h"]),
+            helper.make_node("MatMul", ["h", "w"], ["m"]),
+            helper.make_node("Gemm", ["m", "v"], ["y"], transB=1),
+        ],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", 36])],
+        [
+            graphs.initializer("table", graphs.values(64, 16)),
+            graphs.initializer("w", graphs.values(16, 70)),
+            graphs.initializer("v", graphs.values(36, 70)),
+        ],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert {name: entry.panels for name, entry in made.stored.tensors.items()} == {"table": None, "v": 0, "w": 1}
+    file = made.artifact.file("weights.bf16").read_bytes()
+    for name, entry in made.stored.tensors.items():
+        matrix = to_bf16(made.checkpoint[name])
+        written = matrix if entry.panels is None else pack(matrix, entry.panels)
+        assert file[entry.offset : entry.offset + entry.bytes] == written.tobytes()
+        assert made.artifact.tensor(name).tobytes() == matrix.tobytes()
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_panels_hold_a_weight_with_batchnorm_folded_in(axis: int, tmp_path: Path) -> None:
+    """The residual is the distance from the matrix, scale and all, however the matrix lies."""
+    weight = graphs.values(16, 40) if axis == 1 else np.ascontiguousarray(graphs.values(16, 40).T)
+    statistics = {name: np.abs(graphs.values(40, seed=i)) + 0.5 for i, name in enumerate(("g", "b", "m", "v"))}
+    proto = graphs.model(
+        [
+            helper.make_node("Gemm", ["x", "w"], ["h"], transB=1 - axis),
+            helper.make_node("BatchNormalization", ["h", "g", "b", "m", "v"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 40])],
+        [graphs.initializer("w", weight), *(graphs.initializer(name, array) for name, array in statistics.items())],
+    )
+    made, feeds = lower(tmp_path / "m" / "1", proto), {"x": graphs.values(4, 16)}
+    entry = made.stored.tensors["w"]
+    assert (entry.panels, entry.scale_axis) == (axis, axis)
+    assert_same_tensors(made.artifact, made.checkpoint)
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], made.run_source(feeds)["y"])
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 4e-3
+    assert relative_l2(made.run_source(feeds)["y"], made.run_emulated(feeds)["y"]) < 8e-3
 
 
 def test_tensors_that_no_graph_uses_travel_as_they_are_and_equal_ones_once(tmp_path: Path) -> None:
