@@ -106,7 +106,8 @@ def _graph(precision: str) -> bytes:
         [helper.make_tensor("w", TensorProto.BFLOAT16, stored.shape, stored.tobytes(), raw=True)],
     )
     # Opset and IR are pinned: the onnx package's newest are ahead of what ONNX Runtime reads.
-    model = helper.make_model(graph, functions=functions, opset_imports=_opsets(), ir_version=10)
+    opsets = [_opset(), _opset(DOMAIN)] if functions else [_opset()]
+    model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10)
     return bytes(model.SerializeToString())
 
 
@@ -141,10 +142,10 @@ def _kernel_function() -> FunctionProto:
         helper.make_node("MatMul", ["X", "wide"], ["Y"]),
     ]
     attributes = ["k", "n", "layout", "activation"]
-    return helper.make_function(DOMAIN, "MatMul", ["X", "W"], ["Y"], nodes, _opsets(), attributes)
+    return helper.make_function(DOMAIN, "MatMul", ["X", "W"], ["Y"], nodes, [_opset()], attributes)
 
 
-def _opsets() -> list[OperatorSetIdProto]:
+def _opset(domain: str = "") -> OperatorSetIdProto:
     from onnx import helper
 
-    return [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_opsetid(domain, 1 if domain else 21)
