@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
-from bf16kit.manifest import Plan, TensorEntry
+from bf16kit.manifest import Plan
 from bf16kit.runtime.loading import REBUILT
 from bf16kit.tensors import BY_NAME
 from converter.passes import Prepared, run
 from converter.passes.narrowing import Narrow
+from converter.passes.products import UseKernel
 from converter.passes.types import InferTypes
 from converter.passes.unpanel import Unpanel
 from converter.passes.unused import DropUnused
@@ -42,44 +42,46 @@ def write_graphs(
     files = {}
     for profile in profiles:
         source = prepared.cuda if profile == "cuda" else prepared.folded
+        narrow = narrowed(plan.tensors)
         nodes = {entry.name for entry in plan.nodes[profile] if entry.precision == "bf16"}
+        panels = {name for name, entry in stored.tensors.items() if entry.panels is not None}
+        kernel = [UseKernel(narrow, panels)] if profile == "cpu" else []
         unpanel = Unpanel(stored.tensors)
-        model = run([Narrow(narrowed(plan.tensors), nodes), DropUnused(), InferTypes(), unpanel], source.clone())
+        model = run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes(), unpanel], source.clone())
         files[profile] = f"{profile}.onnx"
         path = directory / files[profile]
-        _write(model, path, lambda name: _stored(stored, stored.aliases.get(name, name)), unpanel.declared)
+        _write(
+            model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared
+        )
         _check(path, source)
     if reference:
         files[REFERENCE] = f"{REFERENCE}.onnx"
-        _write(prepared.reference.clone(), directory / files[REFERENCE], lambda name: _rebuilt(stored, name))
+        _write(
+            prepared.reference.clone(), directory / files[REFERENCE], lambda name, shape: _rebuilt(stored, name, shape)
+        )
     return files
 
 
-def _stored(stored: StoredWeights, name: str) -> ir.ExternalTensor:
-    """A tensor as it lies in its file: panels are so many elements in a row."""
+def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
+    """A tensor as it lies in its file, in the shape that its graph reads: panels are so many elements in a row."""
     entry = stored.tensors[name]
-    shape = entry.shape if entry.panels is None else [math.prod(entry.shape)]
-    return _external(entry, entry.file, entry.offset, entry.bytes, BY_NAME[entry.dtype].onnx, shape)
+    return ir.ExternalTensor(
+        entry.file, entry.offset, entry.bytes, ir.DataType(BY_NAME[entry.dtype].onnx), shape=shape, name=name
+    )
 
 
-def _rebuilt(stored: StoredWeights, name: str) -> ir.ExternalTensor:
+def _rebuilt(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
     """What was rounded is rebuilt in memory and fed from there: its file does not exist. What came as bf16 was not."""
     entry = stored.tensors[name]
     if entry.residual is None:
-        return _stored(stored, name)
-    return _external(entry, REBUILT, 0, 2 * entry.bytes, int(ir.DataType.FLOAT), entry.shape)
-
-
-def _external(
-    entry: TensorEntry, location: str, offset: int, length: int, dtype: int, shape: Sequence[int]
-) -> ir.ExternalTensor:
-    return ir.ExternalTensor(location, offset, length, ir.DataType(dtype), shape=ir.Shape(shape), name=entry.name)
+        return _stored(stored, name, shape)
+    return ir.ExternalTensor(REBUILT, 0, 2 * entry.bytes, ir.DataType.FLOAT, shape=shape, name=name)
 
 
 def _write(
     model: ir.Model,
     path: Path,
-    external: Callable[[str], ir.ExternalTensor],
+    external: Callable[[str, ir.Shape], ir.ExternalTensor],
     declared: Collection[str] = frozenset(),
 ) -> None:
     """Write ``model``, its large tensors as ``external`` says where they are, and those in ``declared`` as they are."""
@@ -92,7 +94,7 @@ def _write(
         if stays_inline(tensor):
             value.const_value = _own(tensor, name)
         else:
-            value.const_value = external(name)
+            value.const_value = external(name, ir.Shape(value.shape or dims(tensor)))
             value.const_value.name = name
     path.write_bytes(serialize(model))
 

@@ -2,26 +2,31 @@
 
 The kernel multiplies fp32 rows by a constant weight stored in bf16 and accumulates in fp32. A weight that nothing but
 such products reads is stored in panels (:mod:`bf16kit.panels`). A table that is looked up too keeps its rows; where it
-holds one row per column of the product, as tied embeddings do, the kernel reads it so.
+holds one row per column of the product, as tied embeddings do, the kernel reads it so. So are the weights of 1×1
+convolutions read, of which those of a single pixel are products as they stand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
 from converter.storage import const, dims
+
+Layout = Literal["panels", "transposed"]
 
 _SWAPPED = [1, 0]
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A MatMul or Gemm, x·W plus C, of the main graph: ``weight`` is the initializer behind W.
+    """A MatMul, Gemm or Conv of the main graph that gives x·W, or that plus a bias; ``weight`` is the initializer W is.
 
-    ``axis`` is the axis of ``weight`` that holds the columns of the product: 1 for [K, N], 0 for [N, K].
+    ``axis`` is the axis of ``weight`` that holds the columns of the product: 1 for [K, N], 0 for [N, K] and for the
+    [N, K, 1, …] of a Conv, whose x is [batch, K, 1, …].
     """
 
     node: ir.Node
@@ -30,8 +35,14 @@ class Product:
 
     @property
     def bias(self) -> ir.Value | None:
-        """What a Gemm adds: an initializer of N values."""
+        """What a Gemm or Conv adds: an initializer of N values."""
         return self.node.inputs[2] if len(self.node.inputs) > 2 else None
+
+    @property
+    def transposition(self) -> ir.Node | None:
+        """The Transpose between the weight and the product."""
+        right = self.node.inputs[1]
+        return None if right is None or right is self.weight else right.producer()
 
     @property
     def k(self) -> int:
@@ -41,13 +52,20 @@ class Product:
     def n(self) -> int:
         return _dims(self.weight)[self.axis]
 
+    def layout(self, panels: Collection[str]) -> Layout | None:
+        """How the kernel reads the weight, where ``panels`` are stored so; None when it cannot."""
+        if self.weight.name in panels:
+            return "panels"
+        return "transposed" if self.axis == 0 else None
+
 
 def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]:
     """The products of the main graph that the kernel can compute, in graph order.
 
     ``narrow`` names the initializers stored in bf16. Left out: weights that are computed or not matrices, constant
     left-hand sides, and of Gemm a transposed left-hand side, factors other than 1, and a C that is computed or varies
-    over anything but columns. Requires: types are known.
+    over anything but columns. Of Conv those that see one pixel are in; any other 1×1 Conv would need its pixels moved
+    to the front of its channels, and back. Requires: types are known.
     """
     found = (_product(node, narrow) for node in model.graph)
     return {product.node: product for product in found if product is not None}
@@ -65,7 +83,7 @@ def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
     return {
         weight.name or "": next(iter(found))
         for weight, found in axes.items()
-        if len(found) == 1 and _only_multiplied(weight, readers)
+        if len(found) == 1 and len(_dims(weight)) == 2 and _only_multiplied(weight, readers)
     }
 
 
@@ -88,24 +106,47 @@ def is_transposition(node: ir.Node | None) -> bool:
 
 
 def _product(node: ir.Node, narrow: Collection[str]) -> Product | None:
-    if node.domain != "" or node.op_type not in ("MatMul", "Gemm"):
+    reader = {"MatMul": _matrix_product, "Gemm": _matrix_product, "Conv": _convolution}.get(node.op_type)
+    if reader is None or node.domain != "":
         return None
-    left, right = node.inputs[0], node.inputs[1]
-    if left is None or right is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
+    left = node.inputs[0]
+    if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
+        return None
+    product = reader(node)
+    return product if product is not None and product.weight.name in narrow else None
+
+
+def _matrix_product(node: ir.Node) -> Product | None:
+    right = node.inputs[1]
+    if right is None:
         return None
     axis, weight = 1, right
     transposition = right.producer()
     if transposition is not None and is_transposition(transposition) and transposition.inputs[0] is not None:
         axis, weight = 0, transposition.inputs[0]
-    tensor = const(weight)
-    if tensor is None or weight.name not in narrow or len(dims(tensor)) != 2 or 0 in dims(tensor):
+    shape = _dims(weight)
+    if len(shape) != 2 or 0 in shape:
         return None
     if node.op_type == "Gemm":
         if _integer(node, "transB", 0):
             axis = 1 - axis
-        if not _plain(node, dims(tensor)[axis]):
+        if not _plain(node, shape[axis]):
             return None
     return Product(node, weight, axis)
+
+
+def _convolution(node: ir.Node) -> Product | None:
+    """A Conv of one pixel by 1×1, such as a squeeze-and-excite block's: [batch, K, 1, 1] → [batch, N, 1, 1]."""
+    source, weight = node.inputs[0], node.inputs[1]
+    if source is None or source.shape is None or weight is None or len(weight.uses()) != 1:
+        return None
+    shape = _dims(weight)
+    pixels = [*source.shape[2:], *shape[2:]]
+    padded = any(node.attributes["pads"].as_ints()) if "pads" in node.attributes else False
+    if not pixels or any(size != 1 for size in pixels) or padded or 0 in shape or source.shape[1] != shape[1]:
+        return None
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    return Product(node, weight, 0) if bias is None or takes_bias(bias, shape[0]) else None
 
 
 def _plain(gemm: ir.Node, columns: int) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx import defs
 
+from bf16kit.runtime.kernel import DOMAIN as KERNEL
+
 BF16 = "tensor(bfloat16)"
 
 # The multiply-accumulate operators: what bf16 is for.
@@ -57,7 +59,10 @@ def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
     """Where bf16 may stand in ``node`` at ``opset``; None when the operator has no bf16 form, or no known schema.
 
     com.microsoft has no schemas here; its operators take and give one floating type, so long as one output is used.
+    bf16kit's own product reads its weight in bf16, and fp32 besides.
     """
+    if node.domain == KERNEL:
+        return Bf16Form((1,), ())
     if node.domain == "com.microsoft":
         used = [i for i, o in enumerate(node.outputs) if o.uses() or o.is_graph_output()]
         return Bf16Form(tuple(range(len(node.inputs))), (0,)) if used in ([], [0]) else None

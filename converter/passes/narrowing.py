@@ -8,6 +8,7 @@ import ml_dtypes
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
+from bf16kit.runtime.kernel import DOMAIN as KERNEL
 from converter.operators import SHAPE_ONLY, Bf16Form, bf16_form
 from converter.passes.names import FreshNames, all_value_names
 from converter.passes.step import Step
@@ -21,7 +22,8 @@ class Narrow(Step):
 
     ``bf16_tensors`` names the initializers stored in bf16: their type changes here, their data is attached when the
     graph is written. A value is cast at most once in each direction, always from where it was computed, so casts never
-    meet. Constants inside the graph are rounded instead of cast. Inputs and outputs of the graph keep their types.
+    meet. Constants inside the graph are rounded instead of cast. Inputs and outputs of the graph keep their types. The
+    CPU kernel's nodes read their weights as they are stored, named or not.
 
     Requires: types are known, masks are clamped, no graph output is an initializer. Ensures: no cast reads a cast of
     this step; no output changed its type.
@@ -39,7 +41,7 @@ class Narrow(Step):
     def apply(self, model: ir.Model) -> bool:
         graph, opset = model.graph, model.opset_imports[""]
         self._edges = _output_types(model)
-        forms = {n: _form(n, opset) for n in graph if n.name in self._nodes}
+        forms = {n: _form(n, opset) for n in graph if n.name in self._nodes or n.domain == KERNEL}
         narrow = [value for name, value in graph.initializers.items() if name in self._tensors]
         narrow += [node.outputs[i] for node, form in forms.items() for i in form.outputs]
         narrow = [value for value in narrow if value.dtype == FLOAT and value.name is not None]

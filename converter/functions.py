@@ -1,0 +1,148 @@
+"""The kernel's operator defined in ONNX's own: what runs where its library is not registered.
+
+Each variant of ``bf16kit::MatMul`` that a graph uses is a model-local function of that graph, told from the others by
+its ``overload``. ONNX Runtime inlines it when nobody registers the operator, and folds the weight to fp32 at load: the
+same results within fp32 rounding, at fp32's price in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from bf16kit.runtime.kernel import DOMAIN
+from converter.epilogues import Activation
+from converter.kernelized import Layout
+from converter.panelnodes import cuts, matrix_nodes
+
+OPERATOR = "MatMul"
+VERSION = 1
+_GELU_SINCE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the bodies that the operator has. ``lists`` names the integer lists it reads from its attributes."""
+
+    layout: Layout
+    lists: tuple[str, ...]
+    bias: bool
+    activation: Activation
+
+    @classmethod
+    def of(cls, layout: Layout, k: int, n: int, *, bias: bool, activation: Activation) -> Variant:
+        return cls(layout, tuple(lists(layout, k, n)), bias, activation)
+
+    @property
+    def overload(self) -> str:
+        """Its name, such as ``panels_tail_bias_relu``."""
+        words: list[str] = [self.layout]
+        if self.layout == "panels" and "panels" not in self.lists:
+            words.append("narrow")
+        if "tail" in self.lists:
+            words.append("tail")
+        if self.bias:
+            words.append("bias")
+        if self.activation != "none":
+            words.append(self.activation)
+        return "_".join(words)
+
+
+def lists(layout: Layout, k: int, n: int) -> dict[str, list[int]]:
+    """The integer lists among a node's attributes, which only its function reads: functions cannot compute sizes."""
+    return cuts(k, n) if layout == "panels" else {}
+
+
+def function(variant: Variant, opset: int) -> ir.Function:
+    """The function of ``variant`` in the operators of ``opset``, 13 or newer.
+
+    X [..., k], W (k·n in panels, or [n, k]), and the bias [n] if it has one → Y [..., n].
+    """
+    inputs = [ir.Value(name=name) for name in ("X", "W", "B")[: 3 if variant.bias else 2]]
+    body = _Body(opset)
+    weight = body.add("Cast", _matrix(body, variant, inputs[1]), to=int(ir.DataType.FLOAT))
+    result = body.add("MatMul", inputs[0], weight)
+    if variant.bias:
+        result = body.add("Add", result, inputs[2])
+    result = _ACTIVATIONS[variant.activation](body, result)
+    result.name = "Y"
+    names = ("k", "n", "layout", "activation", *variant.lists)
+    graph = ir.Graph(inputs, [result], nodes=body.nodes, opset_imports={"": opset}, name=variant.overload)
+    attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
+    return ir.Function(DOMAIN, OPERATOR, variant.overload, graph=graph, attributes=attributes)
+
+
+class _Body:
+    """The nodes of a function, each with a name for what it gives."""
+
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
+        self.nodes: list[ir.Node] = []
+
+    def add(self, op: str, *inputs: ir.Value, **attributes: int | float | str | list[int]) -> ir.Value:
+        self.extend([ir.node(op, list(inputs), attributes=attributes)])
+        return self.nodes[-1].outputs[0]
+
+    def extend(self, nodes: list[ir.Node]) -> None:
+        for node in nodes:
+            self.nodes.append(node)
+            for index, output in enumerate(node.outputs):
+                output.name = f"t{len(self.nodes)}_{index}"
+
+    def number(self, value: float) -> ir.Value:
+        return self.add("Constant", value_float=float(value))
+
+    def integers(self, attribute: str) -> ir.Value:
+        """The integer list that the caller gives as ``attribute``."""
+        told = ir.RefAttr("value_ints", attribute, ir.AttributeType.INTS)
+        self.extend([ir.Node("", "Constant", [], [told])])
+        return self.nodes[-1].outputs[0]
+
+
+def _matrix(body: _Body, variant: Variant, weight: ir.Value) -> ir.Value:
+    if variant.layout == "transposed":
+        return body.add("Transpose", weight, perm=[1, 0])
+    body.extend(matrix_nodes(weight, {name: body.integers(name) for name in variant.lists}))
+    return body.nodes[-1].outputs[0]
+
+
+def _none(body: _Body, x: ir.Value) -> ir.Value:
+    return x
+
+
+def _relu(body: _Body, x: ir.Value) -> ir.Value:
+    return body.add("Relu", x)
+
+
+def _gelu(body: _Body, x: ir.Value) -> ir.Value:
+    """x·½·(1 + erf(x/√2)), written as ONNX Runtime fuses it where ONNX has no operator yet."""
+    if body.opset >= _GELU_SINCE:
+        return body.add("Gelu", x)
+    erf = body.add("Erf", body.add("Div", x, body.number(math.sqrt(2))))
+    return body.add("Mul", body.add("Mul", x, body.add("Add", erf, body.number(1))), body.number(0.5))
+
+
+def _gelu_tanh(body: _Body, x: ir.Value) -> ir.Value:
+    """x·½·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
+    if body.opset >= _GELU_SINCE:
+        return body.add("Gelu", x, approximate="tanh")
+    cubed = body.add("Mul", body.add("Pow", x, body.number(3)), body.number(0.044715))
+    inner = body.add("Mul", body.add("Add", x, cubed), body.number(math.sqrt(2 / math.pi)))
+    doubled = body.add("Add", body.add("Tanh", inner), body.number(1))
+    return body.add("Mul", body.add("Mul", x, doubled), body.number(0.5))
+
+
+def _silu(body: _Body, x: ir.Value) -> ir.Value:
+    return body.add("Mul", x, body.add("Sigmoid", x))
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[_Body, ir.Value], ir.Value]] = {
+    "none": _none,
+    "relu": _relu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+}
