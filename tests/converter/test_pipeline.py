@@ -108,6 +108,21 @@ def test_tied_weights_come_back_under_both_names(cli: Cli, tmp_path: Path, targe
     assert len(Artifact.open(target).manifest.tensors) < len(seeded(Tied()).state_dict()) + 1
 
 
+@pytest.mark.parametrize(("profiles", "axes", "version"), [(("cpu", "cuda"), {1}, 2), (("cuda",), {None}, 1)])
+def test_weights_are_stored_as_panels_only_for_the_profile_that_reads_panels(
+    profiles: tuple[str, ...], axes: set[int | None], version: int, cli: Cli, onnx_file: Path, target: Path
+) -> None:
+    """Without it older programs can read the artifact, too: nothing in it is new to them."""
+    chosen = [word for profile in profiles for word in ("--profile", profile)]
+    cli("checkpoint", onnx_file, "--out", target, *chosen, *ONNX_ONLY).published()
+    manifest = Artifact.open(target).manifest
+    assert {entry.panels for entry in manifest.tensors if entry.dtype == "bfloat16"} == axes
+    assert manifest.schema_version == version
+    out = target.parent / "fp32.safetensors"
+    cli("restore", target, "--out", out).published()
+    assert_restored(out, graphs.weights_of(onnx.load(onnx_file)))
+
+
 def test_a_model_that_mixes_its_batch_gets_no_batch_axis(cli: Cli, mlp_file: Path, target: Path) -> None:
     flags = ("--model", "architectures:Centred", *MLP[2:], *ONNX_ONLY, "--allow-over-budget")
     done = cli("checkpoint", mlp_file, "--out", target, *flags).published()
