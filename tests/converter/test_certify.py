@@ -1,0 +1,54 @@
+"""What a conversion says about how its profiles ran when they were verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from converting import Cli
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.runtime import kernel
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Path:
+    """Two layers, each a product for the CPU kernel."""
+    path = tmp_path / "layers.onnx"
+    onnx.save(graphs.mlp((64, 96, 40)), path)
+    return path
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_the_kernel_that_ran_is_in_the_manifest_the_report_and_what_inspect_shows(
+    cli: Cli, layers: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, "portable")
+    out = cli("checkpoint", layers, "--out", target, "--profile", "cpu", "--format", "onnx").published().out
+    said = "when verified: on the CPU kernel, path portable"
+    assert Artifact.open(target).manifest.profiles["cpu"].note == said
+    assert said in (target / "report.html").read_text("utf-8")
+    assert said in cli("inspect", target).published().out
+    assert "no CPU kernel" not in out
+
+
+def test_without_the_kernel_one_note_tells_the_reason_the_cost_and_the_remedy(
+    cli: Cli, layers: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
+    monkeypatch.delenv(kernel.VARIABLE, raising=False)
+    done = cli("checkpoint", layers, "--out", target, "--format", "onnx").published()
+    (line,) = [line for line in (done.out + done.err).splitlines() if "CPU kernel" in line]
+    assert line.startswith("note: no CPU kernel, because it was not built")
+    assert "twice the memory" in line
+    assert "install a C++17 compiler" in line
+    assert "no CPU kernel, because it was not built" in Artifact.open(target).manifest.profiles["cpu"].note
+
+
+def test_a_kernel_path_that_is_none_is_wrong_usage_before_anything_is_read(
+    cli: Cli, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, "fast")
+    cli("checkpoint", "absent.onnx", "--out", target).refused(2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are")
