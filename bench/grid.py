@@ -54,7 +54,7 @@ def _ratio(base: float | None, value: float | None) -> float | None:
 def _cell(value: float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value < 0.1 else f"{value:.2f}"
 
 
 def _significant(value: float) -> float:

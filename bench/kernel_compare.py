@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bench.grid import Grid
 from bench.interleave import Effort, Run, Timings, interleaved
-from bench.kernel_sides import FP32, Feeds, Side, first_output
+from bench.kernel_sides import FP32, Feeds, Side, first_line, first_output
 from bench.results import Measurement
 
 _MS = 1e3
@@ -51,7 +51,7 @@ class Comparison:
                 if side.name == FP32 or side.name.startswith(OURS):
                     raise
                 # Peers are other people's programs: one that fails on these feeds has no time for them.
-                self.notes.append(f"{side.name} on {label}: {str(error).strip().splitlines()[0][:200]}")
+                self.notes.append(f"{side.name} on {label}: {first_line(error)}")
                 continue
             self._check(side.name, output, runs)
             runs[side.name] = run

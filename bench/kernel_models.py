@@ -108,10 +108,15 @@ def fp32_graph(artifact: Path, file: Path, *, rounded: bool = False) -> Path:
     rebuilt = set(initializers(reference, REBUILT))
     model = onnx.load(reference, load_external_data=False)
     for tensor in model.graph.initializer:
-        if tensor.data_location == TensorProto.EXTERNAL:
-            whole = tensor.name in rebuilt and not rounded
-            array = opened.restore(tensor.name) if whole else opened.tensor(tensor.name).astype(np.float32)
-            _fill(tensor, numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        if tensor.name not in rebuilt:
+            array = opened.tensor(tensor.name)
+        elif rounded:
+            array = opened.tensor(tensor.name).astype(np.float32)
+        else:
+            array = opened.restore(tensor.name)
+        _fill(tensor, numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
     _save(model, file)
     return file
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,24 +119,24 @@ def _tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 def openvino(graph: Path) -> tuple[Side, ...]:
     """``graph`` compiled by OpenVINO for arithmetic in fp32, and in bf16 where the processor has it."""
     names = {"f32": "OpenVINO fp32", "bf16": "OpenVINO bf16"}
+    return tuple(guarded(name, partial(_openvino, graph, precision)) for precision, name in names.items())
+
+
+def _openvino(graph: Path, precision: str) -> Side:
     if find_spec("openvino") is None:
-        return tuple(Side(name, absent="OpenVINO is not installed: pip install '.[bench]'") for name in names.values())
+        return Side("", absent="OpenVINO is not installed: pip install '.[bench]'")
     core = import_module("openvino").Core()  # by name: it has no types
-    sides = []
-    for precision, name in names.items():
-        if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            sides.append(Side(name, absent="OpenVINO finds no bf16 instructions here"))
-            continue
-        options = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": "1",
-            "INFERENCE_NUM_THREADS": str(THREADS),
-            "INFERENCE_PRECISION_HINT": precision,
-            "ENABLE_CPU_PINNING": "NO",  # it would pin the thread that the other sides are run from
-        }
-        request = core.compile_model(str(graph), "CPU", options).create_infer_request()
-        sides.append(Side(name, _openvino_runs(request), lingers=True))
-    return tuple(sides)
+    if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        return Side("", absent="OpenVINO finds no bf16 instructions here")
+    options = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": "1",
+        "INFERENCE_NUM_THREADS": str(THREADS),
+        "INFERENCE_PRECISION_HINT": precision,
+        "ENABLE_CPU_PINNING": "NO",  # it would pin the thread that the other sides are run from
+    }
+    request = core.compile_model(str(graph), "CPU", options).create_infer_request()
+    return Side("", _openvino_runs(request), lingers=True)
 
 
 def _openvino_runs(request: Any) -> Callable[[Feeds], Run]:
@@ -151,7 +152,7 @@ def guarded(name: str, make: Callable[[], Side]) -> Side:
     try:
         return replace(make(), name=name)
     except Exception as error:  # noqa: BLE001 - other people's programs raise what they like
-        return Side(name, absent=str(error).strip().splitlines()[0][:200])
+        return Side(name, absent=first_line(error))
 
 
 def first_output(run: Run) -> NDArray[np.float64]:
@@ -163,6 +164,11 @@ def first_output(run: Run) -> NDArray[np.float64]:
     if hasattr(result, "float"):
         result = result.float().numpy()
     return np.asarray(result, np.float64)
+
+
+def first_line(error: Exception) -> str:
+    """What ``error`` says, for a note."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @contextmanager
