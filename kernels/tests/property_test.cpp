@@ -1,0 +1,236 @@
+// The kernel against float64 in random cases, on every path that the processor supports.
+//
+//   property_test [--cases 10000] [--seed 1] [--only INDEX]
+//
+// Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <thread>
+
+#include "../matmul.h"
+#include "reference.h"
+
+namespace bf16kit {
+namespace {
+
+uint64_t g_seed = 1;
+int64_t g_failures = 0;
+
+void fail(const std::string& where, const std::string& what) {
+  ++g_failures;
+  std::printf("FAIL --seed %llu %s: %s\n", static_cast<unsigned long long>(g_seed), where.c_str(), what.c_str());
+}
+
+std::vector<const Path*> supported_paths() {
+  std::vector<const Path*> paths;
+#if defined(__x86_64__)
+  for (const Path* path : {&kAvx512, &kAvx2}) {
+    if (path->supported()) paths.push_back(path);
+  }
+#endif
+  paths.push_back(&kPortable);
+  return paths;
+}
+
+// Paths with fused multiply-add give the same bits.
+bool fused(const Path& path) {
+#ifdef FP_FAST_FMAF
+  return true;
+#else
+  return &path != &kPortable;
+#endif
+}
+
+// --- ways to compute the same rows ----------------------------------------------------------------------------------
+
+uint64_t next_id() {
+  static uint64_t id = uint64_t{1} << 40;  // far from those that multiply() gives
+  return ++id;
+}
+
+// Rows [first, first + rows) alone, as a product of their own, in whole blocks.
+Exact<float> compute(const Case& c, const Path& path, int64_t first, int64_t rows) {
+  Exact<float> y(rows * c.n, 1);
+  Product product = c.product(y.data());
+  product.x += first * c.k;
+  product.rows = rows;
+  product.id = next_id();
+  for (int64_t row = 0; row < rows; row += kRowBlock) {
+    path.compute(product, {row, std::min(kRowBlock, rows - row), 0, product.weight.panels()});
+  }
+  return y;
+}
+
+// All rows, cut into parts at random, which are computed in any order.
+Exact<float> compute_in_parts(const Case& c, const Path& path, Random& random) {
+  Exact<float> y(c.rows * c.n, 2);
+  Product product = c.product(y.data());
+  product.id = next_id();
+  std::vector<Part> parts;
+  for (int64_t row = 0, rows; row < c.rows; row += rows) {
+    rows = random.between(1, std::min(kRowBlock, c.rows - row));
+    for (int64_t panel = 0, panels; panel < product.weight.panels(); panel += panels) {
+      panels = random.between(1, product.weight.panels() - panel);
+      parts.push_back({row, rows, panel, panels});
+    }
+  }
+  for (size_t i = parts.size(); i > 1; --i) std::swap(parts[i - 1], parts[random.between(0, i - 1)]);
+  for (const Part& part : parts) path.compute(product, part);
+  return y;
+}
+
+// `threads` threads, each of which takes the next part that is left.
+void run_on_threads(void* threads, void (*part)(void*, size_t), size_t parts, void* context) {
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t i = next++; i < parts; i = next++) part(context, i);
+  };
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < *static_cast<int64_t*>(threads); ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+}
+
+// As ONNX Runtime calls it.
+Exact<float> compute_on_threads(const Case& c, const Path& path, int64_t threads) {
+  Exact<float> y(c.rows * c.n, 0);
+  multiply(c.product(y.data()), path, run_on_threads, &threads);
+  return y;
+}
+
+// --- properties -----------------------------------------------------------------------------------------------------
+
+std::string at(int64_t index, int64_t n) {
+  return " at row " + std::to_string(index / n) + ", column " + std::to_string(index % n);
+}
+
+std::string number(double value) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
+}
+
+void check_close(const Exact<float>& y, const Expected& expected, int64_t n, const std::string& where) {
+  for (int64_t i = 0; i < y.size(); ++i) {
+    if (close(y[i], expected.y[i], expected.tolerance[i])) continue;
+    return fail(where, number(y[i]) + at(i, n) + " is not within " + number(expected.tolerance[i]) + " of " + number(expected.y[i]));
+  }
+}
+
+// `part` holds rows of `whole`, from row `first` on.
+void check_same(const Exact<float>& whole, const Exact<float>& part, int64_t first, int64_t n, const std::string& where,
+                const std::string& what) {
+  for (int64_t i = 0; i < part.size(); ++i) {
+    const int64_t index = first * n + i;
+    if (same(whole[index], part[i])) continue;
+    return fail(where, number(part[i]) + " " + what + ", but " + number(whole[index]) + " otherwise," + at(index, n));
+  }
+}
+
+void check(const Case& c, Random& random, const std::string& name) {
+  const Expected expected = expect(c);
+  Exact<float> first;  // of the fused paths
+  for (const Path* path : supported_paths()) {
+    const std::string where = name + " path=" + path->name + " " + c.describe();
+    Exact<float> whole = compute(c, *path, 0, c.rows);
+    check_close(whole, expected, c.n, where);
+    check_same(whole, compute_in_parts(c, *path, random), 0, c.n, where, "in other parts");
+    check_same(whole, compute_on_threads(c, *path, random.chance(0.1) ? 3 : 1), 0, c.n, where, "through multiply()");
+    const int64_t rows = random.between(1, c.rows), begin = random.between(0, c.rows - rows);
+    check_same(whole, compute(c, *path, begin, rows), begin, c.n, where, "in a batch of " + std::to_string(rows));
+    for (int64_t row = 0; row < c.rows; row += c.rows <= 8 ? 1 : random.between(1, c.rows / 4)) {
+      check_same(whole, compute(c, *path, row, 1), row, c.n, where, "alone");
+    }
+    if (!fused(*path)) continue;
+    if (first.size() != 0) check_same(first, whole, 0, c.n, where, "on this path");
+    first = std::move(whole);
+  }
+}
+
+// Sums of K equal terms, whose roundings all go the same way: what a single chain would not bear.
+void check_constants(Layout layout, Activation activation) {
+  Case c;
+  c.rows = 3, c.k = 16384, c.n = 33;
+  c.layout = layout, c.activation = activation;
+  c.x = Exact<float>(c.rows * c.k, 1);
+  std::fill(c.x.data(), c.x.data() + c.x.size(), 0.1f);
+  c.w.assign(c.k * c.n, narrow(0.1f));
+  store_weight(c, 1);
+  Random random(g_seed, 0);
+  check(c, random, "constants");
+}
+
+// No weight at all, so that the bias alone reaches the activation: floats of all magnitudes, and those that are special.
+void check_activation(Activation activation, Random& random) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const std::vector<float> special = {0, -0.0f, infinity, -infinity, std::nanf(""), -std::nanf(""), 1e-45f, -1e-45f, 1e-38f, -1e-38f,
+                                      -13.1f, -14.5f, -87, -88, -104, -110, -200, -3e38f, 3e38f, 10, -10, 1, -1};
+  Case c;
+  c.rows = 1, c.n = 100003;
+  c.activation = activation;
+  c.x = Exact<float>(1, 0);
+  c.bias = Exact<float>(c.n, 1);
+  for (int64_t j = 0; j < c.n; ++j) {
+    const double magnitude = random.chance(0.9) ? random.between(0, 1 << 24) * 0x1p-20 : std::exp2(random.between(-149, 127));
+    c.bias[j] = static_cast<float>(random.chance(0.5) ? magnitude : -magnitude);
+  }
+  std::copy(special.begin(), special.end(), c.bias.data());
+  store_weight(c, 0);
+  check(c, random, "activation");
+}
+
+void check_choice() {
+  const std::vector<const Path*> paths = supported_paths();
+  unsetenv("BF16KIT_KERNEL_PATH");
+  if (choose_path() != paths[0]) fail("choose_path", "not the fastest path without BF16KIT_KERNEL_PATH");
+  for (const Path* path : paths) {
+    setenv("BF16KIT_KERNEL_PATH", path->name, 1);
+    if (choose_path() != path) fail("choose_path", std::string("not the path asked for, ") + path->name);
+  }
+  setenv("BF16KIT_KERNEL_PATH", "avx", 1);
+  if (choose_path() != nullptr) fail("choose_path", "a path that does not exist");
+}
+
+int run(int64_t cases, int64_t only) {
+  std::string names;
+  for (const Path* path : supported_paths()) names += std::string(" ") + path->name;
+  if (only < 0) {
+    check_choice();
+    check_constants(Layout::kPanels, Activation::kNone);
+    check_constants(Layout::kTransposed, Activation::kRelu);
+    Random random(g_seed, 0);
+    for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
+      check_activation(activation, random);
+    }
+  }
+  constexpr int64_t kEnough = 20;
+  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < kEnough; ++i) {
+    Random random(g_seed, i);
+    const Case c = draw(random);
+    check(c, random, "--only " + std::to_string(i));
+  }
+  std::printf("%s: %lld cases, seed %llu, paths%s\n", g_failures == 0 ? "ok" : "FAILED",
+              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(g_seed), names.c_str());
+  return g_failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace bf16kit
+
+int main(int count, char** arguments) {
+  int64_t cases = 10000, only = -1;
+  for (int i = 1; i < count; i += 2) {
+    const std::string name = arguments[i];
+    char* end = nullptr;
+    const long long value = i + 1 < count ? std::strtoll(arguments[i + 1], &end, 10) : 0;
+    if (end == nullptr || *end != '\0' || value < 0 || (name != "--cases" && name != "--seed" && name != "--only")) {
+      std::fprintf(stderr, "usage: %s [--cases 10000] [--seed 1] [--only INDEX]\n", arguments[0]);
+      return 2;
+    }
+    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(bf16kit::g_seed)) = value;
+  }
+  return bf16kit::run(cases, only);
+}
