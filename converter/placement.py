@@ -13,6 +13,8 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from converter.epilogues import epilogue
+from converter.kernelized import panelled, products
 from converter.kernels import KernelTable
 from converter.operators import (
     CONTROL_FLOW,
@@ -41,14 +43,24 @@ def place_cpu(model: ir.Model, narrow: Collection[str]) -> dict[str, Decision]:
     """Decisions for the cpu profile: everything in fp32, but tables are looked up as they are stored.
 
     ``narrow`` names the initializers stored in bf16. ONNX Runtime would widen a whole table at load; rows looked up and
-    then widened leave it in memory at half the size.
+    then widened leave it in memory at half the size. So does the kernel leave the weights of its products, whose
+    precision is fp32 all the same: widening is exact, and nothing else is rounded to bf16.
     """
     decisions: dict[str, Decision] = {}
     for node in model.graph.all_nodes():
         if _looks_up(node, narrow) and node.graph is model.graph:
             decisions[_name(node)] = Decision("bf16", "looks rows up in the bf16 table; they are widened afterwards")
+        elif _reads(node, narrow):
+            decisions[_name(node)] = Decision("fp32", "computes in fp32, from a bf16 weight that is widened at load")
         else:
             decisions[_name(node)] = Decision("fp32", "the cpu profile computes in fp32")
+    panels = panelled(model, narrow)
+    for product in products(model, narrow).values():
+        if product.layout(panels) is not None:
+            multiplied = Decision("fp32", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
+            decisions[_name(product.node)] = multiplied
+            for node in epilogue(product).nodes:
+                decisions[_name(node)] = Decision("fp32", "done by the CPU kernel with the product before it")
     return decisions
 
 

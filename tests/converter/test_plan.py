@@ -37,6 +37,20 @@ def test_every_node_of_every_profile_is_in_the_plan(tmp_path: Path) -> None:
     assert made.precision("cpu").keys() == made.precision("cuda").keys()
 
 
+def test_the_cpu_profile_says_what_runs_on_the_kernel_and_which_weights_are_widened() -> None:
+    """All of it computes in fp32; whose weight stays bf16 in memory is in the reasons."""
+    proto = graphs.mlp((32, 64, 32))
+    proto.graph.node.append(helper.make_node("MatMul", ["w0", "y_t"], ["z"], name="left"))
+    proto.graph.node.insert(5, helper.make_node("Transpose", ["a0"], ["y_t"], name="turn", perm=[1, 0]))
+    proto.graph.output.append(graphs.edge("z", [32, "batch"]))
+    nodes = _nodes(_plan(proto), "cpu")
+    assert {precision for precision, _ in nodes.values()} == {"fp32"}
+    assert nodes["matmul1"][1] == "bf16 weight, fp32 activations and accumulation in the CPU kernel"
+    assert nodes["add1"][1] == "done by the CPU kernel with the product before it"
+    assert nodes["left"][1] == nodes["matmul0"][1] == "computes in fp32, from a bf16 weight that is widened at load"
+    assert nodes["relu0"][1] == "the cpu profile computes in fp32"
+
+
 def test_normalisations_stay_fp32_unless_asked_for() -> None:
     """On MiniLM that takes an eighth off the drift; what the rest multiplies stays bf16 around them."""
     proto = graphs.model(
