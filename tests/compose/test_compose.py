@@ -22,6 +22,8 @@ import tritonclient.grpc as triton
 from numpy.typing import NDArray
 from sentences import sentences
 
+from bf16kit.runtime.kernel import PATHS
+
 pytestmark = pytest.mark.compose
 ROOT = Path(__file__).parents[2]
 
@@ -111,6 +113,11 @@ def test_an_unmodified_client_outside_gets_meaningful_answers(client: triton.Inf
         )
     )
     assert eating @ meal > 0.4 > eating @ concert
+
+
+def test_the_image_has_the_cpu_kernel_and_the_model_runs_on_it(client: triton.InferenceServerClient) -> None:
+    config = client.get_model_config("minilm").config
+    assert config.parameters["kernel"].string_value in PATHS
 
 
 def test_live_drift_of_real_sentences_is_read_back_through_promql(
