@@ -29,6 +29,10 @@ from converter.plan import make_plan, narrowed
 from converter.weights import StoredWeights, write_weights
 
 Array = NDArray[Any]
+_PROFILES = {
+    "cpu": ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host"),
+    "cuda": ProfileEntry(format="onnx", graph="cuda.onnx", precision="bf16", verified="emulated"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,19 +81,26 @@ def lower(
     proto: ModelProto,
     *,
     checkpoint: Mapping[str, Array] | None = None,
+    profiles: Sequence[str] = tuple(_PROFILES),
+    panels: Mapping[str, int] | None = None,
     residual: bool = True,
     subnormals: Subnormals = "keep",
     saturate: bool = False,
     progress: Callable[[int], None] | None = None,
     **plan: Any,
 ) -> Lowered:
-    """Convert ``proto``, whose own tensors are the checkpoint unless one is given, to an artifact at ``target``."""
+    """Convert ``proto``, whose own tensors are the checkpoint unless one is given, to an artifact at ``target``.
+
+    ``panels`` are those that a conversion would choose unless given.
+    """
     source = proto.SerializeToString()
     model = ir.from_proto(onnx.ModelProto.FromString(source))
     tensors = floating_tensors(model) if checkpoint is None else checkpoint
     inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
     prepared = prepare(model, tensors)
-    made = make_plan(prepared, **plan)
+    made = make_plan(prepared, profiles=profiles, **plan)
+    if panels is None:
+        panels = panelled(prepared.folded, narrowed(made.tensors)) if "cpu" in profiles else {}
     with staging(target) as staged:
         stored = write_weights(
             prepared,
@@ -99,18 +110,15 @@ def lower(
             subnormals=subnormals,
             saturate=saturate,
             residual=residual,
-            panels=panelled(prepared.folded, narrowed(made.tensors)),
+            panels=panels,
             progress=progress,
         )
-        write_graphs(prepared, made, stored, staged.path, reference=residual)
+        write_graphs(prepared, made, stored, staged.path, profiles=profiles, reference=residual)
         manifest = Manifest(
             model="m",
             inputs=[SpecEntry.of(spec) for spec in inputs],
             outputs=[SpecEntry.of(spec) for spec in outputs],
-            profiles={
-                "cpu": ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host"),
-                "cuda": ProfileEntry(format="onnx", graph="cuda.onnx", precision="bf16", verified="emulated"),
-            },
+            profiles={name: _PROFILES[name] for name in profiles},
             reference="reference.onnx" if residual else None,
             tensors=list(stored.tensors.values()),
             checkpoint=list(stored.checkpoint),

@@ -124,10 +124,9 @@ def products() -> ModelProto:
     )
 
 
-def _panelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lowered:
+def _panelled(tmp_path: Path) -> Lowered:
     """All of them as panels, also the one in the body, which the kernel would not read so."""
-    monkeypatch.setattr("lowered.panelled", lambda *_: {"a": 0, "b": 0, "c": 1})
-    return lower(tmp_path / "m" / "1", products())
+    return lower(tmp_path / "m" / "1", products(), profiles=["cuda"], panels={"a": 0, "b": 0, "c": 1})
 
 
 def _feeds(flag: bool) -> dict[str, NDArray[np.generic]]:
@@ -135,16 +134,14 @@ def _feeds(flag: bool) -> dict[str, NDArray[np.generic]]:
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_every_way_of_reading_a_matrix_gives_its_answers(
-    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = _panelled(tmp_path, monkeypatch)
+def test_every_way_of_reading_a_matrix_gives_its_answers(flag: bool, tmp_path: Path) -> None:
+    made = _panelled(tmp_path)
     source = made.run_source(_feeds(flag))["y"]
     assert relative_l2(source, made.run_emulated(_feeds(flag))["y"]) < 1e-2
 
 
-def test_onnx_runtime_puts_panels_together_when_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _panelled(tmp_path, monkeypatch)
+def test_onnx_runtime_puts_panels_together_when_it_loads(tmp_path: Path) -> None:
+    made = _panelled(tmp_path)
     path = made.artifact.file("cuda.onnx")
     assert {node.op_type for node in onnx.load(path, load_external_data=False).graph.node} >= PUT_TOGETHER
     options = ort.SessionOptions()
