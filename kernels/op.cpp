@@ -60,8 +60,16 @@ Status* read_data(const Api* api, const Value* value, void** data) {
 
 // --- attributes -------------------------------------------------------------------------------------------------------
 
+// What ONNX Runtime says of an attribute that is missing or of another type does not name it.
+Status* wrong_attribute(const Api* api, Status* status, const char* name, const char* type) {
+  call<void>(api, kReleaseStatus, status);
+  return error(api, kInvalidGraph, "attribute %s is missing or of another type; it must be %s", name, type);
+}
+
 Status* read_size(const Api* api, const KernelInfo* info, const char* name, int64_t& size) {
-  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelInfoGetAttributeInt64, info, name, &size));
+  if (Status* status = call<Status*>(api, kKernelInfoGetAttributeInt64, info, name, &size)) {
+    return wrong_attribute(api, status, name, "an integer");
+  }
   if (size < 1 || size > kLargest) {
     return error(api, kInvalidGraph, "attribute %s is %lld; it must be between 1 and %lld", name,
                  static_cast<long long>(size), static_cast<long long>(kLargest));
@@ -86,8 +94,9 @@ Status* read_choice(const Api* api, const KernelInfo* info, const char* name, co
                     T& value) {
   char text[32] = {};
   size_t size = 0;
-  BF16KIT_RETURN_IF_ERROR(
-      call<Status*>(api, kKernelInfoGetAttributeString, info, name, static_cast<char*>(nullptr), &size));
+  if (Status* status = call<Status*>(api, kKernelInfoGetAttributeString, info, name, static_cast<char*>(nullptr), &size)) {
+    return wrong_attribute(api, status, name, "a string");
+  }
   if (size <= sizeof text) {
     BF16KIT_RETURN_IF_ERROR(
         call<Status*>(api, kKernelInfoGetAttributeString, info, name, static_cast<char*>(text), &size));
@@ -107,7 +116,7 @@ Status* read_choice(const Api* api, const KernelInfo* info, const char* name, co
                text[0] != '\0' ? text : "(a longer text)", known);
 }
 
-// --- the weight -------------------------------------------------------------------------------------------------------
+// --- the constants ----------------------------------------------------------------------------------------------------
 
 Status* read_weight(const Api* api, const KernelInfo* info, Weight& weight) {
   int is_constant = 0;
@@ -134,6 +143,22 @@ Status* read_weight(const Api* api, const KernelInfo* info, Weight& weight) {
   return nullptr;
 }
 
+Status* check_bias(const Api* api, const Value* bias, int64_t n) {
+  Shape shape;
+  BF16KIT_RETURN_IF_ERROR(read_shape(api, bias, shape));
+  if (shape.count == 1 && shape.dims[0] == n) return nullptr;
+  return error(api, kInvalidArgument, "the bias has %zu dimensions and %lld elements; it must be [n] with n = %lld",
+               shape.count, static_cast<long long>(shape.elements(0, shape.count)), static_cast<long long>(n));
+}
+
+// A bias that is known is refused at load; one that is computed, when it comes.
+Status* check_constant_bias(const Api* api, const KernelInfo* info, int64_t n) {
+  int is_constant = 0;
+  const Value* bias = nullptr;
+  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelInfoGetConstantInputTensor, info, kBias, &is_constant, &bias));
+  return is_constant != 0 && bias != nullptr ? check_bias(api, bias, n) : nullptr;
+}
+
 Status* create(const CustomOp*, const Api* api, const KernelInfo* info, void** created) {
   Kernel kernel = {};
   kernel.api = api;
@@ -146,6 +171,7 @@ Status* create(const CustomOp*, const Api* api, const KernelInfo* info, void** c
   BF16KIT_RETURN_IF_ERROR(read_choice(api, info, "layout", kLayouts, kernel.weight.layout));
   BF16KIT_RETURN_IF_ERROR(read_choice(api, info, "activation", kActivations, kernel.activation));
   BF16KIT_RETURN_IF_ERROR(read_weight(api, info, kernel.weight));
+  BF16KIT_RETURN_IF_ERROR(check_constant_bias(api, info, kernel.weight.n));
   *created = new (std::nothrow) Kernel(kernel);
   return *created != nullptr ? nullptr : error(api, kFail, "out of memory");
 }
@@ -175,13 +201,7 @@ Status* read_bias(const Kernel& kernel, const KernelContext* context, const floa
   const Value* value = nullptr;
   if (inputs > kBias) BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInput, context, kBias, &value));
   if (value == nullptr) return nullptr;
-  Shape shape;
-  BF16KIT_RETURN_IF_ERROR(read_shape(api, value, shape));
-  if (shape.count != 1 || shape.dims[0] != kernel.weight.n) {
-    return error(api, kInvalidArgument, "the bias has %zu dimensions and %lld elements; it must be [n] with n = %lld",
-                 shape.count, static_cast<long long>(shape.elements(0, shape.count)),
-                 static_cast<long long>(kernel.weight.n));
-  }
+  BF16KIT_RETURN_IF_ERROR(check_bias(api, value, kernel.weight.n));
   void* data = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_data(api, value, &data));
   *bias = static_cast<const float*>(data);

@@ -16,7 +16,7 @@ from products import LAYOUTS, product, run, session
 import graphs
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import kernel
-from bf16kit.runtime.session import open_session
+from bf16kit.runtime.session import failing_as, open_session
 
 pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 K, N = 300, 72
@@ -38,8 +38,8 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"activation": "tanh"}, 'attribute activation is "tanh"; it must be one of: none, relu, gelu, gelu_tanh'),
         ({"activation": "x" * 1000}, r"attribute activation is \"\(a longer text\)\""),
         ({"layout": ""}, "attribute layout is"),
-        ({"k": "four"}, "cannot load"),
-        ({"layout": 1}, "cannot load"),
+        ({"k": "four"}, "attribute k is missing or of another type; it must be an integer"),
+        ({"layout": 1}, "attribute layout is missing or of another type; it must be a string"),
         ({"n": N + 1}, f"the weight has {K * N} elements; k = {K} and n = {N + 1} need {K * (N + 1)}"),
     ],
     ids=str,
@@ -119,10 +119,22 @@ def test_a_scalar_x_is_refused_when_it_comes() -> None:
 
 
 @pytest.mark.parametrize("shape", [(N - 1,), (N + 1,), (1, N), (0,), (1,), ()], ids=str)
-def test_a_bias_of_another_shape_is_refused(shape: Sequence[int]) -> None:
+def test_a_bias_of_another_shape_is_refused_at_load(shape: Sequence[int]) -> None:
     model = product(graphs.values(K, N), np.zeros(shape, np.float32), function=False)
     with pytest.raises(RuntimeFailure, match=rf"the bias has {len(shape)} dimensions .* it must be \[n\] with n = {N}"):
-        run(model, np.zeros((2, K), np.float32))
+        session(model)
+
+
+def test_a_computed_bias_of_another_shape_is_refused_when_it_comes() -> None:
+    model = product(graphs.values(K, N), np.zeros(N, np.float32), function=False)
+    model.graph.input.append(graphs.edge("b", ["length"]))
+    del model.graph.initializer[1]
+    opened = session(model)
+    with (
+        pytest.raises(RuntimeFailure, match=rf"the bias has 1 dimensions and {N - 1} elements; it must be \[n\]"),
+        failing_as("the run"),
+    ):
+        opened.run(["y"], {"x": np.zeros((2, K), np.float32), "b": np.zeros(N - 1, np.float32)})
 
 
 def test_a_node_with_too_few_or_too_many_inputs_is_refused_at_load() -> None:
