@@ -33,12 +33,14 @@ class Epilogue:
     """``nodes`` follow a product, in order, and are no longer needed where it does what they do.
 
     ``bias`` is an initializer of one number per column. ``result`` is what the last of product and nodes gives.
+    ``reshape`` stands between the bias and the activation, which it may follow as well; it stays.
     """
 
     bias: ir.Value | None
     activation: Activation
     nodes: tuple[ir.Node, ...]
     result: ir.Value
+    reshape: ir.Node | None = None
 
 
 def epilogue(product: Product) -> Epilogue:
@@ -50,25 +52,41 @@ def epilogue(product: Product) -> Epilogue:
         bias = add.inputs[1] if add.inputs[0] is result else add.inputs[0]
         result = add.outputs[0]
         nodes.append(add)
+    reshape = None
     activation, activated = _activation(result)
+    if not activated and (moving := _reshape(result)) is not None:
+        activation, activated = _activation(moving.outputs[0])
+        reshape = moving if activated else None
     if activated:
         result = activated[-1].outputs[0]
-    return Epilogue(bias, activation, (*nodes, *activated), result)
+    return Epilogue(bias, activation, (*nodes, *activated), result, reshape)
 
 
 def _add(product: ir.Node, columns: int) -> ir.Node | None:
     """The Add of a bias that alone reads what ``product`` gives, and that adds no dimension to it."""
     given = product.outputs[0]
-    uses = tuple(given.uses())
-    if len(uses) != 1 or given.is_graph_output():
+    node = _only_reader(given)
+    if node is None or node.op_type != "Add":
         return None
-    node = uses[0].node
-    if node.op_type != "Add" or node.domain != "" or node.graph is not product.graph:
-        return None
-    bias = node.inputs[1 - uses[0].idx]
+    bias = node.inputs[1] if node.inputs[0] is given else node.inputs[0]
     tensor = const(bias)
     rank = 1 if given.shape is None else len(given.shape)
     return node if takes_bias(bias, columns) and tensor is not None and len(dims(tensor)) <= rank else None
+
+
+def _reshape(result: ir.Value) -> ir.Node | None:
+    """The Reshape that alone reads ``result``: GPT-2 multiplies matrices, and activates batches."""
+    node = _only_reader(result)
+    return node if node is not None and node.op_type == "Reshape" and node.inputs[0] is result else None
+
+
+def _only_reader(value: ir.Value) -> ir.Node | None:
+    """The one node of ONNX's own that reads ``value``, once, where nobody else does."""
+    uses = tuple(value.uses())
+    if len(uses) != 1 or value.is_graph_output():
+        return None
+    node, producer = uses[0].node, value.producer()
+    return node if producer is not None and node.domain == "" and node.graph is producer.graph else None
 
 
 def _activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:

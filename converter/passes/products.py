@@ -66,7 +66,9 @@ class _Rewriting:
         self._fresh = fresh
         self._product = product
         self._layout: Layout = layout
-        self._old = epilogue(product)
+        self._old = old = epilogue(product)
+        between = None if old.reshape is None else old.reshape.inputs[0]
+        self._given = old.result if between is None else between
 
     def run(self) -> Variant:
         """Put the new node in, take the old ones out; the variant that the new one is."""
@@ -77,7 +79,7 @@ class _Rewriting:
         if pixel:
             inputs[0] = self._rows()
         made = ir.node(OPERATOR, inputs, self._attributes(), domain=DOMAIN, overload=variant.overload, name=node.name)
-        result = self._insert(made, old.result.type, (*self._batch(), product.n) if pixel else old.result.shape)
+        result = self._insert(made, self._given.type, (*self._batch(), product.n) if pixel else self._given.shape)
         if pixel:
             result = self._image(result)
         self._replace(result)
@@ -103,20 +105,20 @@ class _Rewriting:
 
     def _batch(self) -> tuple[int | ir.SymbolicDim | None]:
         """The first dimension of a Conv's output, as far as it is known."""
-        shape = self._old.result.shape
+        shape = self._given.shape
         return (None if shape is None else shape[0],)
 
     def _rows(self) -> ir.Value:
         """The single pixels of a Conv, a row each."""
         pixels = self._product.node.inputs[0]
         flat = ir.node("Flatten", [pixels], attributes={"axis": 1})
-        return self._insert(flat, self._old.result.type, (*self._batch(), self._product.k))
+        return self._insert(flat, self._given.type, (*self._batch(), self._product.k))
 
     def _image(self, rows: ir.Value) -> ir.Value:
         """Rows as images of a single pixel."""
         spatial = range(2, len(_shape(self._product.weight)))
         axes = initializer(self._graph, self._name("axes"), ir.tensor(list(spatial)))
-        return self._insert(ir.node("Unsqueeze", [rows, axes]), rows.type, self._old.result.shape)
+        return self._insert(ir.node("Unsqueeze", [rows, axes]), rows.type, self._given.shape)
 
     def _insert(self, node: ir.Node, kind: ir.TypeProtocol | None, shape: ir.Shape | Sequence[_Dim] | None) -> ir.Value:
         """The output of ``node``, which now stands before what it replaces."""
@@ -131,12 +133,18 @@ class _Rewriting:
         return self._fresh.make(f"{self._product.node.name}/{word}")
 
     def _replace(self, result: ir.Value) -> None:
-        old = self._old.result
-        name = old.name
-        old.replace_all_uses_with(result, replace_graph_outputs=True)
+        """Let ``result`` be what the kernel does, and a Reshape of it, where there was one, what came after that."""
+        new = {self._given: result}
+        if self._old.reshape is not None:
+            new[self._old.result] = self._old.reshape.outputs[0]
+        names = [old.name for old in new]
+        for old, value in new.items():
+            value.type, value.shape = old.type, old.shape
+            old.replace_all_uses_with(value, replace_graph_outputs=True)
         self._graph.remove([self._product.node, *self._old.nodes], safe=True)
-        old.name = None
-        result.name = name
+        for (old, value), name in zip(new.items(), names, strict=True):
+            old.name = None
+            value.name = name
 
 
 def _shape(weight: ir.Value) -> tuple[int, ...]:

@@ -124,6 +124,21 @@ def test_an_activation_ends_where_it_is_done() -> None:
     assert ([node.name for node in found.nodes], found.result.name) == (["a"], "a")
 
 
+def test_a_reshape_may_stand_before_the_activation() -> None:
+    """So it does in GPT-2, whose layers multiply matrices and activate batches of them."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("Reshape", ["m", "split"], ["r"], name="split"),
+        helper.make_node("Relu", ["r"], ["y"], name="relu"),
+    ]
+    split = graphs.initializer("split", np.array([-1, 2, 32]))
+    found = _epilogue(_inferred(nodes, [split], ["y"], graphs.OPSET))
+    assert found.reshape is not None
+    assert (found.activation, [node.name for node in found.nodes], found.reshape.name) == ("relu", ["relu"], "split")
+    alone = _epilogue(_inferred([*nodes[:2], helper.make_node("Abs", ["r"], ["y"])], [split], ["y"], graphs.OPSET))
+    assert (alone.reshape, alone.result.name) == (None, "m")
+
+
 def test_a_constant_of_many_numbers_is_no_part_of_an_activation() -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Mul", ["m", "scale"], ["s"])]
     scale = graphs.initializer("scale", graphs.values(32))

@@ -1,0 +1,68 @@
+"""One layer of a network as exporters write it, product and what follows, for tests of what is put in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from lowered import Lowered
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+import graphs
+
+Array = NDArray[Any]
+
+K = 40
+# Nodes as (operator, inputs -> output, attributes), s the sum and y the result; and what they compute.
+ACTIVATIONS: dict[str, tuple[list[tuple[str, str, dict[str, Any]]], Callable[[Array], Array]]] = {
+    "none": ([], lambda s: s),
+    "relu": ([("Relu", "s -> y", {})], lambda s: np.maximum(s, 0)),
+    "gelu": ([("Gelu", "s -> y", {})], lambda s: 0.5 * s * (1 + np.vectorize(math.erf)(s / math.sqrt(2)))),
+    "gelu_tanh": (
+        [("Gelu", "s -> y", {"approximate": "tanh"})],
+        lambda s: 0.5 * s * (1 + np.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))),
+    ),
+    "silu": ([("Sigmoid", "s -> g", {}), ("Mul", "s g -> y", {})], lambda s: s / (1 + np.exp(-s))),
+}
+
+
+def layer(n: int, layout: str, *, bias: bool, activation: str) -> ModelProto:
+    """x [batch, seq, K] → a product of ``n`` columns, a bias ``b`` or not, an activation → y.
+
+    Its weight ``w`` is [K, n]; where the layout is ``transposed``, [n, K], and ``ids`` look its rows up, too.
+    """
+    after, _ = ACTIVATIONS[activation]
+    tied, total = layout == "transposed", "s" if after else "y"
+    nodes, outputs = [], [graphs.edge("y", ["batch", "seq", n])]
+    weight = graphs.values(K, n, seed=1)
+    if tied:
+        nodes.append(helper.make_node("Gather", ["w", "ids"], ["rows"], name="lookup"))
+        nodes.append(helper.make_node("Transpose", ["w"], ["t"], name="turn", perm=[1, 0]))
+        outputs.append(graphs.edge("rows", ["count", K]))
+        weight = np.ascontiguousarray(weight.T)
+    product = helper.make_node("MatMul", ["x", "t" if tied else "w"], ["m" if bias else total], name="product")
+    nodes.append(product)
+    if bias:
+        nodes.append(helper.make_node("Add", ["m", "b"], [total], name="add"))
+    for op, wires, attributes in after:
+        inputs, output = (side.split() for side in wires.split("->"))
+        nodes.append(helper.make_node(op, inputs, output, name=op.lower(), **attributes))
+    return graphs.model(
+        nodes,
+        [graphs.edge("x", ["batch", "seq", K]), graphs.edge("ids", ["count"], TensorProto.INT64)],
+        outputs,
+        [graphs.initializer("w", weight), graphs.initializer("b", graphs.values(n, seed=2))],
+    )
+
+
+def batch() -> dict[str, Array]:
+    """Inputs of a :func:`layer`."""
+    return {"x": graphs.values(2, 3, K, seed=7) * 2, "ids": np.array([1, 0])}
+
+
+def ours(made: Lowered) -> list[NodeProto]:
+    """The nodes of the cpu graph that are the kernel's."""
+    return [node for node in made.graph("cpu").node if node.domain == "bf16kit"]
