@@ -17,6 +17,7 @@ import numpy as np
 
 from bench import wire
 from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.runtime.kernel import kernel_for
 from bf16kit.runtime.session import Session, open_session
 from bf16kit.tensors import BY_OIP
 
@@ -45,8 +46,9 @@ class Handler:
 
 def serve(graph: Path) -> None:
     """Serve ``graph`` on a free port of the loopback interface."""
+    session = open_session(graph, library=kernel_for(graph).library)
     handler = grpc.unary_unary_rpc_method_handler(
-        Handler(open_session(graph)).infer, pb.ModelInferRequest.FromString, pb.ModelInferResponse.SerializeToString
+        Handler(session).infer, pb.ModelInferRequest.FromString, pb.ModelInferResponse.SerializeToString
     )
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"ModelInfer": handler}
     server = grpc.server(ThreadPoolExecutor(_THREADS))

@@ -25,7 +25,9 @@ from bench.workspace import Workspace
 
 _ONE_AT_MOST, _FOUR_AT_MOST = 0.55, 0.20
 _SERVERS = 4
-_BIG_LAYERS, _QUICK_BIG_LAYERS = 16, 4
+_BIG_LAYERS, _QUICK_BIG_LAYERS = 16, 6
+# The shadow would load the fp32 reference, from the residual where there is one, and the MLP has one.
+_SERVING = "shadow:\n  rate: 0\n"
 _REPEATS, _QUICK_REPEATS = 5, 1
 _MB = 1e6
 
@@ -43,10 +45,13 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         settings={
             "one_process": f"{LAYERS} layers of 4096×4096, one run, medians of {repeats} processes",
             "servers": f"{_SERVERS} of each kind at once on {big} layers of 4096×4096, each asked twice: bf16-serve"
-            " with its defaults, and the bare grpcio handler of bench/bare.py around ONNX Runtime in fp32",
+            " with its defaults but no shadow, and bench/bare.py's grpcio handler around ONNX Runtime in fp32",
             "baseline": "the same processes serving a 16→64→16 MLP",
         },
-        notes=("the fp32 graph keeps its weights in a file beside it, which ONNX Runtime maps",),
+        notes=(
+            "the fp32 graph keeps its weights in a file beside it, which ONNX Runtime maps",
+            "the servers run without the shadow, whose fp32 reference takes each as much as an fp32 process",
+        ),
     )
 
 
@@ -83,7 +88,7 @@ def _four(workspace: Workspace, layers: int) -> Iterator[Measurement]:
     log = workspace.root / "kernel_memory.log"
 
     def served(artifact: Path) -> Callable[[], AbstractContextManager[Server]]:
-        repository = workspace.repository(f"kernel_memory_{artifact.parent.name}", artifact)
+        repository = workspace.repository(f"kernel_memory_{artifact.parent.name}", artifact, _SERVING)
         return lambda: bf16_serve(repository, log)
 
     name, request = artifact.parent.name, wire.infer_request(artifact.parent.name, kernel_models.feeds(1))

@@ -23,6 +23,7 @@ from bench.client import Client, Load
 from bench.processes import bf16_serve
 from bench.results import Measurement, Result
 from bench.workspace import Workspace
+from bf16kit.runtime.kernel import kernel_for
 from bf16kit.runtime.session import Session, open_session
 
 _AT_LEAST = 0.85
@@ -94,14 +95,14 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
 
 def _one_at_a_time(graph: Path) -> Iterable[Direct]:
     for spin in (False, True):
-        session = open_session(graph, spin=spin)
+        session = open_session(graph, spin=spin, library=kernel_for(graph).library)
         for rows in _BATCHES:
             name = f"all cores on one batch of {rows}, busy waiting {'on' if spin else 'off'}"
             yield Direct(session, rows, name=name)
 
 
 def _like_the_server(graph: Path, cores: int) -> Iterable[Direct]:
-    session = open_session(graph, threads=1)
+    session = open_session(graph, threads=1, library=kernel_for(graph).library)
     for rows in _BATCHES:
         yield Direct(session, rows, cores, name=f"{cores} batches of {rows} at once, one thread each")
 
