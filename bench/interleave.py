@@ -34,10 +34,6 @@ class Timings:
     def median(self) -> float:
         return median(self.seconds)
 
-    @property
-    def best(self) -> float:
-        return min(self.seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -53,15 +49,14 @@ def interleaved(
     *,
     always: Collection[str],
     linger: Collection[str] = (),
-    timings: dict[str, Timings] | None = None,
 ) -> dict[str, Timings]:
     """Time ``runs`` by rounds. In each, every side runs once, in an order drawn anew, none twice running.
 
     Sides in ``always`` take part in every round; others, when they are much slower, only in some, but in 10 at least.
     After sides in ``linger`` there is a pause. Everything runs twice first, which does not count; the second of these
-    tells how slow it is. ``timings`` are continued when given.
+    tells how slow it is.
     """
-    found = timings if timings is not None else {name: Timings() for name in runs}
+    found = {name: Timings() for name in runs}
     for run in runs.values():
         run()
     first = {name: _timed(run, pause=name in linger) for name, run in runs.items()}

@@ -38,6 +38,7 @@ SETTINGS = {
     "threads": THREADS,
     "busy_waiting": "off for ONNX Runtime, ours and fp32 alike, as the server opens its sessions",
     "onnxruntime": "all graph optimisations on, both sides, one process; runs take turns, in an order drawn each round",
+    "rounds": "medians; peers more than 3 times slower than the fastest take part in fewer rounds, but in 10 at least",
     "torch": "torch.inference_mode, as many threads",
     "openvino": "LATENCY, one stream, as many threads, from weights stored in bf16; both precisions of arithmetic,"
     " bf16 being its own choice where the processor has such instructions",
@@ -68,7 +69,7 @@ def onnxruntime_fp32(graph: Path) -> Side:
 
 def ours(artifact: Path, path: str = "") -> Side:
     """The cpu profile on the kernel's ``path``; without one, on the path the kernel chooses."""
-    name = f"ours, {path}"
+    name = f"ours, {path or 'whichever path'}"
     with _kernel_path(path):
         try:
             runtime = load(Artifact.open(artifact, verify=False), "cpu", threads=THREADS)
@@ -85,8 +86,10 @@ def ours(artifact: Path, path: str = "") -> Side:
 
 
 def ours_by_path(artifact: Path) -> tuple[Side, ...]:
-    """Every path worth timing. The first of them that is not absent is what users get."""
-    return tuple(ours(artifact, path) for path in PATHS)
+    """Every path worth timing; what the kernel chooses where none of these runs. The first that does is what users
+    get."""
+    named = tuple(ours(artifact, path) for path in PATHS)
+    return named if any(side.prepare for side in named) else (*named, ours(artifact))
 
 
 def torch_module(module: torch.nn.Module, dtype: torch.dtype) -> Side:
