@@ -107,7 +107,7 @@ inline void store_weight(Case& c, int64_t late) {
 
 // Mostly small: every tail of a panel and of a chain, more often than long sums.
 inline void draw_shape(Case& c, Random& random) {
-  constexpr int64_t kMost = 3000000;  // multiplications
+  constexpr int64_t kMost = 2000000;  // multiplications
   const auto length = [&] {
     if (random.chance(0.15)) return random.one_of<int64_t>({1, 16, 31, 32, 33, 64, 127, 128, 129, 160, 255, 256, 257, 384});
     return random.between(1, random.one_of<int64_t>({40, 40, 40, 150, 150, 300, 700}));

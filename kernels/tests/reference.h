@@ -58,13 +58,26 @@ inline Expected expect(const Case& c) {
     }
     for (int64_t j = 0; j < c.n; ++j) {
       const double sum = c.bias.size() == 0 ? sums[j] : sums[j] + c.bias[j];
-      const double error = 4 * std::sqrt(c.k) * kUnit * std::sqrt(x_square * w_square[j]) + kUnit * std::fabs(sum) +
-                           c.k * kSmallest;
+      const double rounding = sum == sums[j] || sums[j] == 0 ? 0 : kUnit * std::fabs(sum);
+      const double error = 4 * std::sqrt(c.k) * kUnit * std::sqrt(x_square * w_square[j]) + rounding + c.k * kSmallest;
       expected.y.push_back(activate(c.activation, sum));
       expected.tolerance.push_back(1.13 * error + tolerance(c.activation, sum));
     }
   }
   return expected;
+}
+
+// The sum of one element before bias and activation, in the order that tile.h promises.
+inline float sum_in_order(const Case& c, int64_t row, int64_t column) {
+  float total = 0;
+  for (int64_t first = 0; first < c.k; first += 128) {
+    float chain = 0;
+    for (int64_t i = first; i < std::min(c.k, first + 128); ++i) {
+      chain = std::fma(c.x[row * c.k + i], static_cast<float>(widen(c.w[i * c.n + column])), chain);
+    }
+    total += chain;
+  }
+  return total;
 }
 
 inline bool close(double got, double wanted, double tolerance) {
