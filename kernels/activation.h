@@ -1,9 +1,9 @@
 // The activations, for any instruction set. Included by each path_*.cpp inside its own namespace, after the struct V of
 // that set and before tile.h.
 //
-// Every path runs the same sequence of IEEE operations, so that avx2 and avx512f give the same bits (the payload of a NaN
-// apart). Nothing is left to the compiler to fuse: a product that is added to is an fma by name, and no sum below has an
-// operand that is a plain product.
+// Every path runs the same sequence of IEEE operations, so that avx2 and avx512f give the same bits (the payload of a
+// NaN apart). Nothing is left to the compiler to fuse, as GCC does even with intrinsics: a product that is added to is
+// an fma by name, and no sum below has an operand that is a plain product.
 //
 // V has: max, add, sub, mul, div, fma of vectors; set (one float to all lanes), abs; min and max with the meaning of
 // x86: min(a, b) = a < b ? a : b and max(a, b) = a > b ? a : b, so that b comes out where either is NaN;
@@ -69,8 +69,8 @@ inline V::reg activate<Activation::kSilu>(V::reg x) {
   return less_sigmoid(x, t, exp2_raised(t, V::set(-1.44269502f), t, V::set(-1.92596303e-08f)));
 }
 
-// x * sigmoid(2u) with u = sqrt(2/pi) * (x + 0.044715 * x^3). The exponent, -2u * log2(e) = -t * (a + b * t^2), is up to
-// 126 where the result is normal, and its error is the result's relative error: hence every rounding is accounted for.
+// x * sigmoid(2u) with u = sqrt(2/pi) * (x + 0.044715 * x^3). The exponent, -2u * log2(e) = -t * (a + b * t^2), is up
+// to 126 where the result is normal, and its error is the result's relative error: every rounding is accounted for.
 template <>
 inline V::reg activate<Activation::kGeluTanh>(V::reg x) {
   const V::reg t = V::min(V::set(11.0f), V::abs(x));  // e^-2u = 2^-162 there, which rounds to zero
@@ -96,8 +96,8 @@ inline V::reg activate<Activation::kGelu>(V::reg x) {
   const V::reg raised = exp2_raised(square, c, V::fma(square, V::set(1.33497583e-08f), square_low), c);
   // R(t) = 0.5 * erfcx(t / sqrt(2)) on [0, 14.5] is (1/2 + p(t) / q(t)) / (t + 2), p and q of degree 4: minimax in
   // relative error (Remez in 160-bit arithmetic: 2^-26.1), the coefficients rounded to fp32 and searched for the
-  // neighbours that go together best: |relative error| <= 2^-25.5. Parted like this, p is a correction of q / 2, so that
-  // its roundings count little; those of q are in the numerator and in the denominator, and mostly cancel. The pole at
+  // neighbours that go together best: |relative error| <= 2^-25.5. Parted like this, p is a correction of q / 2, so
+  // that its roundings count little; those of q are in the numerator and in the denominator, and mostly cancel. The pole at
   // -2 is near the best one (-2.076), and makes the product with it exact.
   V::reg p = V::set(-0.00237332867f);
   p = V::fma(p, t, V::set(0.000992762973f));

@@ -14,6 +14,9 @@
 
 namespace bf16kit {
 
+constexpr std::initializer_list<Activation> kActivations = {Activation::kNone, Activation::kRelu, Activation::kGelu,
+                                                            Activation::kGeluTanh, Activation::kSilu};
+
 class Random {
  public:
   Random(uint64_t seed, uint64_t index) : engine_(seed * 0x9e3779b97f4a7c15 + index) {}
@@ -109,7 +112,8 @@ inline void store_weight(Case& c, int64_t late) {
 inline void draw_shape(Case& c, Random& random) {
   constexpr int64_t kMost = 2000000;  // multiplications
   const auto length = [&] {
-    if (random.chance(0.15)) return random.one_of<int64_t>({1, 16, 31, 32, 33, 64, 127, 128, 129, 160, 255, 256, 257, 384});
+    const std::initializer_list<int64_t> edges = {1, 16, 31, 32, 33, 64, 127, 128, 129, 160, 255, 256, 257, 384};
+    if (random.chance(0.15)) return random.one_of(edges);
     return random.between(1, random.one_of<int64_t>({40, 40, 40, 150, 150, 300, 700}));
   };
   c.rows = random.between(1, random.one_of<int64_t>({1, 4, 14, 14, 14, 50, 50, 200}));
@@ -132,9 +136,10 @@ inline Case draw(Random& random) {
   Case c;
   draw_shape(c, random);
   c.layout = random.one_of({Layout::kPanels, Layout::kPanels, Layout::kTransposed});
-  c.activation = random.one_of({Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu});
-  const Scales scales = random.one_of<Scales>({{1, 1}, {1, 1}, {1, 1}, {1, 0.05f}, {1, 0.05f}, {1, 0.05f}, {1e-20f, 1e-20f},
-                                               {1e-40f, 100}, {100, 1e-39f}, {1e4f, 1e4f}});
+  c.activation = random.one_of(kActivations);
+  const Scales ordinary = {1, random.chance(0.5) ? 1 : 0.05f};
+  const Scales rare = random.one_of<Scales>({{1e-20f, 1e-20f}, {1e-40f, 100}, {100, 1e-39f}, {1e4f, 1e4f}});
+  const Scales scales = random.chance(0.6) ? ordinary : rare;
   const bool constant = random.chance(0.03);  // roundings that all go the same way
   c.x = Exact<float>(c.rows * c.k, random.between(0, 3));
   for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = constant ? 0.1f : random.normal() * scales.x;

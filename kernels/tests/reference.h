@@ -26,7 +26,7 @@ inline double activate(Activation activation, double x) {
   return x;
 }
 
-// The activation's own error: 6 units in the last place where the result is normal, 2^-24 |x| and a subnormal elsewhere.
+// The activation's own error: 6 units in the last place of a normal result; elsewhere 2^-24 |x| and a subnormal.
 inline double tolerance(Activation activation, double x) {
   if (activation == Activation::kNone || activation == Activation::kRelu) return 0;
   const double magnitude = std::fabs(activate(activation, x));
