@@ -97,8 +97,8 @@ inline V::reg activate<Activation::kGelu>(V::reg x) {
   // R(t) = 0.5 * erfcx(t / sqrt(2)) on [0, 14.5] is (1/2 + p(t) / q(t)) / (t + 2), p and q of degree 4: minimax in
   // relative error (Remez in 160-bit arithmetic: 2^-26.1), the coefficients rounded to fp32 and searched for the
   // neighbours that go together best: |relative error| <= 2^-25.5. Parted like this, p is a correction of q / 2, so
-  // that its roundings count little; those of q are in the numerator and in the denominator, and mostly cancel. The pole at
-  // -2 is near the best one (-2.076), and makes the product with it exact.
+  // that its roundings count little; those of q are in the numerator and in the denominator, and mostly cancel. The
+  // pole at -2 is near the best one (-2.076), and makes the product with it exact.
   V::reg p = V::set(-0.00237332867f);
   p = V::fma(p, t, V::set(0.000992762973f));
   p = V::fma(p, t, V::set(0.0654944107f));

@@ -1,4 +1,5 @@
 // AVX2 with FMA: 8 lanes and 16 registers; a tile is 2 rows of a whole panel, or 6 rows of half of one.
+#if defined(__x86_64__)
 #include "path.h"
 
 #include <cstdlib>
@@ -57,3 +58,4 @@ const Path kAvx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") != 0 && _
                     avx2::compute};
 
 }  // namespace bf16kit
+#endif

@@ -1,4 +1,5 @@
 // AVX-512F: 16 lanes and 32 registers; a tile is 12 rows of a whole panel.
+#if defined(__x86_64__)
 #include "path.h"
 
 #include <cstdlib>
@@ -57,3 +58,4 @@ struct V {
 const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute};
 
 }  // namespace bf16kit
+#endif

@@ -36,7 +36,7 @@ std::vector<const Path*> supported_paths() {
 }
 
 // Paths with fused multiply-add give the same bits.
-bool fused(const Path& path) {
+bool fused([[maybe_unused]] const Path& path) {
 #ifdef FP_FAST_FMAF
   return true;
 #else

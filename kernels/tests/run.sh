@@ -16,13 +16,14 @@ if [[ ${1:-} == --sanitize ]]; then
 fi
 mkdir -p "$out"
 
+read -ra compiler <<<"${CXX:-g++}"
 objects=() jobs=()
 for source in kernels/path_*.cpp kernels/matmul.cpp kernels/choose.cpp kernels/tests/property_test.cpp; do
   object=$out/$(basename "$source" .cpp).o
   objects+=("$object")
-  "${CXX:-g++}" "${flags[@]}" -c "$source" -o "$object" &
+  "${compiler[@]}" "${flags[@]}" -c "$source" -o "$object" &
   jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job"; done
-"${CXX:-g++}" "${flags[@]}" "${objects[@]}" -o "$out/property_test"
+"${compiler[@]}" "${flags[@]}" "${objects[@]}" -o "$out/property_test"
 exec "$out/property_test" "$@"
