@@ -1,8 +1,9 @@
 """The kernel's operator defined in ONNX's own: what runs where its library is not registered.
 
-Each variant of ``bf16kit::MatMul`` that a graph uses is a model-local function of that graph, told from the others by
-its ``overload``. ONNX Runtime inlines it when nobody registers the operator, and folds the weight to fp32 at load: the
-same results within fp32 rounding, at fp32's price in memory.
+Each variant of the kernel's product that a graph uses is an operator of its own name, and a model-local function of
+that graph. (Overloads of one function would do in ONNX Runtime, but not everywhere: onnx 1.23's evaluator takes the
+last for all of them, in silence.) ONNX Runtime inlines it when nobody registers the operator, and folds the weight to
+fp32 at load: the same results within fp32 rounding, at fp32's price in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from converter.epilogues import Activation
 from converter.kernelized import Layout
 from converter.panelnodes import cuts, matrix_nodes
 
-OPERATOR = "MatMul"
 VERSION = 1
 _GELU_SINCE = 20
 
@@ -37,9 +37,9 @@ class Variant:
         return cls(layout, tuple(lists(layout, k, n)), bias, activation)
 
     @property
-    def overload(self) -> str:
-        """Its name, such as ``panels_tail_bias_relu``."""
-        words: list[str] = [self.layout]
+    def op_type(self) -> str:
+        """Its name, such as ``MatMul_panels_tail_bias_relu``; the library registers them all (kernels/op.cpp)."""
+        words: list[str] = ["MatMul", self.layout]
         if self.layout == "panels" and "panels" not in self.lists:
             words.append("narrow")
         if "tail" in self.lists:
@@ -70,9 +70,9 @@ def function(variant: Variant, opset: int) -> ir.Function:
     result = _ACTIVATIONS[variant.activation](body, result)
     result.name = "Y"
     names = ("k", "n", "layout", "activation", *variant.lists)
-    graph = ir.Graph(inputs, [result], nodes=body.nodes, opset_imports={"": opset}, name=variant.overload)
+    graph = ir.Graph(inputs, [result], nodes=body.nodes, opset_imports={"": opset}, name=variant.op_type)
     attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
-    return ir.Function(DOMAIN, OPERATOR, variant.overload, graph=graph, attributes=attributes)
+    return ir.Function(DOMAIN, variant.op_type, graph=graph, attributes=attributes)
 
 
 class _Body:

@@ -51,7 +51,9 @@ Status* register_operators(SessionOptions* options, const ApiBase* base) {
   if (shared == nullptr) {
     Domain* domain = nullptr;
     BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kCreateCustomOpDomain, static_cast<const char*>("bf16kit"), &domain));
-    BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kCustomOpDomainAdd, domain, &kMatMul));
+    for (size_t i = 0; i < kOperators; ++i) {
+      BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kCustomOpDomainAdd, domain, operator_at(i)));
+    }
     shared = domain;
   }
   return call<Status*>(api, kAddCustomOpDomain, options, shared);

@@ -9,13 +9,13 @@ import onnx_ir as ir
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
 from converter.epilogues import epilogue
-from converter.functions import OPERATOR, VERSION, Variant, function, lists
+from converter.functions import VERSION, Variant, function, lists
 from converter.kernelized import Layout, Product, products
 from converter.passes.names import FreshNames, all_value_names
 from converter.passes.step import Step
 from converter.storage import const, dims, initializer
 
-_OLDEST_IR = 10  # the first where a function has overloads
+_OLDEST_IR = 8  # the first with functions in a model
 _Dim = int | ir.SymbolicDim | str | None
 
 
@@ -78,7 +78,7 @@ class _Rewriting:
         pixel = node.op_type == "Conv"
         if pixel:
             inputs[0] = self._rows()
-        made = ir.node(OPERATOR, inputs, self._attributes(), domain=DOMAIN, overload=variant.overload, name=node.name)
+        made = ir.node(variant.op_type, inputs, self._attributes(), domain=DOMAIN, name=node.name)
         result = self._insert(made, self._given.type, (*self._batch(), product.n) if pixel else self._given.shape)
         if pixel:
             result = self._image(result)
