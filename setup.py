@@ -14,6 +14,7 @@ from setuptools.command.build_ext import build_ext
 
 _FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    "-ffp-contract=off",  # what is fused says so: every path must round alike
     "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header
     "-Wno-psabi",  # vectors are passed between functions of one file alone
 ]

@@ -6,8 +6,13 @@
 #include <cstring>
 #include <utility>
 
-#pragma GCC target("avx2,fma")
 #include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
 
 namespace bf16kit {
 namespace avx2 {
@@ -53,6 +58,13 @@ struct V {
 
 }  // namespace
 }  // namespace avx2
+
+// What follows runs on any processor.
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
 
 const Path kAvx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; },
                     avx2::compute};

@@ -6,8 +6,13 @@
 #include <cstring>
 #include <utility>
 
-#pragma GCC target("avx512f")
 #include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f")
+#endif
 
 namespace bf16kit {
 namespace avx512 {
@@ -54,6 +59,13 @@ struct V {
 
 }  // namespace
 }  // namespace avx512
+
+// What follows runs on any processor.
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
 
 const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute};
 

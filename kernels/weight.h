@@ -26,8 +26,6 @@ struct Weight {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   // Columns of a panel that exist.
   int64_t width(int64_t panel) const { return panel + 1 < panels() || n % kPanel == 0 ? kPanel : n % kPanel; }
-  // Whether `panel` is stored as the tiles read it.
-  bool ready(int64_t panel) const { return layout == Layout::kPanels && width(panel) == kPanel; }
 };
 
 }  // namespace bf16kit

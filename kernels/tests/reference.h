@@ -12,13 +12,13 @@ constexpr double kUnit = 0x1p-24;     // fp32's unit roundoff
 constexpr double kSmallest = 0x1p-149;  // fp32's smallest subnormal
 
 // x * sigmoid(v)
-inline double gated(double x, double v) { return std::isinf(x) && x < 0 ? -0.0 : x / (1 + std::exp(-v)); }
+inline double gated(double x, double v) { return x / (1 + std::exp(-v)); }
 
-// The smooth ones are given their limit at -inf.
+// The smooth ones are -inf * 0 at -inf.
 inline double activate(Activation activation, double x) {
   switch (activation) {
     case Activation::kRelu: return x < 0 ? 0 : x;
-    case Activation::kGelu: return std::isinf(x) && x < 0 ? -0.0 : 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+    case Activation::kGelu: return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
     case Activation::kGeluTanh: return gated(x, 2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
     case Activation::kSilu: return gated(x, x);
     case Activation::kNone: break;

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 out=build/kernel-test/plain
-flags=(-std=c++17 -O3 -Wall -Wextra -Wno-maybe-uninitialized -Wno-psabi -Wno-unknown-warning-option -pthread)
+flags=(-std=c++17 -O3 -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -Wno-psabi -Wno-unknown-warning-option -pthread)
 if [[ ${1:-} == --sanitize ]]; then
   shift
   out=build/kernel-test/sanitized

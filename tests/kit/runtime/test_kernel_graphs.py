@@ -111,6 +111,14 @@ def test_infinity_times_a_zero_weight_is_nan_as_ieee_says() -> None:
     assert np.array_equal(run(product(weight), np.full((1, K), 3e38, np.float32)), np.zeros((1, N), np.float32))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_what_is_not_finite_are_what_onnx_s_operators_give(activation: str) -> None:
+    values = np.array([np.inf, -np.inf, np.nan, 0.0, 3e38, -3e38], np.float32)
+    model = product(np.zeros((K, len(values)), np.float32), values, activation=activation)
+    x = np.zeros((1, K), np.float32)
+    np.testing.assert_array_equal(run(model, x), run(model, x, library=None))
+
+
 def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:
     """No second copy: the pages stay the file's own, which every process that maps it shares."""
     width = 1024  # 2 MiB of bf16
