@@ -45,16 +45,19 @@ inline void transpose_tile(const uint16_t* from, int64_t stride, uint16_t* to) {
 // Copies `width` rows of [n, k], `stride` apart, to the columns of [length, 32], with zeros to the right.
 inline void transpose(const uint16_t* from, int64_t stride, int64_t length, int64_t width, uint16_t* to) {
   constexpr int64_t kLine = 32;  // elements of a cache line
+  // A panel's columns are one stretch of memory, so the same place in the next one comes at its turn; unless that is too
+  // far for the second-level cache.
+  const int64_t ahead = stride <= 4096 ? kPanel * stride : kChain;
   if (width < kPanel) std::memset(to, 0, sizeof(uint16_t) * length * kPanel);
   const int64_t whole_columns = width / 16 * 16, whole_rows = length / kLine * kLine;
   for (int64_t column = 0; column < whole_columns; column += 16) {
     for (int64_t row = 0; row < whole_rows; row += kLine) {
       // Each line is read whole, once: with a power of two for a stride, the lines of more than eight columns cannot be
-      // in the first-level cache together. The same line of the next block is asked for meanwhile.
+      // in the first-level cache together. What comes next is asked for meanwhile.
       alignas(64) uint16_t lines[16 * kLine];
       for (int c = 0; c < 16; ++c) {
         const uint16_t* line = from + (column + c) * stride + row;
-        __builtin_prefetch(line + kChain, 0, 2);
+        __builtin_prefetch(line + ahead, 0, 2);
         store_pairs(lines + c * kLine, load_pairs(line));
         store_pairs(lines + c * kLine + 16, load_pairs(line + 16));
       }

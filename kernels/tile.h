@@ -20,16 +20,19 @@ constexpr int64_t kStride = kChain + 16;  // between copied rows of x: a power o
 template <int kRows, int kPairs>
 using Sums = typename V::reg[kRows][kPairs][2];
 
-// scratch[kRows, 32] += a[kRows, length] · w[length, 2 * kPairs * kLanes]; columns are left as unpack parts them.
-// `ahead` is what is wanted next: `stride` bytes of it are asked for with every row of w.
+// total[kRows, 32] (+)= a[kRows, length] · w[length, 2 * kPairs * kLanes]; columns are left as unpack parts them. The first
+// chain writes what the others add to. `ahead` is what is wanted next: `stride` bytes of it are asked for with every row.
 template <int kRows, int kPairs>
-void chain(const float* a, const uint16_t* w, int length, float* scratch, const char* ahead, int stride) {
+void chain(const float* a, int64_t lda, const uint16_t* w, int length, float* total, bool first, const char* ahead, int stride) {
   Sums<kRows, kPairs> sums;
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 4
     for (int p = 0; p < kPairs; ++p) sums[m][p][0] = sums[m][p][1] = V::zero();
   }
+  // Three rows for each pointer: as many as one register of stride can address.
+  const float* from[(kRows + 2) / 3];
+  for (int i = 0; i < (kRows + 2) / 3; ++i) from[i] = a + 3 * i * lda;
 #pragma GCC unroll 2
   for (int k = 0; k < length; ++k) {
     typename V::reg b[kPairs][2];
@@ -38,7 +41,7 @@ void chain(const float* a, const uint16_t* w, int length, float* scratch, const 
     __builtin_prefetch(ahead + k * stride);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const typename V::reg x = V::broadcast(a + m * kStride + k);
+      const typename V::reg x = V::broadcast(from[m / 3] + m % 3 * lda + k);
 #pragma GCC unroll 4
       for (int p = 0; p < kPairs; ++p) {
         sums[m][p][0] = V::fma(x, b[p][0], sums[m][p][0]);
@@ -52,14 +55,14 @@ void chain(const float* a, const uint16_t* w, int length, float* scratch, const 
     for (int p = 0; p < kPairs; ++p) {
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
-        float* total = scratch + m * kPanel + (2 * p + h) * V::kLanes;
-        V::store(total, V::add(V::load(total), sums[m][p][h]));
+        float* to = total + m * kPanel + (2 * p + h) * V::kLanes;
+        V::store(to, first ? sums[m][p][h] : V::add(V::load(to), sums[m][p][h]));
       }
     }
   }
 }
 
-using Chain = void (*)(const float*, const uint16_t*, int, float*, const char*, int);
+using Chain = void (*)(const float*, int64_t, const uint16_t*, int, float*, bool, const char*, int);
 
 // Rows of a tile, at most; as many as leave no register unused and none spilled.
 template <int kPairs, int... kRows>
@@ -92,16 +95,18 @@ struct Room {
 };
 
 // One tile's rows times one chain's rows of a panel.
-void add_chain(int rows, const float* a, const uint16_t* w, int length, float* scratch, const char* ahead, int bytes) {
+void add_chain(int rows, const float* a, int64_t lda, const uint16_t* w, int length, float* total, bool first,
+               const char* ahead, int bytes) {
   if (rows <= V::kWideRows) {
-    chain_of<kWide>(rows, std::make_integer_sequence<int, V::kWideRows>())(a, w, length, scratch, ahead, bytes / kChain);
+    chain_of<kWide>(rows, std::make_integer_sequence<int, V::kWideRows>())(a, lda, w, length, total, first, ahead,
+                                                                           bytes / kChain);
     return;
   }
   if constexpr (kWide > 1) {
     const int each = bytes / kWide;
     for (int p = 0; p < kWide; ++p) {
       const int column = p * 2 * V::kLanes;
-      chain_of<1>(rows, std::make_integer_sequence<int, V::kRows>())(a, w + column, length, scratch + column,
+      chain_of<1>(rows, std::make_integer_sequence<int, V::kRows>())(a, lda, w + column, length, total + column, first,
                                                                      ahead + p * each, each / kChain);
     }
   }
@@ -143,12 +148,14 @@ inline Finish finish_as(Activation activation) {
   return finish<Activation::kNone>;
 }
 
-// The rows of x that the part needs, as the tiles read them: [chains, rows, kStride]. One row is read where it is. Null
-// when there is no memory.
+// Whether x is read where it is. Rows a multiple of 4 KiB apart would fall into the same sets of the first-level cache.
+inline bool in_place(const Part& part, int64_t k) { return part.rows == 1 || k % 1024 != 0; }
+
+// The rows of x that the part needs, where they are or copied to [chains, rows, kStride]. Null when there is no memory.
 const float* gather(const Product& product, const Part& part, Room& room) {
   const int64_t k = product.weight.k;
   const float* x = product.x + part.first_row * k;
-  if (part.rows == 1) return x;
+  if (in_place(part, k)) return x;
   if (room.product == product.id && room.first_row == part.first_row) return room.data;
   float* copy = room.get((k + kChain - 1) / kChain * part.rows * kStride);
   if (copy == nullptr) return nullptr;
@@ -164,31 +171,36 @@ const float* gather(const Product& product, const Part& part, Room& room) {
 
 bool compute(const Product& product, const Part& part) {
   static thread_local Room room;
-  alignas(64) float scratch[kRowBlock * kPanel];
+  alignas(64) float totals[kRowBlock * kPanel];
   alignas(64) uint16_t unpacked[kChain * kPanel];
   const Weight& weight = product.weight;
   const float* x = gather(product, part, room);
   if (x == nullptr) return false;
+  const bool copied = !in_place(part, weight.k);
+  const int64_t lda = copied ? kStride : weight.k;
   const int tiles = static_cast<int>((part.rows + V::kRows - 1) / V::kRows);
   constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
   // Every tile asks for its share of the next block, so that memory works while the tiles compute.
   const int share = kBlockBytes / tiles;
   for (int64_t panel = part.first_panel; panel < part.first_panel + part.panels; ++panel) {
-    std::memset(scratch, 0, sizeof(float) * part.rows * kPanel);
+    const int64_t column = panel * kPanel, width = weight.width(panel);
+    float* y = product.y + part.first_row * weight.n + column;
+    for (int64_t m = 0; m < part.rows; ++m) {  // where the sums will go
+      __builtin_prefetch(y + m * weight.n, 1);
+      __builtin_prefetch(y + m * weight.n + width - 1, 1);
+    }
     for (int64_t first = 0; first < weight.k; first += kChain) {
       const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
       const uint16_t* w = block(weight, panel, first, length, unpacked);
       const char* next = reinterpret_cast<const char*>(w + length * kPanel);
-      const float* a = x + first / kChain * part.rows * (part.rows == 1 ? kChain : kStride);
+      const float* a = x + (copied ? first * part.rows / kChain * kStride : first);
       for (int t = 0; t < tiles; ++t) {
         const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
-        add_chain(static_cast<int>(end - begin), a + begin * kStride, w, length, scratch + begin * kPanel,
+        add_chain(static_cast<int>(end - begin), a + begin * lda, lda, w, length, totals + begin * kPanel, first == 0,
                   next + t * share, share);
       }
     }
-    const int64_t column = panel * kPanel;
-    finish_as(product.activation)(product, scratch, part.rows, column, weight.width(panel),
-                                  product.y + part.first_row * weight.n + column);
+    finish_as(product.activation)(product, totals, part.rows, column, width, y);
   }
   return true;
 }
