@@ -62,7 +62,7 @@ def function(variant: Variant, opset: int) -> ir.Function:
     X [..., k], W (k·n in panels, or [n, k]), and the bias [n] if it has one → Y [..., n].
     """
     inputs = [ir.Value(name=name) for name in ("X", "W", "B")[: 3 if variant.bias else 2]]
-    body = _Body(opset)
+    body = Body(opset)
     weight = body.add("Cast", _matrix(body, variant, inputs[1]), to=int(ir.DataType.FLOAT))
     result = body.add("MatMul", inputs[0], weight)
     if variant.bias:
@@ -75,7 +75,7 @@ def function(variant: Variant, opset: int) -> ir.Function:
     return ir.Function(DOMAIN, variant.op_type, graph=graph, attributes=attributes)
 
 
-class _Body:
+class Body:
     """The nodes of a function, each with a name for what it gives."""
 
     def __init__(self, opset: int) -> None:
@@ -102,22 +102,22 @@ class _Body:
         return self.nodes[-1].outputs[0]
 
 
-def _matrix(body: _Body, variant: Variant, weight: ir.Value) -> ir.Value:
+def _matrix(body: Body, variant: Variant, weight: ir.Value) -> ir.Value:
     if variant.layout == "transposed":
         return body.add("Transpose", weight, perm=[1, 0])
     body.extend(matrix_nodes(weight, {name: body.integers(name) for name in variant.lists}))
     return body.nodes[-1].outputs[0]
 
 
-def _none(body: _Body, x: ir.Value) -> ir.Value:
+def _none(body: Body, x: ir.Value) -> ir.Value:
     return x
 
 
-def _relu(body: _Body, x: ir.Value) -> ir.Value:
+def _relu(body: Body, x: ir.Value) -> ir.Value:
     return body.add("Relu", x)
 
 
-def _gelu(body: _Body, x: ir.Value) -> ir.Value:
+def _gelu(body: Body, x: ir.Value) -> ir.Value:
     """x·½·(1 + erf(x/√2)), written as ONNX Runtime fuses it where ONNX has no operator yet."""
     if body.opset >= _GELU_SINCE:
         return body.add("Gelu", x)
@@ -125,7 +125,7 @@ def _gelu(body: _Body, x: ir.Value) -> ir.Value:
     return body.add("Mul", body.add("Mul", x, body.add("Add", erf, body.number(1))), body.number(0.5))
 
 
-def _gelu_tanh(body: _Body, x: ir.Value) -> ir.Value:
+def _gelu_tanh(body: Body, x: ir.Value) -> ir.Value:
     """x·½·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
     if body.opset >= _GELU_SINCE:
         return body.add("Gelu", x, approximate="tanh")
@@ -135,11 +135,11 @@ def _gelu_tanh(body: _Body, x: ir.Value) -> ir.Value:
     return body.add("Mul", body.add("Mul", x, doubled), body.number(0.5))
 
 
-def _silu(body: _Body, x: ir.Value) -> ir.Value:
+def _silu(body: Body, x: ir.Value) -> ir.Value:
     return body.add("Mul", x, body.add("Sigmoid", x))
 
 
-_ACTIVATIONS: Mapping[Activation, Callable[[_Body, ir.Value], ir.Value]] = {
+_ACTIVATIONS: Mapping[Activation, Callable[[Body, ir.Value], ir.Value]] = {
     "none": _none,
     "relu": _relu,
     "gelu": _gelu,
