@@ -28,7 +28,7 @@ struct ApiBase {
 };
 
 enum Code : int { kFail = 1, kInvalidArgument = 2, kInvalidGraph = 10 };
-enum ElementType : int { kFloat = 1, kBfloat16 = 16 };
+enum ElementType : int { kFloat = 1, kInt64 = 7, kBfloat16 = 16 };
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 
 // Positions in the table.
@@ -39,7 +39,6 @@ enum Index : size_t {
   kCustomOpDomainAdd = 27,
   kAddCustomOpDomain = 28,
   kGetTensorMutableData = 51,
-  kGetTensorElementType = 60,
   kGetDimensionsCount = 61,
   kGetDimensions = 62,
   kGetTensorTypeAndShape = 65,

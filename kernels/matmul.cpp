@@ -17,22 +17,23 @@ constexpr int64_t kMostChunks = 64;
 constexpr int64_t kTileRows = 12;
 
 struct Parted {
-  const Product& product;
+  const Product* products;
+  size_t count;
   const Path& path;
   int64_t block_rows;
-  int64_t chunks;  // of panels
+  int64_t chunks[kMostProducts];  // of each product's panels
+  int64_t all_chunks;
   std::atomic<bool> failed{false};
 };
 
-int64_t panels_of_a_chunk(const Product& product, int64_t rows) {
-  const double values = static_cast<double>(product.weight.k) * kPanel;
-  const double duration = std::max(values * rows / kMultipliesPerNs, 2 * values / kBytesPerNs);
-  const int64_t panels = product.weight.panels();
-  const auto worthwhile = static_cast<int64_t>(kShortest / duration) + 1;
-  return std::min(panels, std::max(worthwhile, panels / kMostChunks));
-}
-
 int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
+
+// Panels that are worth a part of their own, `all` being those of all products together.
+int64_t panels_of_a_chunk(int64_t k, int64_t rows, int64_t all) {
+  const double values = static_cast<double>(k) * kPanel;
+  const double duration = std::max(values * rows / kMultipliesPerNs, 2 * values / kBytesPerNs);
+  return std::max(static_cast<int64_t>(kShortest / duration) + 1, all / kMostChunks);
+}
 
 // The bounds of part i when `total` is cut into `parts` nearly equal ones.
 int64_t bound(int64_t total, int64_t parts, int64_t i) { return total * i / parts; }
@@ -41,26 +42,37 @@ void run_part(void* context, size_t i) {
   auto& parted = *static_cast<Parted*>(context);
   const auto index = static_cast<int64_t>(i);
   // Neighbours have the same rows, which the thread has copied already.
-  const int64_t block = index / parted.chunks, chunk = index % parted.chunks;
-  const int64_t row = block * parted.block_rows;
-  const int64_t panel = bound(parted.product.weight.panels(), parted.chunks, chunk);
-  const Part part = {row, std::min(parted.block_rows, parted.product.rows - row), panel,
-                     bound(parted.product.weight.panels(), parted.chunks, chunk + 1) - panel};
-  if (!parted.path.compute(parted.product, part)) parted.failed = true;
+  const int64_t row = index / parted.all_chunks * parted.block_rows;
+  int64_t chunk = index % parted.all_chunks;
+  size_t which = 0;
+  for (; chunk >= parted.chunks[which]; ++which) chunk -= parted.chunks[which];
+  const Product& product = parted.products[which];
+  const int64_t panels = product.weight.panels(), chunks = parted.chunks[which];
+  const int64_t panel = bound(panels, chunks, chunk);
+  const Part part = {row, std::min(parted.block_rows, product.rows - row), panel,
+                     bound(panels, chunks, chunk + 1) - panel};
+  if (!parted.path.compute(product, part)) parted.failed = true;
 }
 
 }  // namespace
 
-bool multiply(Product product, const Path& path, RunParts run, void* threads) {
-  static std::atomic<uint64_t> products{0};
-  if (product.rows == 0) return true;
-  product.id = ++products;
+bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads) {
+  static std::atomic<uint64_t> ids{0};
+  const int64_t rows = products[0].rows;
+  if (rows == 0) return true;
   // As few blocks as possible, about equal: the weight is read once for each.
-  const int64_t fewest = divide_up(product.rows, kRowBlock);
-  const int64_t block_rows = divide_up(divide_up(product.rows, fewest), kTileRows) * kTileRows;
-  const int64_t each = panels_of_a_chunk(product, std::min(product.rows, block_rows));
-  Parted parted = {product, path, block_rows, divide_up(product.weight.panels(), each)};
-  const auto parts = static_cast<size_t>(divide_up(product.rows, block_rows) * parted.chunks);
+  const int64_t fewest = divide_up(rows, kRowBlock);
+  Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
+  int64_t all = 0;
+  for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
+  const int64_t each = panels_of_a_chunk(products[0].weight.k, std::min(rows, parted.block_rows), all);
+  const uint64_t id = ++ids;
+  for (size_t i = 0; i < count; ++i) {
+    products[i].id = id;  // one for all: it stands for x
+    parted.chunks[i] = divide_up(products[i].weight.panels(), each);
+    parted.all_chunks += parted.chunks[i];
+  }
+  const auto parts = static_cast<size_t>(divide_up(rows, parted.block_rows) * parted.all_chunks);
   if (parts == 1) {
     run_part(&parted, 0);
   } else {

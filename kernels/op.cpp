@@ -4,66 +4,101 @@
 #include <cstdio>
 #include <initializer_list>
 
-#include "kernel.h"
+#include "lookup.h"
+#include "product.h"
 
 namespace bf16kit {
 namespace {
 
 using namespace abi;
 
-int one(const CustomOp*) { return 1; }
-int newest(const CustomOp*) { return INT_MAX; }
-int required(const CustomOp*, size_t) { return kRequired; }
-int memory_default(const CustomOp*, size_t) { return 0; }
+enum class Kind { kProduct, kLookup };
 
 struct Operator {
   CustomOp op;  // first: ONNX Runtime hands back its address
   char name[64];
+  Kind kind;
+  size_t weights;
+  size_t biases;
 };
 
-const char* name_of(const CustomOp* op) { return reinterpret_cast<const Operator*>(op)->name; }
+const Operator& of(const CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
 
-CustomOp describe() {
+const char* name(const CustomOp* op) { return of(op).name; }
+const char* provider(const CustomOp*) { return nullptr; }  // the CPU's
+
+size_t input_count(const CustomOp* op) { return 1 + of(op).weights + of(op).biases; }
+size_t output_count(const CustomOp* op) { return of(op).weights; }
+int input_type(const CustomOp* op, size_t i) {
+  if (i >= 1 && i <= of(op).weights) return kBfloat16;
+  return of(op).kind == Kind::kLookup ? kInt64 : kFloat;
+}
+int output_type(const CustomOp*, size_t) { return kFloat; }
+// Only the bias of a single product may be left out.
+int input_characteristic(const CustomOp* op, size_t i) { return of(op).weights == 1 && i == 2 ? kOptional : kRequired; }
+int output_characteristic(const CustomOp*, size_t) { return kRequired; }
+int memory_default(const CustomOp*, size_t) { return 0; }
+int one(const CustomOp*) { return 1; }
+int newest(const CustomOp*) { return INT_MAX; }
+
+Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) {
+  if (of(op).kind == Kind::kLookup) return create_lookup(api, info, created);
+  return create_product(api, info, of(op).weights, created);
+}
+
+CustomOp describe(Kind kind) {
   CustomOp op = {};
   op.version = kVersion;
-  op.GetName = name_of;
-  op.GetExecutionProviderType = [](const CustomOp*) -> const char* { return nullptr; };  // the CPU's
-  op.GetInputType = [](const CustomOp*, size_t i) -> int { return i == kWeight ? kBfloat16 : kFloat; };
-  op.GetInputTypeCount = [](const CustomOp*) -> size_t { return 3; };
-  op.GetOutputType = [](const CustomOp*, size_t) -> int { return kFloat; };
-  op.GetOutputTypeCount = [](const CustomOp*) -> size_t { return 1; };
-  op.KernelDestroy = destroy_kernel;
-  op.GetInputCharacteristic = [](const CustomOp*, size_t i) -> int { return i == kBias ? kOptional : kRequired; };
-  op.GetOutputCharacteristic = required;
+  op.GetName = name;
+  op.GetExecutionProviderType = provider;
+  op.GetInputType = input_type;
+  op.GetInputTypeCount = input_count;
+  op.GetOutputType = output_type;
+  op.GetOutputTypeCount = output_count;
+  op.GetInputCharacteristic = input_characteristic;
+  op.GetOutputCharacteristic = output_characteristic;
   op.GetInputMemoryType = memory_default;
   op.GetVariadicInputMinArity = one;
   op.GetVariadicInputHomogeneity = one;
   op.GetVariadicOutputMinArity = one;
   op.GetVariadicOutputHomogeneity = one;
-  op.CreateKernelV2 = create_kernel;
-  op.KernelComputeV2 = run_kernel;
+  op.CreateKernelV2 = create;
+  op.KernelComputeV2 = kind == Kind::kLookup ? run_lookup : run_product;
+  op.KernelDestroy = kind == Kind::kLookup ? destroy_lookup : destroy_product;
   op.GetStartVersion = one;
   op.GetEndVersion = newest;
   return op;
 }
 
+// The names are converter/functions.py's, converter/joined.py's and converter/passes/lookups.py's.
 struct Operators {
   Operator all[kOperators];
+  size_t count = 0;
+
+  Operator& add(Kind kind, size_t weights, size_t biases) {
+    Operator& added = all[count++];
+    added = {describe(kind), "", kind, weights, biases};
+    return added;
+  }
 
   Operators() {
-    // As converter/functions.py names them; `lists` there says what parts the panels into four.
-    size_t count = 0;
-    std::snprintf(all[count++].name, sizeof all->name, "MatMul");
+    std::snprintf(add(Kind::kProduct, 1, 1).name, sizeof all->name, "MatMul");
     for (const char* layout : {"panels", "panels_tail", "panels_narrow", "transposed"}) {
       for (const char* bias : {"", "_bias"}) {
-        for (const char* activation : kActivationNames) {
-          const bool none = activation == kActivationNames[0];
-          std::snprintf(all[count++].name, sizeof all->name, "MatMul_%s%s%s%s", layout, bias, none ? "" : "_",
-                        none ? "" : activation);
+        for (const char* activation : kActivations) {
+          const bool none = activation == kActivations[0];
+          std::snprintf(add(Kind::kProduct, 1, 1).name, sizeof all->name, "MatMul_%s%s%s%s", layout, bias,
+                        none ? "" : "_", none ? "" : activation);
         }
       }
     }
-    for (Operator& each : all) each.op = describe();
+    for (size_t weights = 2; weights <= kMostWeights; ++weights) {
+      std::snprintf(add(Kind::kProduct, weights, 0).name, sizeof all->name, "MatMul%zu_panels", weights);
+      std::snprintf(add(Kind::kProduct, weights, weights).name, sizeof all->name, "MatMul%zu_panels_bias", weights);
+    }
+    for (const char* layout : {"panels", "panels_tail", "panels_narrow"}) {
+      std::snprintf(add(Kind::kLookup, 1, 0).name, sizeof all->name, "Gather_%s", layout);
+    }
   }
 };
 

@@ -1,13 +1,4 @@
-// The operators bf16kit::MatMul…: y = activation(x · w + bias), w in bf16.
-//
-//   inputs      x [..., k] fp32; w bf16, a constant of k * n elements; bias [n] fp32, optional
-//   output      y [..., n] fp32
-//   attributes  k, n     int, the weight's rows and columns
-//               layout   "panels" or "transposed": how the weight is stored (weight.h)
-//               activation  "none", "relu", "gelu", "gelu_tanh", "silu"
-//
-// All compute what their attributes say. They have many names, because a graph defines each in ONNX's own operators
-// for who runs it without this library, and a definition goes by its name.
+// The operators of this library, as ONNX Runtime reads them: see product.h and lookup.h for what each computes.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +7,13 @@
 
 namespace bf16kit {
 
-constexpr size_t kOperators = 41;  // MatMul, and MatMul_LAYOUT[_bias][_ACTIVATION] for 4 layouts and 5 activations
+// A graph defines each operator that it uses in ONNX's own, for who runs it without this library, and a definition goes
+// by its name: so whatever needs a definition of its own has a name of its own.
+//   MatMul                                      any of the following, for graphs made by hand
+//   MatMul_LAYOUT[_bias][_ACTIVATION]           4 layouts, 5 activations
+//   MatMul2_panels[_bias], MatMul3_panels[_bias]
+//   Gather_LAYOUT                               3 layouts
+constexpr size_t kOperators = 1 + 4 * 2 * 5 + 4 + 3;
 
 // Operator `index`, which lives as long as the program.
 const abi::CustomOp* operator_at(size_t index);

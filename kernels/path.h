@@ -17,7 +17,7 @@ struct Product {
   const float* bias;  // [weight.n], or null
   Activation activation;
   float* y;  // [rows, weight.n]
-  uint64_t id;  // of this product alone: threads keep what they copied of its x from one part to the next
+  uint64_t id;  // of this x: threads keep what they copied of it from one part to the next
 };
 
 // The part of a product that one thread computes: at most kRowBlock rows.

@@ -97,7 +97,8 @@ void run_on_threads(void* threads, void (*part)(void*, size_t), size_t parts, vo
 // As ONNX Runtime calls it.
 Exact<float> compute_on_threads(const Case& c, const Path& path, int64_t threads) {
   Exact<float> y(c.rows * c.n, 0);
-  multiply(c.product(y.data()), path, run_on_threads, &threads);
+  Product product = c.product(y.data());
+  multiply(&product, 1, path, run_on_threads, &threads);
   return y;
 }
 

@@ -1,0 +1,81 @@
+#include "lookup.h"
+
+#include <cstring>
+#include <new>
+
+#include "node.h"
+#include "status.h"
+
+namespace bf16kit {
+
+using namespace abi;
+
+namespace {
+
+struct Node {
+  const Api* api;
+  Weight table;
+};
+
+struct Lookup {
+  const Weight& table;
+  const int64_t* indices;
+  float* rows;
+};
+
+// Row i: one element of each row of a panel, which is a line of memory for each, one after the other.
+void look_up(void* context, size_t i) {
+  const Lookup& lookup = *static_cast<const Lookup*>(context);
+  const Weight& table = lookup.table;
+  const int64_t index = lookup.indices[i] < 0 ? lookup.indices[i] + table.n : lookup.indices[i];
+  const int64_t panel = index / kPanel, width = table.width(panel);
+  const uint16_t* from = table.data + panel * kPanel * table.k + index % kPanel;
+  float* to = lookup.rows + static_cast<int64_t>(i) * table.k;
+  for (int64_t k = 0; k < table.k; ++k) {
+    const uint32_t bits = static_cast<uint32_t>(from[k * width]) << 16;
+    std::memcpy(to + k, &bits, sizeof bits);
+  }
+}
+
+}  // namespace
+
+Status* create_lookup(const Api* api, const KernelInfo* info, void** created) {
+  Node node = {};
+  node.api = api;
+  BF16KIT_RETURN_IF_ERROR(read_size(api, info, "k", node.table.k));
+  BF16KIT_RETURN_IF_ERROR(read_size(api, info, "n", node.table.n));
+  BF16KIT_RETURN_IF_ERROR(read_weight(api, info, 1, node.table));
+  *created = new (std::nothrow) Node(node);
+  return *created != nullptr ? nullptr : error(api, kFail, "out of memory");
+}
+
+void destroy_lookup(void* created) { delete static_cast<Node*>(created); }
+
+Status* run_lookup(void* created, KernelContext* context) {
+  const Node& node = *static_cast<const Node*>(created);
+  const Api* api = node.api;
+  Shape shape;
+  void* data = nullptr;
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, 0, shape, &data));
+  const auto* indices = static_cast<const int64_t*>(data);
+  const int64_t count = shape.elements(0, shape.count), n = node.table.n;
+  for (int64_t i = 0; i < count; ++i) {
+    if (indices[i] < -n || indices[i] >= n) {
+      return error(api, kInvalidArgument, "index %lld is outside of a table of %lld rows",
+                   static_cast<long long>(indices[i]), static_cast<long long>(n));
+    }
+  }
+  shape.dims[shape.count++] = node.table.k;
+  Lookup lookup = {node.table, indices, nullptr};
+  BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, shape, &lookup.rows));
+  if (count == 0) return nullptr;
+  Threads threads = {api, context, nullptr};
+  if (count == 1) {
+    look_up(&lookup, 0);
+  } else {
+    run_parts(&threads, look_up, static_cast<size_t>(count), &lookup);
+  }
+  return threads.status;
+}
+
+}  // namespace bf16kit

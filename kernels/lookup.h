@@ -1,0 +1,16 @@
+// The operators bf16kit::Gather_panels…: rows of a table that is stored in panels, because it is multiplied with as well.
+//
+//   inputs      indices [...] int64, from -n to n - 1; the table bf16, a constant of k * n elements in panels
+//   output      rows [..., k] fp32
+//   attributes  k, n     int, the width of a row and the number of rows: the rows and columns of the product's weight
+#pragma once
+
+#include "abi.h"
+
+namespace bf16kit {
+
+abi::Status* create_lookup(const abi::Api*, const abi::KernelInfo*, void** created);
+abi::Status* run_lookup(void* created, abi::KernelContext*);
+void destroy_lookup(void* created);
+
+}  // namespace bf16kit

@@ -1,0 +1,49 @@
+// What the operators of this library have in common: reading shapes, data, attributes and weights from ONNX Runtime.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "abi.h"
+#include "weight.h"
+
+namespace bf16kit {
+
+constexpr size_t kMostDims = 16;
+
+struct Shape {
+  int64_t dims[kMostDims];
+  size_t count;
+
+  int64_t elements(size_t first, size_t last) const {
+    int64_t product = 1;
+    for (size_t i = first; i < last; ++i) product *= dims[i];
+    return product;
+  }
+};
+
+abi::Status* read_shape(const abi::Api* api, const abi::Value* value, Shape& shape);
+abi::Status* read_data(const abi::Api* api, const abi::Value* value, void** data);
+abi::Status* read_input(const abi::Api* api, const abi::KernelContext* context, size_t index, Shape& shape, void** data);
+abi::Status* make_output(const abi::Api* api, abi::KernelContext* context, size_t index, const Shape& shape,
+                         float** data);
+
+// An integer attribute from 1 to INT32_MAX.
+abi::Status* read_size(const abi::Api* api, const abi::KernelInfo* info, const char* name, int64_t& size);
+
+// A string attribute that is one of `names`: its position among them.
+abi::Status* read_choice(const abi::Api* api, const abi::KernelInfo* info, const char* name, const char* const* names,
+                         size_t count, size_t& choice);
+
+// The constant behind input `index`, of weight.k * weight.n elements.
+abi::Status* read_weight(const abi::Api* api, const abi::KernelInfo* info, size_t index, Weight& weight);
+
+// Runs parts on the threads of the session that is running the node: a matmul.h RunParts.
+struct Threads {
+  const abi::Api* api;
+  abi::KernelContext* context;
+  abi::Status* status;
+};
+void run_parts(void* threads, void (*part)(void*, size_t), size_t parts, void* context);
+
+}  // namespace bf16kit

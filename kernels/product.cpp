@@ -1,0 +1,125 @@
+#include "product.h"
+
+#include <cstdio>
+#include <iterator>
+#include <new>
+
+#include "matmul.h"
+#include "node.h"
+#include "status.h"
+
+namespace bf16kit {
+
+using namespace abi;
+
+namespace {
+
+struct Node {
+  const Api* api;
+  const Path* path;
+  size_t count;  // of weights
+  Weight weights[kMostWeights];
+  Activation activation;
+};
+
+constexpr size_t kX = 0;
+size_t weight_input(size_t i) { return 1 + i; }
+size_t bias_input(const Node& node, size_t i) { return 1 + node.count + i; }
+
+Status* check_bias(const Api* api, const Value* bias, int64_t n) {
+  Shape shape;
+  BF16KIT_RETURN_IF_ERROR(read_shape(api, bias, shape));
+  if (shape.count == 1 && shape.dims[0] == n) return nullptr;
+  return error(api, kInvalidArgument, "the bias has %zu dimensions and %lld elements; it must be [n] with n = %lld",
+               shape.count, static_cast<long long>(shape.elements(0, shape.count)), static_cast<long long>(n));
+}
+
+// A bias that is known is refused at load; one that is computed, when it comes.
+Status* check_constant_bias(const Api* api, const KernelInfo* info, size_t input, int64_t n) {
+  int is_constant = 0;
+  const Value* bias = nullptr;
+  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelInfoGetConstantInputTensor, info, input, &is_constant, &bias));
+  return is_constant != 0 && bias != nullptr ? check_bias(api, bias, n) : nullptr;
+}
+
+Status* read_how(const Api* api, const KernelInfo* info, Weight& weight, Activation& activation) {
+  static constexpr const char* kLayouts[] = {"panels", "transposed"};
+  size_t choice = 0;
+  BF16KIT_RETURN_IF_ERROR(read_choice(api, info, "layout", kLayouts, std::size(kLayouts), choice));
+  weight.layout = choice == 0 ? Layout::kPanels : Layout::kTransposed;
+  BF16KIT_RETURN_IF_ERROR(read_choice(api, info, "activation", kActivations, std::size(kActivations), choice));
+  activation = static_cast<Activation>(choice);  // declared in the same order
+  return nullptr;
+}
+
+Status* read_bias(const Node& node, const KernelContext* context, size_t inputs, size_t i, const float** bias) {
+  const Api* api = node.api;
+  const Value* value = nullptr;
+  if (inputs > bias_input(node, i)) {
+    BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInput, context, bias_input(node, i), &value));
+  }
+  if (value == nullptr) return nullptr;
+  BF16KIT_RETURN_IF_ERROR(check_bias(api, value, node.weights[i].n));
+  void* data = nullptr;
+  BF16KIT_RETURN_IF_ERROR(read_data(api, value, &data));
+  *bias = static_cast<const float*>(data);
+  return nullptr;
+}
+
+}  // namespace
+
+Status* create_product(const Api* api, const KernelInfo* info, size_t weights, void** created) {
+  Node node = {};
+  node.api = api;
+  node.path = choose_path();
+  node.count = weights;
+  if (node.path == nullptr) {
+    return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
+  }
+  int64_t k = 0;
+  BF16KIT_RETURN_IF_ERROR(read_size(api, info, "k", k));
+  if (weights == 1) BF16KIT_RETURN_IF_ERROR(read_how(api, info, node.weights[0], node.activation));
+  for (size_t i = 0; i < weights; ++i) {
+    char name[3] = {'n', static_cast<char>(weights == 1 ? 0 : '1' + i), 0};
+    node.weights[i].k = k;
+    BF16KIT_RETURN_IF_ERROR(read_size(api, info, name, node.weights[i].n));
+    BF16KIT_RETURN_IF_ERROR(read_weight(api, info, weight_input(i), node.weights[i]));
+    BF16KIT_RETURN_IF_ERROR(check_constant_bias(api, info, bias_input(node, i), node.weights[i].n));
+  }
+  *created = new (std::nothrow) Node(node);
+  return *created != nullptr ? nullptr : error(api, kFail, "out of memory");
+}
+
+void destroy_product(void* created) { delete static_cast<Node*>(created); }
+
+Status* run_product(void* created, KernelContext* context) {
+  const Node& node = *static_cast<const Node*>(created);
+  const Api* api = node.api;
+  const int64_t k = node.weights[0].k;
+  Shape shape;
+  void* x = nullptr;
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &x));
+  if (shape.count == 0) return error(api, kInvalidArgument, "x is a scalar; it must have at least one dimension");
+  const size_t last = shape.count - 1;
+  if (shape.dims[last] != k) {
+    return error(api, kInvalidArgument, "the last dimension of x is %lld; the weight has k = %lld rows",
+                 static_cast<long long>(shape.dims[last]), static_cast<long long>(k));
+  }
+  const int64_t rows = shape.elements(0, last);
+  size_t inputs = 0;
+  BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInputCount, static_cast<const KernelContext*>(context),
+                                        &inputs));
+  Product products[kMostWeights] = {};
+  for (size_t i = 0; i < node.count; ++i) {
+    products[i] = {static_cast<const float*>(x), rows, node.weights[i], nullptr, node.activation, nullptr, 0};
+    BF16KIT_RETURN_IF_ERROR(read_bias(node, context, inputs, i, &products[i].bias));
+    shape.dims[last] = node.weights[i].n;
+    BF16KIT_RETURN_IF_ERROR(make_output(api, context, i, shape, &products[i].y));
+  }
+  Threads threads = {api, context, nullptr};
+  const bool done = multiply(products, node.count, *node.path, run_parts, &threads);
+  if (threads.status != nullptr) return threads.status;
+  return done ? nullptr : error(api, kFail, "out of memory while copying %lld rows of x", static_cast<long long>(rows));
+}
+
+}  // namespace bf16kit

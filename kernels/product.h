@@ -1,0 +1,24 @@
+// The operators bf16kit::MatMul…: y = activation(x · w + bias), w in bf16, for one weight or for two or three that share x.
+//
+//   inputs      x [..., k] fp32; each w bf16, a constant of k * n elements; each bias [n] fp32, optional
+//   outputs     each y [..., n] fp32
+//   attributes  k          int, the weights' rows
+//               n          int, the weight's columns; n1, n2, n3 where there are several
+//               layout     "panels" or "transposed": how the weight is stored (weight.h); several are in panels
+//               activation "none", "relu", "gelu", "gelu_tanh", "silu"; several have none
+#pragma once
+
+#include "abi.h"
+
+namespace bf16kit {
+
+constexpr size_t kMostWeights = 3;
+
+// What the attribute `activation` may be.
+constexpr const char* kActivations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
+
+abi::Status* create_product(const abi::Api*, const abi::KernelInfo*, size_t weights, void** created);
+abi::Status* run_product(void* created, abi::KernelContext*);
+void destroy_product(void* created);
+
+}  // namespace bf16kit
