@@ -9,7 +9,7 @@ fp32 at load: the same results within fp32 rounding, at fp32's price in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -17,10 +17,11 @@ import onnx_ir as ir
 from bf16kit.runtime.kernel import DOMAIN
 from converter.epilogues import Activation
 from converter.kernelized import Layout
-from converter.panelnodes import cuts, matrix_nodes
+from converter.panelnodes import cuts, form, matrix_nodes
 
 VERSION = 1
 _GELU_SINCE = 20
+_OLDEST_IR = 8  # the first with functions in a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,7 @@ class Variant:
     @property
     def op_type(self) -> str:
         """Its name, such as ``MatMul_panels_tail_bias_relu``; the library registers them all (kernels/op.cpp)."""
-        words: list[str] = ["MatMul", self.layout]
-        if self.layout == "panels" and "panels" not in self.lists:
-            words.append("narrow")
-        if "tail" in self.lists:
-            words.append("tail")
+        words: list[str] = ["MatMul", form(self.lists) if self.layout == "panels" else self.layout]
         if self.bias:
             words.append("bias")
         if self.activation != "none":
@@ -73,6 +70,13 @@ def function(variant: Variant, opset: int) -> ir.Function:
     graph = ir.Graph(inputs, [result], nodes=body.nodes, opset_imports={"": opset}, name=variant.op_type)
     attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
     return ir.Function(DOMAIN, variant.op_type, graph=graph, attributes=attributes)
+
+
+def define(model: ir.Model, functions: Iterable[ir.Function]) -> None:
+    """Let ``model`` use the kernel's operators that ``functions`` define."""
+    model.functions.update({defined.identifier(): defined for defined in functions})
+    model.opset_imports[DOMAIN] = VERSION
+    model.ir_version = max(model.ir_version, _OLDEST_IR)
 
 
 class Body:

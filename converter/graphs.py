@@ -13,6 +13,7 @@ from bf16kit.manifest import Plan
 from bf16kit.runtime.loading import REBUILT
 from bf16kit.tensors import BY_NAME
 from converter.passes import Prepared, run
+from converter.passes.lookups import LookUp
 from converter.passes.narrowing import Narrow
 from converter.passes.products import UseKernel
 from converter.passes.types import InferTypes
@@ -44,8 +45,9 @@ def write_graphs(
         source = prepared.cuda if profile == "cuda" else prepared.folded
         narrow = narrowed(plan.tensors)
         nodes = {entry.name for entry in plan.nodes[profile] if entry.precision == "bf16"}
-        panels = {name for name, entry in stored.tensors.items() if entry.panels is not None}
-        kernel = [UseKernel(narrow, panels)] if profile == "cpu" else []
+        panels = {name: entry.panels for name, entry in stored.tensors.items() if entry.panels is not None}
+        tables = {name for name, axis in panels.items() if axis == 0}
+        kernel = [LookUp(tables), UseKernel(narrow, panels)] if profile == "cpu" else []
         unpanel = Unpanel(stored.tensors)
         model = run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes(), unpanel], source.clone())
         files[profile] = f"{profile}.onnx"

@@ -1,9 +1,10 @@
 """Which products of a graph can run on bf16kit's CPU kernel, and which weights are stored as that kernel likes them.
 
 The kernel multiplies fp32 rows by a constant weight stored in bf16 and accumulates in fp32. A weight that nothing but
-such products reads is stored in panels (:mod:`bf16kit.panels`). A table that is looked up too keeps its rows; where it
-holds one row per column of the product, as tied embeddings do, the kernel reads it so. So are the weights of 1×1
-convolutions read, of which those of a single pixel are products as they stand.
+such products reads is stored in panels (:mod:`bf16kit.panels`). So is a table that is looked up, too, if it holds one
+row per column of the product, as tied embeddings do: the kernel finds rows in panels. What is read otherwise keeps its
+rows; where they are the product's columns, the kernel reads it so. So are the weights of 1×1 convolutions read, of
+which those of a single pixel are products as they stand.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]
 def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
     """The initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
 
-    Every use of such a weight is a product, directly or through a transposition, and all agree on the axis.
+    Every use of such a weight is a product, directly or through a transposition, and all agree on the axis; or, where
+    that axis holds its rows, one of :func:`lookups`. A table that is only looked up is none of them.
     """
     readers = products(model, narrow)
     axes: dict[ir.Value, set[int]] = {}
@@ -83,8 +85,14 @@ def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
     return {
         weight.name or "": next(iter(found))
         for weight, found in axes.items()
-        if len(found) == 1 and len(_dims(weight)) == 2 and _only_multiplied(weight, readers)
+        if len(found) == 1 and len(_dims(weight)) == 2 and _kernel_s_alone(weight, next(iter(found)), readers)
     }
+
+
+def lookups(model: ir.Model, tables: Collection[str]) -> dict[ir.Node, ir.Value]:
+    """The nodes of the main graph that look rows up in the matrices named in ``tables``, each with its own."""
+    found = {node: node.inputs[0] for node in model.graph if _takes_rows(node)}
+    return {node: table for node, table in found.items() if table is not None and table.name in tables}
 
 
 def takes_bias(value: ir.Value | None, columns: int) -> bool:
@@ -157,9 +165,12 @@ def _plain(gemm: ir.Node, columns: int) -> bool:
     return added is None or (_number(gemm, "beta", 1.0) == 1 and takes_bias(added, columns))
 
 
-def _only_multiplied(weight: ir.Value, readers: Mapping[ir.Node, Product]) -> bool:
+def _kernel_s_alone(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
+    """Whether nothing reads ``weight`` but products, whose columns are its ``axis``, and what the kernel looks up."""
     for node, position in weight.uses():
         if _multiplies(node, position, readers):
+            continue
+        if axis == 0 and position == 0 and node.graph is weight.graph and _takes_rows(node):
             continue
         if node.graph is None or not is_transposition(node) or node.outputs[0].is_graph_output():
             return False
@@ -170,6 +181,11 @@ def _only_multiplied(weight: ir.Value, readers: Mapping[ir.Node, Product]) -> bo
 
 def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]) -> bool:
     return node in readers and position == 1
+
+
+def _takes_rows(node: ir.Node) -> bool:
+    """Whether ``node`` gathers from a matrix what lies along its first axis."""
+    return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
 
 
 def _dims(weight: ir.Value) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
@@ -22,6 +22,13 @@ def cuts(k: int, n: int) -> dict[str, list[int]]:
         return {"panels": [panels, k, WIDTH], "matrix": [k, n]}
     whole = n - rest
     return {"parts": [k * whole, k * rest], "panels": [panels, k, WIDTH], "whole": [k, whole], "tail": [k, rest]}
+
+
+def form(lists: Collection[str]) -> str:
+    """Which of the three ways :func:`cuts` tells, as the kernel's operators are named after it."""
+    if "panels" not in lists:
+        return "panels_narrow"
+    return "panels_tail" if "tail" in lists else "panels"
 
 
 def matrix_nodes(weight: ir.Value, lists: Mapping[str, ir.Value]) -> list[ir.Node]:

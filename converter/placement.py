@@ -14,7 +14,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from converter.epilogues import epilogue
-from converter.kernelized import panelled, products
+from converter.kernelized import lookups, panelled, products
 from converter.kernels import KernelTable
 from converter.operators import (
     CONTROL_FLOW,
@@ -55,6 +55,9 @@ def place_cpu(model: ir.Model, narrow: Collection[str]) -> dict[str, Decision]:
         else:
             decisions[_name(node)] = Decision("fp32", "the cpu profile computes in fp32")
     panels = panelled(model, narrow)
+    for node in lookups(model, panels):
+        looked_up = Decision("bf16", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel")
+        decisions[_name(node)] = looked_up
     for product in products(model, narrow).values():
         if product.layout(panels) is not None:
             multiplied = Decision("fp32", "bf16 weight, fp32 activations and accumulation in the CPU kernel")

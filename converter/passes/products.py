@@ -9,13 +9,12 @@ import onnx_ir as ir
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
 from converter.epilogues import epilogue
-from converter.functions import VERSION, Variant, function, lists
+from converter.functions import Variant, define, function, lists
 from converter.kernelized import Layout, Product, products
 from converter.passes.names import FreshNames, all_value_names
 from converter.passes.step import Step
 from converter.storage import const, dims, initializer
 
-_OLDEST_IR = 8  # the first with functions in a model
 _Dim = int | ir.SymbolicDim | str | None
 
 
@@ -44,11 +43,7 @@ class UseKernel(Step):
         transpositions = {t: None for p, _ in found if (t := p.transposition) is not None}
         variants = {_Rewriting(model.graph, fresh, *each).run(): None for each in found}
         _drop_unread(model.graph, transpositions)
-        for variant in variants:
-            defined = function(variant, model.opset_imports[""])
-            model.functions[defined.identifier()] = defined
-        model.opset_imports[DOMAIN] = VERSION
-        model.ir_version = max(model.ir_version, _OLDEST_IR)
+        define(model, [function(variant, model.opset_imports[""]) for variant in variants])
         return True
 
     def ensures(self, model: ir.Model) -> None:

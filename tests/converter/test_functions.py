@@ -13,21 +13,8 @@ from onnx import ModelProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.runtime.kernel import LIBRARY, VARIABLE
+from bf16kit.runtime.kernel import VARIABLE
 from bf16kit.runtime.loading import load
-from bf16kit.runtime.session import open_session
-
-
-def _with_kernel(made: Lowered) -> Array:
-    if not LIBRARY.exists():
-        pytest.skip("the kernel's library is not built: setup.py build_ext --inplace")
-    path = made.artifact.file("cpu.onnx")
-    alone = onnx.load(path, load_external_data=False)
-    del alone.functions[:]  # or an operator that the library does not have would be run by its definition
-    open_session(alone.SerializeToString(), base_dir=path.parent, library=LIBRARY)
-    runtime = load(made.artifact, "cpu")
-    assert runtime.info.kernel
-    return runtime.run(batch())["y"]
 
 
 def _without_kernel(made: Lowered, monkeypatch: pytest.MonkeyPatch) -> Array:
@@ -49,7 +36,7 @@ def test_every_variant_gives_float64_s_result_with_and_without_the_kernel(
     fallback = _without_kernel(made, monkeypatch)
     np.testing.assert_allclose(fallback, expected, rtol=1e-5, atol=4e-6)
     monkeypatch.delenv(VARIABLE)
-    np.testing.assert_allclose(_with_kernel(made), expected, rtol=1e-5, atol=4e-6)
+    np.testing.assert_allclose(made.run_kernel(batch())["y"], expected, rtol=1e-5, atol=4e-6)
 
 
 def test_the_graph_is_plain_onnx_that_checks_and_loads_without_us(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
-from converter.kernelized import panelled, products
+from converter.kernelized import lookups, panelled, products
 from converter.passes.step import run
 from converter.passes.types import InferTypes
 
@@ -113,12 +113,55 @@ def test_a_weight_that_is_transposed_for_products_alone_is_panelled_along_its_ro
     assert panelled(_model(nodes, (48, 32)), {"w"}) == {"w": 0}
 
 
-@pytest.mark.parametrize("reader", ["Gather", "Neg", "Transpose"])
+def _looked_up(axis: int = 0) -> NodeProto:
+    return helper.make_node("Gather", ["w", "ids"], ["rows"], axis=axis)
+
+
+@pytest.mark.parametrize("axis", [0, -2])
+@pytest.mark.parametrize("product", ["Gemm", "MatMul"])
+def test_a_table_that_is_looked_up_and_multiplied_is_panelled_along_its_rows(product: str, axis: int) -> None:
+    nodes = [_looked_up(axis), helper.make_node("Transpose", ["w"], ["t"])]
+    if product == "Gemm":
+        nodes[1:] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)]
+    else:
+        nodes.append(helper.make_node("MatMul", ["x", "t"], ["y"]))
+    model = _model(nodes, (48, 32))
+    assert panelled(model, {"w"}) == {"w": 0}
+    assert {node.op_type: table.name for node, table in lookups(model, {"w"}).items()} == {"Gather": "w"}
+
+
+def test_a_table_that_is_only_looked_up_keeps_its_rows() -> None:
+    assert panelled(_model([_looked_up()], (48, 32)), {"w"}) == {}
+
+
+def test_a_table_whose_rows_are_not_the_product_s_columns_keeps_them() -> None:
+    assert panelled(_model([_looked_up(), helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {}
+
+
+def test_a_table_that_a_body_looks_up_keeps_its_rows() -> None:
+    then, other = (
+        helper.make_graph([_looked_up()], name, [], [graphs.edge("rows", ["batch", 32])]) for name in ("then", "else")
+    )
+    nodes = [
+        helper.make_node("Cast", ["ids"], ["flags"], to=TensorProto.BOOL),
+        helper.make_node("ReduceMax", ["flags"], ["flag"], keepdims=0),
+        helper.make_node("If", ["flag"], ["found"], then_branch=then, else_branch=other),
+        helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
+    ]
+    model = _model(nodes, (48, 32))
+    assert panelled(model, {"w"}) == {}
+    assert [product.layout({}) for product in products(model, {"w"}).values()] == ["transposed"]
+
+
+@pytest.mark.parametrize("reader", ["columns", "indices", "Neg", "Transpose"])
 def test_a_weight_that_is_read_otherwise_too_keeps_its_rows(reader: str) -> None:
-    inputs = ["w", "ids"] if reader == "Gather" else ["w"]
+    readers = {
+        "columns": _looked_up(axis=1),
+        "indices": helper.make_node("GatherND", ["w", "ids"], ["rows"]),
+    }
     nodes = [
         helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
-        helper.make_node(reader, inputs, ["rows"]),
+        readers.get(reader) or helper.make_node(reader, ["w"], ["rows"]),
         helper.make_node("Abs", ["rows"], ["z"]),
     ]
     model = _model(nodes, (48, 32))

@@ -32,16 +32,16 @@ ACTIVATIONS: dict[str, tuple[list[tuple[str, str, dict[str, Any]]], Callable[[Ar
 def layer(n: int, layout: str, *, bias: bool, activation: str) -> ModelProto:
     """x [batch, seq, K] → a product of ``n`` columns, a bias ``b`` or not, an activation → y.
 
-    Its weight ``w`` is [K, n]; where the layout is ``transposed``, [n, K], and ``ids`` look its rows up, too.
+    Its weight ``w`` is [K, n]; where the layout is ``transposed``, [n, K], and ``ids`` look its columns up, too.
     """
     after, _ = ACTIVATIONS[activation]
     tied, total = layout == "transposed", "s" if after else "y"
     nodes, outputs = [], [graphs.edge("y", ["batch", "seq", n])]
     weight = graphs.values(K, n, seed=1)
     if tied:
-        nodes.append(helper.make_node("Gather", ["w", "ids"], ["rows"], name="lookup"))
+        nodes.append(helper.make_node("Gather", ["w", "ids"], ["picked"], name="lookup", axis=1))
         nodes.append(helper.make_node("Transpose", ["w"], ["t"], name="turn", perm=[1, 0]))
-        outputs.append(graphs.edge("rows", ["count", K]))
+        outputs.append(graphs.edge("picked", [n, "count"]))
         weight = np.ascontiguousarray(weight.T)
     product = helper.make_node("MatMul", ["x", "t" if tied else "w"], ["m" if bias else total], name="product")
     nodes.append(product)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import pytest
 from numpy.typing import NDArray
 from onnx import ModelProto
 
@@ -17,8 +18,10 @@ from bf16kit.artifact import Artifact
 from bf16kit.manifest import Manifest, Plan, ProfileEntry, Source, SpecEntry
 from bf16kit.numerics import Subnormals
 from bf16kit.publish import staging
+from bf16kit.runtime.kernel import LIBRARY
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.runtime.session import open_session
 from bf16kit.tensors import BY_ONNX, TensorSpec
 from converter.emulate import emulation
 from converter.graphs import write_graphs
@@ -56,6 +59,18 @@ class Lowered:
 
     def run_cpu(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return load(self.artifact, "cpu").run(feeds)
+
+    def run_kernel(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """What the kernel answers. Its library must have every operator, or their definitions would run instead."""
+        if not LIBRARY.exists():
+            pytest.skip("the kernel was not built: no C++17 compiler")
+        path = self.artifact.file("cpu.onnx")
+        alone = onnx.load(path, load_external_data=False)
+        del alone.functions[:]
+        open_session(alone.SerializeToString(), base_dir=path.parent, library=LIBRARY)
+        runtime = load(self.artifact, "cpu")
+        assert runtime.info.kernel
+        return runtime.run(feeds)
 
     def run_emulated(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         path = self.artifact.file("cuda.onnx")
