@@ -13,6 +13,7 @@ from bf16kit.manifest import Plan
 from bf16kit.runtime.loading import REBUILT
 from bf16kit.tensors import BY_NAME
 from converter.passes import Prepared, run
+from converter.passes.joining import JoinProducts
 from converter.passes.lookups import LookUp
 from converter.passes.narrowing import Narrow
 from converter.passes.products import UseKernel
@@ -47,7 +48,7 @@ def write_graphs(
         nodes = {entry.name for entry in plan.nodes[profile] if entry.precision == "bf16"}
         panels = {name: entry.panels for name, entry in stored.tensors.items() if entry.panels is not None}
         tables = {name for name, axis in panels.items() if axis == 0}
-        kernel = [LookUp(tables), UseKernel(narrow, panels)] if profile == "cpu" else []
+        kernel = [LookUp(tables), UseKernel(narrow, panels), JoinProducts()] if profile == "cpu" else []
         unpanel = Unpanel(stored.tensors)
         model = run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes(), unpanel], source.clone())
         files[profile] = f"{profile}.onnx"
