@@ -8,7 +8,7 @@ import pytest
 
 import graphs
 from bf16kit.panels import pack
-from converter.panelnodes import cuts, matrix_nodes
+from converter.panelnodes import cuts, form, matrix_nodes
 from converter.storage import dims
 
 
@@ -27,6 +27,10 @@ def test_the_nodes_give_the_matrix_that_was_packed(k: int, n: int) -> None:
     proto = ir.to_proto(ir.Model(graph, ir_version=10))
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(session.run(None, {})[0], matrix.astype(np.float32))
+
+
+def test_the_three_ways_have_names() -> None:
+    assert [form(cuts(8, n)) for n in (64, 50, 20)] == ["panels", "panels_tail", "panels_narrow"]
 
 
 def _value(name: str, tensor: ir.TensorProtocol) -> ir.Value:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from architectures import Mlp, Tied, save, seeded
 from converting import MLP, ONNX_ONLY, Cli, tree
 from restored import assert_restored
@@ -106,6 +107,25 @@ def test_tied_weights_come_back_under_both_names(cli: Cli, tmp_path: Path, targe
     cli("restore", target, "--out", out).published()
     assert_restored(out, {name: tensor.numpy() for name, tensor in seeded(Tied()).state_dict().items()})
     assert len(Artifact.open(target).manifest.tensors) < len(seeded(Tied()).state_dict()) + 1
+
+
+def test_a_tied_table_is_stored_in_panels_and_every_profile_answers_as_the_source(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    flags = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq", *ONNX_ONLY)
+    cli("checkpoint", save(tmp_path / "tied.pt", Tied()), "--out", target, *flags).published()
+    artifact, ids = Artifact.open(target), np.array([[0, 63, 5], [-1, 31, 32]])
+    assert {entry.name: entry.panels for entry in artifact.manifest.tensors}["table.weight"] == 0
+    plan = artifact.manifest.plan
+    assert [e.reason for e in plan.nodes["cpu"] if "looks rows up" in e.reason and "in panels" in e.reason]
+    with torch.no_grad():
+        module = seeded(Tied())
+        expected = module(torch.from_numpy(ids % 64)).numpy()
+        module.table.weight.copy_(torch.from_numpy(artifact.tensor("table.weight").astype(np.float32)))
+        module.inner.weight.copy_(module.inner.weight.bfloat16())
+        rounded = module(torch.from_numpy(ids % 64)).numpy()
+    np.testing.assert_allclose(load_reference(artifact).run({"ids": ids})["output"], expected, atol=1e-5)
+    np.testing.assert_allclose(load(artifact, "cpu").run({"ids": ids})["output"], rounded, atol=1e-5)
 
 
 @pytest.mark.parametrize(("profiles", "axes", "version"), [(("cpu", "cuda"), {1}, 2), (("cuda",), {None}, 1)])

@@ -114,6 +114,18 @@ def test_a_weight_that_is_another_s_transpose_is_stored_once(tmp_path: Path) -> 
     np.testing.assert_allclose(made.run_cpu(feeds)["y"], made.run_source(feeds)["y"], atol=2e-2)
 
 
+def test_of_a_table_and_its_transpose_the_table_stays_whichever_comes_first() -> None:
+    proto = _tied(graphs.values(64, 16).T.copy())
+    proto.graph.initializer.reverse()
+    model = run([ShareEqualWeights()], ir.from_proto(proto))
+    assert sorted(model.graph.initializers) == ["table"]
+    assert [(node.op_type, node.inputs[0].name) for node in model.graph if node.inputs[0] is not None] == [
+        ("Transpose", "table"),
+        ("Gather", "table"),
+        ("MatMul", "h"),
+    ]
+
+
 def test_weights_that_differ_in_one_bit_are_not_shared() -> None:
     twin = graphs.values(64, 16).T.copy()
     twin[0, 0] = np.nextafter(twin[0, 0], np.float32(9))
