@@ -6,12 +6,13 @@
 namespace bf16kit {
 namespace {
 
-// A part shorter than this, in nanoseconds, is not worth waking a thread for.
-constexpr double kShortest = 8000;
+// A part shorter than this, in nanoseconds, is not worth waking a thread for; one that is longer makes the others wait at
+// the end. In between, longer ones are better: a thread then stays with its rows.
+constexpr double kShortest = 8000, kLongest = 64000;
 // What one core does in a nanosecond, about: the estimate only decides how work is parted, never what comes out.
 constexpr double kMultipliesPerNs = 40, kBytesPerNs = 20;
 // More parts than this even out nothing more.
-constexpr int64_t kMostChunks = 64;
+constexpr double kMostParts = 64;
 
 // Rows of a block are a multiple of what every path's tiles are made for, but in the last.
 constexpr int64_t kTileRows = 12;
@@ -28,11 +29,12 @@ struct Parted {
 
 int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
 
-// Panels that are worth a part of their own, `all` being those of all products together.
-int64_t panels_of_a_chunk(int64_t k, int64_t rows, int64_t all) {
+// Panels of a part of `block` rows, `all` being the panels of all products together.
+int64_t panels_of_a_chunk(int64_t k, int64_t rows, int64_t block, int64_t all) {
   const double values = static_cast<double>(k) * kPanel;
-  const double duration = std::max(values * rows / kMultipliesPerNs, 2 * values / kBytesPerNs);
-  return std::max(static_cast<int64_t>(kShortest / duration) + 1, all / kMostChunks);
+  const auto duration = [&](int64_t some) { return std::max(values * some / kMultipliesPerNs, 2 * values / kBytesPerNs); };
+  const double wanted = std::min(kLongest, std::max(kShortest, duration(rows) * all / kMostParts));
+  return static_cast<int64_t>(wanted / duration(block)) + 1;
 }
 
 // The bounds of part i when `total` is cut into `parts` nearly equal ones.
@@ -65,7 +67,7 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
   int64_t all = 0;
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
-  const int64_t each = panels_of_a_chunk(products[0].weight.k, std::min(rows, parted.block_rows), all);
+  const int64_t each = panels_of_a_chunk(products[0].weight.k, rows, std::min(rows, parted.block_rows), all);
   const uint64_t id = ++ids;
   for (size_t i = 0; i < count; ++i) {
     products[i].id = id;  // one for all: it stands for x
