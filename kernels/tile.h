@@ -20,10 +20,12 @@ constexpr int64_t kStride = kChain + 16;  // between copied rows of x: a power o
 template <int kRows, int kPairs>
 using Sums = typename V::reg[kRows][kPairs][2];
 
-// total[kRows, 32] (+)= a[kRows, length] · w[length, 2 * kPairs * kLanes]; columns are left as unpack parts them. The first
-// chain writes what the others add to. `ahead` is what is wanted next: `stride` bytes of it are asked for with every row.
+// total[kRows, 32] (+)= a[kRows, length] · w[length, 2 * kPairs * kLanes], rows of a being `lda` apart; columns are left
+// as unpack parts them. The first chain writes what the others add to. `ahead` is what is wanted next: `stride` bytes of
+// it are asked for with every row.
 template <int kRows, int kPairs>
-void chain(const float* a, int64_t lda, const uint16_t* w, int length, float* total, bool first, const char* ahead, int stride) {
+void chain(const float* a, int64_t lda, const uint16_t* w, int length, float* total, bool first, const char* ahead,
+           int stride) {
   Sums<kRows, kPairs> sums;
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
@@ -182,13 +184,10 @@ bool compute(const Product& product, const Part& part) {
   constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
   // Every tile asks for its share of the next block, so that memory works while the tiles compute.
   const int share = kBlockBytes / tiles;
+  const Finish finish = finish_as(product.activation);
   for (int64_t panel = part.first_panel; panel < part.first_panel + part.panels; ++panel) {
     const int64_t column = panel * kPanel, width = weight.width(panel);
     float* y = product.y + part.first_row * weight.n + column;
-    for (int64_t m = 0; m < part.rows; ++m) {  // where the sums will go
-      __builtin_prefetch(y + m * weight.n, 1);
-      __builtin_prefetch(y + m * weight.n + width - 1, 1);
-    }
     for (int64_t first = 0; first < weight.k; first += kChain) {
       const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
       const uint16_t* w = block(weight, panel, first, length, unpacked);
@@ -196,11 +195,18 @@ bool compute(const Product& product, const Part& part) {
       const float* a = x + (copied ? first * part.rows / kChain * kStride : first);
       for (int t = 0; t < tiles; ++t) {
         const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
+        for (int64_t m = begin; first == 0 && m < end; ++m) {  // where the sums will go
+          __builtin_prefetch(y + m * weight.n, 1);
+          __builtin_prefetch(y + m * weight.n + width - 1, 1);
+        }
         add_chain(static_cast<int>(end - begin), a + begin * lda, lda, w, length, totals + begin * kPanel, first == 0,
                   next + t * share, share);
+        // While the processor still adds up the next tile's sums, if it can look that far ahead.
+        if (first + kChain >= weight.k) {
+          finish(product, totals + begin * kPanel, end - begin, column, width, y + begin * weight.n);
+        }
       }
     }
-    finish_as(product.activation)(product, totals, part.rows, column, width, y);
   }
   return true;
 }
