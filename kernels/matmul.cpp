@@ -9,6 +9,8 @@ namespace {
 // A part shorter than this, in nanoseconds, is not worth waking a thread for; one that is longer makes the others wait at
 // the end. In between, longer ones are better: a thread then stays with its rows.
 constexpr double kShortest = 8000, kLongest = 64000;
+// Less than this in all is done before another thread is awake.
+constexpr double kAlone = 32000;
 // What one core does in a nanosecond, about: the estimate only decides how work is parted, never what comes out.
 constexpr double kMultipliesPerNs = 40, kBytesPerNs = 20;
 // More parts than this even out nothing more.
@@ -33,6 +35,7 @@ int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / eac
 int64_t panels_of_a_chunk(int64_t k, int64_t rows, int64_t block, int64_t all) {
   const double values = static_cast<double>(k) * kPanel;
   const auto duration = [&](int64_t some) { return std::max(values * some / kMultipliesPerNs, 2 * values / kBytesPerNs); };
+  if (duration(rows) * all < kAlone) return all;
   const double wanted = std::min(kLongest, std::max(kShortest, duration(rows) * all / kMostParts));
   return static_cast<int64_t>(wanted / duration(block)) + 1;
 }
