@@ -73,8 +73,9 @@ check: setup ## format, lint, types, import rules, generated code
 test: setup ## every test that needs neither Docker nor a GPU
 	$(BIN)/pytest -m 'not compose and not gpu' $(PYTEST_ARGS)
 
-test-kernel: ## the C++ kernel against float64 in 10,000 cases, under AddressSanitizer and UndefinedBehaviorSanitizer
+test-kernel: setup ## the C++ kernel under sanitizers: 10,000 cases against float64, and inside ONNX Runtime
 	kernels/tests/run.sh --sanitize
+	PYTHON=$(BIN)/python kernels/tests/in_onnxruntime.sh
 
 test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason where there is none
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ The kernel is a plain shared library for ONNX Runtime, not a Python extension. W
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -39,6 +40,8 @@ setup(
             depends=sorted(str(path) for path in Path("kernels").glob("*.h")),
             language="c++",
             extra_compile_args=_FLAGS,
+            # ONNX Runtime lets go of it with the last session, but threads may still hold what it gave them
+            extra_link_args=["-Wl,-z,nodelete"] if sys.platform == "linux" else [],
             # a failed build is a warning: the installation goes on without the kernel
             optional=os.environ.get("BF16KIT_REQUIRE_KERNEL") != "1",
         )

@@ -7,27 +7,35 @@ typedef Pairs StoredPairs __attribute__((aligned(2), may_alias));
 inline Pairs load_pairs(const uint16_t* from) { return *reinterpret_cast<const StoredPairs*>(from); }
 inline void store_pairs(uint16_t* to, Pairs pairs) { *reinterpret_cast<StoredPairs*>(to) = pairs; }
 
+// The elements of a (0 to 7) and b (8 to 15) in the order given. GCC has the other builtin only since version 12.
+#if defined(__clang__)
+#define BF16KIT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define BF16KIT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Pairs{__VA_ARGS__})
+#endif
+
 // Transposes 8 x 8 elements of 32 bits: three rounds, each of which pairs what is twice as far apart.
 inline void transpose_pairs(Pairs (&rows)[8]) {
   Pairs once[8], twice[8];
   for (int i = 0; i < 8; i += 2) {
-    once[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    once[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    once[i] = BF16KIT_SHUFFLE(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    once[i + 1] = BF16KIT_SHUFFLE(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
   }
   for (int i = 0; i < 8; i += 4) {
     for (int j = 0; j < 2; ++j) {
-      twice[i + 2 * j] = __builtin_shufflevector(once[i + j], once[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      twice[i + 2 * j + 1] = __builtin_shufflevector(once[i + j], once[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+      twice[i + 2 * j] = BF16KIT_SHUFFLE(once[i + j], once[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      twice[i + 2 * j + 1] = BF16KIT_SHUFFLE(once[i + j], once[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     }
   }
   for (int i = 0; i < 4; ++i) {
-    rows[i] = __builtin_shufflevector(twice[i], twice[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    rows[i + 4] = __builtin_shufflevector(twice[i], twice[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    rows[i] = BF16KIT_SHUFFLE(twice[i], twice[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    rows[i + 4] = BF16KIT_SHUFFLE(twice[i], twice[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
 }
+#undef BF16KIT_SHUFFLE
 
-// Transposes 16 columns, 16 rows each: from[c * stride + r] becomes to[r * 32 + c]. Pairs of rows travel as one element;
-// the even columns and the odd ones are transposed apart and meet in the halves of an element at the end.
+// Transposes 16 columns, 16 rows each: from[c * stride + r] becomes to[r * 32 + c]. Pairs of rows travel as one
+// element; the even columns and the odd ones are transposed apart and meet in the halves of an element at the end.
 inline void transpose_tile(const uint16_t* from, int64_t stride, uint16_t* to) {
   Pairs even[8], odd[8];
   for (int i = 0; i < 8; ++i) {
@@ -45,8 +53,8 @@ inline void transpose_tile(const uint16_t* from, int64_t stride, uint16_t* to) {
 // Copies `width` rows of [n, k], `stride` apart, to the columns of [length, 32], with zeros to the right.
 inline void transpose(const uint16_t* from, int64_t stride, int64_t length, int64_t width, uint16_t* to) {
   constexpr int64_t kLine = 32;  // elements of a cache line
-  // A panel's columns are one stretch of memory, so the same place in the next one comes at its turn; unless that is too
-  // far for the second-level cache.
+  // A panel's columns are one stretch of memory, so the same place in the next one comes at its turn; unless that is
+  // too far for the second-level cache.
   const int64_t ahead = stride <= 4096 ? kPanel * stride : kChain;
   if (width < kPanel) std::memset(to, 0, sizeof(uint16_t) * length * kPanel);
   const int64_t whole_columns = width / 16 * 16, whole_rows = length / kLine * kLine;
@@ -79,8 +87,8 @@ inline void widen(const uint16_t* from, int64_t length, int64_t width, uint16_t*
   }
 }
 
-// Rows [first, first + length) of `panel` as [length, 32], the columns that do not exist zero. A whole panel is read where
-// it is stored; anything else is copied to `scratch`, kChain * kPanel elements.
+// Rows [first, first + length) of `panel` as [length, 32], the columns that do not exist zero. A whole panel is read
+// where it is stored; anything else is copied to `scratch`, kChain * kPanel elements.
 inline const uint16_t* block(const Weight& weight, int64_t panel, int64_t first, int64_t length, uint16_t* scratch) {
   const int64_t width = weight.width(panel);
   const uint16_t* start = weight.data + panel * kPanel * weight.k;

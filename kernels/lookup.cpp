@@ -17,24 +17,34 @@ struct Node {
   Weight table;
 };
 
+// Elements that are worth a part of their own, and as many as are found before another thread is awake.
+constexpr int64_t kPart = 16384;
+
 struct Lookup {
   const Weight& table;
   const int64_t* indices;
+  int64_t count;
+  int64_t each;  // rows of a part
   float* rows;
 };
 
 // Row i: one element of each row of a panel, which is a line of memory for each, one after the other.
-void look_up(void* context, size_t i) {
-  const Lookup& lookup = *static_cast<const Lookup*>(context);
+void look_up(const Lookup& lookup, int64_t i) {
   const Weight& table = lookup.table;
   const int64_t index = lookup.indices[i] < 0 ? lookup.indices[i] + table.n : lookup.indices[i];
   const int64_t panel = index / kPanel, width = table.width(panel);
   const uint16_t* from = table.data + panel * kPanel * table.k + index % kPanel;
-  float* to = lookup.rows + static_cast<int64_t>(i) * table.k;
+  float* to = lookup.rows + i * table.k;
   for (int64_t k = 0; k < table.k; ++k) {
     const uint32_t bits = static_cast<uint32_t>(from[k * width]) << 16;
     std::memcpy(to + k, &bits, sizeof bits);
   }
+}
+
+void look_up_part(void* context, size_t part) {
+  const Lookup& lookup = *static_cast<const Lookup*>(context);
+  const int64_t first = static_cast<int64_t>(part) * lookup.each;
+  for (int64_t i = first; i < first + lookup.each && i < lookup.count; ++i) look_up(lookup, i);
 }
 
 }  // namespace
@@ -61,19 +71,20 @@ Status* run_lookup(void* created, KernelContext* context) {
   const int64_t count = shape.elements(0, shape.count), n = node.table.n;
   for (int64_t i = 0; i < count; ++i) {
     if (indices[i] < -n || indices[i] >= n) {
-      return error(api, kInvalidArgument, "index %lld is outside of a table of %lld rows",
-                   static_cast<long long>(indices[i]), static_cast<long long>(n));
+      return error(api, kInvalidArgument, "index %lld, number %lld of them, is outside of a table of %lld rows",
+                   static_cast<long long>(indices[i]), static_cast<long long>(i), static_cast<long long>(n));
     }
   }
   shape.dims[shape.count++] = node.table.k;
-  Lookup lookup = {node.table, indices, nullptr};
+  Lookup lookup = {node.table, indices, count, kPart / node.table.k + 1, nullptr};
   BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, shape, &lookup.rows));
   if (count == 0) return nullptr;
   Threads threads = {api, context, nullptr};
-  if (count == 1) {
-    look_up(&lookup, 0);
+  const auto parts = static_cast<size_t>((count + lookup.each - 1) / lookup.each);
+  if (parts == 1) {
+    look_up_part(&lookup, 0);
   } else {
-    run_parts(&threads, look_up, static_cast<size_t>(count), &lookup);
+    run_parts(&threads, look_up_part, parts, &lookup);
   }
   return threads.status;
 }

@@ -6,15 +6,15 @@
 namespace bf16kit {
 namespace {
 
-// A part shorter than this, in nanoseconds, is not worth waking a thread for; one that is longer makes the others wait at
-// the end. In between, longer ones are better: a thread then stays with its rows.
+// A part shorter than this, in nanoseconds, is not worth waking a thread for; one that is longer makes the others wait
+// at the end. In between, longer ones are better: a thread then stays with its rows.
 constexpr double kShortest = 8000, kLongest = 64000;
 // Less than this in all is done before another thread is awake.
 constexpr double kAlone = 32000;
 // What one core does in a nanosecond, about: the estimate only decides how work is parted, never what comes out.
 constexpr double kMultipliesPerNs = 40, kBytesPerNs = 20;
-// More parts than this even out nothing more.
-constexpr double kMostParts = 64;
+// A product that takes less than this many of the longest parts is cut into about so many.
+constexpr double kEnoughParts = 64;
 
 // Rows of a block are a multiple of what every path's tiles are made for, but in the last.
 constexpr int64_t kTileRows = 12;
@@ -31,13 +31,16 @@ struct Parted {
 
 int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
 
-// Panels of a part of `block` rows, `all` being the panels of all products together.
-int64_t panels_of_a_chunk(int64_t k, int64_t rows, int64_t block, int64_t all) {
+// How long one core takes for some rows and one panel, in nanoseconds.
+double duration(int64_t k, int64_t rows) {
   const double values = static_cast<double>(k) * kPanel;
-  const auto duration = [&](int64_t some) { return std::max(values * some / kMultipliesPerNs, 2 * values / kBytesPerNs); };
-  if (duration(rows) * all < kAlone) return all;
-  const double wanted = std::min(kLongest, std::max(kShortest, duration(rows) * all / kMostParts));
-  return static_cast<int64_t>(wanted / duration(block)) + 1;
+  return std::max(values * rows / kMultipliesPerNs, 2 * values / kBytesPerNs);
+}
+
+// Panels of a part of `block` rows, where all of it takes `whole` nanoseconds.
+int64_t panels_of_a_chunk(int64_t k, int64_t block, double whole) {
+  const double wanted = std::min(kLongest, std::max(kShortest, whole / kEnoughParts));
+  return static_cast<int64_t>(wanted / duration(k, block)) + 1;
 }
 
 // The bounds of part i when `total` is cut into `parts` nearly equal ones.
@@ -70,7 +73,9 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
   int64_t all = 0;
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
-  const int64_t each = panels_of_a_chunk(products[0].weight.k, rows, std::min(rows, parted.block_rows), all);
+  const int64_t k = products[0].weight.k;
+  const double whole = duration(k, rows) * static_cast<double>(all);
+  const int64_t each = panels_of_a_chunk(k, std::min(rows, parted.block_rows), whole);
   const uint64_t id = ++ids;
   for (size_t i = 0; i < count; ++i) {
     products[i].id = id;  // one for all: it stands for x
@@ -78,8 +83,8 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
     parted.all_chunks += parted.chunks[i];
   }
   const auto parts = static_cast<size_t>(divide_up(rows, parted.block_rows) * parted.all_chunks);
-  if (parts == 1) {
-    run_part(&parted, 0);
+  if (parts == 1 || whole < kAlone) {
+    for (size_t i = 0; i < parts; ++i) run_part(&parted, i);
   } else {
     run(threads, run_part, parts, &parted);
   }

@@ -43,6 +43,7 @@ Status* read_data(const Api* api, const Value* value, void** data) {
 Status* read_input(const Api* api, const KernelContext* context, size_t index, Shape& shape, void** data) {
   const Value* value = nullptr;
   BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInput, context, index, &value));
+  if (value == nullptr) return error(api, kInvalidGraph, "input %zu is missing; the node needs it", index);
   BF16KIT_RETURN_IF_ERROR(read_shape(api, value, shape));
   return read_data(api, value, data);
 }
@@ -51,6 +52,7 @@ Status* make_output(const Api* api, KernelContext* context, size_t index, const 
   Value* value = nullptr;
   BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetOutput, context, index,
                                         static_cast<const int64_t*>(shape.dims), shape.count, &value));
+  if (value == nullptr) return error(api, kInvalidGraph, "output %zu has no name; give it one", index);
   void* address = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_data(api, value, &address));
   *data = static_cast<float*>(address);
@@ -97,21 +99,21 @@ Status* read_weight(const Api* api, const KernelInfo* info, size_t index, Weight
   const Value* value = nullptr;
   BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelInfoGetConstantInputTensor, info, index, &is_constant, &value));
   if (is_constant == 0 || value == nullptr) {
-    return error(api, kInvalidGraph, "the weight is computed; it must be a constant of the graph");
+    return error(api, kInvalidGraph, "input %zu, a weight, is computed; it must be a constant of the graph", index);
   }
   Shape shape;
   BF16KIT_RETURN_IF_ERROR(read_shape(api, value, shape));
   const int64_t elements = shape.elements(0, shape.count);
   if (elements != weight.k * weight.n) {
-    return error(api, kInvalidGraph, "the weight has %lld elements; k = %lld and n = %lld need %lld",
+    return error(api, kInvalidGraph, "the weight, input %zu, has %lld elements; k = %lld and n = %lld need %lld", index,
                  static_cast<long long>(elements), static_cast<long long>(weight.k), static_cast<long long>(weight.n),
                  static_cast<long long>(weight.k * weight.n));
   }
   void* data = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_data(api, value, &data));
   if (reinterpret_cast<uintptr_t>(data) % alignof(uint16_t) != 0) {
-    return error(api, kInvalidGraph, "the weight lies at address %p, which is odd; align it to 64 bytes in its file",
-                 data);
+    return error(api, kInvalidGraph, "the weight, input %zu, lies at the odd address %p; align it to 64 bytes in its"
+                 " file", index, data);
   }
   weight.data = static_cast<const uint16_t*>(data);
   return nullptr;

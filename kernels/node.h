@@ -24,7 +24,8 @@ struct Shape {
 
 abi::Status* read_shape(const abi::Api* api, const abi::Value* value, Shape& shape);
 abi::Status* read_data(const abi::Api* api, const abi::Value* value, void** data);
-abi::Status* read_input(const abi::Api* api, const abi::KernelContext* context, size_t index, Shape& shape, void** data);
+abi::Status* read_input(const abi::Api* api, const abi::KernelContext* context, size_t index, Shape& shape,
+                        void** data);
 abi::Status* make_output(const abi::Api* api, abi::KernelContext* context, size_t index, const Shape& shape,
                          float** data);
 

@@ -1,5 +1,5 @@
-// Plain C++, for processors without AVX2. The compiler vectorises it for whatever the build is for; where that has fused
-// multiply-add (as 64-bit Arm does) it gives the bits of the other paths, elsewhere it rounds the product as well.
+// Plain C++, for processors without AVX2. The compiler vectorises it for whatever the build is for; where that has
+// fused multiply-add (as 64-bit Arm does) it gives the bits of the other paths, elsewhere it rounds the product as well.
 #include "path.h"
 
 #include <cmath>

@@ -4,7 +4,6 @@
 #include <iterator>
 #include <new>
 
-#include "matmul.h"
 #include "node.h"
 #include "status.h"
 

@@ -1,4 +1,4 @@
-// The operators bf16kit::MatMul…: y = activation(x · w + bias), w in bf16, for one weight or for two or three that share x.
+// The operators bf16kit::MatMul…: y = activation(x · w + bias), w in bf16, for one weight or two or three that share x.
 //
 //   inputs      x [..., k] fp32; each w bf16, a constant of k * n elements; each bias [n] fp32, optional
 //   outputs     each y [..., n] fp32
@@ -9,10 +9,11 @@
 #pragma once
 
 #include "abi.h"
+#include "matmul.h"
 
 namespace bf16kit {
 
-constexpr size_t kMostWeights = 3;
+constexpr size_t kMostWeights = kMostProducts;
 
 // What the attribute `activation` may be.
 constexpr const char* kActivations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};

@@ -1,4 +1,4 @@
-// What the library exports: ONNX Runtime's entry point for custom operators, and the name of the path that will be used.
+// What the library exports: ONNX Runtime's entry point for custom operators, and the name of the path that will run.
 #include <cstdio>
 #include <cstring>
 #include <mutex>
@@ -26,24 +26,25 @@ bool fits(const Api* api) {
   return same;
 }
 
-Status* refuse(const ApiBase* base, const char* why) {
-  // CreateStatus is the first entry of every version's table.
+Status* refuse(const ApiBase* base, const char* version, const char* why) {
+  // CreateStatus is the first entry of every version's table, and every release has that of version 1. One that had not
+  // could not be told anything: its session then runs the definitions in the graph.
   const Api* oldest = base->GetApi(1);
   if (oldest == nullptr) return nullptr;
-  return error(oldest, kFail, "ONNX Runtime %s %s", base->GetVersionString(), why);
+  return error(oldest, kFail, "ONNX Runtime %s %s", version == nullptr ? "of unknown version" : version, why);
 }
 
 Status* register_operators(SessionOptions* options, const ApiBase* base) {
   int major = 0, minor = 0;
   const char* version = base->GetVersionString();
   if (version == nullptr || std::sscanf(version, "%d.%d", &major, &minor) != 2) {
-    return refuse(base, "does not tell its version");
+    return refuse(base, version, "does not tell its version");
   }
   if (major != 1 || minor < static_cast<int>(kVersion)) {
-    return refuse(base, "is not a release this kernel knows: it needs 1.21 or a later 1.x");
+    return refuse(base, version, "is not a release this kernel knows: it needs 1.21 or a later 1.x");
   }
   const Api* api = base->GetApi(kVersion);
-  if (api == nullptr || !fits(api)) return refuse(base, "does not have the interface of version 1.21");
+  if (api == nullptr || !fits(api)) return refuse(base, version, "does not have the interface of version 1.21");
   // One for all sessions: it must outlive them, and nobody says when the last one has gone.
   static std::mutex mutex;
   static Domain* shared = nullptr;

@@ -15,14 +15,15 @@
 #include "block.h"
 
 constexpr int kWide = kPanel / (2 * V::kLanes);  // pairs of vectors in a row of a panel
-constexpr int64_t kStride = kChain + 16;  // between copied rows of x: a power of two would put them all in one cache set
+// Between copied rows of x: a power of two would put them all in one cache set.
+constexpr int64_t kStride = kChain + 16;
 
 template <int kRows, int kPairs>
 using Sums = typename V::reg[kRows][kPairs][2];
 
-// total[kRows, 32] (+)= a[kRows, length] · w[length, 2 * kPairs * kLanes], rows of a being `lda` apart; columns are left
-// as unpack parts them. The first chain writes what the others add to. `ahead` is what is wanted next: `stride` bytes of
-// it are asked for with every row.
+// total[kRows, 32] (+)= a[kRows, length] · w[length, 2 * kPairs * kLanes], rows of a being `lda` apart; columns are
+// left as unpack parts them. The first chain writes what the others add to. `ahead` is what is wanted next: `stride`
+// bytes of it are asked for with every row.
 template <int kRows, int kPairs>
 void chain(const float* a, int64_t lda, const uint16_t* w, int length, float* total, bool first, const char* ahead,
            int stride) {
@@ -114,18 +115,18 @@ void add_chain(int rows, const float* a, int64_t lda, const uint16_t* w, int len
   }
 }
 
-// Bias, activation, and the columns in their order, from scratch[rows, 32] to y[rows, width] of stride n.
+// Bias, activation, and the columns in their order, from totals[rows, 32] to y[rows, width] of stride n.
 template <Activation kActivation>
-void finish(const Product& product, const float* scratch, int64_t rows, int64_t column, int64_t width, float* y) {
+void finish(const Product& product, const float* totals, int64_t rows, int64_t column, int64_t width, float* y) {
   alignas(64) float bias[kPanel] = {};
   alignas(64) float row[kPanel];
   if (product.bias != nullptr) std::memcpy(bias, product.bias + column, sizeof(float) * width);
-  for (int64_t m = 0; m < rows; ++m, scratch += kPanel, y += product.weight.n) {
+  for (int64_t m = 0; m < rows; ++m, totals += kPanel, y += product.weight.n) {
     float* to = width == kPanel ? y : row;
     for (int p = 0; p < kWide; ++p) {
       const int at = p * 2 * V::kLanes;
       typename V::reg low, high;
-      V::interleave(V::load(scratch + at), V::load(scratch + at + V::kLanes), low, high);
+      V::interleave(V::load(totals + at), V::load(totals + at + V::kLanes), low, high);
       if (product.bias != nullptr) {
         low = V::add(low, V::load(bias + at));
         high = V::add(high, V::load(bias + at + V::kLanes));
@@ -174,7 +175,7 @@ const float* gather(const Product& product, const Part& part, Room& room) {
 bool compute(const Product& product, const Part& part) {
   static thread_local Room room;
   alignas(64) float totals[kRowBlock * kPanel];
-  alignas(64) uint16_t unpacked[kChain * kPanel];
+  alignas(64) uint16_t scratch[kChain * kPanel];
   const Weight& weight = product.weight;
   const float* x = gather(product, part, room);
   if (x == nullptr) return false;
@@ -190,8 +191,10 @@ bool compute(const Product& product, const Part& part) {
     float* y = product.y + part.first_row * weight.n + column;
     for (int64_t first = 0; first < weight.k; first += kChain) {
       const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
-      const uint16_t* w = block(weight, panel, first, length, unpacked);
-      const char* next = reinterpret_cast<const char*>(w + length * kPanel);
+      const uint16_t* w = block(weight, panel, first, length, scratch);
+      // What was copied has asked for what comes after it already; asking for itself costs nothing.
+      const bool stored = w != scratch;
+      const char* next = reinterpret_cast<const char*>(stored ? w + length * kPanel : w);
       const float* a = x + (copied ? first * part.rows / kChain * kStride : first);
       for (int t = 0; t < tiles; ++t) {
         const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
@@ -200,7 +203,7 @@ bool compute(const Product& product, const Part& part) {
           __builtin_prefetch(y + m * weight.n + width - 1, 1);
         }
         add_chain(static_cast<int>(end - begin), a + begin * lda, lda, w, length, totals + begin * kPanel, first == 0,
-                  next + t * share, share);
+                  next + (stored ? t * share : 0), stored ? share : 0);
         // While the processor still adds up the next tile's sums, if it can look that far ahead.
         if (first + kChain >= weight.k) {
           finish(product, totals + begin * kPanel, end - begin, column, width, y + begin * weight.n);

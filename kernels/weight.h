@@ -13,7 +13,7 @@ enum class Layout {
   // Panels of 32 columns, one after the other, each [k, 32] in C order; the last may be narrower. What the converter
   // writes: few rows of activations then read the weight from front to back.
   kPanels,
-  // [n, k] in C order: a table that is also looked up by rows, such as tied embeddings.
+  // [n, k] in C order: what something besides the kernel reads as well, and convolutions over a single pixel.
   kTransposed,
 };
 

@@ -2,8 +2,8 @@
 //
 //   bandwidth FILE BYTES THREADS
 //
-// writes FILE, maps it as ONNX Runtime maps weights, finds out how many streams a thread reads fastest and how far ahead
-// it prefetches best, and prints both. Then, for each line of input, a number of passes, it prints the bandwidth of the
+// writes FILE, maps it as ONNX Runtime maps weights, finds out how many streams a thread reads fastest and how far
+// ahead it prefetches best, and prints both. Then, for each line of input, a number of passes, it prints the bandwidth of the
 // fastest and of the median pass in GB/s. It ends with its input.
 
 #include <fcntl.h>

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Builds the whole library under AddressSanitizer and UndefinedBehaviorSanitizer into build/kernel-test/library/ and runs
+# the tests that load it into ONNX Runtime. PYTHON: the interpreter, with the project and pytest. CXX: GCC, g++ unless set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+out=build/kernel-test/library
+mkdir -p "$out"
+read -ra compiler <<<"${CXX:-g++}"
+flags=(-std=c++17 -O1 -g -fPIC -fvisibility=hidden -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all)
+flags+=(-Wno-psabi -Wno-maybe-uninitialized)
+objects=() jobs=()
+for source in kernels/*.cpp; do
+  objects+=("$out/$(basename "$source" .cpp).o")
+  "${compiler[@]}" "${flags[@]}" -c "$source" -o "${objects[-1]}" &
+  jobs+=($!)
+done
+for job in "${jobs[@]}"; do wait "$job"; done
+"${compiler[@]}" -shared -fsanitize=address,undefined "${objects[@]}" -o "$out/_bf16kernel.so"
+
+# The interpreter is not built with the sanitizers, so they come first. It and ONNX Runtime leak on their own account.
+preload=""
+for library in libasan.so libubsan.so libstdc++.so.6; do preload+=" $("${compiler[@]}" -print-file-name="$library")"; done
+LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 BF16KIT_TEST_KERNEL="$PWD/$out/_bf16kernel.so" \
+  "${PYTHON:-python3}" -m pytest -q tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py \
+  tests/converter/passes/test_lookups.py tests/converter/passes/test_joining.py
