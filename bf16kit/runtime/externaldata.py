@@ -27,9 +27,10 @@ def initializers(path: Path, location: str) -> list[str]:
 def check_locations(path: Path, allowed: Collection[str]) -> None:
     """Refuse a graph whose tensors are not where an artifact keeps them.
 
-    That is a file beside it among the ``allowed``, from a multiple of 64 bytes on, as whoever maps it relies on, and
-    whole within the file. A file that is not there, as the reference's never is, has no end to check. The digests prove
-    that a graph is the one that was written, not that whoever wrote it meant well, or knew how long the weights are.
+    That is a file beside it among the ``allowed``, from a multiple of 64 bytes on, as whoever maps it relies on, as
+    many bytes as its shape and dtype need, and whole within the file. A file that is not there, as the reference's
+    never is, has no end to check. The digests prove that a graph is the one that was written, not that whoever wrote it
+    meant well, or knew how long the weights are.
 
     Raises :class:`ArtifactError` naming the tensor and the file, :class:`RuntimeFailure` when ``path`` is not an ONNX
     file.
@@ -49,13 +50,20 @@ def check_locations(path: Path, allowed: Collection[str]) -> None:
 
 
 def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | None) -> None:
-    """Refuse a ``tensor`` that does not start where tensors do, or ends beyond the ``size`` bytes of ``location``."""
+    """Refuse a ``tensor`` that does not start where tensors do, is not as long as its shape and dtype say, or ends
+    beyond the ``size`` bytes of ``location``."""
     place = f"{path}: tensor {tensor.name!r} in {location!r}"
     offset = _number(place, tensor, "offset", 0)
-    length = _number(place, tensor, "length", _nbytes(tensor))
+    needed = _nbytes(place, tensor)
+    length = _number(place, tensor, "length", needed or 0)
     if offset % ALIGNMENT:
         raise ArtifactError(
             f"{place} starts at byte {offset}, which is no multiple of {ALIGNMENT}; convert the checkpoint again"
+        )
+    if needed is not None and length != needed:
+        raise ArtifactError(
+            f"{place} has {length} bytes, but its shape {list(tensor.dims)} and dtype need {needed}; convert the"
+            " checkpoint again"
         )
     if size is not None and offset + length > size:
         raise ArtifactError(
@@ -76,10 +84,12 @@ def _number(place: str, tensor: TensorProto, key: str, default: int) -> int:
     return int(values[0])
 
 
-def _nbytes(tensor: TensorProto) -> int:
-    """The bytes of its elements, 0 where their type is unknown: ONNX Runtime will say so."""
+def _nbytes(place: str, tensor: TensorProto) -> int | None:
+    """The bytes of its elements, None where their type is unknown: ONNX Runtime will say so."""
+    if any(dim < 0 for dim in tensor.dims):
+        raise ArtifactError(f"{place} has the shape {list(tensor.dims)}; no dimension may be negative")
     known = BY_ONNX.get(tensor.data_type)
-    return 0 if known is None else known.numpy.itemsize * math.prod(tensor.dims)
+    return None if known is None else known.numpy.itemsize * math.prod(tensor.dims)
 
 
 def _model(path: Path) -> ModelProto:

@@ -118,6 +118,24 @@ def test_a_tensor_beyond_the_end_of_its_file_is_refused(length: int | None, tmp_
         check_locations(path, {"weights.fp32"})
 
 
+@pytest.mark.parametrize("length", [0, 1, 2047, 2049])
+def test_a_length_that_is_not_what_the_shape_needs_is_refused(length: int, tmp_path: Path) -> None:
+    path = placed(tmp_path, size=4096, length=length)
+    words = rf"tensor 'w0' .* has {length} bytes, but its shape \[16, 32\] and dtype need 2048"
+    with pytest.raises(ArtifactError, match=words):
+        check_locations(path, {"weights.fp32"})
+
+
+@pytest.mark.parametrize("dims", [[-1], [-16, -32], [0, -1]], ids=str)
+def test_a_negative_dimension_is_refused(dims: list[int], tmp_path: Path) -> None:
+    path = placed(tmp_path, size=4096)
+    model = onnx.load(path, load_external_data=False)
+    model.graph.initializer[0].dims[:] = dims
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ArtifactError, match=r"tensor 'w0' .* no dimension may be negative"):
+        check_locations(path, {"weights.fp32"})
+
+
 @pytest.mark.parametrize("offset", [1, 32, 65])
 def test_a_tensor_that_starts_between_two_cache_lines_is_refused(offset: int, tmp_path: Path) -> None:
     path = placed(tmp_path, size=4096, offset=offset, length=2048)
