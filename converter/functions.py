@@ -1,4 +1,4 @@
-"""The kernel's operator defined in ONNX's own: what runs where its library is not registered.
+"""The kernel's ``bf16kit::MatMul_…`` defined in ONNX's own operators: what runs where its library is not registered.
 
 Each variant of the kernel's product that a graph uses is an operator of its own name, and a model-local function of
 that graph. (Overloads of one function would do in ONNX Runtime, but not everywhere: onnx 1.23's evaluator takes the

@@ -1,8 +1,10 @@
 """The CPU kernel, as Python sees it: a library beside this file, which path of it runs, and why it may not be used.
 
-The library holds the operator ``bf16kit::MatMul``: fp32 activations by weights that stay bf16 in memory, summed in
-fp32. A graph that has such nodes also defines them as functions of standard operators. ONNX Runtime falls back to
-those where the library is not registered: the same results within fp32 rounding, from weights widened at load.
+The library holds operators of the domain ``bf16kit``: products of fp32 activations by weights that stay bf16 in
+memory, summed in fp32 (``MatMul_…``; ``MatMul2_…`` and ``MatMul3_…`` for several weights at once; the generic
+``MatMul`` is for graphs made by hand), and ``Gather_…``, which looks rows up in such a weight. A graph that has such
+nodes also defines them as functions of standard operators. ONNX Runtime falls back to those where the library is not
+registered: the same results within fp32 rounding, from weights widened at load.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ PATHS = ("avx512f", "avx2", "portable")  # as kernels/choose.cpp names them, the
 OFF = "off"
 
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
+_ONNXRUNTIME = "an onnxruntime of 1.24 or later, below 2"
+_NOT_BUILT = (
+    "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why)"
+)
 _REINSTALL = "install a C++17 compiler (on Debian: apt-get install g++) and install bf16kit again"
 
 
@@ -61,7 +67,7 @@ def available() -> Kernel:
     kernel = chosen()
     refusal = _refusal() if kernel.path else ""
     if refusal:
-        return _without(f"this ONNX Runtime and its library do not fit ({refusal})", "install a supported onnxruntime")
+        return _without(f"this ONNX Runtime and its library do not fit ({refusal})", f"install {_ONNXRUNTIME}")
     return kernel
 
 
@@ -80,7 +86,7 @@ def chosen() -> Kernel:
     if wanted == OFF:
         return _without(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
     if not LIBRARY.exists():
-        return _without("it was not built when bf16kit was installed, for want of a C++17 compiler", _REINSTALL)
+        return _without(_NOT_BUILT, _REINSTALL)
     try:
         ask = ctypes.CDLL(str(LIBRARY)).bf16kit_kernel_path
     except (OSError, AttributeError) as error:  # built for another machine, damaged, or not ours

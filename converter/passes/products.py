@@ -19,7 +19,7 @@ _Dim = int | ir.SymbolicDim | str | None
 
 
 class UseKernel(Step):
-    """Let ``bf16kit::MatMul`` do the products of the main graph that it can, and define it with a function per variant.
+    """Let ``bf16kit::MatMul_…`` do the products of the main graph that it can, and define each variant as a function.
 
     ``narrow`` names the initializers stored in bf16, ``panels`` those of them that are stored in panels: these become
     flat here, k·n elements, which nothing but the kernel reads. A node keeps its product's name, and gives what the
