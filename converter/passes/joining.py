@@ -55,11 +55,14 @@ def _groups(graph: ir.Graph) -> list[list[ir.Node]]:
 
 
 def _constant(value: ir.Value | None) -> bool:
-    """Whether ``value`` is an initializer, or one reshaped, as biases of several dimensions are."""
+    """Whether ``value`` is an initializer, or one reshaped for a single reader, as biases of several dimensions are.
+
+    A second reader might stand before the place that the Reshape is moved to.
+    """
     if value is None or value.is_initializer():
         return value is not None
     producer = value.producer()
-    if producer is None or producer.op_type != "Reshape" or producer.domain != "":
+    if producer is None or producer.op_type != "Reshape" or producer.domain != "" or len(value.uses()) != 1:
         return False
     return all(each is not None and each.is_initializer() for each in producer.inputs)
 

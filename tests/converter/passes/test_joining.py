@@ -236,6 +236,25 @@ def test_functions_are_written_in_the_operators_of_the_model_s_own_opset(opset: 
     onnx.checker.check_model(str(made.artifact.file("cpu.onnx")), full_check=True)
 
 
+def test_a_reshaped_bias_that_another_node_reads_too_stays_where_it_is() -> None:
+    """Moved behind its other reader, the graph would be out of order."""
+    made = [
+        helper.make_node("Reshape", ["b", "shape"], ["flat"], name="reshape"),
+        helper.make_node("Add", ["x", "flat"], ["other"], name="reader"),
+    ]
+    for i, bias in enumerate(("flat", "c")):
+        node = helper.make_node("MatMul_panels_bias", ["x", f"w{i}", bias], [f"y{i}"], name=f"p{i}", domain="bf16kit")
+        node.attribute.extend([helper.make_attribute("k", 32), helper.make_attribute("n", 32)])
+        made.append(node)
+    weights = [graphs.initializer(name, graphs.values(32 * 32)) for name in ("w0", "w1")]
+    weights += [graphs.initializer("b", graphs.values(1, 32)), graphs.initializer("c", graphs.values(32))]
+    weights.append(graphs.initializer("shape", np.array([32])))
+    outputs = [graphs.edge(name) for name in ("y0", "y1", "other")]
+    model = ir.from_proto(graphs.model(made, [graphs.edge("x", ["rows", 32])], outputs, weights))
+    assert not JoinProducts().apply(model)
+    assert [node.name for node in model.graph] == ["reshape", "reader", "p0", "p1"]
+
+
 def test_an_operator_without_a_definition_is_guarded() -> None:
     node = helper.make_node("MatMul_panels_tail", ["x"], ["y"], name="product", domain="bf16kit")
     model = ir.from_proto(graphs.model([node], [graphs.edge("x")], [graphs.edge("y")]))
