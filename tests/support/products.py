@@ -1,9 +1,9 @@
-"""Graphs of one ``bf16kit::MatMul`` made by hand, right or wrong on purpose, with the function it stands for."""
+"""Graphs of one of the kernel's nodes made by hand, right or wrong on purpose, ``MatMul`` with its function."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,35 @@ def product(
     tensors = [graphs.initializer("w", stored), *([graphs.initializer("b", bias)] if bias is not None else [])]
     edges = [graphs.edge("x", [k if dim == "k" else dim for dim in x])], [graphs.edge("y", [*x[:-1], n])]
     model = graphs.model([node], *edges, tensors)
-    del model.opset_import[:]
-    model.opset_import.extend(_OPSETS)
+    _ours(model)
     if function:
         model.functions.append(_function(k, n, layout, activation, bias is not None))
     return model
+
+
+def joined(k: int, columns: Sequence[int], stored: Sequence[Array] | None = None, /, **attributes: Any) -> ModelProto:
+    """y1, y2 … = x [rows, k] · w1, w2 …, of ``columns`` each, in one node and without a function.
+
+    ``attributes`` replace the node's own, and take those away that are None; ``stored`` is what is kept of the weights.
+    """
+    positions = range(1, len(columns) + 1)
+    weights = stored or [np.zeros(k * n, ml_dtypes.bfloat16) for n in columns]
+    names = [f"w{i}" for i in positions]
+    edges = [graphs.edge("x", ["rows", k])], [graphs.edge(f"y{i}", ["rows", f"n{i}"]) for i in positions]
+    node = helper.make_node(
+        f"MatMul{len(columns)}_panels", ["x", *names], [f"y{i}" for i in positions], domain="bf16kit"
+    )
+    _set(node, {"k": k} | {f"n{i}": n for i, n in zip(positions, columns, strict=True)} | attributes)
+    return _ours(graphs.model([node], *edges, list(map(graphs.initializer, names, weights))))
+
+
+def lookup(k: int, n: int, stored: Array | None = None, /, **attributes: Any) -> ModelProto:
+    """y = the rows of a table [n, k] at ids, in one node and without a function; the rest is as for :func:`joined`."""
+    table = np.zeros(k * n, ml_dtypes.bfloat16) if stored is None else stored
+    node = helper.make_node("Gather_panels", ["ids", "w"], ["y"], domain="bf16kit")
+    _set(node, {"k": k, "n": n} | attributes)
+    edges = [graphs.edge("ids", ["count"], TensorProto.INT64)], [graphs.edge("y", ["count", "k"])]
+    return _ours(graphs.model([node], *edges, [graphs.initializer("w", table)]))
 
 
 def session(model: ModelProto, *, threads: int = 1, library: Path | None = kernel.LIBRARY) -> Session:
@@ -89,6 +113,17 @@ def exact(x: Array, weight: Array, bias: Array | None = None, activation: str = 
     if activation == "gelu":
         return np.asarray(0.5 * sums * (1 + np.vectorize(math.erf)(sums / np.sqrt(2))))
     return np.asarray(sums)
+
+
+def _set(node: NodeProto, attributes: Mapping[str, Any]) -> None:
+    node.attribute.extend(helper.make_attribute(name, each) for name, each in attributes.items() if each is not None)
+
+
+def _ours(model: ModelProto) -> ModelProto:
+    """The same graph, which may use our operators."""
+    del model.opset_import[:]
+    model.opset_import.extend(_OPSETS)
+    return model
 
 
 def _function(k: int, n: int, layout: str, activation: str, has_bias: bool) -> FunctionProto:
