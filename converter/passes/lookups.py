@@ -23,9 +23,10 @@ class LookUp(Step):
     """Let ``bf16kit::Gather_panels`` look rows up in ``tables``: matrices [n, k] stored in panels along their axis 0.
 
     A node keeps its name and gives what the Gather gave, under the same name: rows widened to fp32. Indices that are
-    not int64 are cast. The table becomes flat with the products that read it: see :class:`UseKernel`.
+    not int64 are cast. The table becomes flat with the products that read it, in :class:`UseKernel`.
 
-    Requires: types are known, bf16 weights have not been widened.
+    Requires: types are known, bf16 weights have not been widened, and tables are matrices still, so :class:`UseKernel`
+    comes later. Ensures: no Gather reads one of the ``tables``.
     """
 
     name = "look rows up in panels"
@@ -53,6 +54,12 @@ class LookUp(Step):
             replace_output(model.graph, node, output)
         define(model, functions.values())
         return True
+
+    def ensures(self, model: ir.Model) -> None:
+        for name in sorted(self._tables & model.graph.initializers.keys()):
+            for node, _ in model.graph.initializers[name].uses():
+                if (node.domain, node.op_type) == ("", "Gather"):
+                    raise ConversionError(f"node {node.name!r} reads {name!r}, which is stored in panels")
 
 
 def op_type(lists: Collection[str]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from layers import ours
@@ -14,8 +15,10 @@ from onnx import ModelProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
-from bf16kit.errors import RuntimeFailure
+from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.runtime.kernel import VARIABLE
+from converter.passes import run
+from converter.passes.lookups import LookUp
 
 _WIDTH = 40
 _OPERATORS = {96: "Gather_panels", 50: "Gather_panels_tail", 20: "Gather_panels_narrow"}
@@ -169,3 +172,11 @@ def test_every_graph_reads_the_one_copy_and_the_table_comes_back(tmp_path: Path)
     assert relative_l2(source["y"], made.run_emulated(feeds)["y"]) < 8e-3
     reference = made.run_reference(feeds)
     assert all(np.array_equal(reference[name], source[name]) for name in source)
+
+
+def test_a_table_that_is_gathered_otherwise_is_guarded() -> None:
+    """Columns, which no kernel looks up."""
+    proto = _tied(50, ["batch"])
+    proto.graph.node[0].attribute.append(helper.make_attribute("axis", 1))
+    with pytest.raises(ConversionError, match="node 'lookup' reads 'table', which is stored in panels"):
+        run([LookUp({"table"})], ir.from_proto(proto))
