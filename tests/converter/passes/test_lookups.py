@@ -81,7 +81,7 @@ def test_every_row_is_found_counted_from_either_end(rows: int, tmp_path: Path, m
 def test_an_index_out_of_range_is_an_error(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = lower(tmp_path / "m" / "1", _tied(50, ["batch"]))
     feeds = _feeds(np.array([3, wrong]))
-    with pytest.raises(RuntimeFailure, match=f"index {wrong} is outside of a table of 50 rows"):
+    with pytest.raises(RuntimeFailure, match=f"index {wrong}, number . of them, is outside of a table of 50 rows"):
         made.run_kernel(feeds)
     monkeypatch.setenv(VARIABLE, "off")
     with pytest.raises(RuntimeFailure, match=f"indices element out of data bounds, idx={wrong}"):

@@ -40,7 +40,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"layout": ""}, "attribute layout is"),
         ({"k": "four"}, "attribute k is missing or of another type; it must be an integer"),
         ({"layout": 1}, "attribute layout is missing or of another type; it must be a string"),
-        ({"n": N + 1}, f"the weight has {K * N} elements; k = {K} and n = {N + 1} need {K * (N + 1)}"),
+        ({"n": N + 1}, f"the weight, input 1, has {K * N} elements; k = {K} and n = {N + 1} need {K * (N + 1)}"),
     ],
     ids=str,
 )
@@ -65,7 +65,8 @@ def test_an_attribute_that_is_missing_is_refused_at_load(name: str) -> None:
 def test_a_weight_of_another_size_is_refused_at_load(layout: str, elements: int) -> None:
     """Cut short, or made for another layer: it must not be read past its end."""
     stored = np.zeros(elements, ml_dtypes.bfloat16)
-    with pytest.raises(RuntimeFailure, match=f"the weight has {elements} elements; k = {K} and n = {N} need {K * N}"):
+    words = f"the weight, input 1, has {elements} elements; k = {K} and n = {N} need {K * N}"
+    with pytest.raises(RuntimeFailure, match=words):
         session(product(graphs.values(K, N), layout=layout, stored=stored, function=False))
 
 
@@ -77,7 +78,7 @@ def test_a_weight_of_another_dtype_is_refused_at_load() -> None:
 
 def test_a_weight_that_is_computed_is_refused_at_load() -> None:
     model = products.with_computed_weight(product(graphs.values(K, N), function=False))
-    with pytest.raises(RuntimeFailure, match="the weight is computed; it must be a constant of the graph"):
+    with pytest.raises(RuntimeFailure, match="input 1, a weight, is computed; it must be a constant of the graph"):
         session(model)
 
 
