@@ -9,7 +9,7 @@ fp32 at load: the same results within fp32 rounding, at fp32's price in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -60,16 +60,10 @@ def function(variant: Variant, opset: int) -> ir.Function:
     """
     inputs = [ir.Value(name=name) for name in ("X", "W", "B")[: 3 if variant.bias else 2]]
     body = Body(opset)
-    weight = body.add("Cast", _matrix(body, variant, inputs[1]), to=int(ir.DataType.FLOAT))
-    result = body.add("MatMul", inputs[0], weight)
-    if variant.bias:
-        result = body.add("Add", result, inputs[2])
+    result = body.product(inputs[0], _matrix(body, variant, inputs[1]), inputs[2] if variant.bias else None)
     result = _ACTIVATIONS[variant.activation](body, result)
     result.name = "Y"
-    names = ("k", "n", "layout", "activation", *variant.lists)
-    graph = ir.Graph(inputs, [result], nodes=body.nodes, opset_imports={"": opset}, name=variant.op_type)
-    attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
-    return ir.Function(DOMAIN, variant.op_type, graph=graph, attributes=attributes)
+    return body.function(variant.op_type, inputs, [result], ("k", "n", "layout", "activation", *variant.lists))
 
 
 def define(model: ir.Model, functions: Iterable[ir.Function]) -> None:
@@ -95,6 +89,19 @@ class Body:
             self.nodes.append(node)
             for index, output in enumerate(node.outputs):
                 output.name = f"t{len(self.nodes)}_{index}"
+
+    def product(self, x: ir.Value, matrix: ir.Value, bias: ir.Value | None) -> ir.Value:
+        """x · matrix, the matrix widened to fp32, and the bias if there is one."""
+        result = self.add("MatMul", x, self.add("Cast", matrix, to=int(ir.DataType.FLOAT)))
+        return result if bias is None else self.add("Add", result, bias)
+
+    def function(
+        self, op_type: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], attributes: Iterable[str]
+    ) -> ir.Function:
+        """The nodes as the definition of the kernel's operator ``op_type``, whose nodes have ``attributes``."""
+        graph = ir.Graph(inputs, outputs, nodes=self.nodes, opset_imports={"": self.opset}, name=op_type)
+        declared = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in attributes]
+        return ir.Function(DOMAIN, op_type, graph=graph, attributes=declared)
 
     def number(self, value: float) -> ir.Value:
         return self.add("Constant", value_float=float(value))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from bf16kit.runtime.kernel import DOMAIN
 from converter.functions import Body, Variant, lists
 from converter.panelnodes import matrix_nodes
 
@@ -64,13 +63,8 @@ def function(joined: Joined, opset: int) -> ir.Function:
         told = {name: f"{name}{position}" for name in ("panels", "matrix")}
         names += [f"n{position}", *told.values()]
         body.extend(matrix_nodes(weight, {name: body.integers(attribute) for name, attribute in told.items()}))
-        wide = body.add("Cast", body.nodes[-1].outputs[0], to=int(ir.DataType.FLOAT))
-        outputs.append(body.add("MatMul", x, wide))
-        if joined.bias:
-            outputs[-1] = body.add("Add", outputs[-1], biases[position - 1])
+        bias = biases[position - 1] if joined.bias else None
+        outputs.append(body.product(x, body.nodes[-1].outputs[0], bias))
     for position, output in zip(positions, outputs, strict=True):
         output.name = f"Y{position}"
-    inputs = [x, *weights, *biases]
-    graph = ir.Graph(inputs, outputs, nodes=body.nodes, opset_imports={"": opset}, name=joined.op_type)
-    declared = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
-    return ir.Function(DOMAIN, joined.op_type, graph=graph, attributes=declared)
+    return body.function(joined.op_type, [x, *weights, *biases], outputs, names)

@@ -92,7 +92,7 @@ struct Operators {
         }
       }
     }
-    for (size_t weights = 2; weights <= kMostWeights; ++weights) {
+    for (size_t weights = 2; weights <= kMostProducts; ++weights) {
       std::snprintf(add(Kind::kProduct, weights, 0).name, sizeof all->name, "MatMul%zu_panels", weights);
       std::snprintf(add(Kind::kProduct, weights, weights).name, sizeof all->name, "MatMul%zu_panels_bias", weights);
     }

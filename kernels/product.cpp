@@ -17,7 +17,7 @@ struct Node {
   const Api* api;
   const Path* path;
   size_t count;  // of weights
-  Weight weights[kMostWeights];
+  Weight weights[kMostProducts];
   Activation activation;
 };
 
@@ -108,7 +108,7 @@ Status* run_product(void* created, KernelContext* context) {
   size_t inputs = 0;
   BF16KIT_RETURN_IF_ERROR(call<Status*>(api, kKernelContextGetInputCount, static_cast<const KernelContext*>(context),
                                         &inputs));
-  Product products[kMostWeights] = {};
+  Product products[kMostProducts] = {};
   for (size_t i = 0; i < node.count; ++i) {
     products[i] = {static_cast<const float*>(x), rows, node.weights[i], nullptr, node.activation, nullptr, 0};
     BF16KIT_RETURN_IF_ERROR(read_bias(node, context, inputs, i, &products[i].bias));

@@ -13,8 +13,6 @@
 
 namespace bf16kit {
 
-constexpr size_t kMostWeights = kMostProducts;
-
 // What the attribute `activation` may be.
 constexpr const char* kActivations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
 

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
+from converter.functions import define
 from converter.joined import JOINABLE, MOST, Joined, attributes, function
 from converter.passes.rewriting import replace_output
 from converter.passes.step import Step
@@ -26,14 +27,14 @@ class JoinProducts(Step):
 
     def apply(self, model: ir.Model) -> bool:
         groups = [group for group in _groups(model.graph) if len(group) > 1]
-        for group in groups:
-            joined = _join(model.graph, group)
-            defined = function(joined, model.opset_imports[""])
-            model.functions[defined.identifier()] = defined
+        if not groups:
+            return False
+        joined = dict.fromkeys(_join(model.graph, group) for group in groups)
+        define(model, [function(each, model.opset_imports[""]) for each in joined])
         used = _operators(model.graph)
         for identifier in [each for each in model.functions if each[0] == DOMAIN and each[1] not in used]:
             del model.functions[identifier]
-        return bool(groups)
+        return True
 
     def ensures(self, model: ir.Model) -> None:
         defined = {function.name for function in model.functions.values() if function.domain == DOMAIN}

@@ -79,10 +79,7 @@ def function(lists: Collection[str], opset: int) -> ir.Function:
     table = body.add("Transpose", body.nodes[-1].outputs[0], perm=[1, 0])
     rows = body.add("Cast", body.add("Gather", table, indices, axis=0), to=int(FLOAT))
     rows.name = "Y"
-    name = op_type(lists)
-    graph = ir.Graph([indices, weight], [rows], nodes=body.nodes, opset_imports={"": opset}, name=name)
-    attributes = [ir.Attr(each, ir.AttributeType.UNDEFINED, None) for each in ("k", "n", *lists)]
-    return ir.Function(DOMAIN, name, graph=graph, attributes=attributes)
+    return body.function(op_type(lists), [indices, weight], [rows], ("k", "n", *lists))
 
 
 def _size(table: ir.Value) -> tuple[int, ...]:
