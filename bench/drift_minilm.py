@@ -23,7 +23,7 @@ from bf16kit.drift import measure as drift_of
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.tensors import TensorSpec
-from converter.running import open_profile
+from converter.proof.running import open_profile
 
 _TOKENS_AT_MOST = 5e-3
 _POOLED_AT_MOST = 3e-5

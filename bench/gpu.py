@@ -141,8 +141,8 @@ def _trace(subject: Subject) -> Path:
     """The fp32 module as a TorchScript file beside the artifact's directory."""
     import torch
 
-    from converter.export import adapt
-    from converter.quiet import quiet
+    from converter.process.quiet import quiet
+    from converter.sources.torch.onnx_export import adapt
 
     file = subject.artifact.path.parent / "fp32.torchscript.pt"
     with quiet(), torch.no_grad():

@@ -65,7 +65,7 @@ def _module() -> torch.nn.Module:
     import minilm
     from transformers import AutoModel
 
-    from converter.quiet import quiet
+    from converter.process.quiet import quiet
 
     with quiet():  # it would list the weights of the pooler, which is left out
         module: torch.nn.Module = AutoModel.from_pretrained(minilm.checkpoint(), add_pooling_layer=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bf16kit import __version__, errors
-from converter.text import printable
+from converter.report.text import printable
 
 if TYPE_CHECKING:
     from converter.options import Options
@@ -149,8 +149,9 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
 def checkpoint(debug: bool, **given: object) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, or ONNX."""
     from bf16kit.runtime import kernel
-    from converter import memory, progress, report
     from converter.pipeline import convert
+    from converter.process import memory, progress
+    from converter.report import page
 
     kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when all is written and the first graph is run
     memory.map_large_blocks()
@@ -158,7 +159,7 @@ def checkpoint(debug: bool, **given: object) -> None:
     options = _options(**given)
     with progress.on(sys.stderr) as bar:
         result = convert(options, bar)
-    _say(report.summary(result.artifact, result.notes))
+    _say(page.summary(result.artifact, result.notes))
 
 
 def _options(**given: object) -> Options:
@@ -192,7 +193,7 @@ def _options(**given: object) -> Options:
 @_debug
 def inspect(artifact: Path, debug: bool) -> None:
     """Show what ARTIFACT holds: plan, sizes, drift, digests."""
-    from converter.inspect import describe
+    from converter.report.inspect import describe
 
     _say(describe(artifact))
 
@@ -211,7 +212,7 @@ def inspect(artifact: Path, debug: bool) -> None:
 def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], debug: bool) -> None:
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
     from bf16kit.runtime import kernel
-    from converter.verify import verify as verify_artifact
+    from converter.proof.verify import verify as verify_artifact
 
     kernel.chosen()
     _say(verify_artifact(artifact, samples, profiles))
@@ -224,7 +225,7 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], debug
 @_debug
 def restore(artifact: Path, out: Path, force: bool, debug: bool) -> None:
     """Give back the fp32 checkpoint that ARTIFACT was made from, bit for bit, as one safetensors file."""
-    from converter import progress
+    from converter.process import progress
     from converter.restore import restore as restore_artifact
 
     with progress.on(sys.stderr) as bar:

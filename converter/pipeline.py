@@ -11,20 +11,23 @@ from bf16kit.errors import BudgetExceeded, ConversionError
 from bf16kit.manifest import Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.publish import StagingArtifact, staging
-from converter import report, samples, sources, tools
-from converter.certify import Certified, certify
-from converter.checkpoint import Source
-from converter.graphs import write_graphs
-from converter.kernelized import panelled
-from converter.memory import release
+from converter import sources
+from converter.cpukernel.products import panelled
+from converter.formats.onnx import write_graphs
+from converter.formats.weights import StoredWeights, write_total, write_weights
+from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared, prepare
 from converter.plan import make_plan, narrowed
-from converter.progress import Progress, Silent
-from converter.random_samples import generate
-from converter.running import open_source
-from converter.samples import Samples
-from converter.weights import StoredWeights, write_total, write_weights
+from converter.process import versions
+from converter.process.memory import release
+from converter.process.progress import Progress, Silent
+from converter.proof import samples
+from converter.proof.certify import Certified, certify
+from converter.proof.random_samples import generate
+from converter.proof.running import open_source
+from converter.proof.samples import Samples
+from converter.report import page
 
 TORCHSCRIPT_FILE = "model.torchscript.pt"
 _PRECISION = {"cpu": "bf16-weights", "cuda": "bf16"}
@@ -98,7 +101,7 @@ def _trace(
             raise ConversionError(
                 f"TorchScript is not written from {source.checkpoint.format}, which torch cannot trace"
             )
-        from converter.torchscript_export import narrow_and_trace
+        from converter.formats.torchscript import narrow_and_trace
 
         with progress.step("tracing TorchScript"):
             narrow_and_trace(module, stage.path / TORCHSCRIPT_FILE)
@@ -175,7 +178,7 @@ def _describe(
             bytes=checkpoint.nbytes,
             tensors=len(checkpoint.tensors),
         ),
-        tools=tools.versions(),
+        tools=versions.versions(),
         seed=options.seed,
         options=options.recorded(),
     )
@@ -200,5 +203,5 @@ def _publish(
     with progress.step("publishing"):
         if options.report:
             files = stage.draft(manifest).manifest.files
-            report.write(stage.path / report.NAME, manifest, files, notes)
+            page.write(stage.path / page.NAME, manifest, files, notes)
         return stage.publish(manifest)

@@ -17,8 +17,8 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.manifest import CheckpointEntry
 from bf16kit.tensors import BY_NAME
-from converter.checkpoint import Array
-from converter.progress import Progress, size
+from converter.model import Array
+from converter.process.progress import Progress, size
 
 _SAFETENSORS_NAMES = {
     "bool": "BOOL",

@@ -70,7 +70,7 @@ CustomOp describe(Kind kind) {
   return op;
 }
 
-// The names are converter/functions.py's, converter/joined.py's and converter/passes/lookups.py's.
+// The names are converter/cpukernel/functions.py's, converter/cpukernel/joined.py's and converter/cpukernel/lookup.py's.
 struct Operators {
   Operator all[kOperators];
   size_t count = 0;

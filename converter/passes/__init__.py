@@ -15,8 +15,10 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from converter.kernels import KernelTable
-from converter.matching import Match, match
+from converter.graph.cuda_support import KernelTable
+from converter.graph.names import NameEverything
+from converter.graph.step import Step, run
+from converter.graph.types import InferTypes
 from converter.passes.batchnorm import Fold, FoldBatchNorm
 from converter.passes.clip import ClipToMinMax
 from converter.passes.constants import ConstantsToInitializers
@@ -24,12 +26,10 @@ from converter.passes.hoisting import HoistInitializers
 from converter.passes.identities import RemoveIdentities
 from converter.passes.inlining import InlineFunctions
 from converter.passes.masks import ClampMasks
-from converter.passes.names import NameEverything
+from converter.passes.matching import Match, match
 from converter.passes.opset import RaiseOpset, SupportedOpset
 from converter.passes.pooling import GlobalAverageToReduceMean
 from converter.passes.sharing import ShareEqualWeights
-from converter.passes.step import Step, run
-from converter.passes.types import InferTypes
 from converter.passes.unused import DropUnused
 
 __all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]

@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from converter.graph.initializers import const, dims, initializer, lazy
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
 from converter.passes.linear import Linear, linear_before
-from converter.passes.names import FreshNames, all_value_names
-from converter.passes.step import Step
-from converter.storage import const, dims, initializer, lazy
 
 # A channel scaled by zero would leave nothing to restore its weights from. Scaled by this it adds 5e-20 of itself to
 # its shift, which fp32 cannot see, stays far from subnormals, and restores like any other.

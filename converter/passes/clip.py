@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from converter.operators import since_version
-from converter.passes.names import FreshNames
+from converter.graph.names import FreshNames
+from converter.graph.operators import since_version
 from converter.passes.rewriting import Rewrite, replace_output
 
 

@@ -9,8 +9,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.errors import ConversionError
-from converter.passes.step import Step
-from converter.storage import initializer, stays_inline
+from converter.graph.initializers import initializer, stays_inline
+from converter.graph.step import Step
 
 
 class ConstantsToInitializers(Step):

@@ -7,8 +7,8 @@ from collections import Counter
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
-from converter.passes.names import FreshNames, values_of
-from converter.passes.step import Step
+from converter.graph.names import FreshNames, values_of
+from converter.graph.step import Step
 
 
 class HoistInitializers(Step):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from converter.passes.step import Step
-from converter.storage import const
+from converter.graph.initializers import const
+from converter.graph.step import Step
 
 
 class RemoveIdentities(Step):

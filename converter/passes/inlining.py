@@ -6,8 +6,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveInitializersFromInputsPass
 
 from bf16kit.errors import ConversionError
-from converter.passes.names import values_of
-from converter.passes.step import Step
+from converter.graph.names import values_of
+from converter.graph.step import Step
 
 
 class InlineFunctions(Step):

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from converter.storage import const, dims
+from converter.graph.initializers import const, dims
 
 
 @dataclass(frozen=True, slots=True)

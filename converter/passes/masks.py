@@ -9,10 +9,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bf16kit.numerics import LARGEST, OVERFLOW
-from converter.equality import Array
-from converter.operators import MOVEMENT, WEIGHTED
-from converter.passes.step import Step
-from converter.storage import lazy
+from converter.graph.equality import Array
+from converter.graph.initializers import lazy
+from converter.graph.operators import MOVEMENT, WEIGHTED
+from converter.graph.step import Step
 
 
 class ClampMasks(Step):

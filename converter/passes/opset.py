@@ -6,14 +6,14 @@ import onnx
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
-from converter.kernels import KernelTable
-from converter.operators import bf16_form, label, since_version
+from converter.graph.cuda_support import KernelTable
+from converter.graph.initializers import stays_inline
+from converter.graph.names import NameEverything
+from converter.graph.operators import bf16_form, label, since_version
+from converter.graph.step import Step, run
+from converter.graph.types import InferTypes
 from converter.passes.constants import ConstantsToInitializers
 from converter.passes.hoisting import HoistInitializers
-from converter.passes.names import NameEverything
-from converter.passes.step import Step, run
-from converter.passes.types import InferTypes
-from converter.storage import stays_inline
 
 TARGET = 22
 OLDEST_WITH_BF16 = 13  # Cast and Gather know bf16 from here on

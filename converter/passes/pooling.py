@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from converter.operators import since_version
-from converter.passes.names import FreshNames
+from converter.graph.initializers import initializer
+from converter.graph.names import FreshNames
+from converter.graph.operators import since_version
 from converter.passes.rewriting import Rewrite, replace_output
-from converter.storage import initializer
 
 _AXES_ARE_INPUTS = 18
 

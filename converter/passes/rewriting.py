@@ -6,9 +6,9 @@ from abc import abstractmethod
 
 import onnx_ir as ir
 
-from converter.kernels import KernelTable
-from converter.passes.names import FreshNames, all_value_names
-from converter.passes.step import Step
+from converter.graph.cuda_support import KernelTable
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
 
 
 class Rewrite(Step):

@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 import onnx_ir as ir
 
-from converter.equality import Array, Fingerprint, fingerprint, same_bits
-from converter.passes.names import FreshNames, all_value_names
-from converter.passes.step import Step
+from converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
 
 SMALLEST_BYTES = 1024  # sharing biases that are all zero saves nothing and costs them their names
 

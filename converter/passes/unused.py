@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from converter.passes.step import Step
+from converter.graph.step import Step
 
 
 class DropUnused(Step):

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from bf16kit.errors import ConversionError, SourceError, UsageError
 from bf16kit.tensors import TensorSpec
-from converter.checkpoint import Array, Checkpoint, Sampler, Source, digest_files
+from converter.model import Array, Checkpoint, Sampler, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind, recognise
 
 if TYPE_CHECKING:
     import torch
 
-    from converter.export import TorchModel
+    from converter.model import TorchModel
 
 Advance = Callable[[int], None]
 
@@ -38,7 +38,7 @@ def read(options: Options, advance: Advance) -> Source:
 def _read_onnx(options: Options, advance: Advance) -> Source:
     from converter.passes.constants import floating_tensors
     from converter.sources import onnx_file
-    from converter.specs import input_specs, output_specs
+    from converter.sources.edges import input_specs, output_specs
 
     if options.model is not None:
         raise UsageError("--model: an ONNX file brings its own architecture")
@@ -66,8 +66,8 @@ def _read_huggingface(options: Options, advance: Advance) -> Source:
 
 def _read_weights(options: Options, kind: Kind, advance: Advance) -> Source:
     """Weights without a graph: an architecture is built, or was saved with them."""
-    from converter.export import adapt
     from converter.sources import statedict
+    from converter.sources.torch.onnx_export import adapt
 
     tensors, files, module = _tensors(options, kind)
     if not tensors:
@@ -112,8 +112,8 @@ def _inputs_of(options: Options) -> tuple[TensorSpec, ...]:
 
 
 def _exported(checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None) -> Source:
-    from converter.export import to_onnx
-    from converter.specs import output_specs
+    from converter.sources.edges import output_specs
+    from converter.sources.torch.onnx_export import to_onnx
 
     graph = to_onnx(model, checkpoint.tensors)
     return Source(checkpoint, graph, model.inputs, output_specs(graph), model, sampler)

@@ -12,13 +12,13 @@ import numpy as np
 
 from bf16kit.errors import SourceError, UsageError
 from bf16kit.tensors import TensorSpec
-from converter.checkpoint import Array, Feeds, Sampler
-from converter.export import TorchModel, adapt
+from converter.model import Array, Feeds, Sampler, TorchModel
 from converter.options import Options
-from converter.quiet import first_line, quiet
+from converter.process.quiet import first_line, quiet
 from converter.sources import safetensors_file, torch_file
 from converter.sources.detect import Kind
 from converter.sources.statedict import mismatch_message, to_torch
+from converter.sources.torch.onnx_export import adapt
 
 _BATCH, _SEQ = "batch", "seq"
 _SEQ_RANGE = (4, 64)  # tokens per sample in generated feeds

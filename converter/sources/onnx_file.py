@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from bf16kit.errors import SourceError, UsageError
 from bf16kit.tensors import TensorSpec
-from converter.quiet import quiet, reason
-from converter.specs import input_specs
+from converter.process.quiet import quiet, reason
+from converter.sources.edges import input_specs
 
 if TYPE_CHECKING:
     import onnx_ir as ir

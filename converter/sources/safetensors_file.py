@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from bf16kit.errors import SourceError
-from converter.checkpoint import Array
+from converter.model import Array
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),

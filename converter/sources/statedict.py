@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import SourceError, UsageError
-from converter.checkpoint import Array
-from converter.imports import import_callable
+from converter.model import Array
 from converter.options import Options
-from converter.quiet import first_line, quiet
+from converter.process.imports import import_callable
+from converter.process.quiet import first_line, quiet
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import SourceError
-from converter.checkpoint import Array
-from converter.quiet import first_line, quiet
+from converter.model import Array
+from converter.process.quiet import first_line, quiet
 from converter.sources.detect import Kind
 
 if TYPE_CHECKING:

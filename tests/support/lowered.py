@@ -23,13 +23,13 @@ from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import open_session
 from bf16kit.tensors import BY_ONNX, TensorSpec
-from converter.emulate import emulation
-from converter.graphs import write_graphs
-from converter.kernelized import panelled
+from converter.cpukernel.products import panelled
+from converter.formats.onnx import write_graphs
+from converter.formats.weights import StoredWeights, write_weights
 from converter.passes import Prepared, prepare
 from converter.passes.constants import floating_tensors
 from converter.plan import make_plan, narrowed
-from converter.weights import StoredWeights, write_weights
+from converter.proof.emulate import emulation
 
 Array = NDArray[Any]
 _PROFILES = {

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
+from converter.graph.step import run
+from converter.graph.types import InferTypes
 from converter.passes.batchnorm import SMALLEST_SCALE, FoldBatchNorm
-from converter.passes.step import run
-from converter.passes.types import InferTypes
 
 _X = np.random.default_rng(7).standard_normal((4, 16, 6, 6)).astype(np.float32)
 _ROWS = np.random.default_rng(8).standard_normal((4, 16)).astype(np.float32)

@@ -9,9 +9,9 @@ from lowered import assert_same_tensors, lower
 from onnx import helper
 
 import graphs
+from converter.graph.step import run
 from converter.passes.constants import ConstantsToInitializers, floating_tensors
 from converter.passes.hoisting import HoistInitializers
-from converter.passes.step import run
 
 
 def test_a_weight_in_a_constant_node_becomes_an_initializer_of_the_same_name() -> None:

@@ -6,10 +6,10 @@ import onnx_ir as ir
 from onnx import GraphProto, helper
 
 import graphs
+from converter.graph.names import NameEverything
+from converter.graph.step import run
 from converter.passes.constants import ConstantsToInitializers
 from converter.passes.hoisting import HoistInitializers
-from converter.passes.names import NameEverything
-from converter.passes.step import run
 
 _STEPS = (NameEverything(), ConstantsToInitializers(), HoistInitializers())
 

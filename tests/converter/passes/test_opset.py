@@ -12,9 +12,9 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 
 import graphs
 from bf16kit.errors import ConversionError
-from converter.kernels import KernelTable
+from converter.graph.cuda_support import KernelTable
+from converter.graph.step import run
 from converter.passes.opset import RaiseOpset, SupportedOpset
-from converter.passes.step import run
 
 
 def _opset(proto: ModelProto) -> int:

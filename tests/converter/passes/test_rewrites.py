@@ -10,12 +10,12 @@ from onnx import ModelProto, TensorProto, helper
 
 import graphs
 from bf16kit.errors import ConversionError
+from converter.graph.names import NameEverything
+from converter.graph.step import run
+from converter.graph.types import InferTypes
 from converter.passes.identities import RemoveIdentities
 from converter.passes.inlining import InlineFunctions
-from converter.passes.names import NameEverything
 from converter.passes.sharing import ShareEqualWeights
-from converter.passes.step import run
-from converter.passes.types import InferTypes
 
 
 def _clip(bounds: list[str]) -> ModelProto:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 from converter.cli import run
-from converter.quiet import quiet
+from converter.process.quiet import quiet
 from converter.sources.safetensors_file import read_file
 
 _BERT = {

@@ -1,0 +1,159 @@
+"""The kernel's ``bf16kit::MatMul_…`` defined in ONNX's own operators: what runs where its library is not registered.
+
+Each variant of the kernel's product that a graph uses is an operator of its own name, and a model-local function of
+that graph. (Overloads of one function would do in ONNX Runtime, but not everywhere: onnx 1.23's evaluator takes the
+last for all of them, in silence.) ONNX Runtime inlines it when nobody registers the operator, and folds the weight to
+fp32 at load: the same results within fp32 rounding, at fp32's price in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from bf16kit.runtime.kernel import DOMAIN
+from converter.cpukernel.epilogues import Activation
+from converter.cpukernel.panelnodes import cuts, form, matrix_nodes
+from converter.cpukernel.products import Layout
+
+VERSION = 1
+_GELU_SINCE = 20
+_OLDEST_IR = 8  # the first with functions in a model
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the bodies that the operator has. ``lists`` names the integer lists it reads from its attributes."""
+
+    layout: Layout
+    lists: tuple[str, ...]
+    bias: bool
+    activation: Activation
+
+    @classmethod
+    def of(cls, layout: Layout, k: int, n: int, *, bias: bool, activation: Activation) -> Variant:
+        return cls(layout, tuple(lists(layout, k, n)), bias, activation)
+
+    @property
+    def op_type(self) -> str:
+        """Its name, such as ``MatMul_panels_tail_bias_relu``; the library registers them all (kernels/op.cpp)."""
+        words: list[str] = ["MatMul", form(self.lists) if self.layout == "panels" else self.layout]
+        if self.bias:
+            words.append("bias")
+        if self.activation != "none":
+            words.append(self.activation)
+        return "_".join(words)
+
+
+def lists(layout: Layout, k: int, n: int) -> dict[str, list[int]]:
+    """The integer lists among a node's attributes, which only its function reads: functions cannot compute sizes."""
+    return cuts(k, n) if layout == "panels" else {}
+
+
+def function(variant: Variant, opset: int) -> ir.Function:
+    """The function of ``variant`` in the operators of ``opset``, 13 or newer.
+
+    X [..., k], W (k·n in panels, or [n, k]), and the bias [n] if it has one → Y [..., n].
+    """
+    inputs = [ir.Value(name=name) for name in ("X", "W", "B")[: 3 if variant.bias else 2]]
+    body = Body(opset)
+    result = body.product(inputs[0], _matrix(body, variant, inputs[1]), inputs[2] if variant.bias else None)
+    result = _ACTIVATIONS[variant.activation](body, result)
+    result.name = "Y"
+    return body.function(variant.op_type, inputs, [result], ("k", "n", "layout", "activation", *variant.lists))
+
+
+def define(model: ir.Model, functions: Iterable[ir.Function]) -> None:
+    """Let ``model`` use the kernel's operators that ``functions`` define."""
+    model.functions.update({defined.identifier(): defined for defined in functions})
+    model.opset_imports[DOMAIN] = VERSION
+    model.ir_version = max(model.ir_version, _OLDEST_IR)
+
+
+class Body:
+    """The nodes of a function, each with a name for what it gives."""
+
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
+        self.nodes: list[ir.Node] = []
+
+    def add(self, op: str, *inputs: ir.Value, **attributes: int | float | str | list[int]) -> ir.Value:
+        self.extend([ir.node(op, list(inputs), attributes=attributes)])
+        return self.nodes[-1].outputs[0]
+
+    def extend(self, nodes: list[ir.Node]) -> None:
+        for node in nodes:
+            self.nodes.append(node)
+            for index, output in enumerate(node.outputs):
+                output.name = f"t{len(self.nodes)}_{index}"
+
+    def product(self, x: ir.Value, matrix: ir.Value, bias: ir.Value | None) -> ir.Value:
+        """x · matrix, the matrix widened to fp32, and the bias if there is one."""
+        result = self.add("MatMul", x, self.add("Cast", matrix, to=int(ir.DataType.FLOAT)))
+        return result if bias is None else self.add("Add", result, bias)
+
+    def function(
+        self, op_type: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], attributes: Iterable[str]
+    ) -> ir.Function:
+        """The nodes as the definition of the kernel's operator ``op_type``, whose nodes have ``attributes``."""
+        graph = ir.Graph(inputs, outputs, nodes=self.nodes, opset_imports={"": self.opset}, name=op_type)
+        declared = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in attributes]
+        return ir.Function(DOMAIN, op_type, graph=graph, attributes=declared)
+
+    def number(self, value: float) -> ir.Value:
+        return self.add("Constant", value_float=float(value))
+
+    def integers(self, attribute: str) -> ir.Value:
+        """The integer list that the caller gives as ``attribute``."""
+        told = ir.RefAttr("value_ints", attribute, ir.AttributeType.INTS)
+        self.extend([ir.Node("", "Constant", [], [told])])
+        return self.nodes[-1].outputs[0]
+
+
+def _matrix(body: Body, variant: Variant, weight: ir.Value) -> ir.Value:
+    if variant.layout == "transposed":
+        return body.add("Transpose", weight, perm=[1, 0])
+    body.extend(matrix_nodes(weight, {name: body.integers(name) for name in variant.lists}))
+    return body.nodes[-1].outputs[0]
+
+
+def _none(body: Body, x: ir.Value) -> ir.Value:
+    return x
+
+
+def _relu(body: Body, x: ir.Value) -> ir.Value:
+    return body.add("Relu", x)
+
+
+def _gelu(body: Body, x: ir.Value) -> ir.Value:
+    """x·½·(1 + erf(x/√2)), written as ONNX Runtime fuses it where ONNX has no operator yet."""
+    if body.opset >= _GELU_SINCE:
+        return body.add("Gelu", x)
+    erf = body.add("Erf", body.add("Div", x, body.number(math.sqrt(2))))
+    return body.add("Mul", body.add("Mul", x, body.add("Add", erf, body.number(1))), body.number(0.5))
+
+
+def _gelu_tanh(body: Body, x: ir.Value) -> ir.Value:
+    """x·½·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
+    if body.opset >= _GELU_SINCE:
+        return body.add("Gelu", x, approximate="tanh")
+    cubed = body.add("Mul", body.add("Pow", x, body.number(3)), body.number(0.044715))
+    inner = body.add("Mul", body.add("Add", x, cubed), body.number(math.sqrt(2 / math.pi)))
+    doubled = body.add("Add", body.add("Tanh", inner), body.number(1))
+    return body.add("Mul", body.add("Mul", x, doubled), body.number(0.5))
+
+
+def _silu(body: Body, x: ir.Value) -> ir.Value:
+    return body.add("Mul", x, body.add("Sigmoid", x))
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Body, ir.Value], ir.Value]] = {
+    "none": _none,
+    "relu": _relu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+}

@@ -1,0 +1,70 @@
+"""Several products of the same activations as one operator of the kernel, defined in ONNX's own operators.
+
+The kernel then computes them in one go: its threads are woken once. Only whole panels and no activation have such
+operators, which is what query, key and value of attention are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from converter.cpukernel.functions import Body, Variant, lists
+from converter.cpukernel.panelnodes import matrix_nodes
+
+MOST = 3  # products in one node
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """An operator of ``count`` products, 2 to :data:`MOST`, each with a bias or none with one."""
+
+    count: int
+    bias: bool
+
+    @property
+    def op_type(self) -> str:
+        """Its name, such as ``MatMul3_panels_bias``; the library registers them all (kernels/op.cpp)."""
+        return f"MatMul{self.count}_panels{'_bias' if self.bias else ''}"
+
+
+# What of each product may be joined, and whether it has a bias.
+JOINABLE = {
+    Variant("panels", ("panels", "matrix"), bias=bias, activation="none").op_type: bias for bias in (False, True)
+}
+
+
+def attributes(k: int, columns: Sequence[int]) -> dict[str, int | list[int]]:
+    """The attributes of a node of products of [k, n], n being each of ``columns``: ``k``, ``n1`` and so on.
+
+    The lists are for its function alone, as those of :func:`converter.cpukernel.functions.lists`.
+    """
+    found: dict[str, int | list[int]] = {"k": k}
+    for position, n in enumerate(columns, 1):
+        found[f"n{position}"] = n
+        found |= {f"{name}{position}": sizes for name, sizes in lists("panels", k, n).items()}
+    return found
+
+
+def function(joined: Joined, opset: int) -> ir.Function:
+    """The function of ``joined`` in the operators of ``opset``, 13 or newer.
+
+    X [..., k], W1, W2 … (k·n1, k·n2 … in whole panels), and the biases B1 [n1], B2 [n2] … if they have one
+    → Y1 [..., n1], Y2 [..., n2] …
+    """
+    positions = range(1, joined.count + 1)
+    x = ir.Value(name="X")
+    weights = [ir.Value(name=f"W{position}") for position in positions]
+    biases = [ir.Value(name=f"B{position}") for position in positions if joined.bias]
+    body, outputs, names = Body(opset), [], ["k"]
+    for position, weight in zip(positions, weights, strict=True):
+        told = {name: f"{name}{position}" for name in ("panels", "matrix")}
+        names += [f"n{position}", *told.values()]
+        body.extend(matrix_nodes(weight, {name: body.integers(attribute) for name, attribute in told.items()}))
+        bias = biases[position - 1] if joined.bias else None
+        outputs.append(body.product(x, body.nodes[-1].outputs[0], bias))
+    for position, output in zip(positions, outputs, strict=True):
+        output.name = f"Y{position}"
+    return body.function(joined.op_type, [x, *weights, *biases], outputs, names)

@@ -1,0 +1,101 @@
+"""Rows of a table that is stored in panels, because products read it too, are looked up by bf16kit's CPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+from bf16kit.errors import ConversionError
+from bf16kit.runtime.kernel import DOMAIN
+from converter.cpukernel.functions import Body, define
+from converter.cpukernel.panelnodes import cuts, form, matrix_nodes
+from converter.cpukernel.products import lookups
+from converter.graph.initializers import const, dims
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
+from converter.passes.rewriting import replace_output
+
+FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+
+
+class LookUp(Step):
+    """Let ``bf16kit::Gather_panels`` look rows up in ``tables``: matrices [n, k] stored in panels along their axis 0.
+
+    A node keeps its name and gives what the Gather gave, under the same name: rows widened to fp32. Indices that are
+    not int64 are cast. The table becomes flat with the products that read it, in :class:`UseKernel`.
+
+    Requires: types are known, bf16 weights have not been widened, and tables are matrices still, so :class:`UseKernel`
+    comes later. Ensures: no Gather reads one of the ``tables``.
+    """
+
+    name = "look rows up in panels"
+
+    def __init__(self, tables: Collection[str]) -> None:
+        super().__init__()
+        self._tables = frozenset(tables)
+
+    def apply(self, model: ir.Model) -> bool:
+        found = lookups(model, self._tables)
+        if not found:
+            return False
+        fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
+        opset, functions = model.opset_imports[""], {}
+        for node, table in found.items():
+            n, k = _size(table)
+            lists = cuts(k, n)
+            attributes: dict[str, int | list[int]] = {"k": k, "n": n, **lists}
+            inputs = [_indices(node, fresh), table]
+            made = ir.node(op_type(lists), inputs, attributes, domain=DOMAIN, name=node.name)
+            functions[made.op_type] = function(lists, opset)
+            output, given = made.outputs[0], node.outputs[0]
+            output.type, output.shape = given.type, given.shape
+            model.graph.insert_before(node, made)
+            replace_output(model.graph, node, output)
+        define(model, functions.values())
+        return True
+
+    def ensures(self, model: ir.Model) -> None:
+        for name in sorted(self._tables & model.graph.initializers.keys()):
+            for node, _ in model.graph.initializers[name].uses():
+                if (node.domain, node.op_type) == ("", "Gather"):
+                    raise ConversionError(f"node {node.name!r} reads {name!r}, which is stored in panels")
+
+
+def op_type(lists: Collection[str]) -> str:
+    """The name of the operator for a table with these :func:`cuts`; the library registers them all (kernels/op.cpp)."""
+    return f"Gather_{form(lists)}"
+
+
+def function(lists: Collection[str], opset: int) -> ir.Function:
+    """The function of that operator in ONNX's own operators, of ``opset``, 13 or newer.
+
+    I int64 [...], from -n to n - 1, W (k·n in panels) → Y [..., k]. Rows are looked up before they are widened, so that
+    the table which ONNX Runtime folds at load is bf16.
+    """
+    indices, weight = ir.Value(name="I"), ir.Value(name="W")
+    body = Body(opset)
+    body.extend(matrix_nodes(weight, {name: body.integers(name) for name in lists}))
+    table = body.add("Transpose", body.nodes[-1].outputs[0], perm=[1, 0])
+    rows = body.add("Cast", body.add("Gather", table, indices, axis=0), to=int(FLOAT))
+    rows.name = "Y"
+    return body.function(op_type(lists), [indices, weight], [rows], ("k", "n", *lists))
+
+
+def _size(table: ir.Value) -> tuple[int, ...]:
+    tensor = const(table)
+    if tensor is None:
+        raise ConversionError(f"table {table.name!r} has no data")
+    return dims(tensor)
+
+
+def _indices(node: ir.Node, fresh: FreshNames) -> ir.Value | None:
+    """What ``node`` looks up, as int64."""
+    indices = node.inputs[1]
+    if indices is None or indices.dtype == INT64 or node.graph is None:
+        return indices
+    cast = ir.node("Cast", [indices], {"to": int(INT64)}, name=fresh.make(f"{node.name}/indices"))
+    wide = cast.outputs[0]
+    wide.name, wide.type, wide.shape = cast.name, ir.TensorType(INT64), indices.shape
+    node.graph.insert_before(node, cast)
+    return wide

@@ -1,0 +1,203 @@
+"""Which products of a graph can run on bf16kit's CPU kernel, and which weights are stored as that kernel likes them.
+
+The kernel multiplies fp32 rows by a constant weight stored in bf16 and accumulates in fp32. A weight that nothing but
+such products reads is stored in panels (:mod:`bf16kit.panels`). So is a table that is looked up, too, if it holds one
+row per column of the product, as tied embeddings do: the kernel finds rows in panels. What is read otherwise keeps its
+rows; where they are the product's columns, the kernel reads it so. So are the weights of 1×1 convolutions read, of
+which those of a single pixel are products as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+from converter.graph.initializers import const, dims
+
+Layout = Literal["panels", "transposed"]
+
+_SWAPPED = [1, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A MatMul, Gemm or Conv of the main graph that gives x·W, or that plus a bias; ``weight`` is the initializer W is.
+
+    ``axis`` is the axis of ``weight`` that holds the columns of the product: 1 for [K, N], 0 for [N, K] and for the
+    [N, K, 1, …] of a Conv, whose x is [batch, K, 1, …].
+    """
+
+    node: ir.Node
+    weight: ir.Value
+    axis: int
+
+    @property
+    def bias(self) -> ir.Value | None:
+        """What a Gemm or Conv adds: an initializer of N values."""
+        return self.node.inputs[2] if len(self.node.inputs) > 2 else None
+
+    @property
+    def transposition(self) -> ir.Node | None:
+        """The Transpose between the weight and the product."""
+        right = self.node.inputs[1]
+        return None if right is None or right is self.weight else right.producer()
+
+    @property
+    def k(self) -> int:
+        return _dims(self.weight)[1 - self.axis]
+
+    @property
+    def n(self) -> int:
+        return _dims(self.weight)[self.axis]
+
+    def layout(self, panels: Collection[str]) -> Layout | None:
+        """How the kernel reads the weight, where ``panels`` are stored so; None when it cannot."""
+        if self.weight.name in panels:
+            return "panels"
+        return "transposed" if self.axis == 0 else None
+
+
+def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]:
+    """The products of the main graph that the kernel can compute, in graph order.
+
+    ``narrow`` names the initializers stored in bf16. Left out: weights that are computed or not matrices, constant
+    left-hand sides, and of Gemm a transposed left-hand side, factors other than 1, and a C that is computed or varies
+    over anything but columns. Of Conv those that see one pixel are in; any other 1×1 Conv would need its pixels moved
+    to the front of its channels, and back. Requires: types are known.
+    """
+    found = (_product(node, narrow) for node in model.graph)
+    return {product.node: product for product in found if product is not None}
+
+
+def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
+    """The initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
+
+    Every use of such a weight is a product, directly or through a transposition, and all agree on the axis; or, where
+    that axis holds its rows, one of :func:`lookups`. A table that is only looked up is none of them.
+    """
+    readers = products(model, narrow)
+    axes: dict[ir.Value, set[int]] = {}
+    for product in readers.values():
+        axes.setdefault(product.weight, set()).add(product.axis)
+    return {
+        weight.name or "": next(iter(found))
+        for weight, found in axes.items()
+        if len(found) == 1 and len(_dims(weight)) == 2 and _kernel_s_alone(weight, next(iter(found)), readers)
+    }
+
+
+def lookups(model: ir.Model, tables: Collection[str]) -> dict[ir.Node, ir.Value]:
+    """The nodes of the main graph that look rows up in the matrices named in ``tables``, each with its own."""
+    found = {node: node.inputs[0] for node in model.graph if _takes_rows(node)}
+    return {node: table for node, table in found.items() if table is not None and table.name in tables}
+
+
+def takes_bias(value: ir.Value | None, columns: int) -> bool:
+    """Whether ``value`` is a constant of one fp32 number per column: [N], or [1, 1, N] and the like."""
+    tensor = const(value)
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT:
+        return False
+    shape = dims(tensor)
+    return bool(shape) and shape[-1] == columns == tensor.size
+
+
+def is_transposition(node: ir.Node | None) -> bool:
+    """Whether ``node`` swaps the two axes of a matrix."""
+    if node is None or node.op_type != "Transpose" or node.domain != "" or node.inputs[0] is None:
+        return False
+    order = node.attributes.get("perm")
+    shape = node.inputs[0].shape
+    return list(order.as_ints()) == _SWAPPED if order is not None else shape is not None and len(shape) == 2
+
+
+def _product(node: ir.Node, narrow: Collection[str]) -> Product | None:
+    reader = {"MatMul": _matrix_product, "Gemm": _matrix_product, "Conv": _convolution}.get(node.op_type)
+    if reader is None or node.domain != "":
+        return None
+    left = node.inputs[0]
+    if left is None or left.dtype != ir.DataType.FLOAT or left.is_initializer():
+        return None
+    product = reader(node)
+    return product if product is not None and product.weight.name in narrow else None
+
+
+def _matrix_product(node: ir.Node) -> Product | None:
+    right = node.inputs[1]
+    if right is None:
+        return None
+    axis, weight = 1, right
+    transposition = right.producer()
+    if transposition is not None and is_transposition(transposition) and transposition.inputs[0] is not None:
+        axis, weight = 0, transposition.inputs[0]
+    shape = _dims(weight)
+    if len(shape) != 2 or 0 in shape:
+        return None
+    if node.op_type == "Gemm":
+        if _integer(node, "transB", 0):
+            axis = 1 - axis
+        if not _plain(node, shape[axis]):
+            return None
+    return Product(node, weight, axis)
+
+
+def _convolution(node: ir.Node) -> Product | None:
+    """A Conv of one pixel by 1×1, such as a squeeze-and-excite block's: [batch, K, 1, 1] → [batch, N, 1, 1]."""
+    source, weight = node.inputs[0], node.inputs[1]
+    if source is None or source.shape is None or weight is None or len(weight.uses()) != 1:
+        return None
+    shape = _dims(weight)
+    pixels = [*source.shape[2:], *shape[2:]]
+    padded = any(node.attributes["pads"].as_ints()) if "pads" in node.attributes else False
+    if not pixels or any(size != 1 for size in pixels) or padded or 0 in shape or source.shape[1] != shape[1]:
+        return None
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    return Product(node, weight, 0) if bias is None or takes_bias(bias, shape[0]) else None
+
+
+def _plain(gemm: ir.Node, columns: int) -> bool:
+    """Whether ``gemm`` is x·W, or that plus a bias."""
+    if _integer(gemm, "transA", 0) or _number(gemm, "alpha", 1.0) != 1:
+        return False
+    added = gemm.inputs[2] if len(gemm.inputs) > 2 else None
+    return added is None or (_number(gemm, "beta", 1.0) == 1 and takes_bias(added, columns))
+
+
+def _kernel_s_alone(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
+    """Whether nothing reads ``weight`` but products, whose columns are its ``axis``, and what the kernel looks up."""
+    for node, position in weight.uses():
+        if _multiplies(node, position, readers):
+            continue
+        if axis == 0 and position == 0 and node.graph is weight.graph and _takes_rows(node):
+            continue
+        if node.graph is None or not is_transposition(node) or node.outputs[0].is_graph_output():
+            return False
+        if not all(_multiplies(user, index, readers) for user, index in node.outputs[0].uses()):
+            return False
+    return not weight.is_graph_output()
+
+
+def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]) -> bool:
+    return node in readers and position == 1
+
+
+def _takes_rows(node: ir.Node) -> bool:
+    """Whether ``node`` gathers from a matrix what lies along its first axis."""
+    return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
+
+
+def _dims(weight: ir.Value) -> tuple[int, ...]:
+    tensor = const(weight)
+    return () if tensor is None else dims(tensor)
+
+
+def _integer(node: ir.Node, name: str, default: int) -> int:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_int()
+
+
+def _number(node: ir.Node, name: str, default: float) -> float:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_float()

@@ -1,0 +1,140 @@
+"""Weights that are stored as panels, put together again for graphs that read matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bf16kit.errors import ConversionError
+from bf16kit.manifest import TensorEntry
+from bf16kit.panels import WIDTH
+from converter.graph.initializers import initializer
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
+
+BFLOAT16 = ir.DataType.BFLOAT16
+PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators that do it
+_SIZE = 2  # bytes of a bfloat16
+
+
+class Unpanel(Step):
+    """Let every reader of a matrix that is stored as panels read the matrix.
+
+    The initializer becomes the panels as they lie in the file, ``[P, K, 32]``; where the last one is narrower, that is
+    an initializer of its own, ``[K, N mod 32]``, of the bytes behind them. A Transpose, a Reshape and, with a narrower
+    one, a Concat give the matrix. All of them only move constants, so ONNX Runtime does them once, when it loads the
+    graph. Declaring the file's bytes in the shape they have spares the Split and the Reshape that one flat tensor would
+    need, and their copies of every weight at that moment.
+
+    ``stored`` says how each tensor is stored. ``declared`` holds, afterwards, the external tensors to write by name of
+    initializer. Initializers that are not matrices, because something reads the panels themselves, stay as they are.
+
+    Requires: matrices stored as panels have their logical shape, and bf16. Ensures: none of them is read as a matrix.
+    """
+
+    name = "put panels together"
+
+    def __init__(self, stored: Mapping[str, TensorEntry]) -> None:
+        super().__init__()
+        self._panelled = {name: entry for name, entry in stored.items() if entry.panels is not None}
+        self.declared: dict[str, ir.ExternalTensor] = {}
+
+    def requires(self, model: ir.Model) -> None:
+        for value, entry in self._matrices(model):
+            if value.dtype != BFLOAT16 or value.shape != entry.shape:
+                raise ConversionError(
+                    f"initializer {value.name!r} is {value.dtype}{value.shape}, stored are panels of bf16{entry.shape}"
+                )
+
+    def apply(self, model: ir.Model) -> bool:
+        self.declared.clear()
+        matrices = self._matrices(model)
+        if not matrices:
+            return False
+        nodes = _Nodes(model)
+        for value, entry in matrices:
+            readers = tuple(value.uses())
+            matrix = self._matrix(value, entry, nodes)
+            for use in readers:
+                use.node.replace_input_with(use.idx, matrix)
+        model.graph.insert_before(model.graph[0], nodes.made)
+        return True
+
+    def ensures(self, model: ir.Model) -> None:
+        for value, entry in self._matrices(model):
+            if value.name not in self.declared:
+                raise ConversionError(f"initializer {value.name!r} is read as {entry.shape}, and stored as panels")
+
+    def _matrices(self, model: ir.Model) -> list[tuple[ir.Value, TensorEntry]]:
+        found = [(value, self._panelled.get(name)) for name, value in model.graph.initializers.items()]
+        return [(v, e) for v, e in found if e is not None and v.shape is not None and len(v.shape) == 2 and v.uses()]
+
+    def _matrix(self, value: ir.Value, entry: TensorEntry, nodes: _Nodes) -> ir.Value:
+        """The matrix of ``entry``, computed from ``value``, which is from now on what the file holds."""
+        columns_first = entry.panels == 0  # [N, K], of which a panel holds [w, K] transposed
+        k, n = entry.shape[::-1] if columns_first else entry.shape
+        count, tail = divmod(n, WIDTH)
+        if count == 0:
+            _become(value, self._part(value.name or "", entry, 0, (k, tail)))
+            return nodes.add("Transpose", [value], entry.shape, perm=[1, 0]) if columns_first else value
+        _become(value, self._part(value.name or "", entry, 0, (count, k, WIDTH)))
+        if columns_first:
+            moved = nodes.add("Transpose", [value], (count, WIDTH, k), perm=[0, 2, 1])
+            whole = nodes.reshape(moved, (count * WIDTH, k))
+        else:
+            moved = nodes.add("Transpose", [value], (k, count, WIDTH), perm=[1, 0, 2])
+            whole = nodes.reshape(moved, (k, count * WIDTH))
+        if tail == 0:
+            return whole
+        name = nodes.fresh(f"{value.name}/last")
+        last = nodes.initializer(name, self._part(name, entry, count * k * WIDTH, (k, tail)))
+        if columns_first:
+            last = nodes.add("Transpose", [last], (tail, k), perm=[1, 0])
+        return nodes.add("Concat", [whole, last], entry.shape, axis=entry.panels)
+
+    def _part(self, name: str, entry: TensorEntry, first: int, shape: Sequence[int]) -> ir.ExternalTensor:
+        """The elements of ``entry`` from ``first`` on, as they lie in its file, declared to have ``shape``."""
+        offset, length = entry.offset + _SIZE * first, _SIZE * math.prod(shape)
+        part = ir.ExternalTensor(entry.file, offset, length, BFLOAT16, shape=ir.Shape(shape), name=name)
+        self.declared[name] = part
+        return part
+
+
+def _become(initializer: ir.Value, tensor: ir.ExternalTensor) -> None:
+    initializer.const_value, initializer.type, initializer.shape = tensor, ir.TensorType(BFLOAT16), tensor.shape
+
+
+class _Nodes:
+    """New nodes of a graph, each with a name, type and shape, in the order they compute."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.made: list[ir.Node] = []
+        self._graph = model.graph
+        self._fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
+        self._shapes: dict[tuple[int, ...], ir.Value] = {}
+
+    def add(self, op: str, inputs: Sequence[ir.Value], shape: Sequence[int], **attributes: Any) -> ir.Value:
+        """The output, bf16 of ``shape``, of a new node."""
+        name = self.fresh(f"{inputs[0].name}/{op.lower()}")
+        node = ir.node(op, inputs, attributes=attributes, name=name)
+        output = node.outputs[0]
+        output.name, output.type, output.shape = name, ir.TensorType(BFLOAT16), ir.Shape(shape)
+        self.made.append(node)
+        return output
+
+    def reshape(self, value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
+        """``value`` in ``shape``; equal shapes are one constant."""
+        if shape not in self._shapes:
+            name = self.fresh(f"shape/{'x'.join(map(str, shape))}")
+            self._shapes[shape] = self.initializer(name, ir.tensor(np.array(shape, np.int64), name=name))
+        return self.add("Reshape", [value, self._shapes[shape]], shape)
+
+    def initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        return initializer(self._graph, name, tensor)
+
+    def fresh(self, name: str) -> str:
+        return self._fresh.make(name)

@@ -1,0 +1,154 @@
+"""Products by weights stored in bf16 go to bf16kit's CPU kernel, with the bias and the activation that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import onnx_ir as ir
+
+from bf16kit.errors import ConversionError
+from bf16kit.runtime.kernel import DOMAIN
+from converter.cpukernel.epilogues import epilogue
+from converter.cpukernel.functions import Variant, define, function, lists
+from converter.cpukernel.products import Layout, Product, products
+from converter.graph.initializers import const, dims, initializer
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
+
+_Dim = int | ir.SymbolicDim | str | None
+
+
+class UseKernel(Step):
+    """Let ``bf16kit::MatMul_…`` do the products of the main graph that it can, and define each variant as a function.
+
+    ``narrow`` names the initializers stored in bf16, ``panels`` those of them that are stored in panels: these become
+    flat here, k·n elements, which nothing but the kernel reads. A node keeps its product's name, and gives what the
+    last node that it takes the place of gave, under the same name.
+
+    Requires: types are known, bf16 weights have not been widened. Ensures: whoever reads panels is the kernel.
+    """
+
+    name = "use the CPU kernel"
+
+    def __init__(self, narrow: Collection[str], panels: Collection[str]) -> None:
+        super().__init__()
+        self._narrow = frozenset(narrow)
+        self._panels = frozenset(panels)
+
+    def apply(self, model: ir.Model) -> bool:
+        fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
+        found = [(p, layout) for p in products(model, self._narrow).values() if (layout := p.layout(self._panels))]
+        if not found:
+            return False
+        transpositions = {t: None for p, _ in found if (t := p.transposition) is not None}
+        variants = {_Rewriting(model.graph, fresh, *each).run(): None for each in found}
+        _drop_unread(model.graph, transpositions)
+        define(model, [function(variant, model.opset_imports[""]) for variant in variants])
+        return True
+
+    def ensures(self, model: ir.Model) -> None:
+        for name in sorted(self._panels & model.graph.initializers.keys()):
+            others = [use.node.name for use in model.graph.initializers[name].uses() if use.node.domain != DOMAIN]
+            if others:
+                raise ConversionError(f"node {others[0]!r} reads {name!r}, which is stored in panels")
+
+
+class _Rewriting:
+    """One product and its epilogue on their way to be one node."""
+
+    def __init__(self, graph: ir.Graph, fresh: FreshNames, product: Product, layout: Layout) -> None:
+        self._graph = graph
+        self._fresh = fresh
+        self._product = product
+        self._layout: Layout = layout
+        self._old = old = epilogue(product)
+        between = None if old.reshape is None else old.reshape.inputs[0]
+        self._given = old.result if between is None else between
+
+    def run(self) -> Variant:
+        """Put the new node in, take the old ones out; the variant that the new one is."""
+        product, old, node = self._product, self._old, self._product.node
+        variant = Variant.of(self._layout, product.k, product.n, bias=old.bias is not None, activation=old.activation)
+        inputs = [node.inputs[0], self._weight(), *([] if old.bias is None else [self._bias(old.bias)])]
+        pixel = node.op_type == "Conv"
+        if pixel:
+            inputs[0] = self._rows()
+        made = ir.node(variant.op_type, inputs, self._attributes(), domain=DOMAIN, name=node.name)
+        result = self._insert(made, self._given.type, (*self._batch(), product.n) if pixel else self._given.shape)
+        if pixel:
+            result = self._image(result)
+        self._replace(result)
+        return variant
+
+    def _attributes(self) -> dict[str, int | str | list[int]]:
+        k, n = self._product.k, self._product.n
+        sizes = {"k": k, "n": n, "layout": self._layout, "activation": self._old.activation}
+        return {**sizes, **lists(self._layout, k, n)}
+
+    def _weight(self) -> ir.Value:
+        """The weight as it lies in its file, where panels are so many elements in a row."""
+        weight, k, n = self._product.weight, self._product.k, self._product.n
+        weight.shape = ir.Shape((k * n,) if self._layout == "panels" else (n, k))
+        return weight
+
+    def _bias(self, bias: ir.Value) -> ir.Value:
+        tensor = const(bias)
+        if tensor is None or len(dims(tensor)) == 1:
+            return bias
+        columns = initializer(self._graph, self._name("columns"), ir.tensor([self._product.n]))
+        return self._insert(ir.node("Reshape", [bias, columns]), bias.type, (self._product.n,))
+
+    def _batch(self) -> tuple[int | ir.SymbolicDim | None]:
+        """The first dimension of a Conv's output, as far as it is known."""
+        shape = self._given.shape
+        return (None if shape is None else shape[0],)
+
+    def _rows(self) -> ir.Value:
+        """The single pixels of a Conv, a row each."""
+        pixels = self._product.node.inputs[0]
+        flat = ir.node("Flatten", [pixels], attributes={"axis": 1})
+        return self._insert(flat, self._given.type, (*self._batch(), self._product.k))
+
+    def _image(self, rows: ir.Value) -> ir.Value:
+        """Rows as images of a single pixel."""
+        spatial = range(2, len(_shape(self._product.weight)))
+        axes = initializer(self._graph, self._name("axes"), ir.tensor(list(spatial)))
+        return self._insert(ir.node("Unsqueeze", [rows, axes]), rows.type, self._given.shape)
+
+    def _insert(self, node: ir.Node, kind: ir.TypeProtocol | None, shape: ir.Shape | Sequence[_Dim] | None) -> ir.Value:
+        """The output of ``node``, which now stands before what it replaces."""
+        node.name = node.name or self._name(node.op_type.lower())
+        output = node.outputs[0]
+        output.name, output.type = self._name("product"), kind
+        output.shape = None if shape is None else ir.Shape(shape)
+        self._graph.insert_before(self._product.node, node)
+        return output
+
+    def _name(self, word: str) -> str:
+        return self._fresh.make(f"{self._product.node.name}/{word}")
+
+    def _replace(self, result: ir.Value) -> None:
+        """Let ``result`` be what the kernel does, and a Reshape of it, where there was one, what came after that."""
+        new = {self._given: result}
+        if self._old.reshape is not None:
+            new[self._old.result] = self._old.reshape.outputs[0]
+        names = [old.name for old in new]
+        for old, value in new.items():
+            value.type, value.shape = old.type, old.shape
+            old.replace_all_uses_with(value, replace_graph_outputs=True)
+        self._graph.remove([self._product.node, *self._old.nodes], safe=True)
+        for (old, value), name in zip(new.items(), names, strict=True):
+            old.name = None
+            value.name = name
+
+
+def _shape(weight: ir.Value) -> tuple[int, ...]:
+    tensor = const(weight)
+    return () if tensor is None else dims(tensor)
+
+
+def _drop_unread(graph: ir.Graph, transpositions: Collection[ir.Node]) -> None:
+    """Remove those that only products read, whose weights are read as they are now."""
+    for node in transpositions:
+        if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+            graph.remove(node, safe=True)

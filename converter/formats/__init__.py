@@ -1,0 +1,1 @@
+"""What an artifact is written as: weights, ONNX graphs, TorchScript."""

@@ -1,0 +1,69 @@
+"""The bf16 TorchScript module: traced with bf16 weights and activations inside, float32 at its edges."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bf16kit.errors import ConversionError
+from converter.model import TorchModel
+from converter.process.quiet import first_line, quiet
+
+_MANGLED = re.compile(rb"___torch_mangle_\d+")
+# Records that the writer makes itself, or that only say where the traced Python stood on this machine.
+_WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version")
+_DEBUG = ".debug_pkl"
+
+
+def narrow_and_trace(model: TorchModel, path: Path) -> None:
+    """Write ``model`` in bf16 to ``path`` as a legacy TorchScript file; the same model gives the same bytes.
+
+    Narrows ``model``'s module in place: whoever still needs its fp32 weights must have them elsewhere. Raises
+    :class:`ConversionError` when torch cannot trace it.
+    """
+    import torch
+
+    from converter.formats.autocast import Edges, narrow
+
+    raw = path.with_name(f"{path.name}.raw")
+    try:
+        with quiet(), torch.no_grad():
+            torch.jit._state._clear_class_state()  # classes of an earlier trace would change the names of this one's
+            torch._C._jit_clear_class_registry()
+            edges = Edges(narrow(model.module)).eval()
+            traced = torch.jit.trace(edges, model.example, check_trace=False)
+            torch.jit.save(traced, str(raw))
+    except Exception as error:  # tracing runs the user's model, which may raise anything
+        raw.unlink(missing_ok=True)
+        raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
+    _rewrite(raw, path)
+    raw.unlink()
+
+
+def _rewrite(raw: Path, path: Path) -> None:
+    """Copy the archive ``raw`` to ``path`` without debug records, its class names numbered from 0.
+
+    torch numbers the classes of a trace by a counter of the process; they occur in record names, in the code, and in
+    ``data.pkl`` as text that carries no length, so that they can be replaced.
+    """
+    import torch
+
+    reader = torch._C.PyTorchFileReader(str(raw))
+    names = [n for n in reader.get_all_records() if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
+    numbers = _renumbering(names)
+    # A stream, not a path: given a path, the writer puts its stem into the archive.
+    with path.open("xb") as file:
+        writer = torch._C.PyTorchFileWriter(file)
+        for name in names:
+            record = reader.get_record(name)
+            if name.startswith("code/") or name == "data.pkl":
+                record = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), record)
+            renamed = _MANGLED.sub(lambda found: numbers.get(found[0], found[0]), name.encode()).decode()
+            writer.write_record(renamed, record, len(record))
+        writer.write_end_of_file()
+
+
+def _renumbering(names: list[str]) -> dict[bytes, bytes]:
+    found = {mangled for name in names for mangled in _MANGLED.findall(name.encode())}
+    in_order = sorted(found, key=lambda mangled: int(mangled.rpartition(b"_")[2]))
+    return {mangled: b"___torch_mangle_%d" % index for index, mangled in enumerate(in_order)}

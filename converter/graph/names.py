@@ -1,0 +1,76 @@
+"""Every node and value gets a name, the same on every run: the plan, the report and ``--keep-fp32`` speak in names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from bf16kit.errors import ConversionError
+from converter.graph.step import Step
+
+
+class NameEverything(Step):
+    """Name unnamed nodes and values; make node names unique over the whole model, value names over each graph.
+
+    Names that are already unique stay as they are. Requires: something gives every value that a node reads. Ensures:
+    every node and every used value has a name.
+    """
+
+    name = "name nodes and values"
+
+    def requires(self, model: ir.Model) -> None:
+        for node in model.graph.all_nodes():
+            for value in node.inputs:
+                if value is not None and not (value.producer() or value.is_graph_input() or value.is_initializer()):
+                    raise ConversionError(
+                        f"node {node.name or node.op_type!r} reads {value.name!r}, which nothing gives;"
+                        " an initializer that is sparse has to be made dense"
+                    )
+
+    def apply(self, model: ir.Model) -> bool:
+        nodes = FreshNames(node.name for node in model.graph.all_nodes() if node.name)
+        values = FreshNames(all_value_names(model))
+        seen: set[str] = set()
+        modified = False
+        for position, node in enumerate(model.graph.all_nodes()):
+            if not node.name or node.name in seen:
+                node.name = nodes.make(node.name or f"{node.op_type}_{position}")
+                modified = True
+            seen.add(node.name)
+            for index, output in enumerate(node.outputs):
+                if output.name is None and output.uses():
+                    output.name = values.make(f"{node.name}:{index}")
+                    modified = True
+        return modified
+
+    def ensures(self, model: ir.Model) -> None:
+        names = [node.name for node in model.graph.all_nodes()]
+        if not all(names) or len(set(names)) != len(names):
+            raise ConversionError("nodes without a name of their own")
+
+
+class FreshNames:
+    """Names that nothing has yet: ``make("a")`` gives ``a``, then ``a_1``, ``a_2`` …"""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+
+    def make(self, name: str) -> str:
+        candidate, count = name, 0
+        while candidate in self._taken:
+            count += 1
+            candidate = f"{name}_{count}"
+        self._taken.add(candidate)
+        return candidate
+
+
+def values_of(graph: ir.Graph) -> list[ir.Value]:
+    """The values a graph defines itself: inputs, initializers and node outputs, not those of the bodies inside it."""
+    inputs = [value for value in graph.inputs if not value.is_initializer()]
+    return [*inputs, *graph.initializers.values(), *(o for node in graph for o in node.outputs)]
+
+
+def all_value_names(model: ir.Model) -> set[str]:
+    """The names of every value of the main graph and of every body inside it."""
+    return {value.name for graph in model.graphs() for value in values_of(graph) if value.name}

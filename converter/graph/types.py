@@ -1,0 +1,63 @@
+"""Every value gets a dtype and, where it can be known, a shape: casts are placed by dtype."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from converter.graph.initializers import dims
+from converter.graph.names import values_of
+from converter.graph.step import Step
+from converter.process.quiet import quiet
+
+# Operators whose result is no tensor.
+_SEQUENCES = frozenset(
+    {"Optional", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceMap"}
+) | {"SplitToSequence"}
+
+
+class InferTypes(Step):
+    """Run ONNX's shape inference over the model; weights are not serialised for it.
+
+    What stays unknown (outputs of operators outside ONNX, sequences) is treated as "not fp32" by the plan and left
+    alone.
+    """
+
+    name = "infer types"
+
+    def apply(self, model: ir.Model) -> bool:
+        for value in model.graph.initializers.values():
+            if value.const_value is not None:
+                value.type = value.type or ir.TensorType(value.const_value.dtype)
+                value.shape = value.shape or ir.Shape(dims(value.const_value))
+        untyped = [value for graph in model.graphs() for value in values_of(graph) if value.type is None]
+        with quiet():  # where it cannot infer, it logs a traceback and leaves the model as it is
+            modified = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model).modified
+        _forget_sequences(untyped)
+        return modified
+
+
+def _forget_sequences(untyped: list[ir.Value]) -> None:
+    """Take back the type of sequences: onnx_ir 1.1 calls every value it had no type for a tensor of its elements."""
+    found: set[ir.Value] = set()
+    before = -1
+    while before < len(found):  # until what hands sequences on is found, out of bodies too
+        before = len(found)
+        found.update(value for value in untyped if value not in found and _is_sequence(value, found))
+    for value in found:
+        value.type, value.shape = None, None
+
+
+def _is_sequence(value: ir.Value, found: set[ir.Value]) -> bool:
+    node, index = value.producer(), value.index()
+    if node is None or index is None:
+        return False
+    if node.op_type == "Identity":
+        handed_on = list(node.inputs[:1])
+    else:
+        place = index + 1 if node.op_type == "Loop" else index  # the outputs of a Loop's body begin with its condition
+        bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+        handed_on = [body.outputs[place] for body in bodies if place < len(body.outputs)]
+    if node.op_type in _SEQUENCES or any(value in found for value in handed_on):
+        return True
+    return any(value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType) for value in handed_on)

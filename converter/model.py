@@ -1,0 +1,86 @@
+"""What every source gives: the checkpoint's tensors, the fp32 graph that uses them, and, from torch, the module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from bf16kit.errors import SourceError
+from bf16kit.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+Array = NDArray[Any]
+Feeds = dict[str, Array]
+Sampler = Callable[[int, int], Iterator[Feeds]]  # (seed, count) → plausible feeds
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a source as they are stored there, memory-mapped where the format allows."""
+
+    format: str
+    sha256: str
+    tensors: Mapping[str, Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors at their own dtypes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TorchModel:
+    """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in that of ``outputs``."""
+
+    module: torch.nn.Module
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
+    example: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class Source:
+    """A checkpoint made runnable.
+
+    ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes.
+    ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, which frees
+    its memory.
+    """
+
+    checkpoint: Checkpoint
+    graph: ir.Model
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    module: TorchModel | None = None
+    sampler: Sampler | None = None
+
+
+def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
+    """sha256 of one file's bytes; of several, that of their names and digests. ``advance`` is told of bytes read."""
+    digests = [_digest(path, advance) for path in paths]
+    if len(digests) == 1:
+        return digests[0]
+    lines = "".join(f"{digest}  {path.name}\n" for path, digest in zip(paths, digests, strict=True))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _digest(path: Path, advance: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                advance(len(chunk))
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""Which initializer of the graph holds which tensor of the checkpoint, found by content: exporters change names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
+from converter.graph.initializers import stays_inline
+from converter.graph.names import FreshNames, values_of
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A checkpoint tensor is ``initializer``, its axes permuted by ``permutation`` (None: as it is)."""
+
+    initializer: str
+    permutation: tuple[int, ...] | None = None
+
+
+def match(graph: ir.Graph, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, Match]:
+    """Match ``checkpoint`` tensors to initializers of ``graph``, and give initializers the checkpoint's names.
+
+    Several checkpoint tensors may match one initializer (tied weights). Tensors without a match are not in the result.
+    Initializers that stay inline in the graph are not looked at: nobody could read them back from a weights file.
+    """
+    index = _index(graph)
+    found: dict[str, tuple[ir.Value, tuple[int, ...] | None]] = {}
+    for name, array in checkpoint.items():
+        hit = _lookup(array, index)
+        if hit is not None:
+            found[name] = hit
+    _rename(graph, {name: value for name, (value, _) in found.items()})
+    return {name: Match(value.name or "", order) for name, (value, order) in found.items()}
+
+
+def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, Array]]]:
+    index: dict[Fingerprint, list[tuple[ir.Value, Array]]] = defaultdict(list)
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and not stays_inline(tensor):
+            array = tensor.numpy()
+            index[fingerprint(array)].append((value, array))
+    return index
+
+
+def _lookup(
+    array: Array, index: Mapping[Fingerprint, list[tuple[ir.Value, Array]]]
+) -> tuple[ir.Value, tuple[int, ...] | None] | None:
+    for view, order in _views(array):
+        for value, candidate in index.get(fingerprint(view), ()):
+            if same_bits(view, candidate):
+                return value, order
+    return None
+
+
+def _views(array: Array) -> Iterator[tuple[Array, tuple[int, ...] | None]]:
+    yield array, None
+    if array.ndim == 2:
+        yield array.T, (1, 0)
+
+
+def _rename(graph: ir.Graph, found: Mapping[str, ir.Value]) -> None:
+    """Name each matched initializer after the first checkpoint tensor it holds, unless it has one of their names."""
+    names: dict[ir.Value, list[str]] = defaultdict(list)
+    for name, value in found.items():
+        names[value].append(name)
+    fresh = FreshNames(v.name for g in (graph, *graph.subgraphs()) for v in values_of(g) if v.name)
+    for value, candidates in names.items():
+        if value.name not in candidates:
+            value.name = fresh.make(candidates[0])

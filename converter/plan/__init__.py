@@ -1,0 +1,109 @@
+"""The precision plan: which tensors are stored in bf16, which nodes compute in it, and the reason for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import onnx_ir as ir
+
+from bf16kit.manifest import Plan, PlanEntry
+from converter.graph.cuda_support import KernelTable
+from converter.graph.initializers import dims, stays_inline
+from converter.graph.operators import label
+from converter.passes import Prepared
+from converter.plan.overrides import Overrides
+from converter.plan.placement import Decision, place_cpu, place_cuda
+
+SMALLEST = 256  # elements of a matrix worth narrowing
+
+
+def make_plan(
+    prepared: Prepared,
+    *,
+    keep_fp32: Iterable[str] = (),
+    bf16: Iterable[str] = (),
+    profiles: Iterable[str] = ("cpu", "cuda"),
+    kernels: KernelTable | None = None,
+) -> Plan:
+    """The plan of ``prepared`` for ``profiles``.
+
+    ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node kept in fp32
+    keeps its weights in fp32 as well. Raises :class:`~bf16kit.errors.UsageError` for a pattern that is no regular
+    expression or matches nothing.
+    """
+    kernels = kernels or KernelTable.load()
+    overrides = Overrides.parse(keep_fp32, bf16)
+    overrides.check(_names(prepared))
+    read = prepared.folded.graph.initializers
+    tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
+    narrow = narrowed(tensors)
+    nodes: dict[str, list[PlanEntry]] = {}
+    for profile in profiles:
+        if profile == "cpu":
+            nodes[profile] = _entries(prepared.folded, place_cpu(prepared.folded, narrow))
+        elif profile == "cuda":
+            nodes[profile] = _entries(prepared.cuda, place_cuda(prepared.cuda, narrow, kernels, overrides))
+    return Plan(tensors=tensors, nodes=nodes)
+
+
+def narrowed(tensors: Iterable[PlanEntry]) -> frozenset[str]:
+    """Names of the tensors that a plan stores in bf16."""
+    return frozenset(entry.name for entry in tensors if entry.precision == "bf16")
+
+
+def _stored(prepared: Prepared) -> list[ir.Value]:
+    """The fp32 tensors that go to a weights file: of the profiles' graphs, then those only the reference reads."""
+    profiles = prepared.folded.graph.initializers
+    extra = [v for name, v in prepared.reference.graph.initializers.items() if name not in profiles]
+    values = [*(profiles[name] for name in sorted(profiles)), *sorted(extra, key=lambda v: v.name or "")]
+    return [
+        v
+        for v in values
+        if v.const_value is not None and v.const_value.dtype == ir.DataType.FLOAT and not stays_inline(v.const_value)
+    ]
+
+
+def _tensor(value: ir.Value, overrides: Overrides, *, only_reference: bool) -> PlanEntry:
+    name = value.name or ""
+    readers = [use.node for use in value.uses()]
+    ops = ", ".join(sorted({label(node) for node in readers})) or "none"
+    if only_reference:
+        return PlanEntry(name=name, op=ops, precision="fp32", reason="read by the reference alone: folded into weights")
+    decision = _storage(value, [name, *(node.name or "" for node in readers)], overrides)
+    return PlanEntry(name=name, op=ops, precision=decision.precision, reason=decision.reason)
+
+
+def _storage(value: ir.Value, names: list[str], overrides: Overrides) -> Decision:
+    """``names`` are the tensor's own and its readers'."""
+    kept = next((p for name in names if (p := overrides.keeps(name)) is not None), None)
+    if kept is not None:
+        return Decision("fp32", f"kept by --keep-fp32 {kept}")
+    forced = overrides.forces(names[0])
+    if forced is not None:
+        return Decision("bf16", f"asked for by --bf16 {forced}")
+    shape = () if value.const_value is None else dims(value.const_value)
+    size = 1
+    for dim in shape:
+        size *= dim
+    if sum(dim > 1 for dim in shape) < 2:
+        return Decision("fp32", "one-dimensional: 0.3 % of the bytes of a transformer, half of its drift")
+    if size < SMALLEST:
+        return Decision("fp32", f"small: {size} values")
+    return Decision("bf16", f"matrix of {size} values")
+
+
+def _entries(model: ir.Model, decisions: Mapping[str, Decision]) -> list[PlanEntry]:
+    entries = []
+    for node in model.graph.all_nodes():
+        decision = decisions[node.name or ""]
+        entries.append(
+            PlanEntry(name=node.name or "", op=label(node), precision=decision.precision, reason=decision.reason)
+        )
+    return entries
+
+
+def _names(prepared: Prepared) -> set[str]:
+    names = {value.name or "" for value in _stored(prepared)}
+    for model in (prepared.folded, prepared.cuda):
+        names.update(node.name or "" for node in model.graph.all_nodes())
+    return names

@@ -1,0 +1,220 @@
+"""Which nodes of a graph compute in bf16 and which are fp32 islands, with the reason for each.
+
+bf16 goes where the provider has kernels for it and where data that varies flows. A node is left in fp32 when bf16 would
+cost accuracy for nothing (positions and masks computed from integers) or only bring casts (a node alone between fp32
+islands, or one that merely moves fp32 data).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+from converter.cpukernel.epilogues import epilogue
+from converter.cpukernel.products import lookups, panelled, products
+from converter.graph.cuda_support import KernelTable
+from converter.graph.operators import (
+    CONTROL_FLOW,
+    MOVEMENT,
+    NORMALISATIONS,
+    PRODUCTS,
+    Bf16Form,
+    bf16_form,
+    label,
+    since_version,
+)
+from converter.plan.overrides import Overrides
+
+FLOAT = ir.DataType.FLOAT
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The precision a node computes in, and why."""
+
+    precision: Literal["bf16", "fp32"]
+    reason: str
+
+
+def place_cpu(model: ir.Model, narrow: Collection[str]) -> dict[str, Decision]:
+    """Decisions for the cpu profile: everything in fp32, but tables are looked up as they are stored.
+
+    ``narrow`` names the initializers stored in bf16. ONNX Runtime would widen a whole table at load; rows looked up and
+    then widened leave it in memory at half the size. So does the kernel leave the weights of its products, whose
+    precision is fp32 all the same: widening is exact, and nothing else is rounded to bf16.
+    """
+    decisions: dict[str, Decision] = {}
+    for node in model.graph.all_nodes():
+        if _looks_up(node, narrow) and node.graph is model.graph:
+            decisions[_name(node)] = Decision("bf16", "looks rows up in the bf16 table; they are widened afterwards")
+        elif _reads(node, narrow):
+            decisions[_name(node)] = Decision("fp32", "computes in fp32, from a bf16 weight that is widened at load")
+        else:
+            decisions[_name(node)] = Decision("fp32", "the cpu profile computes in fp32")
+    panels = panelled(model, narrow)
+    for node in lookups(model, panels):
+        looked_up = Decision("bf16", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel")
+        decisions[_name(node)] = looked_up
+    for product in products(model, narrow).values():
+        if product.layout(panels) is not None:
+            multiplied = Decision("fp32", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
+            decisions[_name(product.node)] = multiplied
+            for node in epilogue(product).nodes:
+                decisions[_name(node)] = Decision("fp32", "done by the CPU kernel with the product before it")
+    return decisions
+
+
+def place_cuda(
+    model: ir.Model, narrow: Collection[str], kernels: KernelTable, overrides: Overrides
+) -> dict[str, Decision]:
+    """Decisions for the cuda profile, for every node of ``model``, also those inside bodies."""
+    decisions: dict[str, Decision] = {}
+    forms: dict[ir.Node, Bf16Form] = {}
+    opset = model.opset_imports[""]
+    varying = _varying(model.graph, narrow)
+    for node in model.graph:
+        reason = _island(node, opset, kernels, overrides) or _pointless(node, varying, overrides)
+        if reason is not None:
+            decisions[_name(node)] = Decision("fp32", reason)
+            continue
+        forms[node] = bf16_form(node, opset) or Bf16Form((), ())
+        decisions[_name(node)] = _accept(node, overrides)
+    _withdraw(forms, narrow, overrides, decisions)
+    for body in model.graph.subgraphs():
+        for node in body:
+            decisions[_name(node)] = Decision("fp32", "inside the body of a control-flow node, which stays in fp32")
+    return decisions
+
+
+def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Overrides) -> str | None:
+    """Why ``node`` cannot, or must not, compute in bf16."""
+    if node.op_type in CONTROL_FLOW:
+        return f"{node.op_type} runs its body in fp32"
+    outputs = [o.dtype for o in node.outputs if o.name]
+    if FLOAT not in outputs or node.op_type == "Cast":
+        return f"gives {_dtypes(node)}, nothing to narrow"
+    pattern = overrides.keeps(_name(node))
+    if pattern is not None:
+        return f"kept by --keep-fp32 {pattern}"
+    if node.op_type in NORMALISATIONS and overrides.forces(_name(node)) is None:
+        return "normalises: in fp32 with fp32 scale and bias, as torch.autocast does"
+    since = since_version(node, opset)
+    if since is None:
+        return f"{label(node)} is no operator of opset {opset}: nothing is known of its types"
+    if not kernels.has(node.domain, node.op_type, since):
+        return f"no bf16 kernel for {label(node)}-{since} on CUDA in ONNX Runtime {kernels.onnxruntime}"
+    form = bf16_form(node, opset)
+    if form is None:
+        return f"{label(node)}-{since} has no bf16 form"
+    unknown = [v for i in form.inputs if (v := node.inputs[i]) is not None and v.dtype is None]
+    if unknown or any(node.outputs[i].dtype != FLOAT for i in form.outputs if node.outputs[i].name):
+        return "the dtype of an input or output is not known to be fp32"
+    return None
+
+
+def _pointless(node: ir.Node, varying: Collection[ir.Value], overrides: Overrides) -> str | None:
+    if overrides.forces(_name(node)) is not None or any(v in varying for v in node.inputs if v is not None):
+        return None
+    return "computed from integers and constants alone (positions, masks): exact in fp32, and small"
+
+
+def _accept(node: ir.Node, overrides: Overrides) -> Decision:
+    pattern = overrides.forces(_name(node))
+    if pattern is not None:
+        return Decision("bf16", f"asked for by --bf16 {pattern}")
+    if node.op_type in PRODUCTS:
+        return Decision("bf16", "bf16 multiplication with fp32 accumulation")
+    return Decision("bf16", "moves bf16 data" if node.op_type in MOVEMENT else "has a bf16 kernel")
+
+
+def _withdraw(
+    forms: dict[ir.Node, Bf16Form], narrow: Collection[str], overrides: Overrides, decisions: dict[str, Decision]
+) -> None:
+    """Take back what would only add casts; ``forms`` holds the nodes accepted so far, in graph order."""
+    forced = {node for node in forms if overrides.forces(_name(node)) is not None}
+    for node in [n for n in forms if n.op_type in MOVEMENT and n not in forced]:
+        if not any(v.producer() in forms or v.name in narrow for v in _data(node, forms[node])):
+            del forms[node]
+            decisions[_name(node)] = Decision("fp32", "moves fp32 data")
+    for group in _groups(forms):
+        useful = any(n.op_type in PRODUCTS or n in forced or _reads(n, narrow) for n in group)
+        if not useful:
+            for node in group:
+                decisions[_name(node)] = Decision("fp32", "nothing near it multiplies in bf16: casts would cost more")
+
+
+def _groups(forms: dict[ir.Node, Bf16Form]) -> list[set[ir.Node]]:
+    """The accepted nodes, parted into groups that pass bf16 values among themselves."""
+    groups: list[set[ir.Node]] = []
+    seen: set[ir.Node] = set()
+    for start in forms:
+        group, waiting = set[ir.Node](), [start]
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                group.add(node)
+                waiting.extend(n for n in _neighbours(node, forms[node]) if n in forms)
+        if group:
+            groups.append(group)
+    return groups
+
+
+def _neighbours(node: ir.Node, form: Bf16Form) -> Iterator[ir.Node]:
+    for value in (node.inputs[i] for i in form.inputs):
+        producer = None if value is None else value.producer()
+        if producer is not None:
+            yield producer
+    for index in form.outputs:
+        yield from (use.node for use in node.outputs[index].uses())
+
+
+def _reads(node: ir.Node, narrow: Collection[str]) -> bool:
+    return any(value is not None and value.name in narrow for value in node.inputs)
+
+
+def _data(node: ir.Node, form: Bf16Form) -> Iterator[ir.Value]:
+    """The fp32 inputs that bf16 would reach; of a node that moves data, the data itself."""
+    positions: Iterable[int] = form.inputs
+    if node.op_type in MOVEMENT and node.op_type != "Concat":
+        positions = [i for i in form.inputs if i == 0]
+    for index in positions:
+        value = node.inputs[index]
+        if value is not None and value.dtype == FLOAT:
+            yield value
+
+
+def _varying(graph: ir.Graph, narrow: Collection[str]) -> set[ir.Value]:
+    """The values that depend on an fp32 input of the model or on a weight worth narrowing."""
+    found = {v for v in graph.inputs if v.dtype == FLOAT}
+    found |= {v for name, v in graph.initializers.items() if name in narrow}
+    for node in graph:
+        inner = (v for body in _bodies(node) for n in body.all_nodes() for v in n.inputs)
+        if any(v in found for v in (*node.inputs, *inner)):
+            found.update(o for o in node.outputs if o.dtype in (FLOAT, None))
+    return found
+
+
+def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def _looks_up(node: ir.Node, narrow: Collection[str]) -> bool:
+    table = node.inputs[0] if node.inputs else None
+    return node.op_type == "Gather" and node.domain == "" and table is not None and table.name in narrow
+
+
+def _dtypes(node: ir.Node) -> str:
+    names = sorted({"unknown" if o.dtype is None else o.dtype.name.lower() for o in node.outputs if o.name})
+    return ", ".join("fp32" if name == "float" else name for name in names) or "nothing"
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or ""

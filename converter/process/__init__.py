@@ -1,0 +1,1 @@
+"""The converter as a process: progress, memory, versions, what the user names, what libraries print."""

@@ -1,0 +1,176 @@
+"""Verifying what was written by running it: the reference first, then every profile, one in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
+from bf16kit.drift import DriftSummary
+from bf16kit.errors import RuntimeFailure
+from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry, SpecEntry
+from bf16kit.publish import StagingArtifact
+from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import TensorSpec
+from converter.model import Feeds
+from converter.options import Options
+from converter.process.memory import release
+from converter.process.progress import Progress
+from converter.proof import golden, measure
+from converter.proof.running import open_profile
+from converter.proof.samples import Samples
+
+
+@dataclass(slots=True)
+class Certified:
+    """What running an artifact showed: its manifest with drift and batch axis, and where it is over budget."""
+
+    manifest: Manifest
+    breaches: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a profile answered, and how it ran."""
+
+    answers: list[Feeds]
+    info: RuntimeInfo
+    emulated: bool
+
+
+def certify(
+    stage: StagingArtifact,
+    manifest: Manifest,
+    samples: Samples,
+    options: Options,
+    progress: Progress,
+    source: Runtime | None = None,
+) -> Certified:
+    """Run what is in ``stage`` on ``samples``, write golden samples, and measure drift.
+
+    ``source`` is the reference when the artifact keeps none of its own; it is closed here. Raises
+    :class:`RuntimeFailure` when a graph does not load or run. A TorchScript module that was not insisted on is dropped
+    instead.
+    """
+    with progress.step("running the fp32 reference"):
+        reference = source or load_reference(stage.draft(manifest))
+        expected = _expected(reference, samples)
+        measure.check_answers(expected, samples.origin)
+        axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
+        reference.close()
+        release()
+    manifest = _with_edges(manifest, axis)
+    manifest = _with_golden(stage, manifest, samples.feeds[0], expected[0])
+    certified = Certified(manifest)
+    if axis is None:
+        certified.notes.append("no batch axis: two samples run together were not seen to give what they give apart")
+    for profile in sorted(manifest.profiles):
+        with progress.step(f"measuring the drift of {profile}"):
+            _certify_profile(certified, stage, profile, samples, expected, options)
+        release()
+    return certified
+
+
+def _expected(reference: Runtime, samples: Samples) -> list[Feeds]:
+    try:
+        return measure.answers(reference, samples.feeds)
+    except RuntimeFailure as error:
+        raise RuntimeFailure(
+            f"the fp32 reference does not run on {samples.origin}: {error}\nIf those are not what the model is made"
+            " for, give others with --samples"
+        ) from error
+
+
+def _certify_profile(
+    certified: Certified,
+    stage: StagingArtifact,
+    profile: str,
+    samples: Samples,
+    expected: Sequence[Feeds],
+    options: Options,
+) -> None:
+    manifest = certified.manifest
+    try:
+        run = run_profile(stage.draft(manifest), profile, samples.feeds)
+    except RuntimeFailure as error:
+        if profile != "torchscript" or options.insists_on_torchscript:
+            raise
+        certified.manifest = _without(stage, manifest, profile)
+        certified.notes.append(f"no TorchScript: the traced module does not run on the samples: {error}")
+        return
+    if run.info.advice:
+        certified.notes.append(f"{run.info.note}: {run.info.advice}")
+    summaries = summarise(manifest, expected, run.answers)
+    count = next(iter(summaries.values())).samples
+    entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
+    certified.manifest = manifest.model_copy(
+        update={
+            "drift": manifest.drift | {profile: entry},
+            "profiles": manifest.profiles | {profile: _verified(profile, manifest.profiles[profile], run)},
+        }
+    )
+    certified.breaches += breaches(profile, options.budget, summaries) or [
+        # what a server will judge: a mean within budget must not hide a model that would never become ready
+        f"{breach}, on the golden samples alone"
+        for breach in breaches(profile, options.budget, summarise(manifest, expected[:1], run.answers[:1]))
+    ]
+
+
+def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds]) -> Run:
+    """Run ``profile`` on ``feeds`` as a server would, or emulated where there is no device for it."""
+    runtime, emulated = open_profile(artifact, profile)
+    try:
+        return Run(measure.answers(runtime, feeds), runtime.info, emulated)
+    finally:
+        runtime.close()
+
+
+def summarise(manifest: Manifest, expected: Sequence[Feeds], found: Sequence[Feeds]) -> dict[str, DriftSummary]:
+    """Drift of the answers ``found`` from those ``expected``, by output."""
+    return measure.summarise(expected, found, [entry.spec() for entry in manifest.outputs], manifest.batch_axis)
+
+
+def breaches(profile: str, budget: Budget, summaries: dict[str, DriftSummary]) -> list[str]:
+    """Where ``summaries`` are over ``budget``, in words."""
+    return [
+        f"profile {profile}, {breach}"
+        for output, summary in sorted(summaries.items())
+        for breach in budget.breaches(output, summary)
+    ]
+
+
+def how(info: RuntimeInfo) -> str:
+    """What was special about a run that was not emulated, for people; "" when nothing was."""
+    return f"on the CPU kernel, path {info.kernel}" if info.kernel else info.note
+
+
+def _verified(profile: str, entry: ProfileEntry, run: Run) -> ProfileEntry:
+    if run.emulated:
+        note = "emulated on the CPU, not verified on a device"
+        return entry.model_copy(update={"verified": "emulated", "note": note})
+    note = f"when verified: {how(run.info)}" if how(run.info) else ""
+    return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
+
+
+def _with_edges(manifest: Manifest, axis: int | None) -> Manifest:
+    """Declare the batch axis, and call every output's batch dimension what the inputs call it."""
+    if axis is None:
+        return manifest
+    outputs: Sequence[TensorSpec] = [entry.spec() for entry in manifest.outputs]
+    outputs = measure.named_alike(outputs, str(manifest.inputs[0].shape[0]))
+    return manifest.model_copy(update={"batch_axis": axis, "outputs": [SpecEntry.of(spec) for spec in outputs]})
+
+
+def _with_golden(stage: StagingArtifact, manifest: Manifest, feeds: Feeds, outputs: Feeds) -> Manifest:
+    if any(entry.dtype == "string" for entry in (*manifest.inputs, *manifest.outputs)):
+        return manifest  # safetensors has no strings
+    golden.write(stage.path / golden.NAME, feeds, outputs)
+    return manifest.model_copy(update={"golden": golden.NAME})
+
+
+def _without(stage: StagingArtifact, manifest: Manifest, profile: str) -> Manifest:
+    (stage.path / manifest.profiles[profile].graph).unlink()
+    return manifest.model_copy(update={"profiles": {k: v for k, v in manifest.profiles.items() if k != profile}})

@@ -1,0 +1,107 @@
+"""What the cuda profile would answer, on a CPU: every bf16 node computed in fp32 and its result rounded to bf16.
+
+CUDA's bf16 kernels multiply exactly, accumulate in fp32 and round once at the end; so does this, but for the order of
+the sums. Rounding is a Cast to bf16 and one back. ONNX Runtime keeps such pairs with all its optimisations on (seen on
+1.31.1, and a test holds it to that): the value between them is no longer the value before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+import onnx_ir as ir
+
+from converter.cpukernel.unpanel import PUT_TOGETHER
+from converter.formats.onnx import serialize
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.operators import EXACT
+from converter.graph.step import Step, run
+
+FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+
+
+def emulation(cuda_graph: Path) -> bytes:
+    """The emulation of ``cuda_graph`` as an ONNX model; its weights are external data beside ``cuda_graph``.
+
+    Raises :class:`~bf16kit.errors.ConversionError` when the graph holds bf16 where it cannot be emulated.
+    """
+    return serialize(run([Emulate()], ir.load(cuda_graph)))
+
+
+class Emulate(Step):
+    """Make every bf16 value fp32 that was rounded to bf16.
+
+    Operators that only move or choose values need no rounding: their results are bf16 values already. Those that put
+    panels together move bf16 weights, as in the graph itself: widened first, every copy would be twice as large.
+    Ensures: nothing but initializers, what they are put together to, and the values between two casts is bf16 (Shape
+    may read those, too).
+    """
+
+    name = "emulate bf16"
+
+    def apply(self, model: ir.Model) -> bool:
+        graph, fresh = model.graph, FreshNames(all_value_names(model))
+        moves = _moves_of_weights(graph)
+        nodes = [node for node in graph if node not in moves and any(o.dtype == BFLOAT16 for o in node.outputs)]
+        weights = [value for value in graph.initializers.values() if value.dtype == BFLOAT16]
+        weights += [node.outputs[0] for node in moves]
+        first = next((node for node in graph if node not in moves), None)
+        for value in weights:
+            readers = tuple(use for use in value.uses() if not (_widens(use.node) or use.node in moves))
+            if readers and first is not None:
+                cast = _cast(value, FLOAT, fresh)
+                graph.insert_before(first, cast)
+                for use in readers:
+                    use.node.replace_input_with(use.idx, cast.outputs[0])
+        for node in nodes:
+            for output in node.outputs:
+                if output.dtype == BFLOAT16:
+                    _emulate(graph, node, output, fresh)
+        return bool(nodes or weights)
+
+
+def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
+    """The leading nodes of ``graph`` that put its bf16 initializers together (:mod:`converter.cpukernel.unpanel`)."""
+    moves: dict[ir.Node, None] = {}
+    for node in graph:
+        moved = node.op_type in PUT_TOGETHER and all(_is_constant(value, moves) for value in node.inputs)
+        if not moved or node.outputs[0].dtype != BFLOAT16:
+            break
+        moves[node] = None
+    return moves
+
+
+def _is_constant(value: ir.Value | None, moves: Container[ir.Node | None]) -> bool:
+    return value is not None and (value.is_initializer() or value.producer() in moves)
+
+
+def _emulate(graph: ir.Graph, node: ir.Node, output: ir.Value, fresh: FreshNames) -> None:
+    """Let everything that reads ``output`` read its rounded fp32 value instead."""
+    narrowing = node.op_type == "Cast"
+    if not narrowing:
+        output.type = ir.TensorType(FLOAT)
+        if node.op_type in EXACT:
+            return
+    readers = tuple(output.uses())
+    last, rounded = node, output
+    if not narrowing:
+        last = _cast(output, BFLOAT16, fresh)
+        rounded = last.outputs[0]
+        graph.insert_after(node, last)
+    back = _cast(rounded, FLOAT, fresh)
+    graph.insert_after(last, back)
+    for use in readers:
+        use.node.replace_input_with(use.idx, back.outputs[0])
+
+
+def _widens(node: ir.Node) -> bool:
+    return node.op_type == "Cast" and node.outputs[0].dtype == FLOAT
+
+
+def _cast(value: ir.Value, dtype: ir.DataType, fresh: FreshNames) -> ir.Node:
+    name = fresh.make(f"{value.name}/{'rounded' if dtype == BFLOAT16 else 'emulated'}")
+    node = ir.node("Cast", [value], attributes={"to": int(dtype)}, name=name)
+    output = node.outputs[0]
+    output.name, output.type, output.shape = name, ir.TensorType(dtype), value.shape
+    return node

@@ -1,0 +1,106 @@
+"""Running a model on samples, and how far one runtime's answers are from another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from bf16kit import drift
+from bf16kit.drift import DriftSummary, SampleDrift
+from bf16kit.errors import RuntimeFailure, SamplesError
+from bf16kit.runtime import Runtime
+from bf16kit.tensors import TensorSpec
+from converter.model import Feeds
+
+# fp32 arithmetic in another order: what a model gives two samples together may differ this much from what it gives them
+# apart, and no more.
+_SAME = 1e-4
+
+
+def answers(runtime: Runtime, feeds: Sequence[Feeds]) -> list[Feeds]:
+    """What ``runtime`` gives for each of ``feeds``."""
+    return [runtime.run(feed) for feed in feeds]
+
+
+def check_answers(reference: Sequence[Feeds], origin: str) -> None:
+    """:class:`SamplesError` when the reference answers with NaN, from which every candidate is equally far: none.
+
+    Infinities are let through; masked logits hold them.
+    """
+    for index, outputs in enumerate(reference):
+        for name, array in outputs.items():
+            count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
+            if count:
+                raise SamplesError(
+                    f"the fp32 reference answers sample {index} of {origin} with NaN (output {name!r}, {count} of"
+                    f" {array.size} values), and drift from NaN is nothing; give --samples that the model is made for"
+                )
+
+
+def summarise(
+    reference: Sequence[Feeds], candidate: Sequence[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
+) -> dict[str, DriftSummary]:
+    """Drift of ``candidate``'s answers from ``reference``'s, by output, over all samples."""
+    return {spec.name: _summary(reference, candidate, spec, batch_axis) for spec in outputs}
+
+
+def _summary(
+    reference: Sequence[Feeds], candidate: Sequence[Feeds], spec: TensorSpec, batch_axis: int | None
+) -> DriftSummary:
+    found: list[SampleDrift] = []
+    for r, c in zip(reference, candidate, strict=True):
+        found += drift.measure(r[spec.name], c[spec.name], spec, batch_axis)
+    return DriftSummary.of(found)
+
+
+def batch_axis(
+    runtime: Runtime, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], feeds: Sequence[Feeds]
+) -> int | None:
+    """0 when every input and output has a free first dimension, the inputs' of one name, and running two samples
+    together gives what they give apart; None when not, or when ``feeds`` hold no two samples of the same shape."""
+    first = {spec.shape[0] if spec.shape else None for spec in inputs}
+    if len(first) != 1 or not isinstance(next(iter(first)), str):
+        return None
+    if any(not spec.shape or isinstance(spec.shape[0], int) for spec in outputs):
+        return None
+    pair = _pair(feeds)
+    if pair is None:
+        return None
+    try:
+        apart = [runtime.run({name: array[i : i + 1] for name, array in pair.items()}) for i in (0, 1)]
+        together = runtime.run(pair)
+    except RuntimeFailure:
+        return None  # a dimension that looks free and is not
+    return 0 if all(_same(together, apart, spec) for spec in outputs) else None
+
+
+def _pair(feeds: Sequence[Feeds]) -> Feeds | None:
+    """Two different samples in one feed: the first two rows of one, or a row of each of two of the same shape."""
+    for feed in feeds:
+        if all(len(array) > 1 for array in feed.values()):
+            return {name: np.ascontiguousarray(array[:2]) for name, array in feed.items()}
+    for a, b in combinations(feeds[:100], 2):
+        if all(a[name].shape[1:] == b[name].shape[1:] for name in a):
+            return {name: np.concatenate([a[name][:1], b[name][:1]]) for name in a}
+    return None
+
+
+def _same(together: Feeds, apart: Sequence[Feeds], spec: TensorSpec) -> bool:
+    if any(len(row[spec.name]) != 1 for row in apart):
+        return False
+    expected = np.concatenate([row[spec.name] for row in apart])
+    found = drift.measure(expected, together[spec.name], spec, 0)
+    return all(sample.relative_l2 <= _SAME and not sample.nonfinite for sample in found)
+
+
+def named_alike(outputs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:
+    """``outputs`` with their first dimension called ``name``: the batch, once it was proved to be one."""
+    return tuple(replace(spec, shape=(name, *spec.shape[1:])) for spec in outputs)
+
+
+def as_dict(summaries: Mapping[str, DriftSummary]) -> dict[str, dict[str, dict[str, float]]]:
+    """Summaries as the manifest keeps them."""
+    return {output: summary.as_dict() for output, summary in summaries.items()}

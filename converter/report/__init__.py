@@ -1,0 +1,1 @@
+"""Saying what an artifact holds and what was measured: as text and as a page."""

@@ -1,0 +1,55 @@
+"""Giving an exported graph the checkpoint's own memory and names, so that the module it came from can be freed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converter.graph.equality import Fingerprint, fingerprint, same_bits
+from converter.model import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_SMALL = 1024  # bytes; what is smaller is copied rather than looked up
+_WRAPPER = "module."  # what `Positional` puts before the names of parameters
+
+
+def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
+    """Make every initializer a view of the checkpoint tensor it equals, transposed or not, or a copy if there is none.
+
+    In place. Afterwards nothing in the graph refers to the module's parameters, which may change or go.
+    """
+    import onnx_ir as ir
+
+    known: dict[Fingerprint, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        known[fingerprint(tensor)].append(name)
+    for value in list(model.graph.initializers.values()):
+        if value.const_value is None:
+            continue
+        array = np.asarray(value.const_value.numpy())
+        found, view = _lookup(array, tensors, known)
+        _rename(model, value, found or (value.name or "").removeprefix(_WRAPPER))
+        value.const_value = ir.Tensor(array.copy() if view is None else view, name=value.name)
+
+
+def _lookup(
+    array: Array, tensors: Mapping[str, Array], known: Mapping[Fingerprint, list[str]]
+) -> tuple[str | None, Array | None]:
+    if array.nbytes < _SMALL:
+        return None, None
+    for transposed in (False, True) if array.ndim == 2 else (False,):
+        wanted = array.T if transposed else array
+        for name in known.get(fingerprint(wanted), ()):
+            if same_bits(wanted, tensors[name]):
+                return name, tensors[name].T if transposed else tensors[name]
+    return None, None
+
+
+def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
+    if name not in model.graph.initializers:
+        value.name = name

@@ -1,0 +1,110 @@
+"""From a torch module to a fp32 ONNX graph whose weights are views of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.errors import ConversionError
+from bf16kit.tensors import TensorSpec, describe
+from converter.model import Array, TorchModel
+from converter.process.quiet import first_line, quiet, reason
+from converter.sources.torch.binding import bind
+from converter.sources.torch.simplify import simplify
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+OPSET = 22  # the first in which Conv may be bf16; ONNX Runtime accepts up to 26
+_BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: different from each other, and never 0 or 1
+
+
+def adapt(module: torch.nn.Module, inputs: Sequence[TensorSpec]) -> TorchModel:
+    """``module`` in evaluation mode behind positional inputs, run once to learn its outputs' names."""
+    import torch
+
+    from converter.sources.torch.positional import Positional, output_names
+
+    example = _examples(inputs)
+    wrapped = Positional(module.eval(), [spec.name for spec in inputs]).eval()
+    try:
+        with quiet(), torch.no_grad():
+            result = wrapped.call(*example)
+    except Exception as error:  # the user's model may raise anything
+        shapes = ", ".join(f"{s.name}{list(t.shape)}" for s, t in zip(inputs, example, strict=True))
+        raise ConversionError(f"the model failed on an example input ({shapes}): {first_line(error)}") from error
+    return TorchModel(wrapped, tuple(inputs), output_names(result), example)
+
+
+def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
+    """The module as an fp32 graph at opset 22.
+
+    An initializer that holds the bytes of one of ``tensors``, or of a transposed one, becomes a view of it and takes
+    its name, so that the module's own memory can be freed.
+    """
+    import torch
+
+    shapes = tuple(_dynamic(spec) for spec in model.inputs)
+    try:
+        with quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                model.module,
+                model.example,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[spec.name for spec in model.inputs],
+                output_names=list(model.outputs),
+                dynamic_shapes=(shapes,) if any(shapes) else None,
+                optimize=False,  # `simplify` instead, which leaves the weights alone
+                verbose=False,
+            )
+    except Exception as error:  # the exporter lets errors of any kind through
+        raise ConversionError(f"torch.onnx.export cannot translate the model: {reason(error)}") from error
+    if program is None:
+        raise ConversionError("torch.onnx.export returned no program")
+    graph: ir.Model = program.model
+    with quiet():
+        simplify(graph)
+    _name_inputs(graph, model.inputs)
+    bind(graph, tensors)
+    return graph.clone()  # without what the steps above removed, which the exporter's values still refer to
+
+
+def _sizes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """A size for every named dimension, all different: equal ones could be taken for the same dimension."""
+    names = list(dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str)))
+    return {name: _BATCH + index * _STEP for index, name in enumerate(names)}
+
+
+def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    try:
+        return tuple(_example(spec, _sizes(inputs)) for spec in inputs)
+    except RuntimeError as error:  # torch's word for "out of memory"
+        shapes = ", ".join(f"{spec.name}{describe(spec.shape)}" for spec in inputs)
+        raise ConversionError(f"an example input cannot be made ({shapes}): {first_line(error)}") from error
+
+
+def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Ones for masks and floats, zeros for integers: 0 is an index into every table."""
+    import torch
+
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+    dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point or dtype is torch.bool or "mask" in spec.name:
+        return torch.ones(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _dynamic(spec: TensorSpec) -> dict[int, Any]:
+    import torch
+
+    return {axis: torch.export.Dim(dim) for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
+
+
+def _name_inputs(graph: ir.Model, inputs: Sequence[TensorSpec]) -> None:
+    import onnx_ir as ir
+
+    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
+        value.name = spec.name
+        value.shape = ir.Shape(spec.shape)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from layers import ours
+from lowered import Array, Lowered, lower, relative_l2
+from onnx import ModelProto, TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+import graphs
+from bf16kit.errors import ConversionError, RuntimeFailure
+from bf16kit.runtime.kernel import VARIABLE
+from converter.cpukernel.lookup import LookUp
+from converter.passes import run
+
+_WIDTH = 40
+_OPERATORS = {96: "Gather_panels", 50: "Gather_panels_tail", 20: "Gather_panels_narrow"}
+
+
+def _tied(rows: int, indices: Sequence[int | str] = ("batch", "seq"), dtype: int = TensorProto.INT64) -> ModelProto:
+    """ids look up ``found`` in the ``table`` [rows, 40]; x [count, 40] times the same table transposed → y."""
+    return graphs.model(
+        [
+            helper.make_node("Gather", ["table", "ids"], ["found"], name="lookup"),
+            helper.make_node("Gemm", ["x", "table"], ["y"], name="product", transB=1),
+        ],
+        [graphs.edge("ids", [*indices], dtype), graphs.edge("x", ["count", _WIDTH])],
+        [graphs.edge("found", [*indices, _WIDTH]), graphs.edge("y", ["count", rows])],
+        [graphs.initializer("table", graphs.values(rows, _WIDTH))],
+    )
+
+
+def _feeds(ids: Array) -> dict[str, Array]:
+    return {"ids": ids, "x": graphs.values(3, _WIDTH, seed=5)}
+
+
+def _table(made: Lowered) -> Array:
+    """The table of the artifact, widened."""
+    table = made.artifact.tensor("table")
+    assert table.dtype == ml_dtypes.bfloat16
+    return table.astype(np.float32)
+
+
+def _answers(made: Lowered, feeds: dict[str, Array], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Array]]:
+    """With the kernel, and without."""
+    fast = made.run_kernel(feeds)
+    with monkeypatch.context() as environment:
+        environment.setenv(VARIABLE, "off")
+        return [fast, made.run_cpu(feeds)]
+
+
+@pytest.mark.parametrize("rows", _OPERATORS)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (0,)])
+def test_rows_are_those_of_the_table_in_panels_with_and_without_the_kernel(
+    rows: int, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lower(tmp_path / "m" / "1", _tied(rows, [f"d{i}" for i in range(len(shape))]))
+    assert ours(made)[0].op_type == _OPERATORS[rows]
+    assert made.artifact.manifest.tensors[0].panels == 0
+    ids = np.random.default_rng(rows).integers(-rows, rows, shape)
+    for answer in _answers(made, _feeds(ids), monkeypatch):
+        np.testing.assert_array_equal(answer["found"], _table(made)[ids])
+        np.testing.assert_allclose(answer["y"], _feeds(ids)["x"] @ _table(made).T, rtol=1e-5, atol=4e-6)
+
+
+@pytest.mark.parametrize("rows", _OPERATORS)
+def test_every_row_is_found_counted_from_either_end(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ids = lower(tmp_path / "m" / "1", _tied(rows, ["all"])), np.arange(-rows, rows)
+    for answer in _answers(made, _feeds(ids), monkeypatch):
+        np.testing.assert_array_equal(answer["found"], np.concatenate([_table(made)] * 2))
+
+
+@pytest.mark.parametrize("wrong", [50, -51, 2**40])
+def test_an_index_out_of_range_is_an_error(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lower(tmp_path / "m" / "1", _tied(50, ["batch"]))
+    feeds = _feeds(np.array([3, wrong]))
+    with pytest.raises(RuntimeFailure, match=f"index {wrong}, number . of them, is outside of a table of 50 rows"):
+        made.run_kernel(feeds)
+    monkeypatch.setenv(VARIABLE, "off")
+    with pytest.raises(RuntimeFailure, match=f"indices element out of data bounds, idx={wrong}"):
+        made.run_cpu(feeds)
+
+
+def test_indices_of_32_bits_are_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lower(tmp_path / "m" / "1", _tied(50, ["batch"], TensorProto.INT32))
+    assert made.ops("cpu") == ["Cast", "Gather_panels_tail", "MatMul_panels_tail"]
+    ids = np.array([4, -1, 0], np.int32)
+    for answer in _answers(made, _feeds(ids), monkeypatch):
+        np.testing.assert_array_equal(answer["found"], _table(made)[ids])
+
+
+def test_a_lookup_keeps_its_name_and_its_result_s_name_type_and_shape(tmp_path: Path) -> None:
+    proto = _tied(50)
+    proto.graph.node.append(helper.make_node("Relu", ["found"], ["positive"]))
+    proto.graph.output[0].CopyFrom(graphs.edge("positive", ["batch", "seq", _WIDTH]))
+    made = lower(tmp_path / "m" / "1", proto)
+    (node, _) = ours(made)
+    assert (node.name, [*node.input], [*node.output]) == ("lookup", ["ids", "table"], ["found"])
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    assert (attributes["k"], attributes["n"]) == (_WIDTH, 50)
+    (info,) = [info.type.tensor_type for info in made.graph("cpu").value_info if info.name == "found"]
+    assert info.elem_type == TensorProto.FLOAT
+    assert [d.dim_param or d.dim_value for d in info.shape.dim] == ["batch", "seq", _WIDTH]
+    assert "Cast" not in made.ops("cpu")
+    assert made.precision("cpu")["lookup"] == "bf16"
+
+
+def test_a_table_of_several_lookups_and_products_is_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a decoder and an encoder that share their embeddings; positions are a table of their own."""
+    proto = _tied(96, ["batch"])
+    proto.graph.node.extend(
+        [
+            helper.make_node("Gather", ["positions", "ids"], ["where"]),
+            helper.make_node("Gather", ["table", "ids"], ["again"], axis=-2),
+            helper.make_node("Transpose", ["table"], ["turned"]),
+            helper.make_node("MatMul", ["again", "turned"], ["scores"]),
+        ]
+    )
+    proto.graph.output.extend([graphs.edge("where", ["batch", 16]), graphs.edge("scores", ["batch", 96])])
+    proto.graph.initializer.append(graphs.initializer("positions", graphs.values(64, 16)))
+    made, feeds = lower(tmp_path / "m" / "1", proto), _feeds(np.array([1, 0, 63]))
+    kinds = ["Gather_panels", "MatMul_panels", "Gather_panels", "MatMul_panels"]
+    assert [node.op_type for node in ours(made)] == kinds
+    assert [function.name for function in onnx.load(made.artifact.file("cpu.onnx")).functions] == kinds[:2]
+    assert made.ops("cpu").count("Gather") == 1
+    assert made.size("weights.bf16") == 2 * (96 * _WIDTH + 64 * 16)
+    source = made.run_source(feeds)
+    for answer in [*_answers(made, feeds, monkeypatch), made.run_emulated(feeds)]:
+        assert all(relative_l2(source[name], answer[name]) < 8e-3 for name in source)
+
+
+def test_without_the_kernel_the_looked_up_table_stays_bf16(tmp_path: Path) -> None:
+    """Beside the fp32 one for the product: so many fp32 tables there are at load, and no more."""
+    made = lower(tmp_path / "m" / "1", _tied(96))
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    path = str(made.artifact.file("cpu.onnx"))
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    optimised = onnx.load(tmp_path / "optimised.onnx").graph
+    assert sorted(node.op_type for node in optimised.node) == ["Cast", "Gather", "MatMul"]
+    types = {(tensor.data_type, *tensor.dims) for tensor in optimised.initializer}
+    assert types == {(TensorProto.BFLOAT16, 96, _WIDTH), (TensorProto.FLOAT, _WIDTH, 96)}
+
+
+@pytest.mark.parametrize("opset", [13, 17, 21, 24])
+def test_the_graph_is_plain_onnx_that_checks_and_runs_without_us(opset: int, tmp_path: Path) -> None:
+    proto, feeds = _tied(50), _feeds(np.array([[1, 2], [3, -4]]))
+    proto.opset_import[0].version = opset
+    made = lower(tmp_path / "m" / "1", proto)
+    onnx.checker.check_model(str(made.artifact.file("cpu.onnx")), full_check=True)
+    found = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx"))).run(["found"], feeds)
+    assert isinstance(found, list)
+    np.testing.assert_array_equal(found[0], _table(made)[feeds["ids"]])
+
+
+def test_every_graph_reads_the_one_copy_and_the_table_comes_back(tmp_path: Path) -> None:
+    proto, feeds = _tied(50), _feeds(np.array([[1, 2], [3, -4]]))
+    made = lower(tmp_path / "m" / "1", proto)
+    assert made.size("weights.bf16") == 2 * 50 * _WIDTH
+    assert {name for name in made.ops("cuda") if name.endswith("panels")} == set()
+    np.testing.assert_array_equal(made.run_emulated(feeds)["found"], _table(made)[feeds["ids"]])
+    source = made.run_source(feeds)
+    assert relative_l2(source["y"], made.run_emulated(feeds)["y"]) < 8e-3
+    reference = made.run_reference(feeds)
+    assert all(np.array_equal(reference[name], source[name]) for name in source)
+
+
+def test_a_table_that_is_gathered_otherwise_is_guarded() -> None:
+    """Columns, which no kernel looks up."""
+    proto = _tied(50, ["batch"])
+    proto.graph.node[0].attribute.append(helper.make_attribute("axis", 1))
+    with pytest.raises(ConversionError, match="node 'lookup' reads 'table', which is stored in panels"):
+        run([LookUp({"table"})], ir.from_proto(proto))

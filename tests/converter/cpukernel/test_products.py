@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import NodeProto, TensorProto, helper
+
+import graphs
+from converter.cpukernel.products import lookups, panelled, products
+from converter.graph.step import run
+from converter.graph.types import InferTypes
+
+
+def _model(nodes: Sequence[NodeProto], weight: tuple[int, int] = (32, 48)) -> ir.Model:
+    """x [batch, 32] through ``nodes`` to y; ``w`` is the weight, ``row`` a bias of 48, ``ids`` indices."""
+    proto = graphs.model(
+        nodes,
+        [graphs.edge("x", ["batch", 32]), graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y")],
+        [
+            graphs.initializer("w", graphs.values(*weight)),
+            graphs.initializer("row", graphs.values(48)),
+            graphs.initializer("wide", graphs.values(1, 48)),
+            graphs.initializer("scalar", np.array(0.5, np.float32)),
+            graphs.initializer("column", graphs.values(7, 1)),
+        ],
+    )
+    return run([InferTypes()], ir.from_proto(proto))
+
+
+def _gemm(bias: str | None = None, **attributes: Any) -> list[NodeProto]:
+    inputs = ["x", "w"] if bias is None else ["x", "w", bias]
+    return [helper.make_node("Gemm", inputs, ["y"], **attributes)]
+
+
+def test_a_weight_of_a_matmul_is_panelled_along_its_columns() -> None:
+    assert panelled(_model([helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {"w": 1}
+
+
+@pytest.mark.parametrize("bias", [None, "row", "wide"])
+def test_a_gemm_s_weight_is_panelled_along_what_its_columns_are(bias: str | None) -> None:
+    assert panelled(_model(_gemm(bias)), {"w"}) == {"w": 1}
+    assert panelled(_model(_gemm(bias, transB=1), (48, 32)), {"w"}) == {"w": 0}
+
+
+def test_a_product_says_its_weight_and_sizes() -> None:
+    model = _model(_gemm("row", transB=1), (48, 32))
+    (product,) = products(model, {"w"}).values()
+    assert (product.weight.name, product.axis, product.k, product.n) == ("w", 0, 32, 48)
+    assert product.bias is not None
+    assert product.bias.name == "row"
+
+
+@pytest.mark.parametrize(
+    ("bias", "attributes"),
+    [
+        (None, {"alpha": 0.5}),
+        ("row", {"beta": 0.5}),
+        ("scalar", {}),
+        ("column", {}),
+    ],
+)
+def test_a_gemm_that_is_more_than_a_product_and_a_bias_is_left_alone(
+    bias: str | None, attributes: dict[str, float]
+) -> None:
+    assert panelled(_model(_gemm(bias, **attributes)), {"w"}) == {}
+
+
+def test_a_gemm_without_c_may_have_any_beta() -> None:
+    assert panelled(_model(_gemm(beta=0.5)), {"w"}) == {"w": 1}
+
+
+def test_a_gemm_that_transposes_its_rows_is_left_alone() -> None:
+    proto = graphs.model(
+        _gemm(transA=1),
+        [graphs.edge("x", [32, "b"])],
+        [graphs.edge("y")],
+        [graphs.initializer("w", graphs.values(32, 48))],
+    )
+    assert panelled(run([InferTypes()], ir.from_proto(proto)), {"w"}) == {}
+
+
+def test_a_bias_that_is_computed_leaves_its_gemm_alone() -> None:
+    nodes = [helper.make_node("Neg", ["row"], ["c"]), *_gemm("c")]
+    assert panelled(_model(nodes), {"w"}) == {}
+
+
+def test_a_weight_kept_in_fp32_is_not_panelled() -> None:
+    assert panelled(_model(_gemm()), set()) == {}
+
+
+def test_a_weight_that_two_products_read_alike_is_panelled_once() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Gemm", ["x", "w"], ["b"]),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    assert panelled(_model(nodes), {"w"}) == {"w": 1}
+
+
+def test_a_weight_that_products_read_both_ways_keeps_its_rows() -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Gemm", ["a", "w"], ["y"], transB=1)]
+    model = _model(nodes)
+    assert panelled(model, {"w"}) == {}
+    assert [product.axis for product in products(model, {"w"}).values()] == [1, 0]
+
+
+def test_a_weight_that_is_transposed_for_products_alone_is_panelled_along_its_rows() -> None:
+    nodes = [helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]), helper.make_node("MatMul", ["x", "t"], ["y"])]
+    assert panelled(_model(nodes, (48, 32)), {"w"}) == {"w": 0}
+
+
+def _looked_up(axis: int = 0) -> NodeProto:
+    return helper.make_node("Gather", ["w", "ids"], ["rows"], axis=axis)
+
+
+@pytest.mark.parametrize("axis", [0, -2])
+@pytest.mark.parametrize("product", ["Gemm", "MatMul"])
+def test_a_table_that_is_looked_up_and_multiplied_is_panelled_along_its_rows(product: str, axis: int) -> None:
+    nodes = [_looked_up(axis), helper.make_node("Transpose", ["w"], ["t"])]
+    if product == "Gemm":
+        nodes[1:] = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)]
+    else:
+        nodes.append(helper.make_node("MatMul", ["x", "t"], ["y"]))
+    model = _model(nodes, (48, 32))
+    assert panelled(model, {"w"}) == {"w": 0}
+    assert {node.op_type: table.name for node, table in lookups(model, {"w"}).items()} == {"Gather": "w"}
+
+
+def test_a_table_that_is_only_looked_up_keeps_its_rows() -> None:
+    assert panelled(_model([_looked_up()], (48, 32)), {"w"}) == {}
+
+
+def test_a_table_whose_rows_are_not_the_product_s_columns_keeps_them() -> None:
+    assert panelled(_model([_looked_up(), helper.make_node("MatMul", ["x", "w"], ["y"])]), {"w"}) == {}
+
+
+def test_a_table_that_a_body_looks_up_keeps_its_rows() -> None:
+    then, other = (
+        helper.make_graph([_looked_up()], name, [], [graphs.edge("rows", ["batch", 32])]) for name in ("then", "else")
+    )
+    nodes = [
+        helper.make_node("Cast", ["ids"], ["flags"], to=TensorProto.BOOL),
+        helper.make_node("ReduceMax", ["flags"], ["flag"], keepdims=0),
+        helper.make_node("If", ["flag"], ["found"], then_branch=then, else_branch=other),
+        helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
+    ]
+    model = _model(nodes, (48, 32))
+    assert panelled(model, {"w"}) == {}
+    assert [product.layout({}) for product in products(model, {"w"}).values()] == ["transposed"]
+
+
+@pytest.mark.parametrize("reader", ["columns", "indices", "Neg", "Transpose"])
+def test_a_weight_that_is_read_otherwise_too_keeps_its_rows(reader: str) -> None:
+    readers = {
+        "columns": _looked_up(axis=1),
+        "indices": helper.make_node("GatherND", ["w", "ids"], ["rows"]),
+    }
+    nodes = [
+        helper.make_node("Gemm", ["x", "w"], ["y"], transB=1),
+        readers.get(reader) or helper.make_node(reader, ["w"], ["rows"]),
+        helper.make_node("Abs", ["rows"], ["z"]),
+    ]
+    model = _model(nodes, (48, 32))
+    assert panelled(model, {"w"}) == {}
+    assert [product.axis for product in products(model, {"w"}).values()] == [0]
+
+
+def test_a_weight_on_the_left_is_no_product_of_the_kernel() -> None:
+    nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["w", "t"], ["y"])]
+    model = _model(nodes, (48, 32))
+    assert products(model, {"w"}) == {}
+    assert panelled(model, {"w"}) == {}
+
+
+def test_a_weight_that_a_body_reads_keeps_its_rows() -> None:
+    model = run([InferTypes()], ir.from_proto(graphs.if_branches()))
+    assert panelled(model, {"captured"}) == {}
+    proto = graphs.if_branches()
+    proto.graph.node.append(helper.make_node("MatMul", ["x", "captured"], ["z"]))
+    proto.graph.output.append(graphs.edge("z", ["batch", 16]))
+    model = run([InferTypes()], ir.from_proto(proto))
+    assert panelled(model, {"captured"}) == {}
+    assert [product.weight.name for product in products(model, {"captured"}).values()] == ["captured"]
+
+
+def test_a_stack_of_matrices_is_left_alone() -> None:
+    proto = graphs.model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [graphs.edge("x", [2, "b", 32])],
+        [graphs.edge("y")],
+        [graphs.initializer("w", graphs.values(2, 32, 48))],
+    )
+    assert panelled(run([InferTypes()], ir.from_proto(proto)), {"w"}) == {}

@@ -1,0 +1,152 @@
+"""Weights stored as panels come back as the matrices they are, and ONNX Runtime does that once, at load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from lowered import Lowered, lower, relative_l2
+from numpy.typing import NDArray
+from onnx import ModelProto, helper
+
+import graphs
+from bf16kit.errors import ConversionError
+from bf16kit.manifest import TensorEntry
+from bf16kit.numerics import to_bf16
+from bf16kit.panels import pack
+from bf16kit.runtime.quietort import ort
+from converter.cpukernel.unpanel import PUT_TOGETHER, Unpanel
+from converter.formats.onnx import serialize
+from converter.graph.step import run
+from converter.proof.emulate import emulation
+
+# K and N with no whole panel, one, several, and a narrower last one
+SHAPES = [(40, 7), (7, 32), (40, 96), (16, 33), (9, 100)]
+FILE = "weights.bf16"
+
+
+def stored(shape: tuple[int, int], axis: int) -> TensorEntry:
+    size = shape[0] * shape[1]
+    return TensorEntry(name="w", dtype="bfloat16", shape=list(shape), file=FILE, offset=64, bytes=2 * size, panels=axis)
+
+
+def reader(shape: tuple[int, ...], dtype: ir.DataType = ir.DataType.BFLOAT16) -> ir.Model:
+    """The bf16 initializer ``w``, widened to the output ``y``."""
+    data = ir.tensor(graphs.values(*shape), name="w") if dtype == ir.DataType.FLOAT else _bf16(shape)
+    value = ir.Value(name="w", shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=data)
+    node = ir.node("Cast", [value], attributes={"to": 1}, name="widen")
+    output = node.outputs[0]
+    output.name, output.type, output.shape = "y", ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    graph = ir.Graph([], node.outputs, nodes=[node], initializers=[value], name="g", opset_imports={"": 22})
+    return ir.Model(graph, ir_version=10)
+
+
+def _bf16(shape: tuple[int, ...]) -> ir.TensorProtocol:
+    return ir.tensor(to_bf16(graphs.values(*shape)), name="w")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_matrix_is_read_bit_for_bit(shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
+    shape = shape if axis == 1 else shape[::-1]
+    matrix = to_bf16(graphs.values(*shape))
+    (tmp_path / FILE).write_bytes(bytes(64) + pack(matrix, axis).tobytes())
+    step = Unpanel({"w": stored(shape, axis)})
+    model = run([step], reader(shape))
+    assert step.declared.keys() >= {"w"}
+    assert sum(tensor.nbytes for tensor in step.declared.values()) == matrix.nbytes
+    assert {tensor.offset % 64 for tensor in step.declared.values() if tensor.offset is not None} == {0}
+    (tmp_path / "m.onnx").write_bytes(serialize(model))
+    onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
+    answer = ort.InferenceSession(str(tmp_path / "m.onnx")).run(None, {})[0]
+    assert answer.tobytes() == matrix.astype(np.float32).tobytes()
+
+
+def test_a_last_panel_is_declared_where_it_lies(tmp_path: Path) -> None:
+    step = Unpanel({"w": stored((16, 70), 1)})
+    run([step], reader((16, 70)))
+    parts = {name: (t.offset, t.length, tuple(t.shape.numpy())) for name, t in step.declared.items()}
+    assert parts == {
+        "w": (64, 2 * 16 * 64, (2, 16, 32)),
+        "w/last": (64 + 2 * 16 * 64, 2 * 16 * 6, (16, 6)),
+    }
+
+
+def test_one_panel_of_a_matrix_is_the_matrix() -> None:
+    """Fewer than 32 columns along axis 1 are stored in C order whatever it is called."""
+    model = run([Unpanel({"w": stored((40, 7), 1)})], reader((40, 7)))
+    assert [node.op_type for node in model.graph] == ["Cast"]
+
+
+def test_what_reads_the_panels_themselves_is_left_alone() -> None:
+    model = reader((16 * 64,))
+    step = Unpanel({"w": stored((16, 64), 1)})
+    run([step], model)
+    assert step.declared == {}
+    assert [node.op_type for node in model.graph] == ["Cast"]
+
+
+def test_weights_in_c_order_are_left_alone() -> None:
+    entry = stored((16, 64), 1).model_copy(update={"panels": None})
+    step = Unpanel({"w": entry})
+    assert not step.apply(reader((16, 64)))
+
+
+@pytest.mark.parametrize("model", [reader((64, 16)), reader((16, 64), ir.DataType.FLOAT)])
+def test_a_graph_that_does_not_fit_what_was_stored_is_refused(model: ir.Model) -> None:
+    with pytest.raises(
+        ConversionError, match=r"cannot start: initializer 'w' is .*, stored are panels of bf16\[16, 64\]"
+    ):
+        run([Unpanel({"w": stored((16, 64), 1)})], model)
+
+
+def products() -> ModelProto:
+    """Gemm of [N, K], MatMul through a Transpose, MatMul in an If: the ways a matrix is read, each with a tail."""
+    then = helper.make_graph([helper.make_node("MatMul", ["h", "c"], ["t"])], "then", [], [graphs.edge("t")])
+    other = helper.make_graph([helper.make_node("Identity", ["h"], ["o"])], "other", [], [graphs.edge("o")])
+    return graphs.model(
+        [
+            helper.make_node("Gemm", ["x", "a"], ["g"], transB=1),
+            helper.make_node("Transpose", ["b"], ["bt"], perm=[1, 0]),
+            helper.make_node("MatMul", ["g", "bt"], ["h"]),
+            helper.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other),
+        ],
+        [graphs.edge("x", ["batch", 48]), graphs.edge("flag", [], onnx.TensorProto.BOOL)],
+        [graphs.edge("y", ["batch", 40])],
+        [
+            graphs.initializer("a", graphs.values(48, 70, seed=1).T.copy()),
+            graphs.initializer("b", graphs.values(70, 40, seed=2).T.copy()),
+            graphs.initializer("c", graphs.values(40, 40, seed=3)),
+        ],
+    )
+
+
+def _panelled(tmp_path: Path) -> Lowered:
+    """All of them as panels, also the one in the body, which the kernel would not read so."""
+    return lower(tmp_path / "m" / "1", products(), profiles=["cuda"], panels={"a": 0, "b": 0, "c": 1})
+
+
+def _feeds(flag: bool) -> dict[str, NDArray[np.generic]]:
+    return {"x": graphs.values(3, 48, seed=4), "flag": np.array(flag)}
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_every_way_of_reading_a_matrix_gives_its_answers(flag: bool, tmp_path: Path) -> None:
+    made = _panelled(tmp_path)
+    source = made.run_source(_feeds(flag))["y"]
+    assert relative_l2(source, made.run_emulated(_feeds(flag))["y"]) < 1e-2
+
+
+def test_onnx_runtime_puts_panels_together_when_it_loads(tmp_path: Path) -> None:
+    made = _panelled(tmp_path)
+    path = made.artifact.file("cuda.onnx")
+    assert {node.op_type for node in onnx.load(path, load_external_data=False).graph.node} >= PUT_TOGETHER
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    ort.InferenceSession(emulation(path), options)
+    optimised = onnx.load(tmp_path / "optimised.onnx").graph
+    assert not {node.op_type for node in optimised.node} & PUT_TOGETHER

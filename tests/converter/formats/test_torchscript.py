@@ -1,0 +1,86 @@
+"""The TorchScript module: bf16 inside, fp32 at its edges, the same bytes every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import Cnn, Mlp, Tied, seeded
+
+from bf16kit.errors import ConversionError
+from bf16kit.runtime.torchscript import TorchScriptRuntime
+from bf16kit.tensors import TensorSpec
+from converter.formats.torchscript import narrow_and_trace
+from converter.sources.torch.onnx_export import adapt
+
+X = (TensorSpec("x", "float32", ("batch", 16)),)
+Y = (TensorSpec("output", "float32", ("batch", 10)),)
+IDS = (TensorSpec("ids", "int64", ("batch", "seq")),)
+IMAGE = (TensorSpec("image", "float32", ("batch", 3, 16, 16)),)
+
+
+def state_dict(path: Path) -> dict[str, torch.Tensor]:
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.load"):
+        module: torch.nn.Module = torch.jit.load(path)  # type: ignore[no-untyped-call]  # torch has it untyped
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_float32_goes_in_and_out_and_the_answer_is_within_bf16s_rounding(tmp_path: Path, native: bool) -> None:
+    module = seeded(Mlp())
+    x = np.random.default_rng(0).standard_normal((5, 16), np.float32)
+    with torch.no_grad():
+        expected = module(torch.from_numpy(x)).numpy()
+    path = tmp_path / "m.pt"
+    narrow_and_trace(adapt(module, X), path)
+    found = TorchScriptRuntime(path, X, Y, native_bf16=native).run({"x": x})["output"]
+    assert found.dtype == np.float32
+    assert 0 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-2
+
+
+def test_matrices_are_bf16_and_the_parameters_of_norms_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    narrow_and_trace(adapt(seeded(Cnn()), IMAGE), path)
+    state = state_dict(path)
+    dtypes = {name.removeprefix("module.module."): tensor.dtype for name, tensor in state.items()}
+    assert dtypes["features.0.weight"] is torch.bfloat16
+    assert dtypes["head.bias"] is torch.bfloat16  # Linear wants weight and bias of one dtype
+    assert dtypes["features.1.weight"] is torch.float32
+    assert dtypes["features.1.running_var"] is torch.float32
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    narrow_and_trace(adapt(seeded(Tied()), IDS), path)
+    state = state_dict(path)
+    assert state["module.module.table.weight"].data_ptr() == state["module.module.out.weight"].data_ptr()
+
+
+def test_the_same_model_gives_the_same_bytes_though_torch_counts_its_classes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        narrow_and_trace(adapt(seeded(Cnn()), IMAGE), tmp_path / name)
+        narrow_and_trace(adapt(seeded(Mlp()), X), tmp_path / f"{name}-other")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a-other", "b", "b-other"]
+
+
+def test_the_file_does_not_say_where_it_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    narrow_and_trace(adapt(seeded(Mlp()), X), path)
+    data = path.read_bytes()
+    assert str(Path(__file__).parents[3]).encode() not in data
+    assert b"site-packages" not in data
+
+
+def test_a_module_that_cannot_run_in_bf16_is_told(tmp_path: Path) -> None:
+    class Picky(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.up.weight.dtype is not torch.float32:
+                raise TypeError("float32 or nothing")
+            return super().forward(x)
+
+    with pytest.raises(ConversionError, match="torch cannot trace the model in bf16: TypeError: float32 or nothing"):
+        narrow_and_trace(adapt(Picky(), X), tmp_path / "m.pt")
+    assert list(tmp_path.iterdir()) == []

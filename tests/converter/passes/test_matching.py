@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+import graphs
+from converter.graph.equality import fingerprint, same_bits
+from converter.passes.matching import Match, match
+
+
+def _graph() -> ir.Graph:
+    return ir.from_proto(graphs.mlp((16, 32))).graph
+
+
+def test_initializers_take_the_checkpoint_s_names_however_the_exporter_called_them() -> None:
+    graph = _graph()
+    checkpoint: dict[str, NDArray[Any]] = {
+        "fc.weight": np.ascontiguousarray(graphs.values(16, 32).T),
+        "fc.bias": graphs.values(32, seed=1) / 10,
+    }
+    checkpoint["fc.bias"] = graph.initializers["b0"].const_value.numpy()  # type: ignore[union-attr]
+    assert match(graph, checkpoint) == {"fc.weight": Match("fc.weight", (1, 0)), "fc.bias": Match("fc.bias")}
+    assert sorted(graph.initializers) == ["fc.bias", "fc.weight"]
+
+
+def test_tied_tensors_match_one_initializer_and_strangers_none() -> None:
+    graph, weight = _graph(), graphs.values(16, 32)
+    found = match(graph, {"a": weight, "b": weight.T, "c": weight + 1})
+    assert found == {"a": Match("a"), "b": Match("a", (1, 0))}
+
+
+def test_a_name_that_an_activation_has_is_not_taken_from_it() -> None:
+    graph = _graph()
+    found = match(graph, {"y": graphs.values(16, 32)})
+    assert found == {"y": Match("y_1")}
+
+
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(width=32, allow_nan=True)),
+    st.data(),
+)
+def test_equality_is_of_bits(array: NDArray[Any], data: st.DataObject) -> None:
+    other = array.copy()
+    assert same_bits(array, other)
+    assert fingerprint(array) == fingerprint(other)
+    index = tuple(data.draw(st.integers(0, size - 1)) for size in array.shape)
+    other.view(np.uint32)[index] ^= 1
+    assert not same_bits(array, other)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_layout_in_memory_does_not_matter(order: Any) -> None:
+    array = graphs.values(300, 70)
+    other = np.array(array, order=order)
+    assert fingerprint(array) == fingerprint(other)
+    assert same_bits(array, other)
+    assert same_bits(array.T, np.ascontiguousarray(other.T))
+
+
+def test_the_two_zeros_differ_and_a_nan_equals_itself() -> None:
+    assert not same_bits(np.zeros(3, np.float32), -np.zeros(3, np.float32))
+    assert same_bits(np.full(3, np.nan, np.float32), np.full(3, np.nan, np.float32))

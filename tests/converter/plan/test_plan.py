@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from lowered import Lowered, lower, relative_l2
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.errors import UsageError
+from bf16kit.manifest import Plan
+from converter.graph.cuda_support import KernelTable
+from converter.passes import prepare
+from converter.plan import make_plan
+
+
+def _plan(proto: ModelProto, **options: Any) -> Plan:
+    return make_plan(prepare(ir.from_proto(proto)), **options)
+
+
+def _nodes(plan: Plan, profile: str = "cuda") -> dict[str, tuple[str, str]]:
+    return {entry.name: (entry.precision, entry.reason) for entry in plan.nodes[profile]}
+
+
+def test_matrices_become_bf16_and_one_dimensional_tensors_stay_fp32() -> None:
+    plan = _plan(graphs.mlp((32, 64, 32)))
+    assert {t.name: t.precision for t in plan.tensors} == {"w0": "bf16", "w1": "bf16", "b0": "fp32", "b1": "fp32"}
+    assert all(entry.reason for entry in (*plan.tensors, *plan.nodes["cpu"], *plan.nodes["cuda"]))
+
+
+def test_every_node_of_every_profile_is_in_the_plan(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", graphs.if_branches())
+    assert made.precision("cuda") == {"choice": "fp32", "then_matmul": "fp32", "else_matmul": "fp32"}
+    assert made.precision("cpu").keys() == made.precision("cuda").keys()
+
+
+def test_the_cpu_profile_says_what_runs_on_the_kernel_and_which_weights_are_widened() -> None:
+    """All of it computes in fp32; whose weight stays bf16 in memory is in the reasons."""
+    proto = graphs.mlp((32, 64, 32))
+    proto.graph.node.append(helper.make_node("MatMul", ["w0", "y_t"], ["z"], name="left"))
+    proto.graph.node.insert(5, helper.make_node("Transpose", ["a0"], ["y_t"], name="turn", perm=[1, 0]))
+    proto.graph.output.append(graphs.edge("z", [32, "batch"]))
+    nodes = _nodes(_plan(proto), "cpu")
+    assert {precision for precision, _ in nodes.values()} == {"fp32"}
+    assert nodes["matmul1"][1] == "bf16 weight, fp32 activations and accumulation in the CPU kernel"
+    assert nodes["add1"][1] == "done by the CPU kernel with the product before it"
+    assert nodes["left"][1] == nodes["matmul0"][1] == "computes in fp32, from a bf16 weight that is widened at load"
+    assert nodes["relu0"][1] == "the cpu profile computes in fp32"
+
+
+def test_normalisations_stay_fp32_unless_asked_for() -> None:
+    """On MiniLM that takes an eighth off the drift; what the rest multiplies stays bf16 around them."""
+    proto = graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
+            helper.make_node("LayerNormalization", ["m", "scale"], ["n"], name="norm"),
+            helper.make_node("MatMul", ["n", "v"], ["y"], name="product2"),
+        ],
+        [graphs.edge("x", ["batch", 32])],
+        [graphs.edge("y", ["batch", 32])],
+        [
+            graphs.initializer("w", graphs.values(32, 32)),
+            graphs.initializer("v", graphs.values(32, 32, seed=1)),
+            graphs.initializer("scale", np.ones(32, np.float32)),
+        ],
+    )
+    nodes = _nodes(_plan(proto))
+    assert [nodes[name][0] for name in ("product", "norm", "product2")] == ["bf16", "fp32", "bf16"]
+    assert "normalises" in nodes["norm"][1]
+    assert _nodes(_plan(proto, bf16=["norm"]))["norm"][0] == "bf16"
+
+
+def test_an_operator_without_a_kernel_is_an_island_and_says_so() -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
+            helper.make_node("MaxPool", ["c"], ["p"], name="pool", kernel_shape=[2, 2]),
+            helper.make_node("Conv", ["p", "v"], ["y"], name="conv2"),
+        ],
+        [graphs.edge("x", ["batch", 8, 8, 8])],
+        [graphs.edge("y", ["batch", 16, "h", "w"])],
+        [
+            graphs.initializer("w", graphs.values(16, 8, 3, 3)),
+            graphs.initializer("v", graphs.values(16, 16, 3, 3, seed=1)),
+        ],
+    )
+    nodes = _nodes(_plan(proto))
+    assert nodes["conv"] == ("bf16", "bf16 multiplication with fp32 accumulation")
+    assert nodes["pool"] == ("fp32", "no bf16 kernel for MaxPool-22 on CUDA in ONNX Runtime 1.31.1")
+    assert nodes["conv2"][0] == "bf16"
+
+
+def _lstm() -> ModelProto:
+    """x [seq, batch, 16] → LSTM of 32 → MatMul → y."""
+    return graphs.model(
+        [
+            helper.make_node("LSTM", ["x", "w", "r"], ["h"], name="lstm", hidden_size=32),
+            helper.make_node("Squeeze", ["h", "axis"], ["s"], name="squeeze"),
+            helper.make_node("MatMul", ["s", "v"], ["y"], name="matmul"),
+        ],
+        [graphs.edge("x", ["seq", "batch", 16])],
+        [graphs.edge("y", ["seq", "batch", 16])],
+        [
+            graphs.initializer("w", graphs.values(1, 128, 16)),
+            graphs.initializer("r", graphs.values(1, 128, 32, seed=1)),
+            graphs.initializer("v", graphs.values(32, 16, seed=2)),
+            graphs.initializer("axis", np.array([1])),
+        ],
+    )
+
+
+def test_an_lstm_computes_in_fp32_from_weights_stored_in_bf16(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _lstm())
+    assert made.precision() == {"lstm": "fp32", "squeeze": "fp32", "matmul": "bf16"}
+    assert made.size("weights.fp32") == 0
+    feeds = {"x": np.random.default_rng(0).standard_normal((5, 2, 16)).astype(np.float32)}
+    source = made.run_source(feeds)["y"]
+    np.testing.assert_array_equal(made.run_reference(feeds)["y"], source)
+    for answer in (made.run_cpu(feeds)["y"], made.run_emulated(feeds)["y"]):
+        assert relative_l2(source, answer) < 1e-2
+
+
+def _positions() -> ModelProto:
+    """ids → angles (positions × frequencies) → cos, times an embedding: at position 511 bf16 would be off by 1."""
+    return graphs.model(
+        [
+            helper.make_node("Cast", ["ids"], ["p"], name="to_float", to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["p", "frequency"], ["angle"], name="angle"),
+            helper.make_node("Cos", ["angle"], ["cos"], name="cos"),
+            helper.make_node("Gather", ["table", "ids"], ["h"], name="embed"),
+            helper.make_node("Squeeze", ["h", "axis"], ["e"], name="squeeze"),
+            helper.make_node("Mul", ["e", "cos"], ["r"], name="rotate"),
+            helper.make_node("MatMul", ["r", "w"], ["y"], name="project"),
+        ],
+        [graphs.edge("ids", ["batch", 1], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", 32])],
+        [
+            graphs.initializer("frequency", 1 / 10 ** np.linspace(0, 4, 32, dtype=np.float32)),
+            graphs.initializer("table", graphs.values(512, 32)),
+            graphs.initializer("w", graphs.values(32, 32, seed=1)),
+            graphs.initializer("axis", np.array([1])),
+        ],
+    )
+
+
+def test_positions_stay_fp32_until_they_meet_activations(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", _positions())
+    precision = made.precision()
+    assert [precision[n] for n in ("to_float", "angle", "cos")] == ["fp32"] * 3
+    assert [precision[n] for n in ("embed", "squeeze", "rotate", "project")] == ["bf16"] * 4
+    feeds = {"ids": np.array([[511], [3], [200]])}
+    assert relative_l2(made.run_source(feeds)["y"], made.run_emulated(feeds)["y"]) < 1e-2
+
+
+def test_cheap_nodes_between_islands_stay_fp32() -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Elu", ["x"], ["a"], name="elu"),
+            helper.make_node("Relu", ["a"], ["b"], name="relu"),
+            helper.make_node("Transpose", ["b"], ["c"], name="transpose", perm=[1, 0]),
+            helper.make_node("Elu", ["c"], ["y"], name="elu2"),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", [16, "batch"])],
+    )
+    nodes = _nodes(_plan(proto))
+    assert nodes["relu"] == nodes["transpose"] == ("fp32", "nothing near it multiplies in bf16: casts would cost more")
+
+
+def test_a_move_of_fp32_data_stays_fp32_and_its_result_is_cast(tmp_path: Path) -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Transpose", ["x"], ["t"], name="transpose", perm=[1, 0]),
+            helper.make_node("MatMul", ["t", "w"], ["y"], name="matmul"),
+        ],
+        [graphs.edge("x", [16, "batch"])],
+        [graphs.edge("y", ["batch", 16])],
+        [graphs.initializer("w", graphs.values(16, 16))],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    assert _nodes(made.plan)["transpose"] == ("fp32", "moves fp32 data")
+    assert made.ops("cuda") == ["Transpose", "Cast", "MatMul", "Cast"]
+
+
+def _kept(tmp_path: Path, **options: Any) -> Lowered:
+    return lower(tmp_path / "m" / "1", graphs.mlp((32, 64, 32)), **options)
+
+
+def test_a_node_kept_in_fp32_keeps_its_weights_too(tmp_path: Path) -> None:
+    made = _kept(tmp_path, keep_fp32=["^matmul1$"])
+    assert {t.name: t.precision for t in made.plan.tensors}["w1"] == "fp32"
+    assert made.precision()["matmul1"] == "fp32"
+    assert made.precision()["matmul0"] == "bf16"
+
+
+def test_a_tensor_asked_for_in_bf16_is_stored_so(tmp_path: Path) -> None:
+    made = _kept(tmp_path, bf16=["^b0$"])
+    assert made.artifact.tensor("b0").dtype.name == "bfloat16"
+    assert relative_l2(made.run_source(_rows())["y"], made.run_cpu(_rows())["y"]) < 6e-3
+
+
+def test_fp32_wins_where_both_overrides_match(tmp_path: Path) -> None:
+    made = _kept(tmp_path, bf16=["."], keep_fp32=["w0"])
+    assert {t.name: t.precision for t in made.plan.tensors}["w0"] == "fp32"
+
+
+def test_a_kernel_that_does_not_exist_cannot_be_asked_for() -> None:
+    proto = graphs.model(
+        [helper.make_node("Elu", ["x"], ["y"], name="elu")], [graphs.edge("x", [16])], [graphs.edge("y", [16])]
+    )
+    precision, reason = _nodes(_plan(proto, bf16=["elu"]))["elu"]
+    assert (precision, reason.split(" on ")[0]) == ("fp32", "no bf16 kernel for Elu-22")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"keep_fp32": ["("]}, r"--keep-fp32 \(: not a regular expression"),
+        ({"bf16": ["layer.9"]}, "--bf16 layer.9: matches no node or tensor"),
+    ],
+)
+def test_a_useless_override_is_an_error(options: dict[str, list[str]], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        _plan(graphs.mlp(), **options)
+
+
+def test_the_kernel_table_knows_first_versions_and_where_it_ends() -> None:
+    kernels = KernelTable.load()
+    assert kernels.has("", "Conv", 22)
+    assert not kernels.has("", "Conv", 11)
+    assert not kernels.has("", "MaxPool", 22)
+    assert not kernels.has("", "Reshape", kernels.newest_opset + 1)
+    assert kernels.has("com.microsoft", "FastGelu", 1)
+    with pytest.raises(UsageError, match=r"no CUDA kernel table for ONNX Runtime 0\.1"):
+        KernelTable.load("0.1")
+
+
+def _rows() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    return {"x": graphs.values(4, 32, seed=9)}

@@ -1,0 +1,74 @@
+"""Progress: lines for pipes and logs, with bytes and time left, and never too many of them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from converter.process.progress import Bar, Lines, Silent, on, size
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_line_when_a_step_begins_then_one_every_five_seconds_with_bytes_and_time_left() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Lines(stream, clock).step("writing weights", 100_000_000) as advance:
+        for _ in range(10):
+            clock.now += 1.0
+            advance(5_000_000)
+    assert stream.getvalue().splitlines() == [
+        "bf16-convert: writing weights",
+        "bf16-convert: writing weights: 25.0 MB of 100.0 MB, 15 s left",
+        "bf16-convert: writing weights: 50.0 MB of 100.0 MB, 10 s left",
+    ]
+
+
+def test_a_step_of_unknown_length_promises_no_time() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Lines(stream, clock).step("reading") as advance:
+        clock.now = 6.0
+        advance(1500)
+    assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
+
+
+def test_a_stream_that_is_no_terminal_gets_lines() -> None:
+    stream = io.StringIO()
+    with on(stream) as progress:
+        assert isinstance(progress, Lines)
+
+
+def test_a_terminal_gets_a_bar_with_bytes() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with on(stream) as progress:
+        assert isinstance(progress, Bar)
+        with progress.step("writing weights", 2_000_000) as advance:
+            advance(1_000_000)
+    assert "writing weights" in stream.getvalue()
+    assert "/2.0 MB" in stream.getvalue()
+
+
+def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    with Silent().step("anything", 1) as advance:
+        advance(1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1000, "1.0 kB"), (90_868_376, "90.9 MB"), (7e9, "7.0 GB"), (3e15, "3000.0 TB")],
+)
+def test_sizes_for_people(count: float, text: str) -> None:
+    assert size(count) == text

@@ -1,0 +1,95 @@
+"""Drift over samples, and the batch axis: declared only when two samples together give what they give apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.tensors import TensorSpec
+from converter.proof.measure import answers, batch_axis, named_alike, summarise
+
+IN = (TensorSpec("x", "float32", ("n", 4)),)
+OUT = (TensorSpec("y", "float32", ("y_0", 4)),)
+PAIR = [{"x": np.arange(8, dtype=np.float32).reshape(2, 4)}]
+
+
+class Computed:
+    """A runtime that computes ``y`` from ``x`` with a function."""
+
+    def __init__(self, function: Callable[[Array], Array]) -> None:
+        self._function = function
+        self.inputs, self.outputs = IN, OUT
+        self.info = RuntimeInfo("numpy", "cpu", "reference", "fp32", "fp32")
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        return {"y": self._function(feeds["x"])}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def _only_singles(x: Array) -> Array:
+    if len(x) != 1:
+        raise RuntimeFailure("a Reshape with a fixed size")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "axis"),
+    [
+        (lambda x: x * 2, 0),
+        (lambda x: x * np.float32(1 + 1e-6 * len(x)), 0),  # sums in another order: fp32 noise
+        (lambda x: x - x.mean(0), None),  # mixes samples
+        (lambda x: x * len(x), None),
+        (lambda x: x[:1], None),  # answers for one
+        (lambda x: np.where(len(x) > 1, np.nan, x), None),
+        (_only_singles, None),
+    ],
+    ids=["apart", "noise", "mean", "count", "first", "nan", "fixed"],
+)
+def test_the_batch_axis_is_what_running_two_together_shows(
+    function: Callable[[Array], Array], axis: int | None
+) -> None:
+    assert batch_axis(Computed(function), IN, OUT, PAIR) == axis
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ((TensorSpec("x", "float32", (2, 4)),), OUT),
+        (IN, (TensorSpec("y", "float32", (1, 4)),)),
+        (IN, (TensorSpec("y", "float32", ()),)),
+        ((*IN, TensorSpec("z", "float32", ("m", 4))), OUT),
+        ((*IN, TensorSpec("steps", "int64", ())), OUT),
+    ],
+    ids=["fixed input", "fixed output", "scalar output", "two names", "scalar input"],
+)
+def test_shapes_alone_rule_a_batch_axis_out(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+    assert batch_axis(Computed(lambda x: x), inputs, outputs, PAIR) is None
+
+
+def test_two_feeds_of_one_row_and_the_same_shape_are_a_pair() -> None:
+    def row(*values: float) -> dict[str, Array]:
+        return {"x": np.array([values], np.float32)}
+
+    feeds = [row(1, 2), row(1, 2, 3), row(4, 5, 6)]
+    assert batch_axis(Computed(lambda x: x * 2), IN, OUT, feeds) == 0
+    assert batch_axis(Computed(lambda x: x * 2), IN, OUT, feeds[:2]) is None  # no two alike: nothing was seen
+
+
+def test_a_proved_batch_has_one_name_at_every_edge() -> None:
+    assert named_alike(OUT, "n") == (TensorSpec("y", "float32", ("n", 4)),)
+
+
+def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
+    feeds = [{"x": np.ones((rows, 4), np.float32)} for rows in (1, 2)]
+    expected = answers(Computed(lambda x: x), feeds)
+    found = answers(Computed(lambda x: x * np.float32(1.5)), feeds)
+    summary = summarise(expected, found, OUT, 0)["y"]
+    assert summary.samples == 3
+    assert summary.judged("relative_l2") == pytest.approx(0.5)
+    assert summarise(expected, found, OUT, None)["y"].samples == 2

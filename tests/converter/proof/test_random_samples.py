@@ -1,0 +1,102 @@
+"""Samples for models that came without: seeded, of the shapes asked for, and never an index outside its table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+import graphs
+from bf16kit.tensors import TensorSpec, check_feeds
+from converter.proof.random_samples import COUNT, ROWS, generate, index_bound
+from converter.sources.edges import input_specs
+
+
+def read(model: onnx.ModelProto) -> ir.Model:
+    return ir.from_proto(model)
+
+
+def input_named(model: ir.Model, name: str) -> ir.Value:
+    return next(value for value in model.graph.inputs if value.name == name)
+
+
+def through_ops(rows: int) -> onnx.ModelProto:
+    """ids int64 [batch] → Cast → Unsqueeze → Gather rows of ``table``; a smaller ``types`` table reads them too."""
+    return graphs.model(
+        [
+            helper.make_node("Cast", ["ids"], ["i"], to=TensorProto.INT32),
+            helper.make_node("Unsqueeze", ["i", "axes"], ["u"]),
+            helper.make_node("Gather", ["table", "u"], ["y"]),
+            helper.make_node("Gather", ["types", "ids"], ["z"], axis=1),
+        ],
+        [graphs.edge("ids", ["batch"], TensorProto.INT64)],
+        [graphs.edge("y", ["batch", 1, 4]), graphs.edge("z", [2, "batch"])],
+        [
+            graphs.initializer("table", graphs.values(rows, 4)),
+            graphs.initializer("types", graphs.values(2, 7)),
+            graphs.initializer("axes", np.array([1], np.int64)),
+        ],
+    )
+
+
+def test_an_index_stays_within_the_table_it_reads() -> None:
+    model = read(graphs.embedding(rows=5))
+    assert index_bound(input_named(model, "ids")) == 5
+    feeds = generate(input_specs(model), model, None, seed=0).feeds
+    ids = np.concatenate([feed["ids"].ravel() for feed in feeds])
+    assert ids.min() >= 0
+    assert ids.max() == 4
+
+
+def test_the_smallest_of_several_tables_bounds_it_also_through_casts_and_reshapes() -> None:
+    assert index_bound(input_named(read(through_ops(rows=3)), "ids")) == 3
+    assert index_bound(input_named(read(through_ops(rows=50)), "ids")) == 7
+
+
+def test_an_input_that_indexes_nothing_has_no_bound() -> None:
+    assert index_bound(input_named(read(graphs.mlp()), "x")) is None
+
+
+def test_the_same_seed_gives_the_same_samples_and_another_gives_others() -> None:
+    model = read(graphs.mlp())
+    first, again, other = (generate(input_specs(model), model, None, seed).feeds for seed in (0, 0, 1))
+    assert len(first) == COUNT
+    assert all(np.array_equal(a["x"], b["x"]) for a, b in zip(first, again, strict=True))
+    assert not np.array_equal(first[0]["x"], other[0]["x"])
+
+
+def test_every_dtype_gets_values_of_its_own_and_shapes_agree_between_inputs() -> None:
+    specs = (
+        TensorSpec("x", "float32", ("n", "length", 3)),
+        TensorSpec("y", "float16", ("n", "length")),
+        TensorSpec("flag", "bool", ()),
+        TensorSpec("attention_mask", "int64", ("n", "length")),
+        TensorSpec("small", "uint8", ("n",)),
+        TensorSpec("text", "string", ("n",)),
+    )
+    for feed in generate(specs, read(graphs.mlp()), None, seed=3).feeds:
+        assert check_feeds(specs, feed)["n"] == ROWS
+        assert feed["attention_mask"].all()
+        assert np.isfinite(feed["x"]).all()
+
+
+def test_the_samples_say_where_they_came_from() -> None:
+    model = read(graphs.mlp())
+    assert generate(input_specs(model), model, None, seed=7).origin == "random inputs (seed 7)"
+
+    def sampler(seed: int, count: int) -> object:
+        return iter([{"x": np.zeros((1, 16), np.float32)}] * count)
+
+    given = generate(input_specs(model), model, sampler, seed=7)  # type: ignore[arg-type]
+    assert given.origin == "random token sequences (seed 7)"
+
+
+@pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])
+def test_they_fit_the_models_they_are_for(build: object, tmp_path: Path) -> None:
+    model = read(build())  # type: ignore[operator]
+    for feed in generate(input_specs(model), model, None, seed=0).feeds:
+        check_feeds(input_specs(model), feed)

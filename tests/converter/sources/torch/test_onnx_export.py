@@ -1,0 +1,149 @@
+"""From a torch module to a graph: names, memory, dynamic dimensions, and nothing folded that `restore` would miss."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import Centred, Cnn, Mlp, Several, Tied, Untraceable, seeded
+from numpy.typing import NDArray
+from torch import nn
+
+from bf16kit.errors import ConversionError
+from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.tensors import TensorSpec
+from converter.formats.onnx import serialize
+from converter.sources.edges import kind_of, output_specs
+from converter.sources.torch.onnx_export import adapt, to_onnx
+
+X = (TensorSpec("x", "float32", ("batch", 16)),)
+IMAGE = (TensorSpec("image", "float32", ("batch", 3, 16, 16)),)
+IDS = (TensorSpec("ids", "int64", ("batch", "seq")),)
+
+
+def tensors(module: nn.Module) -> dict[str, NDArray[Any]]:
+    return {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+
+
+def test_weights_become_views_of_the_checkpoint_under_its_names() -> None:
+    module = seeded(Mlp())
+    checkpoint = {name: array.copy() for name, array in tensors(module).items()}
+    graph = to_onnx(adapt(module, X), checkpoint)
+    found = graph.graph.initializers
+    assert found.keys() == checkpoint.keys()
+    for name in ("up.weight", "down.weight"):
+        assert np.shares_memory(found[name].const_value.numpy(), checkpoint[name])  # type: ignore[union-attr]
+
+
+def test_a_transposed_weight_is_a_view_of_the_checkpoint_too() -> None:
+    """Linear over more than two dimensions becomes a MatMul with the weight the other way round."""
+    module = seeded(Tied())
+    checkpoint = {name: array.copy() for name, array in tensors(module).items()}
+    graph = to_onnx(adapt(module, IDS), checkpoint)
+    weight = graph.graph.initializers["inner.weight"].const_value
+    assert weight is not None
+    assert np.shares_memory(weight.numpy(), checkpoint["inner.weight"])
+    assert np.array_equal(weight.numpy(), checkpoint["inner.weight"].T)
+
+
+def test_the_module_can_be_freed_and_changed_once_it_is_exported() -> None:
+    module = seeded(Mlp())
+    checkpoint = {name: array.copy() for name, array in tensors(module).items()}
+    model = adapt(module, X)
+    graph = to_onnx(model, checkpoint)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    for name, value in graph.graph.initializers.items():
+        assert np.array_equal(value.const_value.numpy(), checkpoint[name])  # type: ignore[union-attr]
+    alive = weakref.ref(module)
+    del module, model
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_graph_can_be_freed_though_rewriting_rules_remember_what_they_saw() -> None:
+    graph = to_onnx(adapt(seeded(Mlp()), X), {})
+    alive = weakref.ref(graph.graph)
+    del graph
+    gc.collect()
+    assert alive() is None
+
+
+def test_free_dimensions_are_free_in_the_graph() -> None:
+    module = seeded(Tied())
+    graph = to_onnx(adapt(module, IDS), tensors(module))
+    assert output_specs(graph) == (TensorSpec("output", "float32", ("batch", "seq", 64)),)
+    runtime = OnnxRuntime(serialize(graph), IDS, output_specs(graph), precision="fp32")
+    for shape in ((1, 1), (3, 9)):
+        ids = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+        with torch.no_grad():
+            expected = module(torch.from_numpy(ids)).numpy()
+        np.testing.assert_allclose(runtime.run({"ids": ids})["output"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_batch_norm_is_left_for_the_conversion_to_fold() -> None:
+    """The exporter's own optimiser would fold it and lose the scale, and with it the checkpoint's weight."""
+    module = seeded(Cnn())
+    graph = to_onnx(adapt(module, IMAGE), tensors(module))
+    assert [node.op_type for node in graph.graph].count("BatchNormalization") == 2
+
+
+def test_dropout_and_batch_norm_are_those_of_evaluation() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.BatchNorm1d(16)).train()
+    graph = to_onnx(adapt(module, X), tensors(module))
+    assert "Dropout" not in [node.op_type for node in graph.graph]
+
+
+def test_a_mapping_gives_the_outputs_their_names_and_names_give_their_kind() -> None:
+    inputs = (TensorSpec("a", "float32", ("batch", 16)), TensorSpec("b", "float32", ("batch", 8)))
+    module = seeded(Several())
+    specs = output_specs(to_onnx(adapt(module, inputs), tensors(module)))
+    assert [(spec.name, spec.kind) for spec in specs] == [("scores", "logits"), ("embedding", "embedding")]
+
+
+def test_inputs_are_passed_by_keyword_when_the_model_knows_their_names() -> None:
+    given = (TensorSpec("b", "float32", ("batch", 8)), TensorSpec("a", "float32", ("batch", 16)))
+    assert adapt(seeded(Several()), given).outputs == ("scores", "embedding")
+    strange = (TensorSpec("one", "float32", ("batch", 16)), TensorSpec("two", "float32", ("batch", 8)))
+    assert adapt(seeded(Several()), strange).outputs == ("scores", "embedding")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("logits", "logits"), ("start_logits", "logits"), ("last_hidden_state", "embedding"), ("y", "other")],
+)
+def test_kinds_of_outputs(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_a_model_that_fails_on_its_inputs_is_told_with_their_shapes() -> None:
+    wrong = (TensorSpec("x", "float32", ("batch", 15)),)
+    with pytest.raises(
+        ConversionError, match=r"failed on an example input \(x\[2, 15\]\): RuntimeError: mat1 and mat2"
+    ):
+        adapt(seeded(Mlp()), wrong)
+
+
+def test_a_model_without_tensor_outputs_is_refused() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor) -> int:
+            return 3
+
+    with pytest.raises(ConversionError, match="returned int without a tensor"):
+        adapt(Nothing(), X)
+
+
+def test_a_model_that_branches_on_its_data_cannot_be_translated() -> None:
+    with pytest.raises(ConversionError, match=r"torch\.onnx\.export cannot translate the model: "):
+        to_onnx(adapt(seeded(Untraceable()), X), {})
+
+
+def test_exporting_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    module = seeded(Centred())
+    to_onnx(adapt(module, X), tensors(module))
+    assert capfd.readouterr() == ("", "")
