@@ -54,7 +54,7 @@ class Source:
 
     ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes.
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, which frees
-    its memory.
+    its memory. ``tools`` are the packages whose versions shape the graph.
     """
 
     checkpoint: Checkpoint
@@ -63,6 +63,7 @@ class Source:
     outputs: tuple[TensorSpec, ...]
     module: TorchModel | None = None
     sampler: Sampler | None = None
+    tools: tuple[str, ...] = ()
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:

@@ -178,7 +178,7 @@ def _describe(
             bytes=checkpoint.nbytes,
             tensors=len(checkpoint.tensors),
         ),
-        tools=versions.versions(),
+        tools=versions.versions(source.tools),
         seed=options.seed,
         options=options.recorded(),
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import platform
-import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 _ALWAYS = ("bf16kit", "ml_dtypes", "numpy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "safetensors")
-_TORCH = ("torch", "onnxscript", "transformers")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that shape an artifact; torch's only when torch was used."""
-    names = _ALWAYS + tuple(name for name in _TORCH if name in sys.modules)
-    found = {name: _version(name) for name in names}
+def versions(used: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of Python, of the packages behind every artifact, and of those ``used`` to read this one's source.
+
+    ``used`` comes from the source, never from ``sys.modules``: what else a process has imported must not show.
+    """
+    found = {name: _version(name) for name in (*_ALWAYS, *used)}
     return {"python": platform.python_version()} | {name: v for name, v in found.items() if v is not None}
 
 

@@ -48,7 +48,7 @@ def _read_onnx(options: Options, advance: Advance) -> Source:
     if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
     checkpoint = Checkpoint("onnx", digest_files(files, advance), tensors)
-    return Source(checkpoint, model, input_specs(model), output_specs(model))
+    return Source(checkpoint, model, input_specs(model), output_specs(model), tools=("onnxscript",))
 
 
 def _read_huggingface(options: Options, advance: Advance) -> Source:
@@ -59,7 +59,7 @@ def _read_huggingface(options: Options, advance: Advance) -> Source:
     tensors, files = huggingface.read_tensors(options.source)
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors)
     model, sampler = huggingface.load(options, tensors)
-    source = _exported(checkpoint, model, sampler)
+    source = _exported(checkpoint, model, sampler, ("transformers",))
     outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
     return replace(source, outputs=outputs)
 
@@ -111,12 +111,14 @@ def _inputs_of(options: Options) -> tuple[TensorSpec, ...]:
     return options.inputs
 
 
-def _exported(checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None) -> Source:
+def _exported(
+    checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = ()
+) -> Source:
     from converter.sources.edges import output_specs
     from converter.sources.torch.onnx_export import to_onnx
 
     graph = to_onnx(model, checkpoint.tensors)
-    return Source(checkpoint, graph, model.inputs, output_specs(graph), model, sampler)
+    return Source(checkpoint, graph, model.inputs, output_specs(graph), model, sampler, ("torch", "onnxscript", *tools))
 
 
 def nbytes(path: Path) -> int | None:
