@@ -197,7 +197,7 @@ def _check_inside(path: Path, name: str) -> None:
 def _check_references(manifest: Manifest, path: Path) -> None:
     """Every file that the manifest speaks of is listed in it, and every tensor lies within its file."""
     names = [p.graph for p in manifest.profiles.values()]
-    names += [n for n in (manifest.reference, manifest.golden) if n is not None]
+    names += [n for n in (manifest.reference, manifest.golden, manifest.measurements) if n is not None]
     for name in names:
         if name not in manifest.files:
             raise ArtifactError(f"{path / MANIFEST}: {name!r} is not among its files")

@@ -9,17 +9,16 @@ flipped bit in the manifest is seen like one in any other file.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     JsonValue,
-    PlainSerializer,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 
@@ -37,10 +36,12 @@ from bf16kit.entries import (
     plain_name,
 )
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
+from bf16kit.measured import DriftEntry, Number, OracleEntry, OracleFigure
 from bf16kit.tensors import Kind, TensorSpec
 
 __all__ = [
     "MANIFEST",
+    "MEASUREMENTS",
     "PROFILES",
     "RESIDUAL",
     "SCHEMA_VERSION",
@@ -48,6 +49,8 @@ __all__ = [
     "DriftEntry",
     "FileEntry",
     "Manifest",
+    "OracleEntry",
+    "OracleFigure",
     "Plan",
     "PlanEntry",
     "ProfileEntry",
@@ -58,21 +61,13 @@ __all__ = [
     "plain_name",
 ]
 
-SCHEMA_VERSION = 2  # the newest: panels
+SCHEMA_VERSION = 3  # the newest: panels came with 2; oracle, measurements, requirements and reason codes with 3
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
+MEASUREMENTS = "measurements.json"
 PROFILES = ("cpu", "cuda", "torchscript")
 
 
-def _read_number(value: Any) -> Any:
-    return float(value) if value in ("inf", "-inf", "nan") else value
-
-
-def _write_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
-Number = Annotated[float, BeforeValidator(_read_number), PlainSerializer(_write_number, when_used="json")]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -110,12 +105,20 @@ class ProfileEntry(_Entry):
 
 
 class PlanEntry(_Entry):
-    """What became of one tensor or node, and why. ``op`` is the node's operator, or the tensor's consumers'."""
+    """What became of one tensor or node, and why. ``op`` is the node's operator, or the tensor's consumers'.
+
+    ``reason`` is for people; ``code`` says the same in one word for programs, "" in artifacts older than schema 3.
+    """
 
     name: str
     op: str
     precision: Literal["bf16", "fp32"]
     reason: str
+    code: str = ""
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(handler(self), "code")
 
 
 class Plan(_Entry):
@@ -123,15 +126,6 @@ class Plan(_Entry):
 
     tensors: list[PlanEntry] = []
     nodes: dict[str, list[PlanEntry]] = {}
-
-
-class DriftEntry(_Entry):
-    """Drift measured at conversion: ``outputs[output][metric][stat]``, from ``bf16kit.drift.DriftSummary.as_dict``."""
-
-    samples: int
-    source: str
-    outputs: dict[str, dict[str, dict[str, Number]]]
-    emulated: bool = False
 
 
 class FileEntry(_Entry):
@@ -152,11 +146,28 @@ class Source(_Entry):
 
 def _needed(fields: dict[str, Any]) -> int:
     """The oldest schema version that can say what ``fields`` say: old readers refuse only what they would misread."""
+    plan: Plan = fields.get("plan") or Plan()
+    coded = any(entry.code for entries in (plan.tensors, *plan.nodes.values()) for entry in entries)
+    quantiles = any("." in bound for bound in fields.get("budget", {}))
+    if coded or quantiles or any(fields.get(name) for name in _SINCE_3):
+        return 3
     return 2 if any(tensor.panels is not None for tensor in fields.get("tensors", [])) else 1
 
 
+def _without_empty(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    """``fields`` without those of ``names`` that say nothing: the bytes that older versions know."""
+    return {name: value for name, value in fields.items() if value or name not in names}
+
+
+_NEWS = {2: "panels", 3: "oracle, measurements, requirements, reason codes or bounds of quantiles"}
+_SINCE_3 = ("measurements", "oracle", "requires")
+
+
 class Manifest(_Entry):
-    """Everything about an artifact but its bytes. ``files`` is filled in when the artifact is published."""
+    """Everything about an artifact but its bytes. ``files`` is filled in when the artifact is published.
+
+    ``requires`` names the least version of each package that runs every profile, as far as it is known.
+    """
 
     model: str
     inputs: list[SpecEntry]
@@ -165,6 +176,9 @@ class Manifest(_Entry):
     profiles: dict[str, ProfileEntry]
     reference: FileName | None = None
     golden: FileName | None = None
+    measurements: FileName | None = None
+    oracle: OracleEntry | None = None
+    requires: dict[str, str] = {}
     tensors: list[TensorEntry] = []
     checkpoint: list[CheckpointEntry] = []
     plan: Plan = Plan()
@@ -177,6 +191,10 @@ class Manifest(_Entry):
     options: dict[str, JsonValue] = {}
     schema_version: int = Field(default_factory=_needed)  # last: it follows from what stands before it
 
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(handler(self), *_SINCE_3)
+
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         unknown = sorted(self.profiles.keys() - set(PROFILES))
@@ -185,8 +203,9 @@ class Manifest(_Entry):
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
-        if self.schema_version < _needed(dict(self)):
-            raise ValueError(f"schema version {self.schema_version} has no panels; version 2 has")
+        needed = _needed(dict(self))
+        if self.schema_version < needed:
+            raise ValueError(f"schema version {self.schema_version} has no {_NEWS[needed]}; version {needed} has")
         for tensor in self.tensors:
             check_scale(tensor, tensors)
         for entry in self.checkpoint:

@@ -110,6 +110,13 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
     help="An input, e.g. input_ids:int64:batch,seq; dims are sizes or names.",
 )
 @click.option(
+    "--output",
+    "outputs",
+    multiple=True,
+    metavar="NAME:KIND",
+    help="What an output is: logits, embedding, regression or other.  [default: judged by its name]",
+)
+@click.option(
     "--samples",
     metavar="FILE|DIR|PKG.MOD:FN",
     help="Calibration inputs: a .npz or .safetensors file is one feed, a directory many, a function yields them."
@@ -131,8 +138,14 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
 )
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Nodes or tensors that stay fp32.")
 @click.option("--bf16", multiple=True, metavar="REGEX", help="Nodes or tensors that become bf16.")
-@click.option("--budget", multiple=True, metavar="METRIC=NUMBER", help="A bound on drift, e.g. relative_l2=1e-2.")
+@click.option(
+    "--budget",
+    multiple=True,
+    metavar="METRIC=NUMBER",
+    help="A bound on drift, e.g. relative_l2=1e-2, or on a quantile: relative_l2.p99=2e-2.",
+)
 @click.option("--allow-over-budget", is_flag=True, help="Publish all the same when drift is over budget.")
+@click.option("--drop-failing-profiles", is_flag=True, help="Publish without the profiles that are over budget.")
 @click.option(
     "--subnormals",
     type=click.Choice(["keep", "flush"]),
@@ -179,6 +192,7 @@ def _options(**given: object) -> Options:
         target=parse.parse_target(out),
         model_args=parse.parse_model_args(str(model_args) if model_args is not None else None),
         inputs=parse.parse_inputs(many("inputs")),
+        outputs=parse.parse_outputs(many("outputs")),
         formats=many("formats"),  # type: ignore[arg-type]  # click.Choice checked them
         profiles=many("profiles") or ("cpu", "cuda"),  # type: ignore[arg-type]
         keep_fp32=parse.parse_patterns("--keep-fp32", many("keep_fp32")),

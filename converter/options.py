@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from bf16kit.drift import Budget
 from bf16kit.errors import UsageError
-from bf16kit.tensors import BY_NAME, TensorSpec
+from bf16kit.tensors import BY_NAME, Kind, TensorSpec
 
 Format = Literal["onnx", "torchscript"]
 Profile = Literal["cpu", "cuda"]
@@ -38,6 +38,7 @@ class Options:
     model: str | None = None
     model_args: Mapping[str, Any] = field(default_factory=dict)
     inputs: tuple[TensorSpec, ...] = ()
+    outputs: Mapping[str, Kind] = field(default_factory=dict)
     samples: str | None = None
     formats: tuple[Format, ...] = ()
     profiles: tuple[Profile, ...] = ("cpu", "cuda")
@@ -45,6 +46,9 @@ class Options:
     bf16: tuple[str, ...] = ()
     budget: Budget = field(default_factory=Budget)
     allow_over_budget: bool = False
+    drop_failing_profiles: bool = False
+    search: bool = True
+    search_minutes: float = 5.0
     subnormals: Literal["keep", "flush"] = "keep"
     saturate: bool = False
     residual: bool = True
@@ -77,6 +81,8 @@ class Options:
             "saturate": self.saturate,
             "residual": self.residual,
             "allow_over_budget": self.allow_over_budget,
+            "drop_failing_profiles": self.drop_failing_profiles,
+            "search": self.search,
         }
 
 
@@ -119,6 +125,19 @@ def _parse_dim(dim: str, text: str) -> int | str:
     if _NAME.fullmatch(dim):
         return dim
     raise UsageError(f"--input {text!r}: {dim!r} is neither a size of 1 or more nor a name, {_EXAMPLE}")
+
+
+def parse_outputs(texts: Iterable[str]) -> dict[str, Kind]:
+    """Each ``NAME:KIND``: what an output is, so that the bounds which its kind has can be judged."""
+    kinds: dict[str, Kind] = {}
+    for text in texts:
+        name, _, kind = text.rpartition(":")
+        if not name or kind not in get_args(Kind):
+            raise UsageError(f"--output {text!r}: expected NAME:KIND, the kind one of {', '.join(get_args(Kind))}")
+        if name in kinds:
+            raise UsageError(f"--output {name}: given twice")
+        kinds[name] = cast("Kind", kind)
+    return kinds
 
 
 def parse_patterns(flag: str, texts: Iterable[str]) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def test_a_manifest_that_breaks_the_rules(
 
 
 def test_a_newer_schema_is_told_from_damage(cli: Cli, damaged: Path) -> None:
-    _edit(damaged, lambda m: m.update(schema_version=3, colour="blue"))
+    _edit(damaged, lambda m: m.update(schema_version=99, colour="blue"))
     cli("inspect", damaged).refused(2, "newer")
 
 

@@ -18,6 +18,7 @@ from bf16kit.manifest import (
     DriftEntry,
     FileEntry,
     Manifest,
+    OracleEntry,
     Plan,
     PlanEntry,
     ProfileEntry,
@@ -127,6 +128,27 @@ class TestVersions:
         with pytest.raises(ArtifactError, match="schema version 1 has no panels; version 2 has"):
             Manifest.loads(sealed(fields | {"schema_version": 1}), "manifest.json")
 
+    @pytest.mark.parametrize(
+        "news",
+        [
+            {"oracle": OracleEntry(checked=False, how="the source cannot answer")},
+            {"requires": {"onnxruntime": "1.24"}},
+            {"measurements": "measurements.json"},
+            {"plan": Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")])},
+            {"budget": {"relative_l2.p99": 0.02}},
+        ],
+        ids=lambda news: next(iter(news)),
+    )
+    def test_what_version_3_brought_makes_it_version_3(self, news: dict[str, Any]) -> None:
+        made = manifest(**news)
+        assert made.schema_version == 3
+        assert Manifest.loads(made.dumps(), "") == made
+        with pytest.raises(ArtifactError, match="schema version 2 has no oracle"):
+            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 2}), "manifest.json")
+
+    def test_without_news_it_has_no_word_of_version_3(self) -> None:
+        assert not any(word in manifest().dumps() for word in (b"oracle", b"requires", b"measurements", b'"code"'))
+
 
 class TestRefused:
     def test_every_flipped_bit(self) -> None:
@@ -154,9 +176,9 @@ class TestRefused:
             (b"{}", "schema_version is None"),
             (b'{"schema_version": "1"}', "schema_version is '1'"),
             (b'{"schema_version": true}', "schema_version is True"),
-            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 2"),
+            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 3"),
             (b'{"schema_version": 1}', "its digest differs"),
-            (b'{"schema_version": 2}', "its digest differs"),
+            (b'{"schema_version": 3}', "its digest differs"),
         ],
     )
     def test_what_is_no_manifest(self, data: bytes, message: str) -> None:
@@ -164,8 +186,8 @@ class TestRefused:
             Manifest.loads(data, "manifest.json")
 
     def test_a_newer_schema_whatever_else_it_holds(self) -> None:
-        with pytest.raises(ManifestVersionError, match=r"schema version 3 is newer than 2.*upgrade bf16kit"):
-            Manifest.loads(b'{"schema_version": 3, "novelty": []}', "manifest.json")
+        with pytest.raises(ManifestVersionError, match=r"schema version 4 is newer than 3.*upgrade bf16kit"):
+            Manifest.loads(b'{"schema_version": 4, "novelty": []}', "manifest.json")
 
     def test_an_edited_budget(self) -> None:
         data = manifest().dumps().replace(b"0.015", b"0.150")
