@@ -116,7 +116,12 @@ def test_a_traceback_is_shown_for_debug_alone(cli: Cli, tmp_path: Path, target: 
 
 
 def test_control_c_says_that_nothing_was_published(tmp_path: Path, mlp_file: Path) -> None:
-    (tmp_path / "impatient.py").write_text("import signal\ndef build(): signal.raise_signal(signal.SIGINT)\n")
+    code = """import signal
+def build():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    signal.raise_signal(signal.SIGINT)
+"""
+    (tmp_path / "impatient.py").write_text(code)
     out = ("--out", "repository/m/1", "--input", "x:float32:batch,16")
     done = process("checkpoint", mlp_file, "--model", "impatient:build", *out, cwd=tmp_path)
     assert done.code == 130
