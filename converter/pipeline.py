@@ -19,6 +19,7 @@ from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared, prepare
 from converter.plan import make_plan, narrowed
+from converter.plan.profiles import PROFILES
 from converter.process import versions
 from converter.process.memory import release
 from converter.process.progress import Progress, Silent
@@ -30,7 +31,6 @@ from converter.proof.samples import Samples
 from converter.report import page
 
 TORCHSCRIPT_FILE = "model.torchscript.pt"
-_PRECISION = {"cpu": "bf16-weights", "cuda": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ def _write_graphs(
         prepared, plan, stored, stage.path, profiles=_onnx_profiles(options), reference=options.residual
     )
     return {
-        profile: ProfileEntry(format="onnx", graph=name, precision=_PRECISION[profile], verified="no")
+        profile: ProfileEntry(format="onnx", graph=name, precision=PROFILES[profile].precision, verified="no")
         for profile, name in files.items()
-        if profile in _PRECISION
+        if profile in PROFILES
     }
 
 

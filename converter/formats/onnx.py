@@ -1,9 +1,10 @@
-"""Writing the graphs of an artifact: structure only, every weight external data in the files they share."""
+"""The graphs of an artifact: built in memory, then written as structure only, every weight external data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import onnx
 import onnx_ir as ir
@@ -23,8 +24,10 @@ from converter.graph.types import InferTypes
 from converter.passes import Prepared, run
 from converter.passes.unused import DropUnused
 from converter.plan import narrowed
+from converter.plan.profiles import PROFILES, Profile
 
 REFERENCE = "reference"
+NO_PANELS: Mapping[str, int] = MappingProxyType({})
 
 
 def write_graphs(
@@ -33,7 +36,7 @@ def write_graphs(
     stored: StoredWeights,
     directory: Path,
     *,
-    profiles: Iterable[str] = ("cpu", "cuda"),
+    profiles: Iterable[str] = tuple(PROFILES),
     reference: bool = True,
 ) -> dict[str, str]:
     """Write one ``PROFILE.onnx`` per profile into ``directory``, where the weights files are, and reference.onnx.
@@ -42,27 +45,39 @@ def write_graphs(
     :class:`~bf16kit.errors.ConversionError` when ONNX's checker refuses a graph.
     """
     files = {}
-    for profile in profiles:
-        source = prepared.cuda if profile == "cuda" else prepared.folded
-        narrow = narrowed(plan.tensors)
-        nodes = {entry.name for entry in plan.nodes[profile] if entry.precision == "bf16"}
-        panels = {name: entry.panels for name, entry in stored.tensors.items() if entry.panels is not None}
-        tables = {name for name, axis in panels.items() if axis == 0}
-        kernel = [LookUp(tables), UseKernel(narrow, panels), JoinProducts()] if profile == "cpu" else []
-        unpanel = Unpanel(stored.tensors)
-        model = run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes(), unpanel], source.clone())
-        files[profile] = f"{profile}.onnx"
-        path = directory / files[profile]
-        _write(
-            model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared
-        )
-        _check(path, source)
+    panels = {name: entry.panels for name, entry in stored.tensors.items() if entry.panels is not None}
+    for profile in (PROFILES[name] for name in profiles):
+        files[profile.name] = f"{profile.name}.onnx"
+        model = build(prepared, plan, profile, panels)
+        _write_profile(model, stored, directory / files[profile.name], profile.base(prepared))
     if reference:
         files[REFERENCE] = f"{REFERENCE}.onnx"
         _write(
             prepared.reference.clone(), directory / files[REFERENCE], lambda name, shape: _rebuilt(stored, name, shape)
         )
     return files
+
+
+def build(prepared: Prepared, plan: Plan, profile: Profile, panels: Mapping[str, int] = NO_PANELS) -> ir.Model:
+    """The graph of ``profile`` in memory, as ``plan`` wants it; ``prepared`` stays as it is.
+
+    ``panels`` names the bf16 matrices that are stored in panels, each with the axis they lie along. Initializers that
+    the plan narrows have the type bf16 and still hold the fp32 data: whoever writes or runs the graph says where the
+    bf16 data is. Raises :class:`~bf16kit.errors.ConversionError` naming the step that failed.
+    """
+    narrow = narrowed(plan.tensors)
+    nodes = {entry.name for entry in plan.nodes[profile.name] if entry.precision == "bf16"}
+    tables = {name for name, axis in panels.items() if axis == 0}
+    kernel = [LookUp(tables), UseKernel(narrow, panels), JoinProducts()] if profile.uses_kernel else []
+    return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
+
+
+def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
+    """Write the graph that :func:`build` gave, reading panels as they lie in their file; check it against its base."""
+    unpanel = Unpanel(stored.tensors)
+    run([unpanel], model)
+    _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
+    _check(path, source)
 
 
 def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:

@@ -12,7 +12,8 @@ from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
 from converter.passes import Prepared
 from converter.plan.overrides import Overrides
-from converter.plan.placement import Decision, place_cpu, place_cuda
+from converter.plan.placement import Decision
+from converter.plan.profiles import PROFILES
 
 SMALLEST = 256  # elements of a matrix worth narrowing
 
@@ -38,11 +39,9 @@ def make_plan(
     tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
     nodes: dict[str, list[PlanEntry]] = {}
-    for profile in profiles:
-        if profile == "cpu":
-            nodes[profile] = _entries(prepared.folded, place_cpu(prepared.folded, narrow))
-        elif profile == "cuda":
-            nodes[profile] = _entries(prepared.cuda, place_cuda(prepared.cuda, narrow, kernels, overrides))
+    for profile in (PROFILES[name] for name in profiles):
+        base = profile.base(prepared)
+        nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides))
     return Plan(tensors=tensors, nodes=nodes)
 
 

@@ -10,42 +10,43 @@ import onnx_ir as ir
 from bf16kit.artifact import Artifact
 from bf16kit.errors import DeviceUnavailable
 from bf16kit.runtime import Runtime
+from bf16kit.runtime.device import CPU
 from bf16kit.runtime.loading import REBUILT, load
 from bf16kit.tensors import TensorSpec
 from converter.formats.onnx import serialize
 from converter.graph.initializers import dims, stays_inline
 from converter.model import Array
+from converter.plan.profiles import PROFILES
 from converter.proof.emulate import emulation
 
 if TYPE_CHECKING:
     from bf16kit.runtime.onnx import OnnxRuntime
 
-CUDA = "cuda:0"
-
 
 def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
     """``profile`` of ``artifact``, loaded as a server would, and whether that is an emulation.
 
-    The cuda profile runs on the first CUDA device; where there is none, an emulation on the CPU stands in.
+    A profile for a device runs on the first one there is; where there is none, an emulation on the CPU stands in.
     """
-    if profile != "cuda":
+    device = PROFILES[profile].device if profile in PROFILES else CPU
+    if device == CPU:
         return load(artifact, profile), False
     try:
-        return load(artifact, profile, device=CUDA), False
+        return load(artifact, profile, device=device), False
     except DeviceUnavailable:
-        return _emulated(artifact), True
+        return _emulated(artifact, profile), True
 
 
-def _emulated(artifact: Artifact) -> OnnxRuntime:
+def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
     from bf16kit.runtime.onnx import OnnxRuntime
 
     manifest = artifact.manifest
-    graph = artifact.file(manifest.profiles["cuda"].graph)
+    graph = artifact.file(manifest.profiles[profile].graph)
     return OnnxRuntime(
         emulation(graph),
         [entry.spec() for entry in manifest.inputs],
         [entry.spec() for entry in manifest.outputs],
-        profile="cuda",
+        profile=profile,
         precision="fp32",
         base_dir=artifact.path,
         note="emulated on the CPU: every bf16 node computed in fp32, its result rounded",

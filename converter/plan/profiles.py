@@ -1,0 +1,55 @@
+"""The profiles that ONNX Runtime runs, each a value: where its graph starts, how it is placed, what it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from converter.graph.cuda_support import KernelTable
+from converter.passes import Prepared
+from converter.plan.overrides import Overrides
+from converter.plan.placement import Decision, place_cpu, place_cuda
+
+Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides], Mapping[str, Decision]]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One way to run a model.
+
+    ``base`` picks the prepared graph it starts from, ``place`` decides for each of that graph's nodes. ``device`` is
+    what it is for; where there is none, an emulation on the CPU stands in. ``uses_kernel``: its products are done by
+    bf16kit's CPU kernel, which wants their weights in panels.
+    """
+
+    name: str
+    precision: str
+    base: Callable[[Prepared], ir.Model]
+    place: Place
+    device: str
+    uses_kernel: bool
+
+
+PROFILES: Mapping[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            name="cpu",
+            precision="bf16-weights",
+            base=lambda prepared: prepared.folded,
+            place=lambda model, narrow, _kernels, _overrides: place_cpu(model, narrow),
+            device="cpu",
+            uses_kernel=True,
+        ),
+        Profile(
+            name="cuda",
+            precision="bf16",
+            base=lambda prepared: prepared.cuda,
+            place=place_cuda,
+            device="cuda:0",
+            uses_kernel=False,
+        ),
+    )
+}
