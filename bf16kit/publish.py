@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bf16kit.artifact import Artifact
+from bf16kit.digests import Digests
 from bf16kit.errors import ArtifactExists, Bf16kitError, UsageError
 from bf16kit.manifest import MANIFEST, FileEntry, Manifest, plain_name
 from bf16kit.rename import exchange, rename_new
@@ -39,8 +39,8 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
     target = Path(target).absolute()
     _check_target(target, force)
     # explained twice: creating the directory may fail, and inside it the disk must be looked at before it is removed
-    with _parents(target), _explained(target), _locked_directory(target) as path, _explained(target):
-        staged = StagingArtifact(target, path, force)
+    with _parents(target) as made, _explained(target), _locked_directory(target) as path, _explained(target):
+        staged = StagingArtifact(target, path, force, made)
         try:
             yield staged
         finally:
@@ -50,11 +50,13 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
 class StagingArtifact:
     """An artifact being written. ``path`` is a directory that any file of a plain name may be put in."""
 
-    def __init__(self, target: Path, path: Path, force: bool) -> None:
+    def __init__(self, target: Path, path: Path, force: bool, made: Sequence[Path] = ()) -> None:
         self.target = target
         self.path = path
         self._force = force
+        self._made = tuple(made)
         self._writers: dict[str, WeightWriter] = {}
+        self._digests = Digests()
 
     def writer(self, name: str) -> WeightWriter:
         """A new file of tensors; it is hashed as it is written, and closed here at the latest when it is published."""
@@ -78,7 +80,11 @@ class StagingArtifact:
             _sync(path)
         _sync(self.path)
         self._rename()
+        # A directory's name is in its parent: without this a crash may lose the artifact together with its new parents.
         _sync(self.target.parent)
+        for directory in self._made:
+            with contextlib.suppress(PermissionError):  # may be entered and not read: published it is all the same
+                _sync(directory.parent)
         return Artifact.open(self.target, verify=False)
 
     def close(self) -> None:
@@ -91,14 +97,11 @@ class StagingArtifact:
         return {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
 
     def _entry(self, path: Path) -> FileEntry:
-        """Digest and size of a file: known to its writer, read otherwise."""
+        """Digest and size of a file: known to its writer, read otherwise, and again when it changed since."""
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path}: an artifact holds regular files only")
-        if path.name in self._writers:
-            return self._writers[path.name].close()
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileEntry(sha256=digest, bytes=path.stat().st_size)
+        writer = self._writers.pop(path.name, None)
+        return self._digests.entry(path) if writer is None else self._digests.learn(path, writer.close())
 
     def _rename(self) -> None:
         _check_target(self.target, self._force)
@@ -124,15 +127,16 @@ def _check_target(target: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _parents(target: Path) -> Iterator[None]:
-    """Make the directories above the target, and unmake them when nothing was published in them."""
-    made = [parent for parent in target.parents if not parent.exists()]
+def _parents(target: Path) -> Iterator[tuple[Path, ...]]:
+    """Make the directories above the target, and unmake them when nothing was published in them. Gives those made, the
+    innermost first."""
+    made = tuple(parent for parent in target.parents if not parent.exists())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{target.parent}: cannot be created ({error.strerror})") from None
     try:
-        yield
+        yield made
     finally:
         with contextlib.suppress(OSError):  # not empty: published, or used by another
             for parent in made:

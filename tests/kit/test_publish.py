@@ -15,12 +15,13 @@ from typing import NoReturn
 import pytest
 from small import publish_small, write_small
 
-from bf16kit import rename
+from bf16kit import digests, rename
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ArtifactExists, UsageError
-from bf16kit.manifest import MANIFEST
+from bf16kit.manifest import MANIFEST, FileEntry
 from bf16kit.publish import StagingArtifact, staging
 
+READ, FSYNC = digests._read, os.fsync
 WRITE_AND_HANG = """
 import sys
 from pathlib import Path
@@ -126,6 +127,53 @@ class TestPublishing:
             (staged.path / "cpu.onnx").write_bytes(b"b graph")
             staged.publish(draft.manifest.model_copy(update={"budget": {"relative_l2": 1.0}}))
         assert Artifact.open(tmp_path / "1").manifest.budget == {"relative_l2": 1.0}
+
+    @pytest.mark.parametrize("name", ["cpu.onnx", "weights.bf16"])
+    def test_a_file_changed_after_a_draft_gets_the_digest_of_its_new_bytes(self, tmp_path: Path, name: str) -> None:
+        """Whoever wrote it: at once, of the same size, with its times set back."""
+        with staging(tmp_path / "1") as staged:
+            manifest = write_small(staged)
+            staged.draft(manifest)
+            path = staged.path / name
+            before, found = path.read_bytes(), path.stat()
+            path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+            os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+            assert staged.publish(manifest).manifest.files[name].bytes == len(before)
+        Artifact.open(tmp_path / "1", verify=True)
+
+    def test_each_file_is_hashed_once_however_many_drafts_there_are(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read: list[str] = []
+
+        def reading(path: Path) -> FileEntry:
+            read.append(path.name)
+            return READ(path)
+
+        monkeypatch.setattr(digests, "_read", reading)
+        with staging(tmp_path / "1") as staged:
+            manifest = write_small(staged)
+            for _ in range(4):
+                staged.draft(manifest)
+            staged.publish(manifest)
+        assert sorted(read) == ["cpu.onnx", "golden.safetensors"]  # the weights were hashed as they were written
+
+    def test_every_file_and_every_directory_that_was_made_is_synced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A directory's name lies in its parent, so the first parent that was there already is synced as well."""
+        synced: list[Path] = []
+
+        def fsync(descriptor: int) -> None:
+            synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+            FSYNC(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        artifact = publish_small(tmp_path / "repository" / "m" / "1")
+        staged = {path.name for path in synced if path.parent.name.startswith(".1.tmp-")}
+        assert staged == set(names(artifact.path))
+        made = tmp_path / "repository" / "m"
+        assert synced[-3:] == [made, made.parent, tmp_path]  # after the rename
 
     def test_without_publish_nothing_is_published(self, tmp_path: Path) -> None:
         with staging(tmp_path / "m" / "1") as staged:

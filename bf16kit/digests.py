@@ -1,0 +1,59 @@
+"""Digests of the files in one directory, each file read once for as long as it does not change."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bf16kit.manifest import FileEntry
+
+_Stamp = tuple[int, int, int, int]  # inode, size, modification and change time
+
+# File systems stamp with the kernel's coarse clock, which moves every 1 to 10 ms: two writes in one tick look alike.
+_TICK_NS = 20_000_000
+
+
+@dataclass(slots=True)
+class Digests:
+    """What is known of files, by path; a file whose inode, size or times are others than they were is read again."""
+
+    _known: dict[Path, tuple[_Stamp, FileEntry]] = field(default_factory=dict)
+
+    def entry(self, path: Path) -> FileEntry:
+        """Digest and size of ``path``, read when it is new or has changed."""
+        known = self._known.get(path)
+        if known is not None and known[0] == _stamp(path):
+            return known[1]
+        return self.learn(path, None)
+
+    def learn(self, path: Path, entry: FileEntry | None) -> FileEntry:
+        """Remember what ``path`` is now: the ``entry`` that whoever wrote it knows, or what reading it gives."""
+        stamp = _stamp(path)
+        _outwait(stamp)
+        entry = entry or _read(path)
+        self._known[path] = (stamp, entry)  # the stamp from before reading: what changed meanwhile is read again
+        return entry
+
+
+def _stamp(path: Path) -> _Stamp:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _outwait(stamp: _Stamp) -> None:
+    """Sleep until a later change would get another stamp; not at all for files that are older than a tick."""
+    age = time.time_ns() - stamp[3]
+    if 0 <= age < _TICK_NS:
+        time.sleep((_TICK_NS - age) / 1e9)
+
+
+def _read(path: Path) -> FileEntry:
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileEntry(sha256=digest.hexdigest(), bytes=size)
