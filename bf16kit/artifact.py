@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bf16kit.errors import ArtifactDamaged, ArtifactError
 from bf16kit.manifest import MANIFEST, RESIDUAL, CheckpointEntry, FileEntry, Manifest, Segment, TensorEntry, plain_name
+from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
 from bf16kit.residual import Scale, decode
 from bf16kit.tensors import BY_NAME
@@ -124,6 +125,14 @@ class Artifact:
         except (SafetensorError, KeyError) as error:
             raise ArtifactDamaged(f"{self.path / self.manifest.golden}: {error}") from None
         return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"))
+
+    def measurements(self) -> Measurements | None:
+        """What the conversion measured, in rows; None where it kept none. ArtifactError for a file that holds none."""
+        if self.manifest.measurements is None:
+            return None
+        path = self.file(self.manifest.measurements)
+        with path.open("rb") as file:
+            return Measurements.loads(file.read(MAX_BYTES + 1), path)
 
     @cached_property
     def _entries(self) -> dict[str, TensorEntry]:

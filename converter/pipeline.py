@@ -3,13 +3,15 @@ rename into place → report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import BudgetExceeded, ConversionError
-from bf16kit.manifest import Manifest, Plan, ProfileEntry, SpecEntry
+from bf16kit.manifest import MEASUREMENTS, SCHEMA_VERSION, Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
+from bf16kit.measurements import Measurements, ProfileMeasurements, ranges, sample_columns
+from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact, staging
 from converter import sources
 from converter.cpukernel.products import panelled
@@ -68,12 +70,13 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
             notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
         reference = None if options.residual else open_source(prepared.reference, source.inputs, source.outputs)
+        census = stored.census
         del source, prepared, stored
         release()
         certified = certify(stage, manifest, calibration, options, progress, reference)
         notes += certified.notes
         _judge(options, certified, notes)
-        artifact = _publish(options, stage, certified.manifest, notes, progress)
+        artifact = _publish(options, stage, certified.manifest, _measured(certified, census), notes, progress)
     return Result(artifact, tuple(notes))
 
 
@@ -197,10 +200,24 @@ def _judge(options: Options, certified: Certified, notes: list[str]) -> None:
     notes.append(f"drift over budget, published because that was allowed:{listed}")
 
 
+def _measured(certified: Certified, census: Mapping[str, Census]) -> Measurements:
+    """What ``measurements.json`` keeps of the profiles that are published."""
+    columns = sample_columns(certified.drifts)
+    profiles = {profile: ProfileMeasurements(outputs=columns[profile]) for profile in certified.manifest.drift}
+    return Measurements(profiles=profiles, ranges=ranges(census))
+
+
 def _publish(
-    options: Options, stage: StagingArtifact, manifest: Manifest, notes: Sequence[str], progress: Progress
+    options: Options,
+    stage: StagingArtifact,
+    manifest: Manifest,
+    measurements: Measurements,
+    notes: Sequence[str],
+    progress: Progress,
 ) -> Artifact:
     with progress.step("publishing"):
+        (stage.path / MEASUREMENTS).write_bytes(measurements.dumps())
+        manifest = manifest.model_copy(update={"measurements": MEASUREMENTS, "schema_version": SCHEMA_VERSION})
         if options.report:
             files = stage.draft(manifest).manifest.files
             page.write(stage.path / page.NAME, manifest, files, notes)

@@ -19,15 +19,18 @@ from converter.options import Options
 from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import golden, measure
+from converter.proof.measure import Drifts
 from converter.proof.running import open_profile
 from converter.proof.samples import Samples
 
 
 @dataclass(slots=True)
 class Certified:
-    """What running an artifact showed: its manifest with drift and batch axis, and where it is over budget."""
+    """What running an artifact showed: its manifest with drift and batch axis, where it is over budget, and the drift
+    of every sample by profile."""
 
     manifest: Manifest
+    drifts: dict[str, Drifts] = field(default_factory=dict)
     breaches: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -103,7 +106,9 @@ def _certify_profile(
         return
     if run.info.advice:
         certified.notes.append(f"{run.info.note}: {run.info.advice}")
-    summaries = summarise(manifest, expected, run.answers)
+    drifts = sample_drifts(manifest, expected, run.answers)
+    certified.drifts[profile] = drifts
+    summaries = measure.summarise(drifts)
     count = next(iter(summaries.values())).samples
     entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
     certified.manifest = manifest.model_copy(
@@ -115,7 +120,9 @@ def _certify_profile(
     certified.breaches += breaches(profile, options.budget, summaries) or [
         # what a server will judge: a mean within budget must not hide a model that would never become ready
         f"{breach}, on the golden samples alone"
-        for breach in breaches(profile, options.budget, summarise(manifest, expected[:1], run.answers[:1]))
+        for breach in breaches(
+            profile, options.budget, measure.summarise(sample_drifts(manifest, expected[:1], run.answers[:1]))
+        )
     ]
 
 
@@ -128,9 +135,9 @@ def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds]) -> Run
         runtime.close()
 
 
-def summarise(manifest: Manifest, expected: Sequence[Feeds], found: Sequence[Feeds]) -> dict[str, DriftSummary]:
-    """Drift of the answers ``found`` from those ``expected``, by output."""
-    return measure.summarise(expected, found, [entry.spec() for entry in manifest.outputs], manifest.batch_axis)
+def sample_drifts(manifest: Manifest, expected: Sequence[Feeds], found: Sequence[Feeds]) -> Drifts:
+    """Drift of the answers ``found`` from those ``expected``, by output, of each sample."""
+    return measure.drifts(expected, found, [entry.spec() for entry in manifest.outputs], manifest.batch_axis)
 
 
 def breaches(profile: str, budget: Budget, summaries: dict[str, DriftSummary]) -> list[str]:

@@ -19,6 +19,8 @@ from converter.model import Feeds
 # apart, and no more.
 _SAME = 1e-4
 
+Drifts = dict[str, list[SampleDrift]]  # by output, a row per sample
+
 
 def answers(runtime: Runtime, feeds: Sequence[Feeds]) -> list[Feeds]:
     """What ``runtime`` gives for each of ``feeds``."""
@@ -40,20 +42,20 @@ def check_answers(reference: Sequence[Feeds], origin: str) -> None:
                 )
 
 
-def summarise(
+def drifts(
     reference: Sequence[Feeds], candidate: Sequence[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
-) -> dict[str, DriftSummary]:
-    """Drift of ``candidate``'s answers from ``reference``'s, by output, over all samples."""
-    return {spec.name: _summary(reference, candidate, spec, batch_axis) for spec in outputs}
-
-
-def _summary(
-    reference: Sequence[Feeds], candidate: Sequence[Feeds], spec: TensorSpec, batch_axis: int | None
-) -> DriftSummary:
-    found: list[SampleDrift] = []
+) -> Drifts:
+    """Drift of ``candidate``'s answers from ``reference``'s, by output, of each sample."""
+    found: Drifts = {spec.name: [] for spec in outputs}
     for r, c in zip(reference, candidate, strict=True):
-        found += drift.measure(r[spec.name], c[spec.name], spec, batch_axis)
-    return DriftSummary.of(found)
+        for spec in outputs:
+            found[spec.name] += drift.measure(r[spec.name], c[spec.name], spec, batch_axis)
+    return found
+
+
+def summarise(found: Drifts) -> dict[str, DriftSummary]:
+    """The drift over all samples, by output."""
+    return {output: DriftSummary.of(samples) for output, samples in found.items()}
 
 
 def batch_axis(

@@ -13,7 +13,7 @@ from bf16kit.runtime.loading import load_reference
 from converter.model import Feeds
 from converter.process.memory import release
 from converter.proof import measure, samples
-from converter.proof.certify import breaches, how, run_profile, summarise
+from converter.proof.certify import breaches, how, run_profile, sample_drifts
 from converter.report.text import table
 
 
@@ -37,7 +37,7 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
         run = run_profile(artifact, profile, feeds)
-        summaries = summarise(artifact.manifest, expected, run.answers)
+        summaries = measure.summarise(sample_drifts(artifact.manifest, expected, run.answers))
         rows += _rows(f"{profile}, emulated" if run.emulated else profile, summaries, budget)
         if not run.emulated and how(run.info):
             ran.append(f"{profile} ran: {'; '.join(filter(None, (how(run.info), run.info.advice)))}")

@@ -18,6 +18,7 @@ _FILES = (
     "cpu.onnx",
     "cuda.onnx",
     "golden.safetensors",
+    "measurements.json",
     "model.torchscript.pt",
     "reference.onnx",
     "report.html",

@@ -9,7 +9,15 @@ from converting import MLP, Cli
 
 from bf16kit.artifact import Artifact
 
-_ALWAYS = {"golden.safetensors", "reference.onnx", "report.html", "residual.bin", "weights.bf16", "weights.fp32"}
+_ALWAYS = {
+    "golden.safetensors",
+    "measurements.json",
+    "reference.onnx",
+    "report.html",
+    "residual.bin",
+    "weights.bf16",
+    "weights.fp32",
+}
 
 
 @pytest.mark.parametrize(

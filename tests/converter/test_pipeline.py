@@ -18,13 +18,28 @@ from bf16kit.runtime.loading import load, load_reference
 from converter.options import Options, parse_target
 from converter.pipeline import convert
 
-FILES = ["cpu.onnx", "cuda.onnx", "golden.safetensors", "manifest.json", "model.torchscript.pt", "reference.onnx"]
-WEIGHTS = ["report.html", "residual.bin", "weights.bf16", "weights.fp32"]
+FILES = ["cpu.onnx", "cuda.onnx", "golden.safetensors", "manifest.json", "measurements.json", "model.torchscript.pt"]
+WEIGHTS = ["reference.onnx", "report.html", "residual.bin", "weights.bf16", "weights.fp32"]
 
 
 def test_everything_is_published_in_one_directory(mlp: Artifact) -> None:
     assert tree(mlp.path) == FILES + WEIGHTS
     mlp.verify()
+
+
+def test_measurements_keep_the_rows_that_the_manifest_summarises(mlp: Artifact) -> None:
+    measured = mlp.measurements()
+    assert measured is not None
+    assert measured.profiles.keys() == mlp.manifest.profiles.keys()
+    for profile, entry in mlp.manifest.drift.items():
+        columns = measured.profiles[profile].outputs["output"]
+        assert len(columns.relative_l2) == columns.measured == entry.samples
+        assert entry.outputs["output"]["relative_l2"]["mean"] == pytest.approx(np.mean(columns.relative_l2))
+        assert entry.outputs["output"]["max_abs"]["worst"] == max(columns.max_abs)
+    narrow = {tensor.name: tensor for tensor in mlp.manifest.tensors if tensor.dtype == "bfloat16"}
+    assert measured.ranges.tensors.keys() == narrow.keys()
+    for name, counts in measured.ranges.tensors.items():
+        assert counts.max_abs == np.abs(mlp.restore(name)).max()
 
 
 def test_every_profile_was_run_and_says_where(mlp: Artifact) -> None:
@@ -129,16 +144,15 @@ def test_a_tied_table_is_stored_in_panels_and_every_profile_answers_as_the_sourc
     np.testing.assert_allclose(load(artifact, "cpu").run({"ids": ids})["output"], rounded, atol=1e-5)
 
 
-@pytest.mark.parametrize(("profiles", "axes", "version"), [(("cpu", "cuda"), {1}, 2), (("cuda",), {None}, 1)])
+@pytest.mark.parametrize(("profiles", "axes"), [(("cpu", "cuda"), {1}), (("cuda",), {None})])
 def test_weights_are_stored_as_panels_only_for_the_profile_that_reads_panels(
-    profiles: tuple[str, ...], axes: set[int | None], version: int, cli: Cli, onnx_file: Path, target: Path
+    profiles: tuple[str, ...], axes: set[int | None], cli: Cli, onnx_file: Path, target: Path
 ) -> None:
-    """Without it older programs can read the artifact, too: nothing in it is new to them."""
     chosen = [word for profile in profiles for word in ("--profile", profile)]
     cli("checkpoint", onnx_file, "--out", target, *chosen, *ONNX_ONLY).published()
     manifest = Artifact.open(target).manifest
     assert {entry.panels for entry in manifest.tensors if entry.dtype == "bfloat16"} == axes
-    assert manifest.schema_version == version
+    assert manifest.schema_version == 3  # for its measurements
     out = target.parent / "fp32.safetensors"
     cli("restore", target, "--out", out).published()
     assert_restored(out, graphs.weights_of(onnx.load(onnx_file)))

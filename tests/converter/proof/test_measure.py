@@ -10,7 +10,7 @@ import pytest
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from converter.proof.measure import answers, batch_axis, named_alike, summarise
+from converter.proof.measure import answers, batch_axis, drifts, named_alike, summarise
 
 IN = (TensorSpec("x", "float32", ("n", 4)),)
 OUT = (TensorSpec("y", "float32", ("y_0", 4)),)
@@ -89,7 +89,7 @@ def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
     feeds = [{"x": np.ones((rows, 4), np.float32)} for rows in (1, 2)]
     expected = answers(Computed(lambda x: x), feeds)
     found = answers(Computed(lambda x: x * np.float32(1.5)), feeds)
-    summary = summarise(expected, found, OUT, 0)["y"]
+    summary = summarise(drifts(expected, found, OUT, 0))["y"]
     assert summary.samples == 3
     assert summary.judged("relative_l2") == pytest.approx(0.5)
-    assert summarise(expected, found, OUT, None)["y"].samples == 2
+    assert summarise(drifts(expected, found, OUT, None))["y"].samples == 2

@@ -1,0 +1,234 @@
+"""``measurements.json``: everything a conversion measured, in rows; the manifest has what is judged of it.
+
+Per profile the drift of each sample, the SQNR of each layer and what the search for fp32 islands found; per tensor what
+rounding met. Canonical JSON like the manifest's (:mod:`bf16kit.measured` says how a float that is not finite is
+written), and bounded: where there is more than the maxima below allow, rows are left out and ``measured`` says of how
+many.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from bf16kit.drift import SampleDrift
+from bf16kit.entries import STRICT, Size
+from bf16kit.errors import ArtifactError
+from bf16kit.measured import Number
+from bf16kit.numerics import OVERFLOW, SMALLEST_NORMAL, Census
+
+VERSION = 1
+MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
+MOST_LAYERS = 10_000  # of all profiles
+MOST_TENSORS = 10_000
+MAX_BYTES = 64 << 20  # of the file; the maxima above stay below a tenth of it but for very long names
+
+T = TypeVar("T")
+Distance = Annotated[Number, Field(ge=0)]
+Magnitude = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Entry(BaseModel):
+    model_config = STRICT
+
+
+class SampleColumns(_Entry):
+    """The drift of one output, a column per metric and a row per sample.
+
+    Row ``i`` of ``n`` is sample ``i · measured // n``. The ``top1`` columns are empty for an output that is not logits.
+    """
+
+    measured: Size
+    relative_l2: list[Distance]
+    cosine_distance: list[Distance]
+    max_abs: list[Distance]
+    nonfinite: list[Size]
+    top1_matches: list[Size] = []
+    top1_rows: list[Size] = []
+
+    @classmethod
+    def of(cls, drifts: Sequence[SampleDrift], most: int) -> SampleColumns:
+        """At most ``most`` of ``drifts``, evenly spaced."""
+        rows = thin(drifts, most)
+        logits = any(row.top1_rows for row in rows)
+        return cls(
+            measured=len(drifts),
+            relative_l2=[row.relative_l2 for row in rows],
+            cosine_distance=[row.cosine_distance for row in rows],
+            max_abs=[row.max_abs for row in rows],
+            nonfinite=[row.nonfinite for row in rows],
+            top1_matches=[row.top1_matches for row in rows] if logits else [],
+            top1_rows=[row.top1_rows for row in rows] if logits else [],
+        )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SampleColumns:
+        rows = len(self.relative_l2)
+        if {len(self.cosine_distance), len(self.max_abs), len(self.nonfinite)} != {rows}:
+            raise ValueError("columns of different lengths")
+        if not len(self.top1_matches) == len(self.top1_rows) in (0, rows):
+            raise ValueError("top1 columns of another length than the others")
+        if rows > self.measured:
+            raise ValueError(f"{rows} rows of {self.measured} samples")
+        return self
+
+
+class LayerEntry(_Entry):
+    """What noise a node's answer carries: ``sqnr_db`` measured, ``expected_db`` of bf16 alone at that ``depth``.
+
+    ``depth`` counts the nodes before it that round, along the longest path from an input.
+    """
+
+    name: str
+    op: str
+    depth: Size
+    sqnr_db: Number
+    expected_db: Number
+
+
+class Layers(_Entry):
+    """Layers down the graph, at most :data:`MOST_LAYERS` of those ``measured``, evenly spaced."""
+
+    measured: Size
+    rows: list[LayerEntry]
+
+
+class CensusEntry(_Entry):
+    """What rounding one tensor met, in elements: see :class:`bf16kit.numerics.Census`."""
+
+    count: Size
+    nan: Size
+    inf: Size
+    overflow: Size
+    subnormal: Size
+    flushed_to_zero: Size
+    max_abs: Magnitude
+    min_abs_nonzero: Magnitude
+
+    @property
+    def room(self) -> float:
+        """Binades between the tensor's values and the nearer end of bf16's normal range; negative beyond an end."""
+        above = math.log2(OVERFLOW / self.max_abs) if self.max_abs else math.inf
+        below = math.log2(self.min_abs_nonzero / SMALLEST_NORMAL) if self.min_abs_nonzero else math.inf
+        return min(above, below)
+
+    @property
+    def severity(self) -> tuple[float, ...]:
+        """Sorts tensors from worst to best: by the shares lost at the top, to zero and to subnormals, then by room."""
+        count = max(1, self.count)
+        lost = (self.nan + self.inf + self.overflow, self.flushed_to_zero, self.subnormal)
+        return (*(-elements / count for elements in lost), self.room)
+
+
+class Ranges(_Entry):
+    """The census of the bf16 tensors by name, at most :data:`MOST_TENSORS` of those ``measured``, the worst of them."""
+
+    measured: Size
+    tensors: dict[str, CensusEntry]
+
+
+class IslandEntry(_Entry):
+    """A node that the search keeps in fp32. ``worth``: drift ÷ budget with it in bf16 and all else as found."""
+
+    name: str
+    op: str
+    remedy: str
+    worth: Number
+
+
+class SearchEntry(_Entry):
+    """What the search for fp32 islands found.
+
+    ``before`` and ``after`` are the largest drift ÷ budget; shares are of the bytes of weights and of the arithmetic
+    that bf16 has. ``blame`` says which weight keeps the profile over budget when no set of islands meets it.
+    """
+
+    candidates: Size
+    before: Number
+    after: Number
+    islands: list[IslandEntry] = []
+    bf16_bytes: Number
+    bf16_flops: Number
+    blame: str = ""
+
+
+class ProfileMeasurements(_Entry):
+    """What was measured of one profile; ``outputs`` by name."""
+
+    outputs: dict[str, SampleColumns] = {}
+    layers: Layers | None = None
+    search: SearchEntry | None = None
+
+
+class Measurements(_Entry):
+    """What ``measurements.json`` holds."""
+
+    profiles: dict[str, ProfileMeasurements] = {}
+    ranges: Ranges = Ranges(measured=0, tensors={})
+    version: int = VERSION
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Measurements:
+        columns = [c for p in self.profiles.values() for c in p.outputs.values()]
+        layers = [p.layers for p in self.profiles.values() if p.layers is not None]
+        for what, found, most in (
+            ("samples", sum(len(c.relative_l2) for c in columns), MOST_SAMPLES),
+            ("layers", sum(len(found.rows) for found in layers), MOST_LAYERS),
+            ("tensors", len(self.ranges.tensors), MOST_TENSORS),
+        ):
+            if found > most:
+                raise ValueError(f"{found} rows of {what}; at most {most} are kept")
+        return self
+
+    def dumps(self) -> bytes:
+        """The canonical bytes of the file."""
+        fields = self.model_dump(mode="json")
+        return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def loads(cls, data: bytes, where: str | Path) -> Measurements:
+        """The measurements in ``data``, read from ``where`` (for messages); ArtifactError when it holds none."""
+        if len(data) > MAX_BYTES:
+            raise ArtifactError(f"{where}: larger than {MAX_BYTES >> 20} MiB, not measurements")
+        try:
+            fields = json.loads(data)
+            version = fields.get("version") if isinstance(fields, dict) else None
+            if version == VERSION:
+                return cls.model_validate_json(data, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ArtifactError(f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}") from None
+        except (ValueError, RecursionError):
+            raise ArtifactError(f"{where}: not JSON") from None
+        raise ArtifactError(f"{where}: measurements of version {version!r}, this bf16kit reads {VERSION}")
+
+
+def sample_columns(
+    drifts: Mapping[str, Mapping[str, Sequence[SampleDrift]]],
+) -> dict[str, dict[str, SampleColumns]]:
+    """Columns by profile and output, every one of them with its share of :data:`MOST_SAMPLES` rows."""
+    most = MOST_SAMPLES // max(1, sum(len(outputs) for outputs in drifts.values()))
+    return {
+        profile: {output: SampleColumns.of(rows, most) for output, rows in outputs.items()}
+        for profile, outputs in drifts.items()
+    }
+
+
+def ranges(census: Mapping[str, Census]) -> Ranges:
+    """The census of the tensors that rounding changed most in range, by name."""
+    entries = {name: CensusEntry.model_validate(asdict(counts)) for name, counts in census.items()}
+    worst = sorted(entries.items(), key=lambda item: (item[1].severity, item[0]))[:MOST_TENSORS]
+    return Ranges(measured=len(entries), tensors=dict(worst))
+
+
+def thin(rows: Sequence[T], most: int) -> Sequence[T]:
+    """At most ``most`` of ``rows``, evenly spaced, the first among them."""
+    kept = min(len(rows), most)
+    return [rows[i * len(rows) // kept] for i in range(kept)]

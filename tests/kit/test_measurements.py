@@ -1,0 +1,138 @@
+"""measurements.json: canonical, bounded, and checked when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bf16kit import measurements
+from bf16kit.drift import SampleDrift
+from bf16kit.errors import ArtifactError
+from bf16kit.measurements import (
+    LayerEntry,
+    Layers,
+    Measurements,
+    ProfileMeasurements,
+    SampleColumns,
+    SearchEntry,
+    ranges,
+    sample_columns,
+    thin,
+)
+from bf16kit.numerics import Census, census
+
+DRIFT = SampleDrift(1e-3, 1e-6, 0.01, 60.0, 3, 4, 0)
+
+
+def _drifts(count: int) -> list[SampleDrift]:
+    return [replace(DRIFT, relative_l2=i / 1000) for i in range(count)]
+
+
+def _measured() -> Measurements:
+    profile = ProfileMeasurements(
+        outputs={"y": SampleColumns.of([DRIFT, replace(DRIFT, relative_l2=math.inf, nonfinite=2)], 10)},
+        layers=Layers(
+            measured=1, rows=[LayerEntry(name="fc", op="MatMul", depth=1, sqnr_db=math.inf, expected_db=53.0)]
+        ),
+        search=SearchEntry(candidates=3, before=2.0, after=0.5, bf16_bytes=0.9, bf16_flops=0.8),
+    )
+    return Measurements(profiles={"cpu": profile}, ranges=ranges({"w": census(np.ones(4, np.float32))}))
+
+
+def test_what_is_written_is_read_again_to_the_bit() -> None:
+    data = _measured().dumps()
+    assert Measurements.loads(data, "m") == _measured()
+    assert Measurements.loads(data, "m").dumps() == data
+    assert b'"inf"' in data
+    assert data.endswith(b"}\n")
+
+
+def test_an_output_that_is_no_logits_has_no_top1_columns() -> None:
+    columns = SampleColumns.of([replace(DRIFT, top1_matches=0, top1_rows=0)], 10)
+    assert columns.top1_rows == []
+    assert SampleColumns.of([DRIFT], 10).top1_rows == [4]
+
+
+def test_thousands_of_samples_are_thinned_evenly_and_it_is_said_of_how_many() -> None:
+    found = sample_columns({p: {o: _drifts(9_000) for o in "ab"} for p in ("cpu", "cuda")})
+    rows = found["cpu"]["a"]
+    assert rows.measured == 9_000
+    assert len(rows.relative_l2) == measurements.MOST_SAMPLES // 4
+    assert rows.relative_l2 == [(i * 9_000 // 2_500) / 1000 for i in range(2_500)]
+    Measurements(profiles={p: ProfileMeasurements(outputs=outputs) for p, outputs in found.items()})
+
+
+def test_few_rows_stay_as_they_are() -> None:
+    assert list(thin("abc", 10)) == ["a", "b", "c"]
+    assert list(thin("", 10)) == []
+
+
+def test_of_too_many_tensors_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overflow is worse than what is flushed to zero, that than subnormals, and those than a value near an end."""
+    monkeypatch.setattr(measurements, "MOST_TENSORS", 4)
+    kept = ranges(
+        {
+            "fine": Census(count=10, max_abs=1.0, min_abs_nonzero=0.1),
+            "near the end": Census(count=10, max_abs=1e38, min_abs_nonzero=0.1),
+            "subnormal": Census(count=10, subnormal=9, max_abs=1.0, min_abs_nonzero=1e-39),
+            "flushed": Census(count=10, flushed_to_zero=1, max_abs=1.0, min_abs_nonzero=1e-45),
+            "overflow": Census(count=10, overflow=1, max_abs=3.4e38, min_abs_nonzero=0.1),
+        }
+    )
+    assert set(kept.tensors) == {"near the end", "subnormal", "flushed", "overflow"}
+    assert kept.measured == 5
+
+
+def test_room_is_counted_in_binades_to_the_nearer_end() -> None:
+    found = ranges({"w": Census(count=2, max_abs=2.0**120, min_abs_nonzero=2.0**-120), "zeros": Census(count=2)})
+    assert found.tensors["w"].room == pytest.approx(6.0)
+    assert math.isinf(found.tensors["zeros"].room)
+
+
+def _edit(change: Callable[[dict[str, Any]], object]) -> bytes:
+    fields = json.loads(_measured().dumps())
+    change(fields)
+    return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "version None"),
+        (b'{"version": 2}', "version 2, this bf16kit reads 1"),
+        (_edit(lambda m: m.update(colour=1)), "colour"),
+        (_edit(lambda m: m["profiles"]["cpu"]["outputs"]["y"]["max_abs"].pop()), "different lengths"),
+        (_edit(lambda m: m["profiles"]["cpu"]["outputs"]["y"]["top1_rows"].pop()), "top1 columns"),
+        (_edit(lambda m: m["profiles"]["cpu"]["outputs"]["y"].update(measured=1)), "2 rows of 1 samples"),
+        (_edit(lambda m: m["profiles"]["cpu"]["outputs"]["y"]["relative_l2"].__setitem__(0, -1.0)), "relative_l2.0"),
+        (_edit(lambda m: m["profiles"]["cpu"]["outputs"]["y"]["relative_l2"].__setitem__(0, "nan")), "relative_l2.0"),
+        (_edit(lambda m: m["ranges"]["tensors"]["w"].update(max_abs="inf")), "max_abs"),
+        (_edit(lambda m: m["ranges"]["tensors"]["w"].update(count=-1)), "count"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "data",
+)
+def test_a_file_that_breaks_the_rules_is_refused_by_name(data: bytes, said: str) -> None:
+    with pytest.raises(ArtifactError, match=r"/a/measurements\.json") as raised:
+        Measurements.loads(data, "/a/measurements.json")
+    assert said in str(raised.value)
+
+
+def test_more_rows_than_may_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _measured().dumps()
+    monkeypatch.setattr(measurements, "MOST_SAMPLES", 1)
+    with pytest.raises(ArtifactError, match="2 rows of samples; at most 1"):
+        Measurements.loads(data, "m")
+
+
+def test_a_file_beyond_all_measure_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "MAX_BYTES", 1 << 20)
+    with pytest.raises(ArtifactError, match="larger than 1 MiB"):
+        Measurements.loads(b" " * ((1 << 20) + 1), "m")
