@@ -104,25 +104,35 @@ def _measure(reference: NDArray[Any], candidate: NDArray[Any], classes: int | No
 def _distances(
     r: NDArray[np.float64], c: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """``relative_l2``, ``cosine_distance`` and ``max_abs`` of each row; all elements finite."""
+    """``relative_l2``, ``cosine_distance`` and ``max_abs`` of each row, all finite; overwrites ``r`` and ``c``."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        _, largest, difference_norm = _unit(c - r)
-        r, r_peak, r_norm = _unit(r)
-        c, c_peak, c_norm = _unit(c)
+        difference = c - r
+        largest, difference_norm = _unit(difference), _norm(difference)
+        del difference
+        r_peak, c_peak = _unit(r), _unit(c)
+        r_norm, c_norm = (_norm(np.array(x)) for x in (r, c))
         relative = (largest / r_peak) * (difference_norm / r_norm)
-        cosine = 0.5 * np.square(np.linalg.norm(r / r_norm[:, None] - c / c_norm[:, None], axis=1))
+        r /= r_norm[:, None]
+        c /= c_norm[:, None]
+        r -= c
+        cosine = 0.5 * np.square(_norm(r))
     both, either = (r_peak == 0) & (c_peak == 0), (r_peak == 0) | (c_peak == 0)
     relative = np.where(both, 0.0, np.where((r_peak == 0) | np.isnan(relative), np.inf, relative))
     cosine = np.where(both, 0.0, np.where(either, 1.0, cosine))
     return relative, cosine, largest
 
 
-def _unit(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Each row divided by its largest magnitude, so that squares neither overflow nor vanish; that magnitude; the norm
-    of the divided row."""
-    peak = np.max(np.abs(x), axis=1, initial=0.0)
-    x = x / np.where(peak == 0, 1.0, peak)[:, None]
-    return x, peak, np.linalg.norm(x, axis=1)
+def _unit(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divide each row by its largest magnitude, in place, so that squares neither overflow nor vanish; that
+    magnitude."""
+    peak: NDArray[np.float64] = np.maximum(np.max(x, axis=1, initial=0.0), -np.min(x, axis=1, initial=0.0))
+    x /= np.where(peak == 0, 1.0, peak)[:, None]
+    return peak
+
+
+def _norm(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The norm of each row; leaves squares in ``x``: one sample of a large vocabulary is 51 MB."""
+    return np.asarray(np.sqrt(np.add.reduce(np.square(x, out=x), axis=1)))
 
 
 def _decibels(relative_l2: float) -> float:

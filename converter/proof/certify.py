@@ -22,6 +22,7 @@ from converter.proof import golden, measure
 from converter.proof.measure import Drifts
 from converter.proof.running import open_profile
 from converter.proof.samples import Samples
+from converter.proof.spool import Spool
 
 
 @dataclass(slots=True)
@@ -37,9 +38,9 @@ class Certified:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a profile answered, and how it ran."""
+    """How far a profile's answers are from the reference's, one entry per answer, and how it ran."""
 
-    answers: list[Feeds]
+    drifts: list[Drifts]
     info: RuntimeInfo
     emulated: bool
 
@@ -60,8 +61,7 @@ def certify(
     """
     with progress.step("running the fp32 reference"):
         reference = source or load_reference(stage.draft(manifest))
-        expected = _expected(reference, samples)
-        measure.check_answers(expected, samples.origin)
+        expected = _expected(reference, samples, stage)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
         release()
@@ -74,12 +74,13 @@ def certify(
         with progress.step(f"measuring the drift of {profile}"):
             _certify_profile(certified, stage, profile, samples, expected, options)
         release()
+    expected.close()
     return certified
 
 
-def _expected(reference: Runtime, samples: Samples) -> list[Feeds]:
+def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> Spool:
     try:
-        return measure.answers(reference, samples.feeds)
+        return measure.spool(reference, samples, stage.path)
     except RuntimeFailure as error:
         raise RuntimeFailure(
             f"the fp32 reference does not run on {samples.origin}: {error}\nIf those are not what the model is made"
@@ -97,7 +98,7 @@ def _certify_profile(
 ) -> None:
     manifest = certified.manifest
     try:
-        run = run_profile(stage.draft(manifest), profile, samples.feeds)
+        run = run_profile(stage.draft(manifest), profile, samples.feeds, expected)
     except RuntimeFailure as error:
         if profile != "torchscript" or options.insists_on_torchscript:
             raise
@@ -106,9 +107,8 @@ def _certify_profile(
         return
     if run.info.advice:
         certified.notes.append(f"{run.info.note}: {run.info.advice}")
-    drifts = sample_drifts(manifest, expected, run.answers)
-    certified.drifts[profile] = drifts
-    summaries = measure.summarise(drifts)
+    certified.drifts[profile] = measure.joined(run.drifts)
+    summaries = measure.summarise(run.drifts)
     count = next(iter(summaries.values())).samples
     entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
     certified.manifest = manifest.model_copy(
@@ -120,24 +120,23 @@ def _certify_profile(
     certified.breaches += breaches(profile, options.budget, summaries) or [
         # what a server will judge: a mean within budget must not hide a model that would never become ready
         f"{breach}, on the golden samples alone"
-        for breach in breaches(
-            profile, options.budget, measure.summarise(sample_drifts(manifest, expected[:1], run.answers[:1]))
-        )
+        for breach in breaches(profile, options.budget, measure.summarise(run.drifts[:1]))
     ]
 
 
-def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds]) -> Run:
-    """Run ``profile`` on ``feeds`` as a server would, or emulated where there is no device for it."""
+def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
+    """Run ``profile`` on ``feeds`` as a server would, or emulated where there is no device for it.
+
+    ``expected`` are the reference's answers to ``feeds``. Each answer is reduced to its drift at once.
+    """
+    manifest = artifact.manifest
+    outputs = [entry.spec() for entry in manifest.outputs]
     runtime, emulated = open_profile(artifact, profile)
     try:
-        return Run(measure.answers(runtime, feeds), runtime.info, emulated)
+        found = measure.drifts(expected, measure.answers(runtime, feeds), outputs, manifest.batch_axis)
+        return Run(found, runtime.info, emulated)
     finally:
         runtime.close()
-
-
-def sample_drifts(manifest: Manifest, expected: Sequence[Feeds], found: Sequence[Feeds]) -> Drifts:
-    """Drift of the answers ``found`` from those ``expected``, by output, of each sample."""
-    return measure.drifts(expected, found, [entry.spec() for entry in manifest.outputs], manifest.batch_axis)
 
 
 def breaches(profile: str, budget: Budget, summaries: dict[str, DriftSummary]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from bf16kit.drift import DriftSummary, SampleDrift
 from bf16kit.errors import RuntimeFailure, SamplesError
 from bf16kit.runtime import Runtime
 from bf16kit.tensors import TensorSpec
-from converter.model import Feeds
+from converter.model import Array, Feeds
+from converter.proof.samples import Samples
+from converter.proof.spool import Spool
 
 # fp32 arithmetic in another order: what a model gives two samples together may differ this much from what it gives them
 # apart, and no more.
@@ -22,40 +25,56 @@ _SAME = 1e-4
 Drifts = dict[str, list[SampleDrift]]  # by output, a row per sample
 
 
-def answers(runtime: Runtime, feeds: Sequence[Feeds]) -> list[Feeds]:
-    """What ``runtime`` gives for each of ``feeds``."""
-    return [runtime.run(feed) for feed in feeds]
+def answers(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    """What ``runtime`` gives for each of ``feeds``, one at a time."""
+    return (runtime.run(feed) for feed in feeds)
 
 
-def check_answers(reference: Sequence[Feeds], origin: str) -> None:
-    """:class:`SamplesError` when the reference answers with NaN, from which every candidate is equally far: none.
+def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:
+    """What the reference ``runtime`` answers to ``samples``, kept in a temporary file in ``directory``.
 
-    Infinities are let through; masked logits hold them.
+    :class:`SamplesError` when it answers with NaN, from which every candidate is equally far: none. Infinities are let
+    through; masked logits hold them.
     """
-    for index, outputs in enumerate(reference):
-        for name, array in outputs.items():
-            count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
-            if count:
-                raise SamplesError(
-                    f"the fp32 reference answers sample {index} of {origin} with NaN (output {name!r}, {count} of"
-                    f" {array.size} values), and drift from NaN is nothing; give --samples that the model is made for"
-                )
+    kept = Spool(directory)
+    for answer in answers(runtime, samples.feeds):
+        for name, array in answer.items():
+            _check_answer(array, f"sample {len(kept)} of {samples.origin}", name)
+        kept.append(answer)
+    return kept
+
+
+def _check_answer(array: Array, sample: str, output: str) -> None:
+    count = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
+    if count:
+        raise SamplesError(
+            f"the fp32 reference answers {sample} with NaN (output {output!r}, {count} of {array.size} values), and"
+            " drift from NaN is nothing; give --samples that the model is made for"
+        )
 
 
 def drifts(
-    reference: Sequence[Feeds], candidate: Sequence[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
-) -> Drifts:
-    """Drift of ``candidate``'s answers from ``reference``'s, by output, of each sample."""
-    found: Drifts = {spec.name: [] for spec in outputs}
-    for r, c in zip(reference, candidate, strict=True):
-        for spec in outputs:
-            found[spec.name] += drift.measure(r[spec.name], c[spec.name], spec, batch_axis)
+    reference: Sequence[Feeds], candidate: Iterable[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
+) -> list[Drifts]:
+    """Drift of ``candidate``'s answers from ``reference``'s, one entry per answer, each let go once it is measured."""
+    found: list[Drifts] = []
+    for answer in candidate:  # not zip, which holds its last pair while the next answer is computed
+        expected = reference[len(found)]
+        found.append({s.name: drift.measure(expected[s.name], answer[s.name], s, batch_axis) for s in outputs})
+        del expected, answer
+    if len(found) != len(reference):
+        raise ValueError(f"{len(found)} answers to {len(reference)} samples")
     return found
 
 
-def summarise(found: Drifts) -> dict[str, DriftSummary]:
-    """The drift over all samples, by output."""
-    return {output: DriftSummary.of(samples) for output, samples in found.items()}
+def joined(found: Sequence[Drifts]) -> Drifts:
+    """The drifts of all answers as one."""
+    return {output: [row for one in found for row in one[output]] for output in found[0]}
+
+
+def summarise(found: Sequence[Drifts]) -> dict[str, DriftSummary]:
+    """Drift over all samples, by output."""
+    return {output: DriftSummary.of(rows) for output, rows in joined(found).items()}
 
 
 def batch_axis(

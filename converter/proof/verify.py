@@ -13,7 +13,7 @@ from bf16kit.runtime.loading import load_reference
 from converter.model import Feeds
 from converter.process.memory import release
 from converter.proof import measure, samples
-from converter.proof.certify import breaches, how, run_profile, sample_drifts
+from converter.proof.certify import breaches, how, run_profile
 from converter.report.text import table
 
 
@@ -36,8 +36,8 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
     ran: list[str] = []
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
-        run = run_profile(artifact, profile, feeds)
-        summaries = measure.summarise(sample_drifts(artifact.manifest, expected, run.answers))
+        run = run_profile(artifact, profile, feeds, expected)
+        summaries = measure.summarise(run.drifts)
         rows += _rows(f"{profile}, emulated" if run.emulated else profile, summaries, budget)
         if not run.emulated and how(run.info):
             ran.append(f"{profile} ran: {'; '.join(filter(None, (how(run.info), run.info.advice)))}")
@@ -55,7 +55,7 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
     return text
 
 
-def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], list[Feeds], str]:
+def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], Sequence[Feeds], str]:
     """Feeds and what the reference answers: kept in the artifact, or computed for the samples given."""
     if given is None:
         if artifact.manifest.golden is None:
@@ -67,11 +67,10 @@ def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...],
     found = samples.load(given, [entry.spec() for entry in artifact.manifest.inputs])
     reference = load_reference(artifact)
     try:
-        expected = measure.answers(reference, found.feeds)
+        expected = measure.spool(reference, found, None)
     finally:
         reference.close()
         release()
-    measure.check_answers(expected, found.origin)
     return found.feeds, expected, found.origin
 
 

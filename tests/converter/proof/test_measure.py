@@ -6,15 +6,46 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
+from peaks import measured_alone
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.errors import RuntimeFailure, SamplesError
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from converter.proof.measure import answers, batch_axis, drifts, named_alike, summarise
+from converter.proof.measure import answers, batch_axis, drifts, named_alike, spool, summarise
+from converter.proof.samples import Samples
 
 IN = (TensorSpec("x", "float32", ("n", 4)),)
 OUT = (TensorSpec("y", "float32", ("y_0", 4)),)
 PAIR = [{"x": np.arange(8, dtype=np.float32).reshape(2, 4)}]
+
+
+LARGE_VOCABULARY = """
+import numpy as np
+from bf16kit.tensors import TensorSpec
+from converter.proof import measure
+from converter.proof.samples import Samples
+from peaks import anonymous, peak_anonymous
+
+class Random:
+    def __init__(self, noise):
+        self.noise = np.float32(noise)
+    def run(self, feeds):
+        seed, = feeds["x"]
+        answer = np.random.default_rng(seed).standard_normal((1, 32, 20_000), np.float32)
+        answer += self.noise
+        return {"y": answer}
+
+spec = TensorSpec("y", "float32", ("n", 32, 20_000), "logits")
+one = Random(0).run({"x": np.array([0])})["y"].nbytes
+measure.drifts([{"y": np.ones((1, 4), np.float32)}], [{"y": np.ones((1, 4), np.float32)}], [spec], 0)
+samples = Samples(tuple({"x": np.array([seed])} for seed in range(60)), "the test")
+before = anonymous()
+with peak_anonymous() as peak:
+    expected = measure.spool(Random(0), samples, None)
+    found = measure.drifts(expected, measure.answers(Random(1e-3), samples.feeds), [spec], 0)
+assert measure.summarise(found)["y"].samples == 60
+print(peak.bytes - before, one)
+"""
 
 
 class Computed:
@@ -87,9 +118,28 @@ def test_a_proved_batch_has_one_name_at_every_edge() -> None:
 
 def test_drift_is_summarised_over_the_rows_of_all_feeds() -> None:
     feeds = [{"x": np.ones((rows, 4), np.float32)} for rows in (1, 2)]
-    expected = answers(Computed(lambda x: x), feeds)
-    found = answers(Computed(lambda x: x * np.float32(1.5)), feeds)
+    expected = list(answers(Computed(lambda x: x), feeds))
+    found = list(answers(Computed(lambda x: x * np.float32(1.5)), feeds))
     summary = summarise(drifts(expected, found, OUT, 0))["y"]
     assert summary.samples == 3
     assert summary.judged("relative_l2") == pytest.approx(0.5)
     assert summarise(drifts(expected, found, OUT, None))["y"].samples == 2
+
+
+def test_every_sample_needs_its_answer() -> None:
+    feeds = [{"x": np.ones((1, 4), np.float32)}] * 2
+    expected = list(answers(Computed(lambda x: x), feeds))
+    with pytest.raises(ValueError, match="1 answers to 2 samples"):
+        drifts(expected, expected[:1], OUT, 0)
+
+
+def test_a_reference_that_answers_nan_is_refused_with_the_sample_that_did_it() -> None:
+    feeds = tuple({"x": np.full((1, 4), value, np.float32)} for value in (1, np.inf, np.nan))
+    with pytest.raises(SamplesError, match=r"sample 2 of the test with NaN \(output 'y', 4 of 4 values\)"):
+        spool(Computed(lambda x: x), Samples(feeds, "the test"), None)
+
+
+def test_answers_of_a_large_vocabulary_are_never_held_together() -> None:
+    """60 samples of 32 tokens over 20,000 words are 154 MB, twice: the reference's and the profile's."""
+    peak, one = map(int, measured_alone(LARGE_VOCABULARY).split())
+    assert peak < 12 * one, f"{peak / one:.1f} answers at the peak"

@@ -1,0 +1,83 @@
+"""Answers kept on disk: 200 samples of 128 tokens over 50,000 words are 5 GB, which no conversion should hold."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from converter.model import Array, Feeds
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an array lies in the file."""
+
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Spool(Sequence[Feeds]):
+    """A sequence of answers in a temporary file of ``directory`` (None: the system's), each mapped while it is read.
+
+    The file has no name, so nothing is left of it, however the process ends. Arrays come back read-only, bit for bit as
+    they were appended; strings, which cannot be mapped, stay in memory.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - open as long as this object
+        weakref.finalize(self, self._file.close)  # with this object at the latest
+        self._end = 0
+        self._answers: list[dict[str, _Place | Array]] = []
+
+    def append(self, answer: Feeds) -> None:
+        """Write ``answer`` to the end of the file; OSError when there is no room."""
+        self._answers.append({name: self._put(array) for name, array in answer.items()})
+
+    def close(self) -> None:
+        """Give the file's space back. Arrays that are still in use stay readable."""
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @overload
+    def __getitem__(self, index: int) -> Feeds: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Feeds]: ...
+    def __getitem__(self, index: int | slice) -> Feeds | Sequence[Feeds]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return {name: self._get(place) for name, place in self._answers[index].items()}
+
+    def _put(self, array: Array) -> _Place | Array:
+        if array.dtype.hasobject:
+            return array
+        place = _Place(self._end, array.dtype, array.shape)
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        self._file.seek(place.offset)
+        while data:  # a raw file may write less than it was given
+            data = data[self._file.write(data) or 0 :]
+        self._end += place.nbytes + -place.nbytes % _ALIGNMENT
+        return place
+
+    def _get(self, place: _Place | Array) -> Array:
+        if isinstance(place, np.ndarray):
+            return place
+        if place.nbytes == 0:  # cannot be mapped
+            return np.empty(place.shape, place.dtype)
+        raw = np.memmap(self._file, np.uint8, mode="r", offset=place.offset, shape=(place.nbytes,))
+        return raw.view(np.ndarray).view(place.dtype).reshape(place.shape)
