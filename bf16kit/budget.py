@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from bf16kit.errors import UsageError
 
 METRICS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db", "top1_agreement", "nonfinite")
+QUANTILES = ("p50", "p99", "worst")  # that a bound may name: relative_l2.p99
 _FLOORS = ("sqnr_db", "top1_agreement")  # larger is better
+_NO_QUANTILES = ("top1_agreement", "nonfinite")  # one number for all samples
+_DEFAULT = MappingProxyType({"relative_l2": 1.5e-2, "cosine_distance": 5e-4, "top1_agreement": 0.99, "nonfinite": 0.0})
 
 
 class Measured(Protocol):
     """What a budget judges: a :class:`bf16kit.drift.DriftSummary`."""
 
-    def judged(self, metric: str) -> float | None: ...
+    def judged(self, bound: str) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """One output over budget in one metric."""
+    """One output over budget in one metric, or in a quantile of one: ``metric`` is the bound's name."""
 
     output: str
     metric: str
@@ -29,85 +33,106 @@ class Breach:
     bound: float
 
     def __str__(self) -> str:
-        relation = "at least" if self.metric in _FLOORS else "at most"
+        relation = "at least" if _is_floor(self.metric) else "at most"
+        # The agreement that a budget bounds is not the one that was counted: see bf16kit.drift.
+        counted = " at best, its sampling error granted" if self.metric == "top1_agreement" else ""
         return (
-            f"output {self.output!r}: {self.metric} is {self.measured:.3g},"
+            f"output {self.output!r}: {self.metric} is {self.measured:.3g}{counted},"
             f" the budget allows {relation} {self.bound:.3g}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bounds on drift, ``None`` where there is none; the defaults are the project's.
+    """Bounds on drift by name; a metric that has none is unbounded. The defaults are the project's.
 
-    They bound what :meth:`bf16kit.drift.DriftSummary.judged` says, of every output: ``relative_l2``,
-    ``cosine_distance``, ``max_abs`` and ``nonfinite`` from above, ``top1_agreement`` and ``sqnr_db`` from below.
+    A name is a metric, whose bound is on what :meth:`bf16kit.drift.DriftSummary.judged` says of every output, or a
+    metric and one of :data:`QUANTILES`: ``relative_l2.p99``. ``relative_l2``, ``cosine_distance``, ``max_abs`` and
+    ``nonfinite`` are bounded from above, ``top1_agreement`` and ``sqnr_db`` from below. ``stated`` are the names that
+    an owner gave a bound, rather than the project.
     """
 
-    relative_l2: float | None = 1.5e-2
-    cosine_distance: float | None = 5e-4
-    top1_agreement: float | None = 0.99
-    nonfinite: float | None = 0
-    max_abs: float | None = None
-    sqnr_db: float | None = None
+    bounds: Mapping[str, float] = field(default_factory=lambda: _DEFAULT)
+    stated: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def parse(cls, texts: Iterable[str], base: Budget | None = None) -> Budget:
         """``base`` (the default budget) changed by texts like ``relative_l2=1e-2`` or ``max_abs=none``; UsageError."""
         changes: dict[str, float | None] = {}
         for text in texts:
-            metric, equals, value = (part.strip() for part in text.partition("="))
+            name, equals, value = (part.strip() for part in text.partition("="))
             if not equals:
                 raise UsageError(f"budget {text!r}: expected METRIC=NUMBER, for example relative_l2=1e-2")
-            changes[metric] = _number(text, value)
+            changes[name] = _number(text, value)
         return (base or cls()).override(changes)
 
     @classmethod
     def from_dict(cls, bounds: Mapping[str, float]) -> Budget:
         """The budget that :meth:`as_dict` wrote: a metric that is not there is unbounded."""
-        return cls(None, None, None, None).override(bounds)
+        return cls({}).override(bounds)
 
     def as_dict(self) -> dict[str, float]:
-        """The bounds there are, by metric."""
-        return {metric: float(bound) for metric, bound in asdict(self).items() if bound is not None}
+        """The bounds there are, by name, in the order of the metrics."""
+        return {name: float(self.bounds[name]) for name in sorted(self.bounds, key=_rank)}
+
+    def bound(self, name: str) -> float | None:
+        """The bound called ``name``, None where there is none."""
+        return self.bounds.get(name)
 
     def override(self, bounds: Mapping[str, float | None]) -> Budget:
-        """This budget with some bounds changed; UsageError for an unknown metric or a bound that bounds nothing."""
-        for metric, bound in bounds.items():
-            if metric not in METRICS:
-                raise UsageError(f"budget: unknown metric {metric!r}; metrics are {', '.join(METRICS)}")
-            if bound is not None:
-                _check_bound(metric, bound)
-        return replace(self, **bounds)
+        """This budget with some bounds changed; UsageError for an unknown name or a bound that bounds nothing."""
+        changed = dict(self.bounds)
+        for name, bound in bounds.items():
+            _check_name(name)
+            if bound is None:
+                changed.pop(name, None)
+            else:
+                _check_bound(name, bound)
+                changed[name] = bound
+        stated = self.stated | {name for name, bound in bounds.items() if bound is not None}
+        return Budget(MappingProxyType(changed), stated)
 
     def breaches(self, output: str, summary: Measured) -> list[Breach]:
         """Where ``summary`` of ``output`` is over this budget, in the order of the metrics; empty when within it."""
         found = []
-        for metric, bound in self.as_dict().items():
-            measured = summary.judged(metric)
-            if measured is not None and not _within(metric, measured, bound):
-                found.append(Breach(output, metric, measured, bound))
+        for name, bound in self.as_dict().items():
+            measured = summary.judged(name)
+            if measured is not None and not _within(name, measured, bound):
+                found.append(Breach(output, name, measured, bound))
         return found
 
-    def ratio(self, metric: str, measured: float) -> float:
-        """Drift ÷ budget: over 1 is a breach, 0 when the metric is unbounded.
+    def ratio(self, name: str, measured: float) -> float:
+        """Drift ÷ budget: over 1 is a breach, 0 when ``name`` is unbounded.
 
         For ``top1_agreement`` of the disagreements, for ``sqnr_db`` of the noise amplitudes (20 dB are a factor of 10).
         """
-        bound: float | None = getattr(self, metric)
+        bound = self.bound(name)
         if bound is None:
             return 0.0
-        if metric == "sqnr_db":
+        if _metric(name) == "sqnr_db":
             return _power(10.0, (bound - measured) / 20.0)
-        if metric == "top1_agreement":
+        if name == "top1_agreement":
             measured, bound = 1.0 - measured, 1.0 - bound
         if bound == 0:
             return 0.0 if measured == 0 else math.inf
         return measured / bound
 
 
-def _within(metric: str, measured: float, bound: float) -> bool:
-    return measured >= bound if metric in _FLOORS else measured <= bound
+def _metric(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _rank(name: str) -> tuple[int, int]:
+    metric, _, quantile = name.partition(".")
+    return METRICS.index(metric), QUANTILES.index(quantile) if quantile else -1
+
+
+def _is_floor(name: str) -> bool:
+    return _metric(name) in _FLOORS
+
+
+def _within(name: str, measured: float, bound: float) -> bool:
+    return measured >= bound if _is_floor(name) else measured <= bound
 
 
 def _number(text: str, value: str) -> float | None:
@@ -119,10 +144,22 @@ def _number(text: str, value: str) -> float | None:
         raise UsageError(f"budget {text!r}: {value!r} is not a number") from None
 
 
-def _check_bound(metric: str, bound: float) -> None:
-    if not math.isfinite(bound) or (bound < 0 and metric != "sqnr_db"):
-        raise UsageError(f"budget: {metric}={bound} is out of range; give a finite number, 0 or more, or none")
-    if metric == "top1_agreement" and bound > 1:
+def _check_name(name: str) -> None:
+    metric, dot, quantile = name.partition(".")
+    if metric not in METRICS:
+        raise UsageError(f"budget: unknown metric {metric!r}; metrics are {', '.join(METRICS)}")
+    if dot and quantile not in QUANTILES:
+        raise UsageError(f"budget {name!r}: unknown quantile {quantile!r}; quantiles are {', '.join(QUANTILES)}")
+    if dot and metric in _NO_QUANTILES:
+        raise UsageError(
+            f"budget {name!r}: {metric} is one number for all samples and has no quantiles; bound it itself"
+        )
+
+
+def _check_bound(name: str, bound: float) -> None:
+    if not math.isfinite(bound) or (bound < 0 and _metric(name) != "sqnr_db"):
+        raise UsageError(f"budget: {name}={bound} is out of range; give a finite number, 0 or more, or none")
+    if name == "top1_agreement" and bound > 1:
         raise UsageError(f"budget: top1_agreement={bound} is a share, between 0 and 1")
 
 

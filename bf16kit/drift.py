@@ -6,12 +6,17 @@ All in float64, r = reference, c = candidate, both flattened, over the elements 
 ``cosine_distance``  1 − c·r / (‖c‖‖r‖), computed as ½‖r/‖r‖ − c/‖c‖‖², which keeps its digits when the two nearly agree
 ``max_abs``          max |c−r|
 ``sqnr_db``          20·log10(‖r‖ / ‖c−r‖)
-``top1_agreement``   share of rows (along the last axis) of a ``logits`` output whose largest element is the same one
+``top1_agreement``   share of rows (along the last axis) of a ``logits`` output whose largest element is the same one,
+                     or one that the reference itself cannot tell from its largest (:data:`TIE`)
 ``nonfinite``        elements not finite where the reference is
 
 A zero reference and a zero candidate have drift 0 (``sqnr_db`` +inf). A zero reference and another candidate have
 ``relative_l2`` inf and ``cosine_distance`` 1. A candidate that is not finite where the reference is, or has another
 shape, is infinitely far: ``relative_l2`` and ``max_abs`` inf, ``cosine_distance`` 1, ``sqnr_db`` -inf. No value is NaN.
+
+A few samples do not tell an agreement of 0.99 from one of 0.98. What a budget bounds is therefore the largest agreement
+that what was counted still speaks for: Wilson's upper limit at 99 %, one-sided (E. B. Wilson, J. Am. Stat. Assoc. 22,
+1927). Rows of one sample, such as the tokens of a sentence, are not independent of each other: the samples are counted.
 """
 
 from __future__ import annotations
@@ -30,6 +35,11 @@ from bf16kit.tensors import TensorSpec
 __all__ = ["DISTRIBUTIONS", "METRICS", "Breach", "Budget", "DriftSummary", "SampleDrift", "measure"]
 
 DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
+
+# Elements whose distance from the row's largest is at most this share of it are tied with it: sixty-four times the unit
+# roundoff of fp32, which is how far fp32 programs that sum in another order commonly part.
+TIE = 2.0**-18
+_Z = 2.3263478740408408  # of a normal distribution, 99 % lie below
 
 _BLOCK = 1 << 20  # elements of float64 at a time, or one sample where a sample is larger
 
@@ -146,9 +156,13 @@ def _top1(r: NDArray[np.float64], c: NDArray[np.float64], classes: int | None) -
     if classes is None:
         return np.zeros(r.shape[0], np.int64), 0
     rows = r.shape[1] // classes
-    shape = (r.shape[0], rows, classes)
-    same = r.reshape(shape).argmax(axis=2) == c.reshape(shape).argmax(axis=2)
-    return np.count_nonzero(same, axis=1).astype(np.int64), rows
+    r, c = r.reshape(-1, classes), c.reshape(-1, classes)
+    chosen = np.take_along_axis(r, c.argmax(axis=1)[:, None], axis=1)
+    largest = np.take_along_axis(r, r.argmax(axis=1)[:, None], axis=1)
+    with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, and their distance is NaN
+        tied = (chosen == largest) | (largest - chosen <= TIE * np.maximum(np.abs(largest), np.abs(chosen)))
+    tied |= r.argmax(axis=1)[:, None] == c.argmax(axis=1)[:, None]
+    return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +170,9 @@ class DriftSummary:
     """The drift of many samples of one output.
 
     ``stats[metric][stat]``: ``mean``, ``p50``, ``p99`` and ``worst`` of the metrics with a value per sample, where
-    ``p99`` and ``worst`` lie on the bad side (low for ``sqnr_db``); ``top1_agreement`` has only ``mean``, and is absent
-    when the output is not logits; ``nonfinite`` has ``total``.
+    ``p99`` and ``worst`` lie on the bad side (low for ``sqnr_db``); ``top1_agreement`` has ``mean`` and ``upper``, what
+    was counted and the most that it speaks for, and is absent when the output is not logits; ``nonfinite`` has
+    ``total``.
     """
 
     samples: int
@@ -172,22 +187,30 @@ class DriftSummary:
         stats = {metric: _distribution(metric, [getattr(d, metric) for d in drifts]) for metric in DISTRIBUTIONS}
         rows = sum(d.top1_rows for d in drifts)
         if rows:
-            stats["top1_agreement"] = {"mean": sum(d.top1_matches for d in drifts) / rows}
+            agreement = sum(d.top1_matches for d in drifts) / rows
+            stats["top1_agreement"] = {"mean": agreement, "upper": upper_limit(agreement, len(drifts))}
         stats["nonfinite"] = {"total": float(sum(d.nonfinite for d in drifts))}
         return cls(len(drifts), stats)
 
-    def judged(self, metric: str) -> float | None:
-        """The number that a budget bounds; ``None`` when this output has no such metric.
+    def judged(self, bound: str) -> float | None:
+        """The number that the budget's ``bound`` bounds; ``None`` when this output has no such metric.
 
-        The mean of ``relative_l2``, ``cosine_distance`` and ``sqnr_db``, the worst ``max_abs``, the agreement over all
-        rows, the total of ``nonfinite``.
+        For a metric the mean of ``relative_l2``, ``cosine_distance`` and ``sqnr_db``, the worst ``max_abs``, the upper
+        limit of ``top1_agreement``, the total of ``nonfinite``; for a quantile, as ``relative_l2.p99``, that quantile.
         """
-        return self.stats.get(metric, {}).get(_JUDGED[metric])
-
-    def worst(self, metric: str) -> float | None:
-        """The worst sample's value, or for ``top1_agreement`` and ``nonfinite`` the judged one."""
+        metric, _, quantile = bound.partition(".")
         stats = self.stats.get(metric, {})
-        return stats.get("worst", self.judged(metric))
+        if quantile:
+            return stats.get(quantile)
+        return stats.get("upper", stats.get("mean")) if metric == "top1_agreement" else stats.get(_JUDGED[metric])
+
+    def measured(self, bound: str) -> float | None:
+        """What was measured: as judged, but ``top1_agreement`` as it was counted."""
+        return self.stats.get(bound, {}).get("mean") if bound == "top1_agreement" else self.judged(bound)
+
+    def worst(self, bound: str) -> float | None:
+        """The worst sample's value, or for ``top1_agreement`` and ``nonfinite`` the measured one."""
+        return self.stats.get(bound.partition(".")[0], {}).get("worst", self.measured(bound))
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         """``stats``, as the manifest keeps them."""
@@ -199,9 +222,18 @@ _JUDGED = {
     "cosine_distance": "mean",
     "max_abs": "worst",
     "sqnr_db": "mean",
-    "top1_agreement": "mean",
     "nonfinite": "total",
 }
+
+
+def upper_limit(share: float, count: int) -> float:
+    """Wilson's one-sided upper limit, at 99 %, of a share that was counted in ``count`` independent samples.
+
+    It is 1 only where the share is: no count speaks for full agreement once one sample disagrees.
+    """
+    squared = _Z * _Z / count
+    spread = _Z * math.sqrt(share * (1 - share) / count + squared / (4 * count))
+    return min(1.0, (share + squared / 2 + spread) / (1 + squared)) if share < 1 else 1.0
 
 
 def _mean(ordered: list[float]) -> float:

@@ -57,13 +57,13 @@ def open_artifact(path: Path, serving: Serving) -> Opened:
 
 
 def baseline(manifest: Manifest, profile: str) -> dict[str, dict[str, float]]:
-    """The drift measured at conversion, by output and metric: the statistic that a budget bounds."""
+    """The drift measured at conversion, by output and metric: the statistic that a budget bounds, as it was counted."""
     entry = manifest.drift.get(profile)
     if entry is None:
         return {}
     summaries = {output: DriftSummary(entry.samples, stats) for output, stats in entry.outputs.items()}
     return {
-        output: {metric: value for metric in METRICS if (value := summary.judged(metric)) is not None}
+        output: {metric: value for metric in METRICS if (value := summary.measured(metric)) is not None}
         for output, summary in summaries.items()
     }
 

@@ -76,8 +76,8 @@ def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...],
 
 def _rows(profile: str, summaries: dict[str, DriftSummary], budget: Budget) -> list[tuple[object, ...]]:
     return [
-        (profile, output, summary.samples, metric, judged, summary.worst(metric), getattr(budget, metric))
+        (profile, output, summary.samples, metric, judged, summary.worst(metric), budget.bound(metric))
         for output, summary in sorted(summaries.items())
-        for metric in METRICS
+        for metric in (*METRICS, *(name for name in budget.as_dict() if name not in METRICS))
         if (judged := summary.judged(metric)) is not None
     ]

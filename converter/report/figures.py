@@ -57,11 +57,11 @@ def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
         for output, metrics in sorted(entry.outputs.items()):
             summary = DriftSummary(entry.samples, metrics)
             over = {breach.metric for breach in budget.breaches(output, summary)}
-            for metric in METRICS:
-                measured = summary.judged(metric)
-                if measured is not None:
-                    bound, worst = getattr(budget, metric), metrics[metric].get("worst")
-                    yield DriftRow(profile, output, metric, measured, worst, bound, metric not in over)
+            for name in (*METRICS, *(name for name in budget.as_dict() if name not in METRICS)):
+                judged = summary.judged(name)
+                if judged is not None:
+                    bound, worst = budget.bound(name), summary.worst(name)
+                    yield DriftRow(profile, output, name, judged, worst, bound, name not in over)
 
 
 def reasons(entries: list[PlanEntry]) -> list[tuple[str, str, int]]:

@@ -27,10 +27,12 @@ class TestReading:
 
     def test_texts_change_the_default(self) -> None:
         budget = Budget.parse(["relative_l2=1e-2", " max_abs = 3 ", "nonfinite=none"])
-        assert (budget.relative_l2, budget.max_abs, budget.nonfinite, budget.top1_agreement) == (1e-2, 3, None, 0.99)
+        bounds = [budget.bound(name) for name in ("relative_l2", "max_abs", "nonfinite", "top1_agreement")]
+        assert bounds == [1e-2, 3, None, 0.99]
+        assert budget.stated == {"relative_l2", "max_abs"}
 
     def test_a_later_text_wins(self) -> None:
-        assert Budget.parse(["relative_l2=1", "relative_l2=2"]).relative_l2 == 2
+        assert Budget.parse(["relative_l2=1", "relative_l2=2"]).bound("relative_l2") == 2
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -43,6 +45,11 @@ class TestReading:
             ("relative_l2=nan", "out of range"),
             ("max_abs=inf", "out of range"),
             ("top1_agreement=99", "between 0 and 1"),
+            ("relative_l2.p98=1", "unknown quantile 'p98'; quantiles are p50, p99, worst"),
+            ("l2.p99=1", "unknown metric 'l2'"),
+            ("relative_l2.=1", "unknown quantile ''"),
+            ("top1_agreement.p99=1", "one number for all samples and has no quantiles"),
+            ("relative_l2.p99=-1", "out of range"),
         ],
     )
     def test_a_bad_text_is_named(self, text: str, message: str) -> None:
@@ -68,13 +75,24 @@ class TestJudging:
     def test_agreement_and_sqnr_are_bounded_from_below(self) -> None:
         budget = Budget.parse(["sqnr_db=50"])
         assert [str(b) for b in budget.breaches("y", summary(matches=0))] == [
-            "output 'y': top1_agreement is 0.5, the budget allows at least 0.99",
+            "output 'y': top1_agreement is 0.927 at best, its sampling error granted, the budget allows at least 0.99",
             "output 'y': sqnr_db is 40, the budget allows at least 50",
         ]
 
     def test_the_worst_max_abs_and_every_nonfinite_element_count(self) -> None:
         breaches = Budget.parse(["max_abs=1"]).breaches("y", summary(max_abs=2, bad=1))
         assert [(b.metric, b.measured) for b in breaches] == [("nonfinite", 1), ("max_abs", 2)]
+
+    def test_a_quantile_is_bounded_beside_the_mean(self) -> None:
+        spread = DriftSummary.of([SampleDrift(0.001 * i, 0.0, 0.0, 60.0, 0, 0, 0) for i in range(1, 11)])
+        assert Budget().breaches("y", spread) == []
+        budget = Budget.parse(["relative_l2.p99=9e-3", "relative_l2.p50=5e-3", "relative_l2.worst=1e-2"])
+        assert [(b.metric, b.measured) for b in budget.breaches("y", spread)] == [("relative_l2.p99", 0.01)]
+        assert budget.ratio("relative_l2.p99", 0.018) == pytest.approx(2)
+
+    def test_the_quantiles_of_decibels_are_floors(self) -> None:
+        spread = DriftSummary.of([SampleDrift(0.0, 0.0, 0.0, float(i), 0, 0, 0) for i in (60, 10)])
+        assert [b.metric for b in Budget.parse(["sqnr_db.worst=20"]).breaches("y", spread)] == ["sqnr_db.worst"]
 
     def test_a_metric_that_the_output_does_not_have_is_not_judged(self) -> None:
         embedding = DriftSummary.of([SampleDrift(0.0, 0.0, 0.0, math.inf, 0, 0, 0)])
@@ -98,4 +116,4 @@ class TestJudging:
         ("measured", "ratio"), [(40, 1), (20, 10), (60, 0.1), (math.inf, 0), (-math.inf, math.inf)]
     )
     def test_ratio_of_sqnr_is_of_noise_amplitudes(self, measured: float, ratio: float) -> None:
-        assert Budget(sqnr_db=40).ratio("sqnr_db", measured) == pytest.approx(ratio)
+        assert Budget.parse(["sqnr_db=40"]).ratio("sqnr_db", measured) == pytest.approx(ratio)

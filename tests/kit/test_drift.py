@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from bf16kit.drift import DriftSummary, SampleDrift, measure
+from bf16kit.drift import DriftSummary, SampleDrift, measure, upper_limit
 from bf16kit.numerics import to_bf16
 from bf16kit.tensors import TensorSpec
 
@@ -82,6 +82,23 @@ class TestDefinitions:
         first, second = measure(r, c, LOGITS, 0)
         assert (first.top1_matches, first.top1_rows) == (4, 4)
         assert (second.top1_matches, second.top1_rows) == (3, 4)
+
+    @pytest.mark.parametrize(
+        ("reference", "candidate", "matches"),
+        [
+            ([1.0, 1.0, 0.0], [1.0, 1.1, 0.0], 1),  # equal
+            ([1.0, 1.0 - 2**-19, 0.0], [1.0, 1.1, 0.0], 1),  # as far apart as fp32 sums in another order
+            ([1.0, 1.0 - 2**-16, 0.0], [1.0, 1.1, 0.0], 0),  # as far apart as nothing but an answer is
+            ([0.0, -1e-9, -5.0], [0.0, 1e-3, -5.0], 0),  # small is not tied
+            ([-np.inf, -np.inf, -np.inf], [-1.0, 0.0, 0.0], 1),
+            ([1.0, -np.inf, 0.0], [0.0, 1.0, 0.0], 0),
+            ([np.inf, np.inf, 0.0], [0.0, np.inf, 0.0], 1),
+        ],
+    )
+    def test_what_the_reference_cannot_tell_apart_is_no_flip(
+        self, reference: list[float], candidate: list[float], matches: int
+    ) -> None:
+        assert one(reference, candidate, LOGITS).top1_matches == matches
 
     def test_outputs_that_are_not_logits_have_no_top1(self) -> None:
         assert one([1, 2], [2, 1]).top1_rows == 0
@@ -163,8 +180,31 @@ class TestSummary:
 
     def test_top1_is_over_all_rows_and_absent_without_any(self) -> None:
         summary = DriftSummary.of([sample(matches=1, rows=1), sample(matches=1, rows=3)])
-        assert summary.judged("top1_agreement") == 0.5
+        assert summary.measured("top1_agreement") == summary.worst("top1_agreement") == 0.5
         assert DriftSummary.of([sample()]).judged("top1_agreement") is None
+
+    @pytest.mark.parametrize(
+        ("flips", "samples", "within"),
+        [(0, 2, True), (1, 16, True), (2, 16, False), (1, 2, False), (4, 200, True), (6, 200, False)],
+    )
+    def test_agreement_is_judged_with_its_sampling_error(self, flips: int, samples: int, within: bool) -> None:
+        """Wilson's limit for 1 of 16 is 0.9915, for 2 of 16 it is 0.972: the one may be an agreement of 0.99."""
+        rows = [sample(matches=0, rows=1)] * flips + [sample(matches=1, rows=1)] * (samples - flips)
+        judged = DriftSummary.of(rows).judged("top1_agreement")
+        assert judged is not None
+        assert (judged >= 0.99) is within
+
+    def test_no_count_with_a_flip_in_it_speaks_for_full_agreement(self) -> None:
+        once = [sample(matches=0, rows=1), *[sample(matches=1, rows=1)] * 10_000]
+        assert DriftSummary.of(once).judged("top1_agreement") < 1  # type: ignore[operator]
+        assert DriftSummary.of(once[1:]).judged("top1_agreement") == 1
+
+    def test_the_tokens_of_a_sentence_are_one_sample(self) -> None:
+        """Five of a hundred tokens in each of two sentences do not make two hundred independent rows."""
+        assert upper_limit(0.95, 200) < 0.99 < upper_limit(0.95, 2)
+
+    def test_an_old_artifact_without_the_limit_is_judged_as_it_was(self) -> None:
+        assert DriftSummary(2, {"top1_agreement": {"mean": 0.5}}).judged("top1_agreement") == 0.5
 
     def test_nonfinite_is_totalled(self) -> None:
         assert DriftSummary.of([sample(bad=2), sample(bad=3)]).judged("nonfinite") == 5

@@ -79,7 +79,7 @@ def test_warming_up_works_without_golden_samples(tmp_path: Path) -> None:
 def test_the_budget_is_the_manifests_with_the_owners_changes(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp" / "1", spoil=0.5)
     strict = opened(tmp_path / "mlp" / "1")
-    assert strict.budget.relative_l2 == 1.5e-2
+    assert strict.budget.bound("relative_l2") == 1.5e-2
     runtime = load(strict.artifact, "cpu", threads=1)
     with pytest.raises(BudgetExceeded, match=r"relative_l2 is .*; output 'y': cosine_distance is"):
         check_golden(runtime, strict, golden_of(strict.artifact))
