@@ -36,8 +36,8 @@ __all__ = ["DISTRIBUTIONS", "METRICS", "Breach", "Budget", "DriftSummary", "Samp
 
 DISTRIBUTIONS = ("relative_l2", "cosine_distance", "max_abs", "sqnr_db")  # those with a value per sample
 
-# Elements whose distance from the row's largest is at most this share of it are tied with it: sixty-four times the unit
-# roundoff of fp32, which is how far fp32 programs that sum in another order commonly part.
+# An element whose distance from the row's largest is at most this share of either is tied with it: sixty-four times the
+# unit roundoff of fp32, which is how far fp32 programs that sum in another order commonly part.
 TIE = 2.0**-18
 _Z = 2.3263478740408408  # of a normal distribution, 99 % lie below
 
@@ -160,7 +160,7 @@ def _top1(r: NDArray[np.float64], c: NDArray[np.float64], classes: int | None) -
     chosen = np.take_along_axis(r, c.argmax(axis=1)[:, None], axis=1)
     largest = np.take_along_axis(r, r.argmax(axis=1)[:, None], axis=1)
     with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, and their distance is NaN
-        tied = (chosen == largest) | (largest - chosen <= TIE * np.maximum(np.abs(largest), np.abs(chosen)))
+        tied = (chosen == largest) | (largest - chosen <= TIE * np.minimum(np.abs(largest), np.abs(chosen)))
     tied |= r.argmax(axis=1)[:, None] == c.argmax(axis=1)[:, None]
     return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), rows
 

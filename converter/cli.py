@@ -145,6 +145,16 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
     help="A bound on drift, e.g. relative_l2=1e-2, or on a quantile: relative_l2.p99=2e-2.",
 )
 @click.option("--allow-over-budget", is_flag=True, help="Publish all the same when drift is over budget.")
+@click.option(
+    "--search/--no-search", default=True, help="Over budget, search for the fewest fp32 islands that meet it."
+)
+@click.option(
+    "--search-minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="The longest the search may take.",
+)
 @click.option("--drop-failing-profiles", is_flag=True, help="Publish without the profiles that are over budget.")
 @click.option(
     "--subnormals",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import BudgetExceeded, ConversionError
+from bf16kit.errors import ConversionError
 from bf16kit.manifest import MEASUREMENTS, SCHEMA_VERSION, Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.measurements import Measurements, ProfileMeasurements, ranges, sample_columns
@@ -27,6 +27,7 @@ from converter.process.memory import release
 from converter.process.progress import Progress, Silent
 from converter.proof import samples
 from converter.proof.certify import Certified, certify
+from converter.proof.judging import check_budget, check_judged, judge, with_kinds
 from converter.proof.random_samples import generate
 from converter.proof.running import open_source
 from converter.proof.samples import Samples
@@ -55,6 +56,8 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
     notes: list[str] = []
     with staging(options.target.path, force=options.force) as stage:
         source = _read(options, progress)
+        source.outputs = with_kinds(source.outputs, options.outputs)
+        notes += check_budget(options.budget, source.outputs)
         calibration = _samples(options, source)
         if not options.samples:
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
@@ -75,8 +78,10 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         release()
         certified = certify(stage, manifest, calibration, options, progress, reference)
         notes += certified.notes
-        _judge(options, certified, notes)
-        artifact = _publish(options, stage, certified.manifest, _measured(certified, census), notes, progress)
+        check_judged(options.budget, certified.manifest)
+        manifest, left_out = judge(certified.over, certified.manifest, options, stage)
+        notes += left_out
+        artifact = _publish(options, stage, manifest, _measured(manifest, certified, census), notes, progress)
     return Result(artifact, tuple(notes))
 
 
@@ -187,23 +192,10 @@ def _describe(
     )
 
 
-def _judge(options: Options, certified: Certified, notes: list[str]) -> None:
-    """Over budget is an error, or, where that was allowed, a note."""
-    if not certified.breaches:
-        return
-    listed = "".join(f"\n  {breach}" for breach in certified.breaches)
-    if not options.allow_over_budget:
-        raise BudgetExceeded(
-            f"drift over budget, nothing published:{listed}\nKeep the nodes that cause it in fp32 (--keep-fp32 REGEX),"
-            " leave a profile or format out, raise the --budget, or pass --allow-over-budget"
-        )
-    notes.append(f"drift over budget, published because that was allowed:{listed}")
-
-
-def _measured(certified: Certified, census: Mapping[str, Census]) -> Measurements:
+def _measured(manifest: Manifest, certified: Certified, census: Mapping[str, Census]) -> Measurements:
     """What ``measurements.json`` keeps of the profiles that are published."""
     columns = sample_columns(certified.drifts)
-    profiles = {profile: ProfileMeasurements(outputs=columns[profile]) for profile in certified.manifest.drift}
+    profiles = {profile: ProfileMeasurements(outputs=columns[profile]) for profile in manifest.drift}
     return Measurements(profiles=profiles, ranges=ranges(census))
 
 

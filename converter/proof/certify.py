@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bf16kit.artifact import Artifact
-from bf16kit.budget import Budget
-from bf16kit.drift import DriftSummary
 from bf16kit.errors import RuntimeFailure
 from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry, SpecEntry
 from bf16kit.publish import StagingArtifact
@@ -19,6 +17,7 @@ from converter.options import Options
 from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import golden, measure
+from converter.proof.judging import breaches, without
 from converter.proof.measure import Drifts
 from converter.proof.running import open_profile
 from converter.proof.samples import Samples
@@ -27,12 +26,12 @@ from converter.proof.spool import Spool
 
 @dataclass(slots=True)
 class Certified:
-    """What running an artifact showed: its manifest with drift and batch axis, where it is over budget, and the drift
-    of every sample by profile."""
+    """What running an artifact showed: its manifest with drift and batch axis, the drift of every sample by profile,
+    and, in words, where each profile is over budget."""
 
     manifest: Manifest
     drifts: dict[str, Drifts] = field(default_factory=dict)
-    breaches: list[str] = field(default_factory=list)
+    over: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -102,7 +101,7 @@ def _certify_profile(
     except RuntimeFailure as error:
         if profile != "torchscript" or options.insists_on_torchscript:
             raise
-        certified.manifest = _without(stage, manifest, profile)
+        certified.manifest = without(stage, manifest, [profile])
         certified.notes.append(f"no TorchScript: the traced module does not run on the samples: {error}")
         return
     if run.info.advice:
@@ -117,7 +116,7 @@ def _certify_profile(
             "profiles": manifest.profiles | {profile: _verified(profile, manifest.profiles[profile], run)},
         }
     )
-    certified.breaches += breaches(profile, options.budget, summaries) or [
+    certified.over[profile] = breaches(profile, options.budget, summaries) or [
         # what a server will judge: a mean within budget must not hide a model that would never become ready
         f"{breach}, on the golden samples alone"
         for breach in breaches(profile, options.budget, measure.summarise(run.drifts[:1]))
@@ -137,15 +136,6 @@ def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expect
         return Run(found, runtime.info, emulated)
     finally:
         runtime.close()
-
-
-def breaches(profile: str, budget: Budget, summaries: dict[str, DriftSummary]) -> list[str]:
-    """Where ``summaries`` are over ``budget``, in words."""
-    return [
-        f"profile {profile}, {breach}"
-        for output, summary in sorted(summaries.items())
-        for breach in budget.breaches(output, summary)
-    ]
 
 
 def how(info: RuntimeInfo) -> str:
@@ -175,8 +165,3 @@ def _with_golden(stage: StagingArtifact, manifest: Manifest, feeds: Feeds, outpu
         return manifest  # safetensors has no strings
     golden.write(stage.path / golden.NAME, feeds, outputs)
     return manifest.model_copy(update={"golden": golden.NAME})
-
-
-def _without(stage: StagingArtifact, manifest: Manifest, profile: str) -> Manifest:
-    (stage.path / manifest.profiles[profile].graph).unlink()
-    return manifest.model_copy(update={"profiles": {k: v for k, v in manifest.profiles.items() if k != profile}})

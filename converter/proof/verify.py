@@ -13,7 +13,8 @@ from bf16kit.runtime.loading import load_reference
 from converter.model import Feeds
 from converter.process.memory import release
 from converter.proof import measure, samples
-from converter.proof.certify import breaches, how, run_profile
+from converter.proof.certify import how, run_profile
+from converter.proof.judging import breaches
 from converter.report.text import table
 
 

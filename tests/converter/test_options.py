@@ -9,7 +9,7 @@ import pytest
 
 from bf16kit.errors import UsageError
 from bf16kit.tensors import TensorSpec
-from converter.options import Options, parse_inputs, parse_model_args, parse_patterns, parse_target
+from converter.options import Options, parse_inputs, parse_model_args, parse_outputs, parse_patterns, parse_target
 
 
 def test_the_last_two_parts_of_out_are_model_and_version() -> None:
@@ -95,3 +95,21 @@ def test_torchscript_is_insisted_on_only_when_named() -> None:
 def test_what_is_recorded_holds_no_path() -> None:
     options = Options(source=Path("/secret/place"), target=parse_target(Path("/r/m/1")), samples="/secret/samples")
     assert "secret" not in str(options.recorded())
+
+
+def test_an_output_is_given_its_kind_by_name() -> None:
+    assert parse_outputs(["scores:0:logits", "y:regression"]) == {"scores:0": "logits", "y": "regression"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["y"], "expected NAME:KIND, the kind one of logits, embedding, regression, other"),
+        (["y:classes"], "expected NAME:KIND"),
+        ([":logits"], "expected NAME:KIND"),
+        (["y:logits", "y:other"], "--output y: given twice"),
+    ],
+)
+def test_a_wrong_output_is_named(texts: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_outputs(texts)

@@ -188,7 +188,7 @@ class TestSummary:
         [(0, 2, True), (1, 16, True), (2, 16, False), (1, 2, False), (4, 200, True), (6, 200, False)],
     )
     def test_agreement_is_judged_with_its_sampling_error(self, flips: int, samples: int, within: bool) -> None:
-        """Wilson's limit for 1 of 16 is 0.9915, for 2 of 16 it is 0.972: the one may be an agreement of 0.99."""
+        """Wilson's limit for 1 of 16 is 0.9914, for 2 of 16 it is 0.972: the one may be an agreement of 0.99."""
         rows = [sample(matches=0, rows=1)] * flips + [sample(matches=1, rows=1)] * (samples - flips)
         judged = DriftSummary.of(rows).judged("top1_agreement")
         assert judged is not None

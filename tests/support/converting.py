@@ -44,7 +44,9 @@ Cli = Callable[..., Outcome]
 def process(*arguments: str | Path, cwd: Path | None = None, before: Callable[[], None] | None = None) -> Outcome:
     """``bf16-convert`` in a process of its own; ``before`` runs in that process first, e.g. to limit it."""
     command = [str(Path(sys.executable).with_name("bf16-convert")), *map(str, arguments)]
-    env = os.environ | {"PYTHONPATH": str(SUPPORT)}  # so that --model architectures:… is found there, too
+    # --model architectures:… is found there too; what the caller's path brings, a checkout's own code, stays in front
+    path = [os.environ.get("PYTHONPATH", ""), str(SUPPORT)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, preexec_fn=before, timeout=120)
     return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -1,0 +1,99 @@
+"""Holding what was measured against the budget: which bounds can be judged, and what becomes of a profile over them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from bf16kit.budget import Budget
+from bf16kit.drift import DriftSummary
+from bf16kit.errors import BudgetExceeded, UsageError
+from bf16kit.manifest import Manifest
+from bf16kit.publish import StagingArtifact
+from bf16kit.tensors import Kind, TensorSpec
+from converter.options import Options
+
+_LOGITS_ONLY = "top1_agreement"
+_Entry = TypeVar("_Entry")
+
+
+def with_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
+    """``outputs`` with the kinds that ``--output`` gave them; UsageError for a name that no output has."""
+    names = [spec.name for spec in outputs]
+    for name in kinds:
+        if name not in names:
+            raise UsageError(f"--output {name}: the model's outputs are {', '.join(names)}")
+    return tuple(replace(spec, kind=kinds.get(spec.name, spec.kind)) for spec in outputs)
+
+
+def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
+    """Notes on default bounds that no output can be held to; UsageError for one that the owner stated.
+
+    Agreement is judged on outputs of kind logits alone, every other metric on all of them.
+    """
+    if budget.bound(_LOGITS_ONLY) is None or any(spec.kind == "logits" for spec in outputs):
+        return []
+    kinds = ", ".join(f"{spec.name} is {spec.kind}" for spec in outputs)
+    remedy = "say which output holds logits with --output NAME:logits"
+    if _LOGITS_ONLY in budget.stated:
+        raise UsageError(
+            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: nothing to judge ({kinds}); {remedy}"
+        )
+    if any(spec.kind == "other" for spec in outputs):
+        return [f"{_LOGITS_ONLY} was not judged ({kinds}); if one of them is a classifier's, {remedy}"]
+    return []
+
+
+def breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]) -> list[str]:
+    """Where ``summaries`` are over ``budget``, in words."""
+    return [
+        f"profile {profile}, {breach}"
+        for output, summary in sorted(summaries.items())
+        for breach in budget.breaches(output, summary)
+    ]
+
+
+def check_judged(budget: Budget, manifest: Manifest) -> None:
+    """UsageError when a bound that the owner stated judged no output in any profile."""
+    summaries = [DriftSummary(e.samples, stats) for e in manifest.drift.values() for stats in e.outputs.values()]
+    for name in sorted(budget.stated):
+        if summaries and all(summary.judged(name) is None for summary in summaries):
+            raise UsageError(f"--budget {name}={budget.bound(name):g}: no output has anything that it could judge")
+
+
+def judge(
+    over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+) -> tuple[Manifest, list[str]]:
+    """The manifest to publish, and notes; ``over`` says in words where each profile is over budget.
+
+    Raises :class:`BudgetExceeded` unless that was allowed, or the profiles may be dropped and one is left.
+    """
+    over = {profile: words for profile, words in over.items() if words}
+    if not over:
+        return manifest, []
+    listed = "".join(f"\n  {breach}" for profile in sorted(over) for breach in over[profile])
+    if options.allow_over_budget:
+        return manifest, [f"drift over budget, published because that was allowed:{listed}"]
+    if options.drop_failing_profiles and manifest.profiles.keys() - over.keys():
+        dropped = f"left out, drift over budget: {', '.join(sorted(over))}{listed}"
+        return without(stage, manifest, over.keys()), [dropped]
+    remedies = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX), leave a profile or format out, raise the"
+    if options.drop_failing_profiles:
+        remedies = f"Every profile is over budget, so that none could be dropped. {remedies}"
+    raise BudgetExceeded(
+        f"drift over budget, nothing published:{listed}\n{remedies} --budget, or pass --allow-over-budget"
+    )
+
+
+def without(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
+    """The manifest without ``profiles``, whose graphs leave the staging directory."""
+    for profile in profiles:
+        (stage.path / manifest.profiles[profile].graph).unlink()
+    plan = manifest.plan.model_copy(update={"nodes": _less(manifest.plan.nodes, profiles)})
+    left = {"profiles": _less(manifest.profiles, profiles), "drift": _less(manifest.drift, profiles), "plan": plan}
+    return manifest.model_copy(update=left)
+
+
+def _less(entries: Mapping[str, _Entry], names: Collection[str]) -> dict[str, _Entry]:
+    return {name: entry for name, entry in entries.items() if name not in names}

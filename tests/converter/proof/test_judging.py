@@ -1,0 +1,83 @@
+"""Which bounds can be judged at all, and what becomes of a profile that is over its budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from converting import ONNX_ONLY, Cli, tree
+
+from bf16kit.artifact import Artifact
+from bf16kit.drift import Budget
+from bf16kit.errors import UsageError
+from bf16kit.tensors import TensorSpec
+from converter.proof.judging import check_budget, with_kinds
+
+OUTPUT = TensorSpec("y", "float32", ("batch", 4))
+# The cuda profile of the small model drifts more than this, the cpu profile less.
+BETWEEN = ("--budget", "relative_l2=3e-3")
+
+
+def test_an_output_is_what_its_owner_says_it_is(cli: Cli, onnx_file: Path, target: Path) -> None:
+    cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--output", "y:logits").published()
+    artifact = Artifact.open(target)
+    assert [output.kind for output in artifact.manifest.outputs] == ["logits"]
+    assert "top1_agreement" in artifact.manifest.drift["cpu"].outputs["y"]
+
+
+def test_an_output_that_is_not_there(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, "--output", "z:logits")
+    done.refused(2, "--output z: the model's outputs are y")
+
+
+def test_a_stated_bound_that_nothing_can_judge_is_an_error(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, "--budget", "top1_agreement=1.0")
+    done.refused(2, "--budget top1_agreement=1: nothing to judge (y is other)", "--output NAME:logits")
+    assert not target.parent.exists()
+
+
+def test_a_default_bound_that_nothing_judged_is_noted_where_an_output_could_be_a_classifiers() -> None:
+    (note,) = check_budget(Budget(), [OUTPUT])
+    assert note.startswith("top1_agreement was not judged (y is other)")
+    assert check_budget(Budget(), with_kinds([OUTPUT], {"y": "embedding"})) == []
+    assert check_budget(Budget.parse(["top1_agreement=none"]), [OUTPUT]) == []
+    assert check_budget(Budget.parse(["top1_agreement=1"]), with_kinds([OUTPUT], {"y": "logits"})) == []
+
+
+def test_a_stated_bound_is_not_lost_by_a_later_change() -> None:
+    budget = Budget.parse(["relative_l2=1"], Budget.parse(["top1_agreement=1"]))
+    with pytest.raises(UsageError, match="nothing to judge"):
+        check_budget(budget, [OUTPUT])
+
+
+def test_a_profile_over_budget_fails_the_conversion(cli: Cli, onnx_file: Path, target: Path) -> None:
+    done = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, *BETWEEN, "--no-search")
+    done.refused(1, "profile cuda, output 'y': relative_l2 is")
+    assert "profile cpu" not in done.err
+
+
+def test_a_profile_over_budget_may_be_left_out_and_the_others_published(
+    cli: Cli, onnx_file: Path, target: Path
+) -> None:
+    flags = (*ONNX_ONLY, *BETWEEN, "--no-search", "--drop-failing-profiles")
+    done = cli("checkpoint", onnx_file, "--out", target, *flags).published()
+    assert "left out, drift over budget: cuda" in done.out
+    artifact = Artifact.open(target)
+    manifest = artifact.manifest
+    assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu"}
+    assert "cuda.onnx" not in tree(target)
+    cli("verify", target).published()
+
+
+def test_when_every_profile_is_over_none_is_left_out(cli: Cli, onnx_file: Path, target: Path) -> None:
+    flags = (*ONNX_ONLY, "--budget", "relative_l2=1e-9", "--no-search", "--drop-failing-profiles")
+    cli("checkpoint", onnx_file, "--out", target, *flags).refused(1, "Every profile is over budget", "profile cuda")
+    assert not target.parent.exists()
+
+
+def test_a_bound_of_a_quantile_is_kept_and_judged(cli: Cli, onnx_file: Path, target: Path) -> None:
+    flags = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--profile", "cpu", "--no-search")
+    cli(*flags, "--budget", "relative_l2.worst=1e-9").refused(1, "relative_l2.worst is", "at most 1e-09")
+    cli(*flags, "--budget", "relative_l2.p99=1").published()
+    assert Artifact.open(target).manifest.budget["relative_l2.p99"] == 1
+    assert "relative_l2.p99" in cli("verify", target).published().out
