@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
@@ -11,11 +12,12 @@ from converter.graph.cuda_support import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
 from converter.passes import Prepared
+from converter.plan.decisions import Decision, Islands
 from converter.plan.overrides import Overrides
-from converter.plan.placement import Decision
 from converter.plan.profiles import PROFILES
 
 SMALLEST = 256  # elements of a matrix worth narrowing
+_REFERENCE_ONLY = "read by the reference alone: folded into weights"
 
 
 def make_plan(
@@ -23,17 +25,18 @@ def make_plan(
     *,
     keep_fp32: Iterable[str] = (),
     bf16: Iterable[str] = (),
+    islands: Islands | None = None,
     profiles: Iterable[str] = ("cpu", "cuda"),
     kernels: KernelTable | None = None,
 ) -> Plan:
     """The plan of ``prepared`` for ``profiles``.
 
     ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node kept in fp32
-    keeps its weights in fp32 as well. Raises :class:`~bf16kit.errors.UsageError` for a pattern that is no regular
-    expression or matches nothing.
+    by them keeps its weights in fp32 as well. ``islands`` are what a search found: a node and its weights apart. Raises
+    :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
     """
     kernels = kernels or KernelTable.load()
-    overrides = Overrides.parse(keep_fp32, bf16)
+    overrides = Overrides.parse(keep_fp32, bf16, islands)
     overrides.check(_names(prepared))
     read = prepared.folded.graph.initializers
     tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
@@ -67,38 +70,34 @@ def _tensor(value: ir.Value, overrides: Overrides, *, only_reference: bool) -> P
     readers = [use.node for use in value.uses()]
     ops = ", ".join(sorted({label(node) for node in readers})) or "none"
     if only_reference:
-        return PlanEntry(name=name, op=ops, precision="fp32", reason="read by the reference alone: folded into weights")
-    decision = _storage(value, [name, *(node.name or "" for node in readers)], overrides)
-    return PlanEntry(name=name, op=ops, precision=decision.precision, reason=decision.reason)
+        return _entry(name, ops, Decision("fp32", "reference_only", _REFERENCE_ONLY))
+    return _entry(name, ops, _storage(value, [node.name or "" for node in readers], overrides))
 
 
-def _storage(value: ir.Value, names: list[str], overrides: Overrides) -> Decision:
-    """``names`` are the tensor's own and its readers'."""
-    kept = next((p for name in names if (p := overrides.keeps(name)) is not None), None)
+def _entry(name: str, op: str, decision: Decision) -> PlanEntry:
+    return PlanEntry(name=name, op=op, precision=decision.precision, reason=decision.reason, code=decision.code)
+
+
+def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decision:
+    """``readers`` are the names of the nodes that read ``value``."""
+    name = value.name or ""
+    kept = overrides.kept_tensor(name, readers)
     if kept is not None:
-        return Decision("fp32", f"kept by --keep-fp32 {kept}")
-    forced = overrides.forces(names[0])
+        return kept
+    forced = overrides.forces(name)
     if forced is not None:
-        return Decision("bf16", f"asked for by --bf16 {forced}")
+        return Decision("bf16", "asked_for", f"asked for by --bf16 {forced}")
     shape = () if value.const_value is None else dims(value.const_value)
-    size = 1
-    for dim in shape:
-        size *= dim
+    size = math.prod(shape)
     if sum(dim > 1 for dim in shape) < 2:
-        return Decision("fp32", "one-dimensional: 0.3 % of the bytes of a transformer, half of its drift")
+        return Decision("fp32", "vector", "one-dimensional: 0.3 % of the bytes of a transformer, half of its drift")
     if size < SMALLEST:
-        return Decision("fp32", f"small: {size} values")
-    return Decision("bf16", f"matrix of {size} values")
+        return Decision("fp32", "small", f"small: {size} values")
+    return Decision("bf16", "matrix", f"matrix of {size} values")
 
 
 def _entries(model: ir.Model, decisions: Mapping[str, Decision]) -> list[PlanEntry]:
-    entries = []
-    for node in model.graph.all_nodes():
-        decision = decisions[node.name or ""]
-        entries.append(
-            PlanEntry(name=node.name or "", op=label(node), precision=decision.precision, reason=decision.reason)
-        )
-    return entries
+    return [_entry(node.name or "", label(node), decisions[node.name or ""]) for node in model.graph.all_nodes()]
 
 
 def _names(prepared: Prepared) -> set[str]:

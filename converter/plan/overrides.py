@@ -1,25 +1,41 @@
-"""``--keep-fp32 REGEX`` and ``--bf16 REGEX``: what the owner of a model knows better than the plan."""
+"""What overrides the plan's own rules: ``--keep-fp32`` and ``--bf16`` of a model's owner, and what a search found."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bf16kit.errors import UsageError
+from converter.plan.decisions import Decision, Islands
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Patterns searched in names of nodes and tensors. Where both match, fp32 wins: it is the safer of the two."""
+    """Patterns searched in names of nodes and tensors, and the islands of a search.
+
+    Where patterns of both kinds match, fp32 wins: it is the safer of the two.
+    """
 
     keep_fp32: tuple[re.Pattern[str], ...] = ()
     bf16: tuple[re.Pattern[str], ...] = ()
+    islands: Islands = field(default_factory=Islands)
 
     @classmethod
-    def parse(cls, keep_fp32: Iterable[str] = (), bf16: Iterable[str] = ()) -> Overrides:
+    def parse(
+        cls, keep_fp32: Iterable[str] = (), bf16: Iterable[str] = (), islands: Islands | None = None
+    ) -> Overrides:
         """Compile the patterns; UsageError for one that is not a regular expression."""
-        return cls(_compile("--keep-fp32", keep_fp32), _compile("--bf16", bf16))
+        return cls(_compile("--keep-fp32", keep_fp32), _compile("--bf16", bf16), islands or Islands())
+
+    def kept_node(self, name: str) -> Decision | None:
+        """Why the node ``name`` stays fp32, if the owner or the search says so."""
+        return _kept(self.keeps(name), self.islands.nodes.get(name))
+
+    def kept_tensor(self, name: str, readers: Iterable[str]) -> Decision | None:
+        """Why the tensor ``name``, read by the nodes ``readers``, stays fp32, if the owner or the search says so."""
+        pattern = next((p for each in (name, *readers) if (p := self.keeps(each)) is not None), None)
+        return _kept(pattern, self.islands.tensors.get(name))
 
     def keeps(self, name: str) -> str | None:
         """The ``--keep-fp32`` pattern that matches ``name``, if any."""
@@ -38,6 +54,12 @@ class Overrides:
                         f"{flag} {pattern.pattern}: matches no node or tensor of the model; convert without it, and"
                         " `bf16-convert inspect` lists their names"
                     )
+
+
+def _kept(pattern: str | None, island: str | None) -> Decision | None:
+    if pattern is not None:
+        return Decision("fp32", "kept", f"kept by --keep-fp32 {pattern}")
+    return None if island is None else Decision("fp32", "budget", island)
 
 
 def _compile(flag: str, patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:

@@ -8,8 +8,6 @@ islands, or one that merely moves fp32 data).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import onnx_ir as ir
 
@@ -26,17 +24,10 @@ from converter.graph.operators import (
     label,
     since_version,
 )
+from converter.plan.decisions import Code, Decision
 from converter.plan.overrides import Overrides
 
 FLOAT = ir.DataType.FLOAT
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The precision a node computes in, and why."""
-
-    precision: Literal["bf16", "fp32"]
-    reason: str
 
 
 def place_cpu(model: ir.Model, narrow: Collection[str]) -> dict[str, Decision]:
@@ -49,21 +40,29 @@ def place_cpu(model: ir.Model, narrow: Collection[str]) -> dict[str, Decision]:
     decisions: dict[str, Decision] = {}
     for node in model.graph.all_nodes():
         if _looks_up(node, narrow) and node.graph is model.graph:
-            decisions[_name(node)] = Decision("bf16", "looks rows up in the bf16 table; they are widened afterwards")
+            decisions[_name(node)] = Decision(
+                "bf16", "looks_up", "looks rows up in the bf16 table; they are widened afterwards"
+            )
         elif _reads(node, narrow):
-            decisions[_name(node)] = Decision("fp32", "computes in fp32, from a bf16 weight that is widened at load")
+            decisions[_name(node)] = Decision(
+                "fp32", "profile", "computes in fp32, from a bf16 weight that is widened at load"
+            )
         else:
-            decisions[_name(node)] = Decision("fp32", "the cpu profile computes in fp32")
+            decisions[_name(node)] = Decision("fp32", "profile", "the cpu profile computes in fp32")
     panels = panelled(model, narrow)
     for node in lookups(model, panels):
-        looked_up = Decision("bf16", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel")
+        looked_up = Decision(
+            "bf16", "looks_up", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel"
+        )
         decisions[_name(node)] = looked_up
     for product in products(model, narrow).values():
         if product.layout(panels) is not None:
-            multiplied = Decision("fp32", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
+            multiplied = Decision("fp32", "profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
             decisions[_name(product.node)] = multiplied
             for node in epilogue(product).nodes:
-                decisions[_name(node)] = Decision("fp32", "done by the CPU kernel with the product before it")
+                decisions[_name(node)] = Decision(
+                    "fp32", "profile", "done by the CPU kernel with the product before it"
+                )
     return decisions
 
 
@@ -76,58 +75,73 @@ def place_cuda(
     opset = model.opset_imports[""]
     varying = _varying(model.graph, narrow)
     for node in model.graph:
-        reason = _island(node, opset, kernels, overrides) or _pointless(node, varying, overrides)
-        if reason is not None:
-            decisions[_name(node)] = Decision("fp32", reason)
+        island = _island(node, opset, kernels, overrides) or _pointless(node, varying, overrides)
+        if island is not None:
+            decisions[_name(node)] = island
             continue
         forms[node] = bf16_form(node, opset) or Bf16Form((), ())
         decisions[_name(node)] = _accept(node, overrides)
     _withdraw(forms, narrow, overrides, decisions)
     for body in model.graph.subgraphs():
         for node in body:
-            decisions[_name(node)] = Decision("fp32", "inside the body of a control-flow node, which stays in fp32")
+            decisions[_name(node)] = Decision(
+                "fp32", "control_flow", "inside the body of a control-flow node, which stays in fp32"
+            )
     return decisions
 
 
-def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Overrides) -> str | None:
-    """Why ``node`` cannot, or must not, compute in bf16."""
+def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Overrides) -> Decision | None:
+    """Why ``node`` cannot, or must not, compute in bf16; None when it may."""
     if node.op_type in CONTROL_FLOW:
-        return f"{node.op_type} runs its body in fp32"
-    outputs = [o.dtype for o in node.outputs if o.name]
-    if FLOAT not in outputs or node.op_type == "Cast":
-        return f"gives {_dtypes(node)}, nothing to narrow"
-    pattern = overrides.keeps(_name(node))
-    if pattern is not None:
-        return f"kept by --keep-fp32 {pattern}"
+        return _fp32("control_flow", f"{node.op_type} runs its body in fp32")
+    if FLOAT not in [o.dtype for o in node.outputs if o.name] or node.op_type == "Cast":
+        return _fp32("no_floats", f"gives {_dtypes(node)}, nothing to narrow")
+    kept = overrides.kept_node(_name(node))
+    if kept is not None:
+        return kept
     if node.op_type in NORMALISATIONS and overrides.forces(_name(node)) is None:
-        return "normalises: in fp32 with fp32 scale and bias, as torch.autocast does"
+        return _fp32("normalises", "normalises: in fp32 with fp32 scale and bias, as torch.autocast does")
+    return _without_kernel(node, opset, kernels)
+
+
+def _without_kernel(node: ir.Node, opset: int, kernels: KernelTable) -> Decision | None:
+    """Why nothing runs ``node`` in bf16; None when something does."""
     since = since_version(node, opset)
     if since is None:
-        return f"{label(node)} is no operator of opset {opset}: nothing is known of its types"
+        return _fp32("unknown", f"{label(node)} is no operator of opset {opset}: nothing is known of its types")
     if not kernels.has(node.domain, node.op_type, since):
-        return f"no bf16 kernel for {label(node)}-{since} on CUDA in ONNX Runtime {kernels.onnxruntime}"
+        reason = f"no bf16 kernel for {label(node)}-{since} on CUDA in ONNX Runtime {kernels.onnxruntime}"
+        return _fp32("no_kernel", reason)
     form = bf16_form(node, opset)
     if form is None:
-        return f"{label(node)}-{since} has no bf16 form"
+        return _fp32("no_form", f"{label(node)}-{since} has no bf16 form")
     unknown = [v for i in form.inputs if (v := node.inputs[i]) is not None and v.dtype is None]
     if unknown or any(node.outputs[i].dtype != FLOAT for i in form.outputs if node.outputs[i].name):
-        return "the dtype of an input or output is not known to be fp32"
+        return _fp32("unknown", "the dtype of an input or output is not known to be fp32")
     return None
 
 
-def _pointless(node: ir.Node, varying: Collection[ir.Value], overrides: Overrides) -> str | None:
+def _fp32(code: Code, reason: str) -> Decision:
+    return Decision("fp32", code, reason)
+
+
+def _pointless(node: ir.Node, varying: Collection[ir.Value], overrides: Overrides) -> Decision | None:
     if overrides.forces(_name(node)) is not None or any(v in varying for v in node.inputs if v is not None):
         return None
-    return "computed from integers and constants alone (positions, masks): exact in fp32, and small"
+    return _fp32(
+        "not_varying", "computed from integers and constants alone (positions, masks): exact in fp32, and small"
+    )
 
 
 def _accept(node: ir.Node, overrides: Overrides) -> Decision:
     pattern = overrides.forces(_name(node))
     if pattern is not None:
-        return Decision("bf16", f"asked for by --bf16 {pattern}")
+        return Decision("bf16", "asked_for", f"asked for by --bf16 {pattern}")
     if node.op_type in PRODUCTS:
-        return Decision("bf16", "bf16 multiplication with fp32 accumulation")
-    return Decision("bf16", "moves bf16 data" if node.op_type in MOVEMENT else "has a bf16 kernel")
+        return Decision("bf16", "product", "bf16 multiplication with fp32 accumulation")
+    if node.op_type in MOVEMENT:
+        return Decision("bf16", "moves", "moves bf16 data")
+    return Decision("bf16", "kernel", "has a bf16 kernel")
 
 
 def _withdraw(
@@ -138,12 +152,14 @@ def _withdraw(
     for node in [n for n in forms if n.op_type in MOVEMENT and n not in forced]:
         if not any(v.producer() in forms or v.name in narrow for v in _data(node, forms[node])):
             del forms[node]
-            decisions[_name(node)] = Decision("fp32", "moves fp32 data")
+            decisions[_name(node)] = Decision("fp32", "moves", "moves fp32 data")
     for group in _groups(forms):
         useful = any(n.op_type in PRODUCTS or n in forced or _reads(n, narrow) for n in group)
         if not useful:
             for node in group:
-                decisions[_name(node)] = Decision("fp32", "nothing near it multiplies in bf16: casts would cost more")
+                decisions[_name(node)] = Decision(
+                    "fp32", "alone", "nothing near it multiplies in bf16: casts would cost more"
+                )
 
 
 def _groups(forms: dict[ir.Node, Bf16Form]) -> list[set[ir.Node]]:

@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 from converter.graph.cuda_support import KernelTable
 from converter.passes import Prepared
+from converter.plan.decisions import Decision
 from converter.plan.overrides import Overrides
-from converter.plan.placement import Decision, place_cpu, place_cuda
+from converter.plan.placement import place_cpu, place_cuda
 
 Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides], Mapping[str, Decision]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import Manifest
+from bf16kit.manifest import Manifest, PlanEntry
 from bf16kit.panels import WIDTH
 from bf16kit.tensors import describe as describe_shape
 from converter.process.progress import size
@@ -99,10 +99,15 @@ def _plan(manifest: Manifest) -> str:
 
 def _islands(manifest: Manifest) -> str:
     """The nodes of cuda that compute on floats and stay in fp32."""
-    rows = [e for e in manifest.plan.nodes.get("cuda", []) if e.precision == "fp32" and "to narrow" not in e.reason]
+    rows = [e for e in manifest.plan.nodes.get("cuda", []) if e.precision == "fp32" and not _has_no_floats(e)]
     if not rows:
         return ""
     return table("fp32 islands of cuda", ("node", "op", "reason"), [(e.name, e.op, e.reason) for e in rows])
+
+
+def _has_no_floats(entry: PlanEntry) -> bool:
+    """By its code; artifacts older than schema 3 have none, and say it in the reason."""
+    return entry.code == "no_floats" if entry.code else "to narrow" in entry.reason
 
 
 def _files(manifest: Manifest) -> str:

@@ -152,7 +152,6 @@ def test_weights_are_stored_as_panels_only_for_the_profile_that_reads_panels(
     cli("checkpoint", onnx_file, "--out", target, *chosen, *ONNX_ONLY).published()
     manifest = Artifact.open(target).manifest
     assert {entry.panels for entry in manifest.tensors if entry.dtype == "bfloat16"} == axes
-    assert manifest.schema_version == 3  # for its measurements
     out = target.parent / "fp32.safetensors"
     cli("restore", target, "--out", out).published()
     assert_restored(out, graphs.weights_of(onnx.load(onnx_file)))

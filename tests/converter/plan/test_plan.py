@@ -15,6 +15,7 @@ from bf16kit.manifest import Plan
 from converter.graph.cuda_support import KernelTable
 from converter.passes import prepare
 from converter.plan import make_plan
+from converter.plan.decisions import Islands
 
 
 def _plan(proto: ModelProto, **options: Any) -> Plan:
@@ -240,3 +241,24 @@ def test_the_kernel_table_knows_first_versions_and_where_it_ends() -> None:
 
 def _rows() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
     return {"x": graphs.values(4, 32, seed=9)}
+
+
+def test_every_entry_has_a_code_beside_its_reason() -> None:
+    plan = _plan(_lstm())
+    assert {entry.name: entry.code for entry in plan.tensors} == {"r": "matrix", "v": "matrix", "w": "matrix"}
+    codes = {entry.name: entry.code for entry in plan.nodes["cuda"]}
+    assert codes == {"lstm": "no_kernel", "squeeze": "moves", "matmul": "product"}
+    kept = _plan(_lstm(), keep_fp32=["matmul"])
+    assert {entry.code for entry in kept.nodes["cuda"] if entry.name == "matmul"} == {"kept"}
+    assert {entry.code for entry in kept.tensors if entry.name == "v"} == {"kept"}
+
+
+def test_an_island_that_a_search_found_keeps_a_node_and_its_weights_apart() -> None:
+    """Unlike --keep-fp32: a product may compute in fp32 from a weight that is stored in bf16."""
+    plan = _plan(graphs.mlp((32, 64, 32)), islands=Islands({"matmul0": "because"}, {"w1": "of the budget"}))
+    nodes = {entry.name: (entry.precision, entry.code, entry.reason) for entry in plan.nodes["cuda"]}
+    tensors = {entry.name: (entry.precision, entry.code, entry.reason) for entry in plan.tensors}
+    assert nodes["matmul0"] == ("fp32", "budget", "because")
+    assert nodes["matmul1"][0] == "bf16"
+    assert tensors["w1"] == ("fp32", "budget", "of the budget")
+    assert tensors["w0"][0] == "bf16"
