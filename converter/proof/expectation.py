@@ -1,0 +1,101 @@
+"""The expected line: how much noise rounding to bf16 should have brought by each value of a graph, if nothing is wrong.
+
+Rounding to nearest moves a value ``m·2^e`` (1 ≤ m < 2) by an error uniform in ±u·2^e, u = 2^-8: its mean square is
+u²·4^e/3. Over data of many magnitudes m is spread evenly in log m, which makes the mean of m² 3/(2 ln 2),
+so rounding costs noise/signal = u²/3 · (2 ln 2)/3 = 2.35e-6, an SQNR of 56.3 dB: :data:`ROUNDING`.
+
+Noise travels: independent errors add in power, so
+
+* a product, and any operator not named here, passes on the noise/signal of its operands, added up;
+* a sum passes on the mean of its terms' noise/signal, weighted by their power (terms that do not cancel add in power);
+* what moves or chooses elements passes it on as it is; a power p of a value has p² times its noise/signal;
+* a bf16 weight, and the result of a bf16 node, bring :data:`ROUNDING` each, and so does an fp32 value that a bf16 node
+  reads.
+
+Along a chain of d products SQNR therefore falls as 56.3 − 10·log10(d) dB (twice the d where results are rounded, too),
+and the branch that a residual network adds to its trunk counts by its power. Nothing is fitted. What the line leaves
+out is what lessens noise (averages of one sign, saturating activations) and what amplifies it: cancellation, and
+functions steep where the values are. The latter is what falling off the line means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from bf16kit.numerics import UNIT_ROUNDOFF
+from converter.graph.initializers import const
+from converter.graph.operators import EXACT, WEIGHTED
+
+ROUNDING = UNIT_ROUNDOFF**2 / 3 * (2 * math.log(2) / 3)
+
+_SUMS = frozenset({"Add", "Sub", "Sum", "Mean", "Concat", "Where", "Max", "Min"})
+_POWERS = {"Sqrt": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """What a profile rounds: the ``tensors`` it stores in bf16, and the ``nodes`` that compute in it."""
+
+    tensors: frozenset[str]
+    nodes: frozenset[str]
+
+
+def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float]) -> dict[ir.Value, float]:
+    """Noise ÷ signal that each value of ``graph`` should have; ``mean`` gives a value's mean square (NaN: unknown)."""
+    found: dict[ir.Value, float] = {
+        value: ROUNDING if name in rounded.tensors else 0.0 for name, value in graph.initializers.items()
+    }
+    for node in graph:
+        carried = _carried(node, [(value, _as_read(node, value, found, rounded)) for value in operands(node)], mean)
+        own = ROUNDING if node.name in rounded.nodes and node.op_type not in EXACT else 0.0
+        for output in node.outputs:
+            found[output] = carried + own
+    return found
+
+
+def operands(node: ir.Node) -> Iterator[ir.Value]:
+    """The floating point inputs of ``node``; of those that move elements, what is moved."""
+    inputs = [value for value in node.inputs if value is not None]
+    if node.op_type in EXACT and node.op_type not in _SUMS:
+        inputs = inputs[:1]
+    return (value for value in inputs if value.dtype == ir.DataType.FLOAT)
+
+
+def depth(graph: ir.Graph) -> dict[ir.Value, int]:
+    """How many products lie on the longest way to each value, its own node's included."""
+    found: dict[ir.Value, int] = {}
+    for node in graph:
+        before = max((found.get(value, 0) for value in node.inputs if value is not None), default=0)
+        here = before + (node.op_type in WEIGHTED and any(True for _ in operands(node)))
+        found.update(dict.fromkeys(node.outputs, here))
+    return found
+
+
+def _as_read(node: ir.Node, value: ir.Value, found: dict[ir.Value, float], rounded: Rounded) -> float:
+    """The noise of ``value`` as ``node`` reads it: an fp32 value is rounded on its way into a bf16 node."""
+    producer = value.producer()
+    cast = node.name in rounded.nodes and (producer is None or producer.name not in rounded.nodes)
+    return found.get(value, 0.0) + (ROUNDING if cast and not value.is_initializer() else 0.0)
+
+
+def _carried(node: ir.Node, terms: Collection[tuple[ir.Value, float]], mean: Callable[[ir.Value], float]) -> float:
+    if node.op_type in _SUMS:
+        powers = [mean(value) for value, _ in terms]
+        total = sum(powers)
+        if total > 0 and math.isfinite(total):
+            return sum(power * noise for power, (_, noise) in zip(powers, terms, strict=True)) / total
+        return max((noise for _, noise in terms), default=0.0)
+    return _exponent(node) ** 2 * sum(noise for _, noise in terms)
+
+
+def _exponent(node: ir.Node) -> float:
+    if node.op_type == "Mul" and node.inputs[0] is node.inputs[1]:
+        return math.sqrt(2)  # the sum counts the operand twice: 4 in all
+    if node.op_type == "Pow":
+        tensor = const(node.inputs[1])
+        return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else 1.0
+    return _POWERS.get(node.op_type, 1.0)

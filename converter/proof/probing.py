@@ -1,0 +1,149 @@
+"""What runs through two graphs of one model, value by value: inner values become outputs, and are reduced at once.
+
+Values carry the source's names through all passes, so two graphs are compared by name. A value that only one graph has
+(it went into a product of the CPU kernel, or a BatchNorm into its weights) is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from bf16kit.numerics import LARGEST
+from bf16kit.tensors import TensorSpec
+from converter.formats.onnx import serialize
+from converter.model import Array, Feeds
+
+if TYPE_CHECKING:
+    from bf16kit.runtime.onnx import OnnxRuntime
+
+CHUNK = 128 << 20  # bytes of inner values that one graph may give at a time, about
+_FIRST = 8  # values in the first chunk, from which the size of the next is told
+_BLOCK = 1 << 18  # elements that are float64 at a time
+
+# What a value of the source is called where a graph holds it in bf16 as well: the widened one, which readers see.
+_WIDENED = ("/emulated", "/fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A graph to be run on the CPU: its external data lies in ``base``, or is one of the arrays in ``external``."""
+
+    model: ir.Model
+    base: Path
+    external: Mapping[str, Array]
+
+
+@dataclass(slots=True)
+class Power:
+    """Sums over all elements of one value: of the reference squared, of the difference squared; ``count`` elements."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    count: int = 0
+
+    def add(self, reference: Array, candidate: Array) -> None:
+        """Count one run's value in. A candidate that is not finite where the reference is has infinite noise.
+
+        Masks lie beyond bf16's largest number, where profiles hold that number instead: they are left out.
+        """
+        r, c = reference.reshape(-1), candidate.reshape(-1)
+        for start in range(0, r.size, _BLOCK):
+            self._add(r[start : start + _BLOCK].astype(np.float64), c[start : start + _BLOCK].astype(np.float64))
+
+    def _add(self, r: Array, c: Array) -> None:
+        judged = np.isfinite(r) & ~((np.abs(r) > LARGEST) & (np.abs(c) > LARGEST / 2))
+        r, c = r[judged], c[judged]
+        self.count += r.size
+        self.signal += float(r @ r)
+        difference = r - c
+        noise = float(difference @ difference)
+        self.noise += noise if math.isfinite(noise) else math.inf
+
+    @property
+    def ratio(self) -> float:
+        """Noise ÷ signal; 0 for equal values, infinite where the reference is zero and the candidate is not."""
+        if self.noise == 0:
+            return 0.0
+        return self.noise / self.signal if self.signal else math.inf
+
+    @property
+    def mean(self) -> float:
+        """The mean square of the reference's elements."""
+        return self.signal / self.count if self.count else 0.0
+
+
+def compare(reference: Graph, candidate: Graph, feeds: Sequence[Feeds], chunk: int = CHUNK) -> dict[str, Power]:
+    """How far every fp32 value of ``reference`` that ``candidate`` has too is from it, by name, over all ``feeds``.
+
+    Both graphs run once per feed and chunk of values; about ``chunk`` bytes of values of each are in memory at a time.
+    Raises :class:`~bf16kit.errors.RuntimeFailure` when a graph does not run.
+    """
+    there = frozenset(_values(candidate.model))
+    pairs = {name: found for name in _values(reference.model) if (found := _find(name, there)) is not None}
+    names, powers = list(pairs), dict[str, Power]()
+    start, count = 0, _FIRST
+    while start < len(names):
+        part = {name: pairs[name] for name in names[start : start + count]}
+        largest = _compare(reference, candidate, part, feeds, powers)
+        start += count
+        count = max(1, min(4 * count, int(count * chunk / max(1, largest))))
+    return powers
+
+
+def _values(model: ir.Model) -> list[str]:
+    """The fp32 values that the nodes of the main graph give; inputs and weights are not among them."""
+    outputs = chain.from_iterable(node.outputs for node in model.graph)
+    return [value.name for value in outputs if value.name and value.dtype == ir.DataType.FLOAT]
+
+
+def _find(name: str, there: Container[str]) -> str | None:
+    return next((found for suffix in (*_WIDENED, "") if (found := name + suffix) in there), None)
+
+
+def _compare(
+    reference: Graph, candidate: Graph, pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
+) -> int:
+    """Count ``pairs`` of values into ``powers``; the largest number of bytes that they were in one run."""
+    there = dict.fromkeys(pairs.values())
+    largest, sides = 0, (_open(reference, list(pairs)), _open(candidate, list(there)))
+    try:
+        for feed in feeds:
+            expected, found = sides[0].run(feed, list(pairs)), sides[1].run(feed, list(there))
+            largest = max(largest, sum(array.nbytes for array in expected.values()))
+            for name, other in pairs.items():
+                if expected[name].shape == found[other].shape:
+                    powers.setdefault(name, Power()).add(expected[name], found[other])
+    finally:
+        for side in sides:
+            side.close()
+    return largest
+
+
+def _open(graph: Graph, names: Sequence[str]) -> OnnxRuntime:
+    """``graph`` with the values ``names`` for outputs, in place of its own."""
+    from bf16kit.runtime.onnx import OnnxRuntime
+
+    model = graph.model.clone()
+    found = {value.name: value for node in model.graph for value in node.outputs}
+    model.graph.outputs.clear()
+    model.graph.outputs.extend(found[name] for name in names)
+    for value in model.graph.outputs:
+        value.shape = None  # a dimension that shape inference took for another would be warned of
+    inputs = [_spec(value) for value in model.graph.inputs]
+    outputs = [TensorSpec(name, "float32", ()) for name in names]
+    return OnnxRuntime(
+        serialize(model), inputs, outputs, precision="fp32", base_dir=graph.base, external=graph.external
+    )
+
+
+def _spec(value: ir.Value) -> TensorSpec:
+    dtype = "float32" if value.dtype is None else value.dtype.numpy().name
+    return TensorSpec(value.name or "", dtype, ())

@@ -1,0 +1,70 @@
+"""The expected line."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import ModelProto, NodeProto, helper, shape_inference
+
+import graphs
+from bf16kit.numerics import to_bf16, to_fp32
+from converter.proof.expectation import ROUNDING, Rounded, depth, expected
+
+
+def graph(model: ModelProto) -> ir.Graph:
+    return ir.serde.deserialize_model(shape_inference.infer_shapes(model)).graph
+
+
+def line(model: ModelProto, rounded: Rounded, **means: float) -> dict[str | None, float]:
+    found = expected(graph(model), rounded, lambda value: means.get(value.name or "", math.nan))
+    return {value.name: noise / ROUNDING for value, noise in found.items()}
+
+
+def two_inputs(node: NodeProto) -> ModelProto:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["b"]), node]
+    edges = [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])]
+    return graphs.model(nodes, *edges, [graphs.initializer("w", graphs.values(4, 4))])
+
+
+@pytest.mark.parametrize("spread", ["normal", "lognormal", "uniform"])
+def test_rounding_costs_what_is_derived(spread: str) -> None:
+    """Within 1 dB, whatever the distribution: only how the significands are spread matters."""
+    values = getattr(np.random.default_rng(0), spread)(size=1 << 18).astype(np.float32)
+    noise = np.square(to_fp32(to_bf16(values)).astype(np.float64) - values).sum() / np.square(values, dtype=float).sum()
+    assert abs(10 * math.log10(noise / ROUNDING)) < 1
+
+
+def test_noise_of_products_adds_up_and_activations_pass_it_on() -> None:
+    found = line(graphs.mlp((16, 32, 16)), Rounded(frozenset({"w0", "w1"}), frozenset()), m0=9, b0=0, m1=9, b1=0)
+    assert [found[name] for name in ("m0", "a0", "h0", "m1", "y")] == pytest.approx([1, 1, 1, 2, 2])
+
+
+def test_a_sum_weighs_its_terms_by_their_power() -> None:
+    node = helper.make_node("Add", ["a", "b"], ["y"])
+    assert line(two_inputs(node), Rounded(frozenset({"w"}), frozenset()), a=3, b=1)["y"] == pytest.approx(1.25)
+
+
+def test_a_difference_is_not_expected_to_cancel() -> None:
+    node = helper.make_node("Sub", ["a", "b"], ["y"])
+    assert line(two_inputs(node), Rounded(frozenset({"w"}), frozenset()), a=1, b=1)["y"] == pytest.approx(1.5)
+
+
+def test_a_square_doubles_the_error() -> None:
+    node = helper.make_node("Mul", ["a", "a"], ["y"])
+    assert line(two_inputs(node), Rounded(frozenset({"w"}), frozenset()))["y"] == pytest.approx(4)
+
+
+def test_a_bf16_node_rounds_what_it_reads_and_gives() -> None:
+    """x is rounded on its way in, the weight is bf16, the result is rounded; Relu gives what it was given."""
+    model = two_inputs(helper.make_node("Relu", ["a"], ["y"], name="relu"))
+    model.graph.node[0].name = "product"
+    found = line(model, Rounded(frozenset({"w"}), frozenset({"product", "relu"})))
+    assert [found["a"], found["y"]] == pytest.approx([3, 3])
+
+
+def test_depth_counts_the_products_on_the_longest_way() -> None:
+    found = {value.name: d for value, d in depth(graph(two_inputs(helper.make_node("Add", ["a", "b"], ["y"])))).items()}
+    assert found == {"a": 1, "b": 2, "y": 2}
