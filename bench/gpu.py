@@ -21,8 +21,8 @@ from bench.results import Measurement, Result
 from bench.workspace import Workspace
 from bf16kit.artifact import Artifact
 from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime.externaldata import initializers
-from bf16kit.runtime.loading import REBUILT, load
+from bf16kit.runtime.externaldata import REBUILT, initializers
+from bf16kit.runtime.loading import load
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,7 @@ from onnx.external_data_helper import set_external_data
 
 from bench.workspace import Workspace
 from bf16kit.artifact import Artifact
-from bf16kit.runtime.externaldata import initializers
-from bf16kit.runtime.loading import REBUILT
+from bf16kit.runtime.externaldata import REBUILT, initializers
 
 WIDTH = 4096
 COLUMNS = 96 + 4  # of the numerics models: three panels and a narrower one

@@ -1,9 +1,10 @@
-"""Where an ONNX graph keeps its tensors, and the refusal of any place that its artifact does not hold."""
+"""Where an ONNX graph keeps its tensors, the refusal of any place that its artifact does not hold, and moving them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from onnx import ModelProto, TensorProto
 
+# The external data file that reference.onnx names and nobody writes: those weights are rebuilt from bf16 and residual.
+REBUILT = "residual.rebuilt"
+
 
 def initializers(path: Path, location: str) -> list[str]:
     """Names of the main graph's initializers in ``path`` whose external data is in the file ``location``.
@@ -22,6 +26,43 @@ def initializers(path: Path, location: str) -> list[str]:
     Raises :class:`RuntimeFailure` when ``path`` is not an ONNX file.
     """
     return [tensor.name for tensor in _model(path).graph.initializer if location in _locations(tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A tensor's ``nbytes``: where they are, and where in one file for all they shall be."""
+
+    name: str
+    location: str
+    offset: int
+    nbytes: int
+    target: int
+
+
+class Gathering:
+    """The graph in ``path``, whose external tensors are to be gathered in one file of ``size`` bytes by ``moves``.
+
+    Its locations have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when it is not an ONNX file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._model = _model(path)
+        self.moves: list[Move] = []
+        self.size = 0
+        for tensor in _external(self._model):
+            place = f"{path}: tensor {tensor.name!r}"
+            nbytes = _nbytes(place, tensor) or _number(place, tensor, "length", 0)
+            offset = _number(place, tensor, "offset", 0)
+            self.moves.append(Move(tensor.name, _locations(tensor)[0], offset, nbytes, self.size))
+            self.size += nbytes + -nbytes % ALIGNMENT
+
+    def at(self, location: str) -> bytes:
+        """The graph when all its external tensors are in the file ``location`` beside it."""
+        for tensor, move in zip(_external(self._model), self.moves, strict=True):
+            del tensor.external_data[:]
+            for key, value in (("location", location), ("offset", move.target), ("length", move.nbytes)):
+                tensor.external_data.add(key=key, value=str(value))
+        return bytes(self._model.SerializeToString())
 
 
 def check_locations(path: Path, allowed: Collection[str]) -> None:
@@ -112,6 +153,10 @@ def _tensors(message: Message) -> Iterator[TensorProto]:
         if descriptor.message_type is not None:
             for inner in value if descriptor.is_repeated else (value,):
                 yield from _tensors(inner)
+
+
+def _external(model: ModelProto) -> list[TensorProto]:
+    return [tensor for tensor in _tensors(model) if _locations(tensor)]
 
 
 def _locations(tensor: TensorProto) -> list[str]:

@@ -5,19 +5,17 @@ Nothing heavy is imported before it is needed: a server of ONNX artifacts never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable, RuntimeFailure
 from bf16kit.manifest import ProfileEntry
-from bf16kit.runtime import Array, Runtime
+from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.tensors import TensorSpec
 
 AUTO = "auto"
 REFERENCE = "reference"
-# The external data file that reference.onnx names and nobody writes: those weights are rebuilt from bf16 and residual.
-REBUILT = "residual.rebuilt"
 
 
 def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | None = None) -> Runtime:
@@ -49,16 +47,21 @@ def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | 
     )
 
 
-def load_reference(artifact: Artifact, *, threads: int | None = None, low_priority: bool = False) -> Runtime:
-    """The model in fp32 on the CPU, its weights rebuilt in memory from the bf16 ones and the residual.
+def load_reference(
+    artifact: Artifact, *, threads: int | None = None, low_priority: bool = False, scratch: Path | None = None
+) -> Runtime:
+    """The model in fp32 on the CPU, its weights rebuilt from the bf16 ones and the residual.
 
-    Memory is twice the fp32 weights while loading and once afterwards. With ``low_priority`` a run uses the calling
-    thread only, unless ``threads`` says otherwise: a thread of low priority then takes nothing from the live requests.
+    They lie in a temporary file without a name in ``scratch`` (None: the system's directory), mapped, or in memory
+    where that cannot hold them: when it is read-only, full or a tmpfs. The runtime's note says which. With
+    ``low_priority`` a run uses the calling thread only, unless ``threads`` says otherwise: a thread of low priority
+    then takes nothing from the live requests.
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
-    from bf16kit.runtime.externaldata import check_locations, initializers
+    from bf16kit.runtime.externaldata import REBUILT, check_locations
     from bf16kit.runtime.onnx import OnnxRuntime
+    from bf16kit.runtime.rebuilt import rebuilt
 
     name = artifact.manifest.reference
     if name is None:
@@ -66,23 +69,19 @@ def load_reference(artifact: Artifact, *, threads: int | None = None, low_priori
     graph = artifact.file(name)
     check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _edges(artifact)
-    return OnnxRuntime(
-        graph,
-        inputs,
-        outputs,
-        device=CPU,
-        profile=REFERENCE,
-        precision="fp32",
-        threads=1 if low_priority and threads is None else threads,
-        external=_rebuilt(artifact, initializers(graph, REBUILT)),
-        note="the fp32 reference, its weights rebuilt from bf16 and the residual",
-    )
-
-
-def _rebuilt(artifact: Artifact, names: Sequence[str]) -> dict[str, Array]:
-    """The fp32 tensors ``names``, restored; the files they come from are mapped meanwhile and no longer."""
-    reader = Artifact(artifact.path, artifact.manifest)
-    return {name: reader.restore(name) for name in names}
+    with rebuilt(artifact, graph, scratch) as weights:
+        return OnnxRuntime(
+            weights.model,
+            inputs,
+            outputs,
+            device=CPU,
+            profile=REFERENCE,
+            precision="fp32",
+            threads=1 if low_priority and threads is None else threads,
+            external=weights.external,
+            base_dir=weights.base_dir,
+            note=f"the fp32 reference, its weights rebuilt from bf16 and the residual {weights.where}",
+        )
 
 
 def choose_profile(artifact: Artifact, device: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import Plan
-from bf16kit.runtime.loading import REBUILT
+from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from converter.cpukernel.join import JoinProducts
 from converter.cpukernel.lookup import LookUp

@@ -59,7 +59,7 @@ def certify(
     instead.
     """
     with progress.step("running the fp32 reference"):
-        reference = source or load_reference(stage.draft(manifest))
+        reference = source or load_reference(stage.draft(manifest), scratch=stage.path)
         expected = _expected(reference, samples, stage)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()

@@ -12,8 +12,7 @@ import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
-from bf16kit.runtime.externaldata import initializers
-from bf16kit.runtime.loading import REBUILT
+from bf16kit.runtime.externaldata import REBUILT, initializers
 from converter.graph.operators import label
 from converter.model import Feeds
 from converter.plan import narrowed

@@ -11,7 +11,8 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import DeviceUnavailable
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU
-from bf16kit.runtime.loading import REBUILT, load
+from bf16kit.runtime.externaldata import REBUILT
+from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
 from converter.formats.onnx import serialize
 from converter.graph.initializers import dims, stays_inline

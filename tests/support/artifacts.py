@@ -103,6 +103,24 @@ def write_mlp(target: Path, *, width: int = 16, logits: bool = False, spoil: flo
     )
 
 
+def write_tables(target: Path, *, rows: int, count: int = 8, width: int = 64) -> Artifact:
+    """``y``: the sum of row ``ids`` of ``count`` tables, int64[batch,seq] → fp32[batch,seq,width]. No arithmetic to
+    speak of, whatever the size."""
+    rng = np.random.default_rng(0)
+    names = [f"table{i}" for i in range(count)]
+    return write_artifact(
+        target,
+        lambda weight: [
+            *(helper.make_node("Gather", [weight(name), "ids"], [f"{name}.row"]) for name in names),
+            helper.make_node("Sum", [f"{name}.row" for name in names], ["y"]),
+        ],
+        {name: rng.standard_normal((rows, width), np.float32) for name in names},
+        [TensorSpec("ids", "int64", ("batch", "seq"))],
+        [TensorSpec("y", "float32", ("batch", "seq", width), "embedding")],
+        {"ids": np.array([[0, rows - 1]])},
+    )
+
+
 def write_product(target: Path, *, width: int = 64) -> Artifact:
     """``y = relu(x·w)``, fp32[batch,width] → fp32[batch,width], on the CPU kernel."""
     rng = np.random.default_rng(0)

@@ -73,6 +73,20 @@ def test_the_reference_computes_with_the_fp32_weights_of_the_checkpoint(mlp: Art
     assert (info.profile, info.device, info.precision, info.accumulation) == ("reference", "cpu", "fp32", "fp32")
 
 
+@pytest.mark.parametrize(
+    ("scratch", "where"),
+    [(None, "in a temporary file"), (Path("/dev/shm"), "in memory, because /dev/shm lies in memory")],
+)
+def test_the_weights_of_the_reference_are_mapped_or_in_memory_and_give_the_same(
+    mlp: Artifact, tmp_path: Path, scratch: Path | None, where: str
+) -> None:
+    reference = load_reference(mlp, scratch=scratch or tmp_path)
+    assert reference.info.note.endswith(where)
+    assert list(tmp_path.iterdir()) == []  # not even while it is loaded
+    golden = mlp.golden()
+    np.testing.assert_array_equal(reference.run(golden.inputs)["y"], golden.outputs["y"])
+
+
 def test_a_reference_of_low_priority_answers_the_same_on_the_callers_thread(mlp: Artifact) -> None:
     """A thread pool of its own would run at normal priority, whatever the caller's is."""
     before = len(list(Path("/proc/self/task").iterdir()))

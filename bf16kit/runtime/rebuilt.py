@@ -1,0 +1,60 @@
+"""The fp32 weights of the reference, rebuilt where ONNX Runtime reads them: in a temporary file, or in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime import Array
+from bf16kit.runtime.externaldata import REBUILT, Gathering, initializers
+from bf16kit.runtime.scratch import NoScratch, scratch_file
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a session is opened with, and in a few words where its weights are."""
+
+    model: Path | bytes
+    where: str
+    base_dir: Path | None = None
+    external: Mapping[str, Array] = field(default_factory=dict)
+
+
+@contextmanager
+def rebuilt(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Iterator[Weights]:
+    """The weights of ``graph``, the artifact's reference, for a session that is opened within the block.
+
+    They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there, or, where
+    that is not possible, kept in memory, which takes twice as much of it while the session is opened.
+    """
+    try:
+        gathering = Gathering(graph)
+        with scratch_file(gathering.size, scratch) as (path, mapped):
+            _write(gathering, artifact, mapped)
+            del mapped
+            yield Weights(gathering.at(path.name), "in a temporary file", base_dir=path.parent)
+    except NoScratch as reason:
+        reader = _reader(artifact)
+        arrays = {name: reader.restore(name) for name in initializers(graph, REBUILT)}
+        yield Weights(graph, f"in memory, because {reason}", external=arrays)
+
+
+def _write(gathering: Gathering, artifact: Artifact, mapped: Array) -> None:
+    reader = _reader(artifact)
+    for move in gathering.moves:
+        place = mapped[move.target : move.target + move.nbytes]
+        if move.location == REBUILT:
+            place.view(np.float32)[...] = reader.restore(move.name).reshape(-1)
+        else:
+            stored = np.memmap(artifact.file(move.location), np.uint8, mode="r")
+            place[...] = stored[move.offset : move.offset + move.nbytes]
+
+
+def _reader(artifact: Artifact) -> Artifact:
+    """The artifact opened once more: what it maps to rebuild the weights is unmapped with it."""
+    return Artifact(artifact.path, artifact.manifest)

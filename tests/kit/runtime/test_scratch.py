@@ -1,0 +1,113 @@
+"""A temporary file to map: it leaves no name behind, takes its room at once, and says why it cannot be."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bf16kit.runtime.scratch import NoScratch, scratch_file
+
+HOLD = """
+import sys
+from pathlib import Path
+from bf16kit.runtime.scratch import scratch_file
+with scratch_file(1000, Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def make(size: int, directory: Path) -> None:
+    with scratch_file(size, directory):
+        pass
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a file in ``tmp_path``."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_what_is_written_is_in_the_file_and_stays_mapped_after_its_name_is_gone(tmp_path: Path) -> None:
+    with scratch_file(5000, tmp_path) as (path, mapped):
+        mapped[...] = np.arange(5000) % 251
+        assert path.read_bytes() == (np.arange(5000) % 251).astype(np.uint8).tobytes()
+        assert path.stat().st_mode & 0o777 == 0o600
+        other = np.memmap(path, np.uint8, mode="r")
+    assert files(tmp_path) == []
+    assert other[4999] == 4999 % 251
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), scratch_file(100, tmp_path):
+        raise KeyError
+    assert files(tmp_path) == []
+
+
+def test_what_a_killed_process_left_goes_with_the_next_file(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+    held.send_signal(signal.SIGKILL)
+    held.wait()
+    assert len(files(tmp_path)) == 1
+    make(100, tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_the_file_of_a_living_process_is_left_alone(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+    before = files(tmp_path)
+    make(100, tmp_path)
+    assert files(tmp_path) == before
+    assert held.poll() is None
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    (tmp_path / ".bf16kit-weights-link").symlink_to("mine")
+    make(100, tmp_path)
+    assert files(tmp_path) == [".bf16kit-weights-link", "mine"]
+
+
+def test_a_tmpfs_is_memory() -> None:
+    with pytest.raises(NoScratch, match="/dev/shm lies in memory"):
+        make(100, Path("/dev/shm"))
+
+
+def test_a_directory_that_takes_no_files_is_named() -> None:
+    with pytest.raises(NoScratch, match=r"/proc/\d+ cannot be used"):
+        make(100, Path("/proc/self"))
+
+
+def test_no_directory_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("tempfile.gettempdir", nothing)
+    with pytest.raises(NoScratch, match="no directory for temporary files"), scratch_file(100):
+        pass
+
+
+def test_room_that_is_not_there_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    """A full disk, seen only when a mapped page is written, would kill the process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(NoScratch, match="has no room for 2 MB"):
+            make(2 << 20, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert files(tmp_path) == []
