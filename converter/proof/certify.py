@@ -12,6 +12,7 @@ from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
 from bf16kit.tensors import TensorSpec
+from converter.graph.dimensions import reconciled
 from converter.model import Feeds
 from converter.options import Options
 from converter.process.memory import release
@@ -64,7 +65,7 @@ def certify(
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
         release()
-    manifest = _with_edges(manifest, axis)
+    manifest = _with_edges(_as_seen(manifest, samples.feeds, expected), axis)
     manifest = _with_golden(stage, manifest, samples.feeds[0], expected[0])
     certified = Certified(manifest)
     if axis is None:
@@ -149,6 +150,17 @@ def _verified(profile: str, entry: ProfileEntry, run: Run) -> ProfileEntry:
         return entry.model_copy(update={"verified": "emulated", "note": note})
     note = f"when verified: {how(run.info)}" if how(run.info) else ""
     return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
+
+
+def _as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> Manifest:
+    """Believe the names of the outputs' dimensions as far as the answers bear them out."""
+    specs = [entry.spec() for entry in (*manifest.inputs, *manifest.outputs)]
+    runs = (
+        {name: array.shape for name, array in (feed | answer).items()}
+        for feed, answer in zip(feeds, answers, strict=True)
+    )
+    outputs = reconciled(specs, runs)[len(manifest.inputs) :]
+    return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]})
 
 
 def _with_edges(manifest: Manifest, axis: int | None) -> Manifest:

@@ -1,13 +1,21 @@
-"""Seeded random samples for a model that came without any: integers stay within the tables that they index."""
+"""Seeded random samples for a model that came without any: integers stay within the tables that they index.
+
+Nobody says what the free dimensions of a stranger's model may be. So a few plausible sizes are tried on the source
+itself, and the first that it runs on are taken: pictures of several sizes, sequences, one row where the model keeps a
+state of one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bf16kit.tensors import BY_NAME, TensorSpec
+from bf16kit.errors import RuntimeFailure, SamplesError
+from bf16kit.tensors import BY_NAME, TensorSpec, describe
+from converter.graph.constants import compared_with, index_bound
 from converter.model import Array, Feeds
 from converter.proof.samples import Samples
 
@@ -18,69 +26,130 @@ if TYPE_CHECKING:
 
 COUNT = 8  # feeds
 ROWS = 2  # of the first named dimension: two, so that batching can be tried
-_LENGTHS = (4, 32)  # other named dimensions
-_IMAGE = 64  # named dimensions of inputs of rank 4 and more: pixels
 _DEFAULT_BOUND = 2  # an integer that indexes no table found: a flag or a mask
 
-# Ops that hand their first input's values on unchanged.
-_TRANSPARENT = frozenset(
-    {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+Runs = Callable[[Sequence[Feeds]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What free dimensions are in one attempt: the first, those after it, and the height and width of pictures."""
+
+    rows: int = ROWS
+    lengths: tuple[int, int] = (4, 32)
+    picture: tuple[int, int] = (64, 64)
+
+
+# Multiples of 32, which nets of five halvings want; 48 × 192 is a line of print; 576 samples are a window of sound.
+_ATTEMPTS = (
+    _Sizes(),
+    _Sizes(rows=1),
+    _Sizes(picture=(224, 224), lengths=(128, 160)),
+    _Sizes(picture=(48, 192), lengths=(576, 576)),
+    _Sizes(rows=1, picture=(224, 224), lengths=(576, 576)),
+    _Sizes(rows=1, lengths=(1, 1), picture=(320, 320)),
 )
 
 
-def generate(inputs: Sequence[TensorSpec], graph: ir.Model, sampler: Sampler | None, seed: int) -> Samples:
-    """:data:`COUNT` feeds: from ``sampler`` when the source brought one, else random within the graph's bounds."""
+def generate(
+    inputs: Sequence[TensorSpec], graph: ir.Model, sampler: Sampler | None, seed: int, runs: Runs | None = None
+) -> Samples:
+    """:data:`COUNT` feeds: from ``sampler`` when the source brought one, else random within the graph's bounds.
+
+    ``runs`` is the source answering feeds; None where it cannot, and then the first sizes are taken unseen. Raises
+    :class:`SamplesError` when the source runs on none.
+    """
     if sampler is not None:
         return Samples(tuple(sampler(seed, COUNT)), f"random token sequences (seed {seed})")
-    bounds = {value.name or "": index_bound(value) for value in graph.graph.inputs}
-    feeds = tuple(_random(inputs, bounds, seed))
-    return Samples(feeds, f"random inputs (seed {seed})")
+    within = {value.name or "": _Within.of(value) for value in graph.graph.inputs}
+    failures: list[str] = []
+    for sizes in _ATTEMPTS:
+        feeds = tuple(_random(inputs, within, seed, sizes))
+        failure = None if runs is None else _failure(runs, feeds)
+        if failure is None:
+            return Samples(feeds, f"random inputs (seed {seed})")
+        failures.append(failure)
+        if all(isinstance(dim, int) for spec in inputs for dim in spec.shape):
+            break  # there was nothing else to try
+    raise SamplesError(_wanted(inputs, failures[0]))
 
 
-def index_bound(value: ir.Value) -> int | None:
-    """The size of the smallest table that ``value`` indexes, be it through ops that move it; None for no table."""
-    bounds: list[int | None] = []
-    for node, position in value.uses():
-        if node.op_type == "Gather" and position == 1:
-            table = node.inputs[0]
-            axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-            size = table.shape[axis] if table is not None and table.shape is not None else None
-            bounds.append(size if isinstance(size, int) else None)
-        elif node.op_type in _TRANSPARENT and position == 0:
-            bounds.append(index_bound(node.outputs[0]))
-    found = [bound for bound in bounds if bound]
-    return min(found) if found else None
+def _failure(runs: Runs, feeds: Sequence[Feeds]) -> str | None:
+    """Why the source does not run on ``feeds``; None when it does."""
+    try:
+        runs(feeds)
+    except RuntimeFailure as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
-def _random(inputs: Sequence[TensorSpec], bounds: Mapping[str, int | None], seed: int) -> Iterator[Feeds]:
+def _wanted(inputs: Sequence[TensorSpec], failure: str) -> str:
+    described = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
+    saved = ", ".join(f"{spec.name}=…" if spec.name.isidentifier() else f"**{{{spec.name!r}: …}}" for spec in inputs)
+    return (
+        f"the model does not run on random inputs, whatever their free dimensions: {failure}\n"
+        f"Give inputs that it is made for with --samples FILE: numpy.savez('sample.npz', {saved}), or a directory of"
+        f" such files. It takes {described}; dimensions of one name are one size"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Within:
+    """What an integer input may be: less than ``bound``, or one of ``choices``."""
+
+    bound: int | None = None
+    choices: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, value: ir.Value) -> _Within:
+        return cls(index_bound(value), compared_with(value))
+
+
+def _random(inputs: Sequence[TensorSpec], within: Mapping[str, _Within], seed: int, sizes: _Sizes) -> Iterator[Feeds]:
     random = np.random.default_rng(seed)
     for _ in range(COUNT):
-        sizes = _sizes(inputs, random)
-        yield {spec.name: _values(spec, sizes, bounds.get(spec.name), random) for spec in inputs}
+        chosen = _choose(inputs, sizes, random)
+        yield {spec.name: _values(spec, chosen, within.get(spec.name, _Within()), random) for spec in inputs}
 
 
-def _sizes(inputs: Sequence[TensorSpec], random: np.random.Generator) -> dict[str, int]:
-    sizes: dict[str, int] = {}
+def _choose(inputs: Sequence[TensorSpec], sizes: _Sizes, random: np.random.Generator) -> dict[str, int]:
+    chosen: dict[str, int] = {}
     for spec in inputs:
         for axis, dim in enumerate(spec.shape):
-            if isinstance(dim, int) or dim in sizes:
+            if isinstance(dim, int) or dim in chosen:
                 continue
             if axis == 0:
-                sizes[dim] = ROWS
+                chosen[dim] = sizes.rows
+            elif len(spec.shape) >= 4:
+                chosen[dim] = sizes.picture[0 if axis < _width(spec) else 1]
             else:
-                sizes[dim] = _IMAGE if len(spec.shape) >= 4 else int(random.integers(_LENGTHS[0], _LENGTHS[1] + 1))
-    return sizes
+                chosen[dim] = int(random.integers(sizes.lengths[0], sizes.lengths[1] + 1))
+    return chosen
 
 
-def _values(spec: TensorSpec, sizes: Mapping[str, int], bound: int | None, random: np.random.Generator) -> Array:
-    shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape)
+def _width(spec: TensorSpec) -> int:
+    """The axis that is a picture's width: the last, or the one before the colours."""
+    return len(spec.shape) - (2 if spec.shape[-1] in (1, 3, 4) else 1)
+
+
+def _values(spec: TensorSpec, chosen: Mapping[str, int], within: _Within, random: np.random.Generator) -> Array:
+    shape = tuple(dim if isinstance(dim, int) else chosen[dim] for dim in spec.shape)
     dtype = BY_NAME[spec.dtype].numpy
     if dtype.kind == "b":
         return random.integers(0, 2, shape).astype(dtype)
     if dtype.kind in "iu":
-        if "mask" in spec.name.lower():
-            return np.ones(shape, dtype)
-        return random.integers(0, min(bound or _DEFAULT_BOUND, np.iinfo(dtype).max), shape).astype(dtype)
+        return _integers(spec, shape, within, random).astype(dtype)
     if dtype.kind == "O":
         return np.full(shape, b"sample", dtype)
     return random.standard_normal(shape).astype(dtype)
+
+
+def _integers(spec: TensorSpec, shape: tuple[int, ...], within: _Within, random: np.random.Generator) -> Array:
+    dtype = BY_NAME[spec.dtype].numpy
+    if "mask" in spec.name.lower():
+        return np.ones(shape, dtype)
+    if within.choices:
+        return random.choice(within.choices, shape)
+    is_picture = dtype == np.uint8 and len(shape) >= 3 and within.bound is None
+    bound = 256 if is_picture else min(within.bound or _DEFAULT_BOUND, np.iinfo(dtype).max)
+    return random.integers(0, bound, shape)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bf16kit.errors import InvalidRequest, SamplesError
+from bf16kit.errors import InvalidRequest, RuntimeFailure, SamplesError
 from bf16kit.tensors import TensorSpec, check_feeds, describe
+from converter.graph.dimensions import loosened, reconciled
 from converter.model import Array, Feeds
 from converter.process.imports import import_callable, is_import_spec
 from converter.process.quiet import first_line
@@ -23,17 +24,44 @@ LIMIT = 1000  # feeds; what a function yields beyond it is not asked for, so tha
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Feeds that fit the model's inputs, and in a few words where they came from."""
+    """Feeds that fit the model's inputs, and in a few words where they came from.
+
+    ``inputs`` are the model's as the feeds show them, where those contradict what it says of itself; else empty.
+    """
 
     feeds: tuple[Feeds, ...]
     origin: str
+    inputs: tuple[TensorSpec, ...] = ()
 
 
-def load(given: str, inputs: Sequence[TensorSpec]) -> Samples:
+def load(given: str, inputs: Sequence[TensorSpec], runs: Callable[[Sequence[Feeds]], object] | None = None) -> Samples:
     """The samples that ``--samples`` names: a file is one feed, a directory many, a function yields them.
 
-    Raises :class:`SamplesError` when they cannot be read, there are none, or one does not fit ``inputs``.
+    ``runs`` is the source answering feeds, where the names of dimensions are a stranger's. Samples that contradict
+    those names are let through when the source runs on them: then it is the names that are wrong, and
+    ``Samples.inputs`` says what is left of them. Raises :class:`SamplesError` when the samples cannot be read, there
+    are none, or one does not fit ``inputs``.
     """
+    try:
+        return _load(given, inputs)
+    except SamplesError as contradiction:
+        if runs is None or not _names_repeat(inputs):
+            raise
+        try:
+            loose = _load(given, loosened(inputs))
+            runs(loose.feeds)
+        except (SamplesError, RuntimeFailure):
+            raise contradiction from None
+    shapes = [{name: array.shape for name, array in feed.items()} for feed in loose.feeds]
+    return replace(loose, inputs=reconciled(inputs, shapes))
+
+
+def _names_repeat(inputs: Sequence[TensorSpec]) -> bool:
+    named = [dim for spec in inputs for dim in spec.shape if isinstance(dim, str)]
+    return len(set(named)) < len(named)
+
+
+def _load(given: str, inputs: Sequence[TensorSpec]) -> Samples:
     path = Path(given)
     if path.is_dir():
         return _from_directory(path, inputs)

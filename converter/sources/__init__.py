@@ -38,17 +38,16 @@ def read(options: Options, advance: Advance) -> Source:
 def _read_onnx(options: Options, advance: Advance) -> Source:
     from converter.passes.constants import floating_tensors
     from converter.sources import onnx_file
-    from converter.sources.edges import input_specs, output_specs
 
     if options.model is not None:
         raise UsageError("--model: an ONNX file brings its own architecture")
     model, files = onnx_file.read_graph(options.source)
-    onnx_file.apply_inputs(model, options.inputs)
+    inputs, outputs = onnx_file.settle_edges(model, options.inputs)
     tensors = floating_tensors(model)
     if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
     checkpoint = Checkpoint("onnx", digest_files(files, advance), tensors)
-    return Source(checkpoint, model, input_specs(model), output_specs(model), tools=("onnxscript",))
+    return Source(checkpoint, model, inputs, outputs, tools=("onnxscript",))
 
 
 def _read_huggingface(options: Options, advance: Advance) -> Source:

@@ -6,22 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import ConversionError
 from bf16kit.tensors import BY_ONNX, Kind, TensorSpec
+from converter.graph.dimensions import UNKNOWN, name_all
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
-    """The graph's inputs; unnamed free dimensions are called after input and axis.
+    """The graph's inputs; free dimensions that nobody named are called after input and axis.
 
     Raises :class:`ConversionError` for sequences, optionals, unknown ranks, and dtypes that bf16kit does not serve.
     """
-    return tuple(_spec(value, "other") for value in model.graph.inputs)
+    return name_all([_spec(value, "other") for value in model.graph.inputs])
 
 
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     """The graph's outputs, likewise, each with the kind its name suggests."""
-    return tuple(_spec(value, kind_of(value.name or "")) for value in model.graph.outputs)
+    return name_all([_spec(value, kind_of(value.name or "")) for value in model.graph.outputs], input_specs(model))
 
 
 def kind_of(name: str) -> Kind:
@@ -52,7 +53,6 @@ def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
 def _dim(name: str, axis: int, dim: Any) -> int | str:
     if dim == 0:
         raise ConversionError(f"{name!r} has size 0 in dimension {axis}; export the model with a named dimension there")
-    if isinstance(dim, int) and dim > 0:
-        return dim
-    named = not isinstance(dim, int) and dim.value is not None  # some exporters write −1 for a free dimension
-    return str(dim.value) if named else f"{name}_{axis}"
+    if isinstance(dim, int):
+        return dim if dim > 0 else UNKNOWN  # some exporters write −1 for a free dimension
+    return UNKNOWN if dim.value is None else str(dim.value)

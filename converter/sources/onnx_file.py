@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bf16kit.errors import SourceError, UsageError
+from bf16kit.errors import ConversionError, SourceError, UsageError
 from bf16kit.tensors import TensorSpec
+from converter.graph.dimensions import is_named
+from converter.graph.names import values_of
 from converter.process.quiet import quiet, reason
-from converter.sources.edges import input_specs
+from converter.sources.edges import input_specs, output_specs
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     """The model, its external data memory-mapped, and the files it is made of.
 
-    Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory.
+    Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory,
+    and :class:`ConversionError` when it takes or gives maps, or holds sparse constants.
     """
     import onnx_ir as ir
 
@@ -27,13 +30,61 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
             model = ir.load(path)
             model.graph.sort()
     except Exception as error:  # protobuf and onnx_ir raise errors of many kinds on damaged files
+        _check_readable(path)
         raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({reason(error)})") from error
     if not list(model.graph.outputs):
         raise SourceError(f"{path}: truncated or damaged: its graph has no outputs")
     # Up to IR version 3 weights had to be listed among the inputs; nobody feeds them.
     for value in [value for value in model.graph.inputs if value.name in model.graph.initializers]:
         model.graph.inputs.remove(value)
+    _forget_names(model)
     return model, [path, *_external_files(path, model)]
+
+
+def _check_readable(path: Path) -> None:
+    """:class:`ConversionError` for what onnx_ir cannot read in a sound file: maps and sparse constants."""
+    import onnx
+
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+    except Exception:  # noqa: BLE001 - damaged, which the caller says
+        return
+    made = {name: node.op_type for node in graph.node for name in node.output}
+    for edge in (*graph.input, *graph.output):
+        kind = edge.type.WhichOneof("value")
+        if kind == "map_type" or (kind == "sequence_type" and edge.type.sequence_type.elem_type.HasField("map_type")):
+            what = "a map" if kind == "map_type" else "a sequence of maps"
+            # every scikit-learn classifier ends in one unless told not to
+            remedy = "; export it without ZipMap (skl2onnx: options={'zipmap': False})"
+            raise ConversionError(
+                f"{path}: {edge.name!r} is {what}, and bf16kit serves tensors only"
+                f"{remedy if made.get(edge.name) == 'ZipMap' else ''}"
+            )
+    for node in graph.node:
+        if any(attribute.type == onnx.AttributeProto.SPARSE_TENSOR for attribute in node.attribute):
+            raise ConversionError(f"{path}: constant {node.output[0]!r} is sparse and has to be made dense")
+
+
+def _forget_names(model: ir.Model) -> None:
+    """Leave a free dimension its name at the edges alone, and there only one that tells dimensions apart.
+
+    What the file says of values inside the graph is another program's guess. ONNX Runtime believes it, and gives two
+    values of the same names the same memory, or fails. What follows from the inputs' names is inferred again.
+    """
+    import onnx_ir as ir
+
+    edges = {*model.graph.inputs, *model.graph.outputs}
+    for value in (value for graph in model.graphs() for value in values_of(graph)):
+        if value.shape is not None and not value.is_initializer():
+            value.shape = ir.Shape([d if _is_size(d) or (value in edges and _says(d)) else None for d in value.shape])
+
+
+def _is_size(dim: int | ir.SymbolicDim) -> bool:
+    return isinstance(dim, int) and dim >= 0  # some exporters write −1 for a free dimension
+
+
+def _says(dim: int | ir.SymbolicDim) -> bool:
+    return not isinstance(dim, int) and is_named(dim.value)
 
 
 def _external_files(path: Path, model: ir.Model) -> list[Path]:
@@ -74,20 +125,39 @@ def _check_size(path: Path, location: Path, end: int) -> None:
         raise SourceError(f"{location}: truncated: {location.stat().st_size} bytes, {path.name} needs {end}")
 
 
-def apply_inputs(model: ir.Model, given: Sequence[TensorSpec]) -> None:
-    """Give the graph's inputs the dimension names of ``--input``; names and dtypes must be the graph's own."""
+def settle_edges(model: ir.Model, given: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The graph's inputs, with the dimension names of ``--input``, and its outputs.
+
+    Raises :class:`UsageError` when a name or dtype given is not the graph's own.
+    """
     import onnx_ir as ir
 
-    specs = {spec.name: spec for spec in input_specs(model)}
-    for spec in given:
-        if spec.name not in specs:
-            raise UsageError(f"--input {spec.name}: the model's inputs are {', '.join(specs)}")
-        own = specs[spec.name]
-        if spec.dtype != own.dtype or not _fits(spec, own):
-            raise UsageError(f"--input {spec.name}: the model's own input is {own.dtype}{list(own.shape)}")
-    for value in model.graph.inputs:
-        chosen = next((spec for spec in given if spec.name == value.name), specs[value.name or ""])
-        value.shape = ir.Shape(chosen.shape)
+    inputs = tuple(_chosen(own, given) for own in input_specs(model))
+    unknown = sorted({spec.name for spec in given} - {spec.name for spec in inputs})
+    if unknown:
+        raise UsageError(f"--input {unknown[0]}: the model's inputs are {', '.join(spec.name for spec in inputs)}")
+    name_inputs(model, inputs)
+    outputs = output_specs(model)
+    for value in model.graph.outputs:
+        if value.shape is not None:
+            value.shape = ir.Shape([dim if _is_size(dim) else None for dim in value.shape])
+    return inputs, outputs
+
+
+def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:
+    """Let the graph's inputs have the dimensions of ``inputs``, which are in their order."""
+    import onnx_ir as ir
+
+    for value, spec in zip(model.graph.inputs, inputs, strict=True):
+        value.shape = ir.Shape(spec.shape)
+
+
+def _chosen(own: TensorSpec, given: Sequence[TensorSpec]) -> TensorSpec:
+    """``own``, or the spec given for it."""
+    chosen = next((spec for spec in given if spec.name == own.name), own)
+    if chosen.dtype != own.dtype or not _fits(chosen, own):
+        raise UsageError(f"--input {own.name}: the model's own input is {own.dtype}{list(own.shape)}")
+    return chosen
 
 
 def _fits(spec: TensorSpec, own: TensorSpec) -> bool:

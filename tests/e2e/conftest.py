@@ -1,89 +1,11 @@
-"""``bf16-serve`` as its users run it: a process, its ports read from its log, its exit code at the end."""
+"""Servers as processes, ended after the test that started them."""
 
 from __future__ import annotations
 
-import re
-import signal
-import subprocess
-import sys
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from waiting import until
-
-_BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on http://\S+:(\d+)/")
-
-
-class ServerProcess:
-    """A running server. Its log is read on a thread, so that it never fills the pipe."""
-
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        command = [str(Path(sys.executable).with_name("bf16-serve")), *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-
-    @property
-    def log(self) -> str:
-        return "\n".join(self.lines)
-
-    def ports(self) -> tuple[int, int]:
-        """The gRPC and the HTTP port, as soon as the log names them."""
-        until(lambda: _BANNER.search(self.log) or self.process.poll() is not None, 60, "the ports in the log")
-        found = _BANNER.search(self.log)
-        assert found is not None, self.log
-        return int(found[1]), int(found[2])
-
-    @property
-    def target(self) -> str:
-        return f"127.0.0.1:{self.ports()[0]}"
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a page."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports()[1]}{path}", timeout=20) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def metric(self, series: str) -> float:
-        """The value of one series, its labels sorted by name; −1 when it is not there."""
-        found = re.search(rf"^{re.escape(series)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
-        return float(found[1]) if found else -1.0
-
-    def wait_ready(self) -> ServerProcess:
-        until(lambda: self.get("/readyz")[0] == 200, 60, "ready")
-        return self
-
-    def terminate(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-
-    def exit_code(self) -> int:
-        """Waits for the end."""
-        code = self.process.wait(60)
-        self._reader.join(20)
-        return code
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.exit_code()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-
-
-Serve = Callable[..., ServerProcess]
+from serverprocess import Serve, ServerProcess
 
 
 @pytest.fixture

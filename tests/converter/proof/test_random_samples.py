@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from onnx import TensorProto, helper
 
 import graphs
+from bf16kit.errors import RuntimeFailure, SamplesError
 from bf16kit.tensors import TensorSpec, check_feeds
-from converter.proof.random_samples import COUNT, ROWS, generate, index_bound
+from converter.graph.constants import compared_with, index_bound
+from converter.proof.random_samples import COUNT, ROWS, generate
 from converter.sources.edges import input_specs
 
 
@@ -93,6 +96,63 @@ def test_the_samples_say_where_they_came_from() -> None:
 
     given = generate(input_specs(model), model, sampler, seed=7)  # type: ignore[arg-type]
     assert given.origin == "random token sequences (seed 7)"
+
+
+def test_an_integer_that_is_compared_with_constants_takes_one_of_them() -> None:
+    made = graphs.if_branches()
+    made.graph.input[1].CopyFrom(graphs.edge("rate", [], TensorProto.INT64))
+    made.graph.initializer.append(graphs.initializer("sixteen", np.array(16_000)))
+    sign = graphs.initializer("", np.array([8_000]))
+    made.graph.node.insert(0, helper.make_node("Equal", ["rate", "sixteen"], ["flag"]))
+    made.graph.node.insert(1, helper.make_node("Constant", [], ["eight"], value=sign))
+    made.graph.node.insert(2, helper.make_node("Equal", ["eight", "rate"], ["unused"]))
+    model = read(made)
+    assert compared_with(input_named(model, "rate")) == (8_000, 16_000)
+    assert compared_with(input_named(model, "x")) == ()
+    feeds = generate(input_specs(model), model, None, seed=0).feeds
+    assert {int(feed["rate"]) for feed in feeds} == {8_000, 16_000}
+
+
+def test_pictures_of_bytes_use_all_their_values() -> None:
+    spec = TensorSpec("image", "uint8", ("n", "height", "width", 3))
+    feed = generate([spec], read(graphs.mlp()), None, seed=0).feeds[0]["image"]
+    assert feed.shape == (ROWS, 64, 64, 3)
+    assert feed.max() > 200
+
+
+def _runs_when(fits: Callable[[dict[str, np.ndarray]], bool]) -> Callable[[Sequence[dict[str, np.ndarray]]], None]:
+    def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+        for feed in feeds:
+            if not fits(feed):
+                raise RuntimeFailure("the wrong size\nin node 7")
+
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        (("n", 3, "h", "w"), lambda x: x.shape[2:] == (48, 192)),  # a line of print
+        (("n", "h", "w", 3), lambda x: x.shape[1:3] == (224, 224)),
+        (("n", 4), lambda x: len(x) == 1),  # keeps a state of one row
+        (("n", "time"), lambda x: x.shape[1] == 576),  # a window of sound
+    ],
+)
+def test_sizes_that_the_source_does_not_run_on_are_passed_over(shape: tuple[int | str, ...], fits: object) -> None:
+    specs = (TensorSpec("x", "float32", shape),)
+    runs = _runs_when(lambda feed: fits(feed["x"]))  # type: ignore[operator]
+    found = generate(specs, read(graphs.mlp()), None, seed=0, runs=runs)
+    assert all(fits(feed["x"]) for feed in found.feeds)  # type: ignore[operator]
+
+
+def test_where_nothing_runs_the_inputs_are_told_and_how_to_give_them() -> None:
+    specs = (TensorSpec("in:0", "float32", ("n", 2)), TensorSpec("rate", "int64", ()))
+    with pytest.raises(SamplesError) as refused:
+        generate(specs, read(graphs.mlp()), None, seed=0, runs=_runs_when(lambda feed: False))
+    said = str(refused.value)
+    assert "does not run on random inputs, whatever their free dimensions: the wrong size\n" in said
+    assert "numpy.savez('sample.npz', **{'in:0': …}, rate=…)" in said
+    assert "It takes in:0 float32[n,2], rate int64[]" in said
 
 
 @pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])

@@ -1,0 +1,49 @@
+"""What a graph's constants tell of its integer inputs: tables that they index, numbers they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+# Ops that hand their first input's values on unchanged.
+_TRANSPARENT = frozenset(
+    {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+)
+
+
+def index_bound(value: ir.Value) -> int | None:
+    """The size of the smallest table that ``value`` indexes, be it through ops that move it; None for no table."""
+    bounds: list[int | None] = []
+    for node, position in value.uses():
+        if node.op_type == "Gather" and position == 1:
+            table = node.inputs[0]
+            axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+            size = table.shape[axis] if table is not None and table.shape is not None else None
+            bounds.append(size if isinstance(size, int) else None)
+        elif node.op_type in _TRANSPARENT and position == 0:
+            bounds.append(index_bound(node.outputs[0]))
+    found = [bound for bound in bounds if bound]
+    return min(found) if found else None
+
+
+def compared_with(value: ir.Value) -> tuple[int, ...]:
+    """The integers that ``value`` is compared with for equality, in order: a sample rate, a mode; () for none."""
+    return tuple(sorted(set(_compared(value))))
+
+
+def _compared(value: ir.Value) -> Iterator[int]:
+    for node, position in value.uses():
+        if node.op_type == "Equal":
+            yield from _number(node.inputs[1 - position])
+        elif node.op_type in _TRANSPARENT and position == 0:
+            yield from _compared(node.outputs[0])
+
+
+def _number(value: ir.Value | None) -> Iterator[int]:
+    """What ``value`` is, when that is one constant integer, in an initializer or a Constant node."""
+    if value is None or value.dtype not in (None, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.UINT8):
+        return
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is not None and tensor.size == 1 and tensor.dtype.is_integer():
+        yield int(tensor.numpy().reshape(()))

@@ -1,0 +1,265 @@
+"""The forms that strangers' ONNX files take: old opsets, recurrent layers, half precision, other domains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli, tree
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from restored import Array, assert_restored
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from bf16kit.runtime.onnx import OnnxRuntime
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+def _opset(proto: ModelProto, opset: int, ir: int | None = None) -> ModelProto:
+    proto.opset_import[0].version = opset
+    if ir is not None:
+        proto.ir_version = ir
+    return proto
+
+
+def _listed_as_inputs(proto: ModelProto) -> ModelProto:
+    """As up to IR version 3, whose weights had to be inputs too."""
+    proto.graph.input.extend(graphs.edge(tensor.name, list(tensor.dims)) for tensor in proto.graph.initializer)
+    return proto
+
+
+def recurrent(op: str, width: int = 16, directions: int = 2) -> ModelProto:
+    """x [seq, batch, width], h [directions, batch, width] → one ``op`` layer both ways → y, its last state."""
+    rows = GATES[op] * width
+    state = [graphs.edge("h", [directions, "batch", width])]
+    direction = "bidirectional" if directions == 2 else "forward"
+    return graphs.model(
+        [
+            helper.make_node(
+                op, ["x", "w", "r", "b", "", "h"], ["y", "last"], name="layer", hidden_size=width, direction=direction
+            )
+        ],
+        [graphs.edge("x", ["seq", "batch", width]), *state],
+        [graphs.edge("y", ["seq", directions, "batch", width]), graphs.edge("last", [directions, "batch", width])],
+        [
+            graphs.initializer("w", graphs.values(directions, rows, width, scale=0.3)),
+            graphs.initializer("r", graphs.values(directions, rows, width, seed=1, scale=0.3)),
+            graphs.initializer("b", graphs.values(directions, 2 * rows, seed=2, scale=0.1)),
+        ],
+    )
+
+
+def half_inside(width: int = 16) -> ModelProto:
+    """x·``half`` in fp16 between two Casts, then ·``full`` in fp32."""
+    return graphs.model(
+        [
+            helper.make_node("Cast", ["x"], ["x16"], name="narrow", to=TensorProto.FLOAT16),
+            helper.make_node("MatMul", ["x16", "half"], ["h16"], name="first"),
+            helper.make_node("Cast", ["h16"], ["h"], name="widen", to=TensorProto.FLOAT),
+            helper.make_node("MatMul", ["h", "full"], ["y"], name="second"),
+        ],
+        [graphs.edge("x", ["batch", width])],
+        [graphs.edge("y", ["batch", width])],
+        [
+            graphs.initializer("half", graphs.values(width, 2 * width).astype(np.float16)),
+            graphs.initializer("full", graphs.values(2 * width, width, seed=1)),
+        ],
+    )
+
+
+def half_stored(width: int = 16) -> ModelProto:
+    """A weight kept in fp16 and widened before it is used, as half-size files are."""
+    proto = half_inside(width)
+    proto.graph.node[0].CopyFrom(helper.make_node("Cast", ["half"], ["wide"], name="widen_weight", to=1))
+    proto.graph.node[1].CopyFrom(helper.make_node("MatMul", ["x", "wide"], ["h"], name="first"))
+    del proto.graph.node[2]
+    return proto
+
+
+def half_edges(width: int = 16) -> ModelProto:
+    """fp16 in, fp32 inside, fp16 out."""
+    return graphs.model(
+        [
+            helper.make_node("Cast", ["x"], ["h"], name="widen", to=TensorProto.FLOAT),
+            helper.make_node("MatMul", ["h", "w"], ["m"], name="matmul"),
+            helper.make_node("Cast", ["m"], ["y"], name="narrow", to=TensorProto.FLOAT16),
+        ],
+        [graphs.edge("x", ["batch", width], TensorProto.FLOAT16)],
+        [graphs.edge("y", ["batch", width], TensorProto.FLOAT16)],
+        [graphs.initializer("w", graphs.values(width, width))],
+    )
+
+
+def contrib(width: int = 32) -> ModelProto:
+    """com.microsoft's operators, as its own optimiser writes them into files."""
+    made = graphs.model(
+        [
+            helper.make_node("FusedMatMul", ["x", "w"], ["m"], "scaled", domain="com.microsoft", alpha=2.0),
+            helper.make_node("BiasGelu", ["m", "b"], ["g"], "gelu", domain="com.microsoft"),
+            helper.make_node(
+                "SkipLayerNormalization", ["g", "m", "gamma", "beta"], ["n"], "norm", domain="com.microsoft"
+            ),
+            helper.make_node("MatMul", ["n", "v"], ["y"], "matmul"),
+        ],
+        [graphs.edge("x", ["batch", 3, 16])],
+        [graphs.edge("y", ["batch", 3, 16])],
+        [
+            graphs.initializer("w", graphs.values(16, width)),
+            graphs.initializer("b", graphs.values(width, seed=1)),
+            graphs.initializer("gamma", graphs.values(width, seed=2) + 1),
+            graphs.initializer("beta", graphs.values(width, seed=3)),
+            graphs.initializer("v", graphs.values(width, 16, seed=4)),
+        ],
+    )
+    made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return made
+
+
+def words(width: int = 128) -> ModelProto:
+    """Strings → their numbers (ai.onnx.ml) → rows of a table; the strings come out again, too."""
+    made = graphs.model(
+        [
+            helper.make_node(
+                "LabelEncoder",
+                ["s"],
+                ["i"],
+                "encode",
+                domain="ai.onnx.ml",
+                keys_strings=["a", "sample"],
+                values_int64s=[0, 1],
+                default_int64=2,
+            ),
+            helper.make_node("Gather", ["table", "i"], ["y"], "look_up"),
+            helper.make_node("Identity", ["s"], ["same"], "echo"),
+        ],
+        [graphs.edge("s", ["batch"], TensorProto.STRING)],
+        [graphs.edge("y", ["batch", width]), graphs.edge("same", ["batch"], TensorProto.STRING)],
+        [graphs.initializer("table", graphs.values(3, width))],
+    )
+    made.opset_import.append(helper.make_opsetid("ai.onnx.ml", 2))
+    return made
+
+
+def convert(cli: Cli, proto: ModelProto, target: Path) -> Artifact:
+    path = target.parents[2] / "m.onnx"
+    onnx.save(proto, path)
+    cli("checkpoint", path, "--out", target, *ONNX_ONLY).published()
+    return Artifact.open(target)
+
+
+def assert_same(artifact: Artifact, proto: ModelProto, feeds: dict[str, Array], tolerance: float = 0.02) -> None:
+    """The reference answers as ``proto`` in ONNX Runtime does, profile cpu nearly so."""
+    runtime = load(artifact, "cpu")
+    expected = OnnxRuntime(proto.SerializeToString(), runtime.inputs, runtime.outputs).run(feeds)
+    reference, narrowed = load_reference(artifact).run(feeds), runtime.run(feeds)
+    for name, array in expected.items():
+        np.testing.assert_allclose(reference[name], array, atol=1e-5)
+        np.testing.assert_allclose(narrowed[name], array, atol=tolerance)
+
+
+@pytest.mark.parametrize("opset", [7, 8, 9, 10, 11, 12])
+def test_opsets_from_7_and_ir_3_on_are_read(cli: Cli, target: Path, opset: int) -> None:
+    proto = _opset(_listed_as_inputs(graphs.mlp()), opset, ir=3)
+    artifact = convert(cli, proto, target)
+    assert [entry.name for entry in artifact.manifest.inputs] == ["x"]
+    plain = _opset(graphs.mlp(), opset, ir=4)
+    assert_same(artifact, plain, {"x": graphs.values(4, 16, seed=9)})
+
+
+@pytest.mark.parametrize("opset", [7, 14, 22])
+@pytest.mark.parametrize("op", GATES)
+def test_recurrent_layers_keep_their_answers_and_halve_their_weights(
+    cli: Cli, target: Path, op: str, opset: int
+) -> None:
+    proto = _opset(recurrent(op), opset)
+    artifact = convert(cli, proto, target)
+    stored = {tensor.name: tensor.dtype for tensor in artifact.manifest.tensors}
+    assert stored["w"] == stored["r"] == "bfloat16"
+    feeds = {"x": graphs.values(6, 3, 16, seed=8, scale=2.0), "h": graphs.values(2, 3, 16, seed=7, scale=0.5)}
+    assert_same(artifact, proto, feeds)
+
+
+@pytest.mark.parametrize("build", [half_inside, half_stored, half_edges])
+def test_fp16_parts_stay_as_they_are_and_are_given_back(cli: Cli, tmp_path: Path, target: Path, build: object) -> None:
+    proto = build()  # type: ignore[operator]
+    artifact = convert(cli, proto, target)
+    feeds = {"x": graphs.values(4, 16, seed=9).astype(np.float16 if build is half_edges else np.float32)}
+    assert_same(artifact, proto, feeds)
+    cli("restore", target, "--out", tmp_path / "back.safetensors").published()
+    assert_restored(tmp_path / "back.safetensors", graphs.weights_of(proto))
+
+
+@pytest.mark.parametrize("opset", [12, 17, 22])
+def test_com_microsofts_operators_are_converted(cli: Cli, target: Path, opset: int) -> None:
+    proto = _opset(contrib(), opset)
+    assert_same(convert(cli, proto, target), proto, {"x": graphs.values(2, 3, 16, seed=9)}, tolerance=0.1)
+
+
+def test_strings_go_in_and_come_out(cli: Cli, target: Path) -> None:
+    artifact = convert(cli, _opset(words(), 17), target)
+    assert [entry.dtype for entry in artifact.manifest.inputs] == ["string"]
+    answer = load(artifact, "cpu").run({"s": np.array(["a", "b"], object)})
+    table = graphs.values(3, 128)
+    np.testing.assert_allclose(answer["y"], table[[0, 2]], rtol=2**-8)
+    assert answer["same"].tolist() == ["a", "b"]
+
+
+def _sparse() -> onnx.SparseTensorProto:
+    values = numpy_helper.from_array(graphs.values(10), "w0")
+    return helper.make_sparse_tensor(values, numpy_helper.from_array(np.arange(10)), [16, 32])
+
+
+def sparse_initializer() -> ModelProto:
+    proto = graphs.mlp()
+    del proto.graph.initializer[0]
+    proto.graph.sparse_initializer.append(_sparse())
+    return proto
+
+
+def sparse_constant() -> ModelProto:
+    proto = graphs.mlp()
+    del proto.graph.initializer[0]
+    proto.graph.node.insert(0, helper.make_node("Constant", [], ["w0"], name="w0", sparse_value=_sparse()))
+    return proto
+
+
+def zip_map() -> ModelProto:
+    """Probabilities by class, as scikit-learn's classifiers give them unless told not to."""
+    proto = graphs.mlp()
+    proto.graph.node.append(
+        helper.make_node("ZipMap", ["y"], ["p"], "zip", domain="ai.onnx.ml", classlabels_int64s=list(range(16)))
+    )
+    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    proto.graph.output[0].CopyFrom(helper.make_value_info("p", helper.make_sequence_type_proto(maps)))
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 1))
+    return proto
+
+
+def whole_numbers() -> ModelProto:
+    return graphs.model(
+        [helper.make_node("Add", ["x", "one"], ["y"], "add")],
+        [graphs.edge("x", ["n"], TensorProto.INT64)],
+        [graphs.edge("y", ["n"], TensorProto.INT64)],
+        [graphs.initializer("one", np.array([1]))],
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (sparse_initializer, "'w0', which nothing gives; an initializer that is sparse has to be made dense"),
+        (sparse_constant, "constant 'w0' is sparse and has to be made dense"),
+        (zip_map, "'p' is a sequence of maps, and bf16kit serves tensors only; export it without ZipMap (skl2onnx:"),
+        (whole_numbers, "holds no fp32 weights, so there is nothing to convert"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_the_remedy(
+    cli: Cli, tmp_path: Path, target: Path, build: object, said: str
+) -> None:
+    onnx.save(build(), tmp_path / "m.onnx")  # type: ignore[operator]
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, said)
+    assert tree(tmp_path) == ["m.onnx"]

@@ -1,0 +1,115 @@
+"""Dimensions of ONNX files by strangers: unknown ones are equal to nothing, and names that a run contradicts are not
+believed; neither by the converter nor by the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tritonclient.grpc as triton
+from converting import ONNX_ONLY, process
+from numpy.typing import NDArray
+from onnx import ModelProto, helper
+from serverprocess import Serve, ServerProcess
+
+import graphs
+from bf16kit.artifact import Artifact
+
+Array = NDArray[Any]
+RANDOM = np.random.default_rng(0)
+
+
+def paddle() -> ModelProto:
+    """A small net as PaddlePaddle exports it: every unknown dimension is called ``?``, −1 stands for the batch."""
+    proto = graphs.conv_bn()
+    proto.graph.input[0].CopyFrom(graphs.edge("x", [-1, 3, "?", "?"]))
+    proto.graph.output[0].CopyFrom(graphs.edge("y", ["?", 8, "?", "?"]))
+    proto.graph.value_info.extend([graphs.edge("c", ["?", 8, "?", "?"]), graphs.edge("n", ["?", 8, "?", "?"])])
+    return proto
+
+
+def doubled() -> ModelProto:
+    """Two rows for each one given, and yet both are called ``batch``."""
+    proto = graphs.mlp()
+    proto.graph.node[-1].output[0] = "once"
+    proto.graph.node.append(helper.make_node("Concat", ["once", "once"], ["y"], axis=0, name="twice"))
+    return proto
+
+
+def two_lists() -> ModelProto:
+    """x [n, 16] and z [n, 16]: rows of z·w + (sum of rows of x)·w. The lists need not be equally long, names or no."""
+    return graphs.model(
+        [
+            helper.make_node("ReduceSum", ["x", "rows"], ["sum"], name="sum"),
+            helper.make_node("Add", ["z", "sum"], ["both"], name="add"),
+            helper.make_node("MatMul", ["both", "w"], ["y"], name="matmul"),
+        ],
+        [graphs.edge("x", ["n", 16]), graphs.edge("z", ["n", 16])],
+        [graphs.edge("y", ["n", 32])],
+        [graphs.initializer("w", graphs.values(16, 32)), graphs.initializer("rows", np.array([0]))],
+    )
+
+
+def convert(proto: ModelProto, directory: Path, *arguments: str | Path) -> Artifact:
+    """``proto`` converted into ``directory/models/m/1``."""
+    onnx.save(proto, directory / "m.onnx")
+    target = directory / "models" / "m" / "1"
+    process("checkpoint", directory / "m.onnx", "--out", target, *ONNX_ONLY, *arguments).published()
+    return Artifact.open(target)
+
+
+def ask(server: ServerProcess, feeds: dict[str, Array]) -> Array:
+    """The output ``y``."""
+    tensors = [triton.InferInput(name, list(array.shape), "FP32") for name, array in feeds.items()]
+    for tensor, array in zip(tensors, feeds.values(), strict=True):
+        tensor.set_data_from_numpy(array)
+    with triton.InferenceServerClient(server.target) as client:
+        answer: Array = client.infer("m", tensors).as_numpy("y")
+    return answer
+
+
+def floats(*shape: int) -> Array:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def test_dimensions_called_alike_by_paddlepaddle_differ(tmp_path: Path, serve: Serve) -> None:
+    np.savez(tmp_path / "wide.npz", x=floats(2, 3, 8, 20))
+    manifest = convert(paddle(), tmp_path, "--samples", tmp_path / "wide.npz").manifest
+    assert manifest.inputs[0].shape == ["x_0", 3, "x_2", "x_3"]
+    assert manifest.outputs[0].shape == ["x_0", 8, "y_2", "y_3"]
+    assert manifest.batch_axis == 0
+    server = serve("--repository", str(tmp_path / "models"), "--device", "cpu").wait_ready()
+    for shape in [(1, 3, 9, 30), (4, 3, 30, 9)]:
+        assert ask(server, {"x": floats(*shape)}).shape == (shape[0], 8, *shape[2:])
+
+
+def test_a_name_that_an_output_reuses_for_another_size_is_not_believed(tmp_path: Path, serve: Serve) -> None:
+    manifest = convert(doubled(), tmp_path).manifest
+    assert manifest.inputs[0].shape == ["batch", 16]
+    assert manifest.outputs[0].shape == ["y_0", 16]
+    assert manifest.batch_axis is None
+    server = serve("--repository", str(tmp_path / "models"), "--device", "cpu").wait_ready()
+    assert ask(server, {"x": floats(3, 16)}).shape == (6, 16)
+
+
+@pytest.mark.parametrize("given", [{"x": (5, 16), "z": (3, 15)}, {"x": (5, 8), "z": (3, 8)}])
+def test_samples_that_no_names_could_mend_are_refused_for_what_they_are(
+    tmp_path: Path, given: dict[str, tuple[int, ...]]
+) -> None:
+    onnx.save(two_lists(), tmp_path / "m.onnx")
+    np.savez(tmp_path / "wrong.npz", x=floats(*given["x"]), z=floats(*given["z"]))
+    arguments = ("--out", tmp_path / "models" / "m" / "1", "--samples", tmp_path / "wrong.npz")
+    process("checkpoint", tmp_path / "m.onnx", *arguments).refused(2, "wrong.npz", "expected [n,16]")
+
+
+def test_a_sample_that_contradicts_a_name_and_does_not_run_is_refused_by_that_name(tmp_path: Path) -> None:
+    proto = two_lists()
+    proto.graph.node[0].CopyFrom(helper.make_node("Identity", ["x"], ["sum"], name="sum"))  # now they must be equal
+    onnx.save(proto, tmp_path / "m.onnx")
+    np.savez(tmp_path / "uneven.npz", x=floats(5, 16), z=floats(3, 16))
+    arguments = ("--out", tmp_path / "models" / "m" / "1", "--samples", tmp_path / "uneven.npz")
+    said = "input 'z' has shape [3, 16], expected [n,16] with 3 = 5 in dimension 0"
+    process("checkpoint", tmp_path / "m.onnx", *arguments).refused(2, said)
