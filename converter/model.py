@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Feeds = dict[str, Array]
 Sampler = Callable[[int, int], Iterator[Feeds]]  # (seed, count) → plausible feeds
+FP32_ROUNDOFF = 2.0**-24
 
 _CHUNK = 1 << 20
 
@@ -48,13 +49,32 @@ class TorchModel:
     example: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """The source itself, answering feeds as it did before anything was done to it.
+
+    ``answers`` yields the outputs by name for each feed in turn, as the source computes them; whatever it holds is let
+    go of when it ends. It raises :class:`~bf16kit.errors.RuntimeFailure` when the source does not run. ``how`` says for
+    people who answers. ``roundoff`` is the unit roundoff of the least precise arithmetic the source itself computes in.
+    """
+
+    answers: Callable[[Sequence[Feeds]], Iterator[Feeds]]
+    how: str
+    roundoff: float = FP32_ROUNDOFF
+
+    def __call__(self, feeds: Sequence[Feeds]) -> list[Feeds]:
+        """All answers at once, for few and small ones."""
+        return list(self.answers(feeds))
+
+
 @dataclass(slots=True)
 class Source:
-    """A checkpoint made runnable.
+    """A checkpoint made runnable, and the model itself to ask what it answers.
 
     ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes.
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, which frees
-    its memory. ``tools`` are the packages whose versions shape the graph.
+    its memory, and ``oracle`` with it. A source that cannot answer has no oracle, and ``unasked`` says why. ``tools``
+    are the packages whose versions shape the graph.
     """
 
     checkpoint: Checkpoint
@@ -64,6 +84,8 @@ class Source:
     module: TorchModel | None = None
     sampler: Sampler | None = None
     tools: tuple[str, ...] = ()
+    oracle: Oracle | None = None
+    unasked: str = "sources of this kind cannot be run"
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:

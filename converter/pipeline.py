@@ -28,8 +28,8 @@ from converter.process.progress import Progress, Silent
 from converter.proof import samples
 from converter.proof.certify import Certified, certify
 from converter.proof.judging import check_budget, check_judged, judge, with_kinds
+from converter.proof.oracle import Asked, ask
 from converter.proof.random_samples import generate
-from converter.proof.running import open_source
 from converter.proof.samples import Samples
 from converter.report import page
 
@@ -61,6 +61,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         calibration = _samples(options, source)
         if not options.samples:
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
+        asked = _ask(source, calibration, stage, progress)
         profiles = _trace(options, source, stage, progress, notes)
         release()
         with progress.step("planning"):
@@ -72,11 +73,11 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         manifest = _describe(options, source, plan, stored, profiles)
         if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
             notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
-        reference = None if options.residual else open_source(prepared.reference, source.inputs, source.outputs)
+        reference = None if options.residual else prepared.reference
         census = stored.census
         del source, prepared, stored
         release()
-        certified = certify(stage, manifest, calibration, options, progress, reference)
+        certified = certify(stage, manifest, calibration, options, progress, asked, reference)
         notes += certified.notes
         check_judged(options.budget, certified.manifest)
         manifest, left_out = judge(certified.over, certified.manifest, options, stage)
@@ -95,6 +96,14 @@ def _samples(options: Options, source: Source) -> Samples:
     if options.samples is not None:
         return samples.load(options.samples, source.inputs)
     return generate(source.inputs, source.graph, source.sampler, options.seed)
+
+
+def _ask(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> Asked:
+    """What the source itself answers, before narrowing and folding change it; its oracle is let go of afterwards."""
+    with progress.step("asking the source itself"):
+        asked = ask(source, calibration.feeds, stage.path)
+    source.oracle = None
+    return asked
 
 
 def _trace(

@@ -43,17 +43,21 @@ def open_session(
     external: Mapping[str, NDArray[Any]] | None = None,
     base_dir: Path | None = None,
     library: Path | None = None,
+    optimise: bool = True,
 ) -> Session:
     """A session for ``model`` on the canonical ``device``.
 
     ``threads`` is the number that works on one run, the caller's included; None is one per available processor.
     ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
     file does not exist; ONNX Runtime copies them, so nothing refers to them afterwards. ``base_dir`` is where a model
-    given as bytes finds its external data. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`).
+    given as bytes finds its external data. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without
+    ``optimise`` every operator runs as the graph says, none fused, folded or dropped.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
     options = _options(threads, spin)
+    if not optimise:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if base_dir is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base_dir))
     values = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}

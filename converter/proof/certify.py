@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import RuntimeFailure
-from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry, SpecEntry
+from bf16kit.manifest import SCHEMA_VERSION, DriftEntry, Manifest, ProfileEntry, SpecEntry
 from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
@@ -17,12 +18,17 @@ from converter.model import Feeds
 from converter.options import Options
 from converter.process.memory import release
 from converter.process.progress import Progress
-from converter.proof import golden, measure
+from converter.proof import golden, measure, oracle
 from converter.proof.judging import breaches, without
 from converter.proof.measure import Drifts
-from converter.proof.running import open_profile
+from converter.proof.nudge import open_nudged
+from converter.proof.oracle import Asked
+from converter.proof.running import open_profile, open_source
 from converter.proof.samples import Samples
 from converter.proof.spool import Spool
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 @dataclass(slots=True)
@@ -51,23 +57,35 @@ def certify(
     samples: Samples,
     options: Options,
     progress: Progress,
-    source: Runtime | None = None,
+    asked: Asked,
+    source: ir.Model | None = None,
 ) -> Certified:
-    """Run what is in ``stage`` on ``samples``, write golden samples, and measure drift.
+    """Run what is in ``stage`` on ``samples``, certify the reference, write golden samples, and measure drift.
 
-    ``source`` is the reference when the artifact keeps none of its own; it is closed here. Raises
-    :class:`RuntimeFailure` when a graph does not load or run. A TorchScript module that was not insisted on is dropped
-    instead.
+    ``asked`` is what the source itself answered; ``source`` is the reference when the artifact keeps none of its own.
+    Raises :class:`RuntimeFailure` when a graph does not load or run, :class:`~bf16kit.errors.ConversionError` when the
+    reference is not the source. A TorchScript module that was not insisted on is dropped instead.
     """
     with progress.step("running the fp32 reference"):
-        reference = source or load_reference(stage.draft(manifest), scratch=stage.path)
+        draft = stage.draft(manifest)
+        edges = _edges(manifest)
+        reference = load_reference(draft, scratch=stage.path) if source is None else open_source(source, *edges)
         expected = _expected(reference, samples, stage)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
         release()
+        checked = oracle.certify(
+            asked,
+            samples.feeds,
+            expected,
+            lambda random: open_nudged(draft, source, random, asked.roundoff),
+            stage.path,
+        )
+        release()
+    manifest = manifest.model_copy(update={"oracle": checked, "schema_version": SCHEMA_VERSION})
     manifest = _with_edges(_as_seen(manifest, samples.feeds, expected), axis)
     manifest = _with_golden(stage, manifest, samples.feeds[0], expected[0])
-    certified = Certified(manifest)
+    certified = Certified(manifest, notes=list(oracle.remarks(checked)))
     if axis is None:
         certified.notes.append("no batch axis: two samples run together were not seen to give what they give apart")
     for profile in sorted(manifest.profiles):
@@ -161,6 +179,10 @@ def _as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds
     )
     outputs = reconciled(specs, runs)[len(manifest.inputs) :]
     return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]})
+
+
+def _edges(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
 
 
 def _with_edges(manifest: Manifest, axis: int | None) -> Manifest:

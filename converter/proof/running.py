@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -54,13 +54,21 @@ def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
     )
 
 
-def open_source(model: ir.Model, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> OnnxRuntime:
-    """The fp32 graph that a conversion started from: the reference of an artifact that keeps no residual."""
+def open_source(
+    model: ir.Model,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    change: Callable[[Array], Array] | None = None,
+) -> OnnxRuntime:
+    """The fp32 graph that a conversion started from: the reference of an artifact that keeps no residual.
+
+    ``change`` is applied to each of its weights; the graph keeps its own.
+    """
     from bf16kit.runtime.onnx import OnnxRuntime
 
     slim = model.clone()
     weights: Mapping[str, Array] = {
-        name: value.const_value.numpy()
+        name: value.const_value.numpy() if change is None else change(value.const_value.numpy())
         for name, value in slim.graph.initializers.items()
         if value.const_value is not None and not stays_inline(value.const_value)
     }

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import FileEntry, Manifest
+from bf16kit.manifest import FileEntry, Manifest, OracleEntry
 from bf16kit.tensors import describe as describe_shape
 from converter.process.progress import size
 from converter.report.figures import drift_rows, reasons, sizes
@@ -43,9 +43,23 @@ def summary(artifact: Artifact, notes: Sequence[str]) -> str:
         f"weights and graphs {size(figures.graphs_and_weights)}, {figures.ratio:.3f} × the checkpoint;"
         f" with the residual {figures.ratio_with_residual:.3f} ×",
         f"profiles {', '.join(sorted(manifest.profiles))}",
+        *_certificate(manifest.oracle),
         *(f"note: {note}" for note in notes),
     ]
     return "\n".join(lines) + "\n\n" + drift(manifest)
+
+
+def _certificate(oracle: OracleEntry | None) -> list[str]:
+    """How far the reference is from the source itself; where that was not checked, a note says so."""
+    if oracle is None or not oracle.checked:
+        return []
+    worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)
+    if worst is None:
+        return []
+    return [
+        f"the fp32 reference is within {worst.relative_l2:.2g} of {oracle.how} ({oracle.feeds} samples;"
+        f" fp32 noise explains {worst.bound:.2g})"
+    ]
 
 
 def _number(value: float | None) -> str:

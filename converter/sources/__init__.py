@@ -28,29 +28,26 @@ def read(options: Options, advance: Advance) -> Source:
     needs is missing, :class:`~bf16kit.errors.ConversionError` when it cannot be made a graph.
     """
     kind = recognise(options.source)
-    if kind is Kind.ONNX:
-        return _read_onnx(options, advance)
-    if kind is Kind.HUGGING_FACE:
-        return _read_huggingface(options, advance)
-    return _read_weights(options, kind, advance)
+    return READERS[kind](options, kind, advance)
 
 
-def _read_onnx(options: Options, advance: Advance) -> Source:
+def _read_onnx(options: Options, _kind: Kind, advance: Advance) -> Source:
     from converter.passes.constants import floating_tensors
-    from converter.sources import onnx_file
+    from converter.sources import onnx_file, oracles
 
     if options.model is not None:
         raise UsageError("--model: an ONNX file brings its own architecture")
     model, files = onnx_file.read_graph(options.source)
+    oracle = oracles.of_onnx(options.source, model)
     inputs, outputs = onnx_file.settle_edges(model, options.inputs)
     tensors = floating_tensors(model)
     if not any(tensor.dtype.name == "float32" for tensor in tensors.values()):
         raise ConversionError(f"{options.source}: holds no fp32 weights, so there is nothing to convert")
     checkpoint = Checkpoint("onnx", digest_files(files, advance), tensors)
-    return Source(checkpoint, model, inputs, outputs, tools=("onnxscript",))
+    return Source(checkpoint, model, inputs, outputs, tools=("onnxscript",), oracle=oracle)
 
 
-def _read_huggingface(options: Options, advance: Advance) -> Source:
+def _read_huggingface(options: Options, _kind: Kind, advance: Advance) -> Source:
     from converter.sources import huggingface
 
     if options.model is not None:
@@ -84,6 +81,12 @@ _FORMATS: Mapping[Kind, str] = {
     Kind.TORCH_ZIP: "torch",
     Kind.PICKLE: "torch-pickle",
 }
+# What makes a recognised source a Source. A kind that gets its reader here leaves `detect`'s list of those to come.
+READERS: Mapping[Kind, Callable[[Options, Kind, Advance], Source]] = {
+    Kind.ONNX: _read_onnx,
+    Kind.HUGGING_FACE: _read_huggingface,
+    **dict.fromkeys(_FORMATS, _read_weights),
+}
 
 
 def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Path], torch.nn.Module | None]:
@@ -113,11 +116,24 @@ def _inputs_of(options: Options) -> tuple[TensorSpec, ...]:
 def _exported(
     checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = ()
 ) -> Source:
+    """``model`` exported; its oracle answers until the module is dropped, and asks that exporting left it alone."""
+    from converter.sources import oracles
     from converter.sources.edges import output_specs
     from converter.sources.torch.onnx_export import to_onnx
 
+    untouched = oracles.Untouched(model.module)
     graph = to_onnx(model, checkpoint.tensors)
-    return Source(checkpoint, graph, model.inputs, output_specs(graph), model, sampler, ("torch", "onnxscript", *tools))
+    untouched.check("torch.onnx.export")
+    return Source(
+        checkpoint,
+        graph,
+        model.inputs,
+        output_specs(graph),
+        model,
+        sampler,
+        ("torch", "onnxscript", *tools),
+        oracles.of_module(model),
+    )
 
 
 def nbytes(path: Path) -> int | None:

@@ -1,0 +1,79 @@
+"""How much fp32 noise a model has: what its answers do when every weight moves by a few ulps.
+
+A sum of products computed in another order is, to the last bit, the exact sum for weights that differ by a few ulps
+(backward error). So what such weights change is what another program may answer for the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import TensorEntry
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.externaldata import REBUILT, initializers
+from bf16kit.runtime.loading import REFERENCE
+from converter.formats.weights import FP32_FILE
+from converter.model import FP32_ROUNDOFF, Array, Feeds
+from converter.proof.running import open_source
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+ULPS = 16
+_CHUNK = 1 << 20  # elements
+_LARGEST = 0x7F800000  # bits of infinity
+
+
+def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUNDOFF) -> Array:
+    """``array`` with each fp32 value moved by up to :data:`ULPS` units in the last place, up or down.
+
+    Values of an arithmetic coarser than fp32, with a larger unit ``roundoff``, move by as many of its own units. Other
+    dtypes, zeros, and what would leave its sign or become infinite stay.
+    """
+    if array.dtype != np.float32:
+        return array
+    most = int(ULPS * roundoff / FP32_ROUNDOFF)
+    moved: NDArray[np.float32] = np.array(array, order="C")
+    bits = moved.reshape(-1).view(np.int32)
+    for start in range(0, bits.size, _CHUNK):
+        chunk = bits[start : start + _CHUNK]
+        magnitude = chunk & 0x7FFFFFFF
+        movable = (magnitude > most) & (magnitude < _LARGEST - most)
+        chunk[movable] += random.integers(-most, most + 1, chunk.size, np.int32)[movable]
+    return moved
+
+
+def nudged_feeds(feeds: Sequence[Feeds], random: np.random.Generator, roundoff: float) -> Iterator[Feeds]:
+    """``feeds``, their fp32 arrays nudged."""
+    for feed in feeds:
+        yield {name: nudge(array, random, roundoff) for name, array in feed.items()}
+
+
+def open_nudged(artifact: Artifact, source: ir.Model | None, random: np.random.Generator, roundoff: float) -> Runtime:
+    """The fp32 reference with all weights nudged but those small enough to be in the graph's own file.
+
+    ``source`` is the reference of an artifact that keeps none of its own. Memory is twice the fp32 weights while
+    loading, once afterwards.
+    """
+    from bf16kit.runtime.onnx import OnnxRuntime
+
+    manifest = artifact.manifest
+    inputs = tuple(entry.spec() for entry in manifest.inputs)
+    outputs = tuple(entry.spec() for entry in manifest.outputs)
+    if source is not None:
+        return open_source(source, inputs, outputs, lambda array: nudge(array, random, roundoff))
+    graph = artifact.file(manifest.reference or "")
+    names = [*initializers(graph, REBUILT), *initializers(graph, FP32_FILE)]
+    entries = {entry.name: entry for entry in manifest.tensors}
+    reader = Artifact(artifact.path, manifest)
+    weights = {name: nudge(_stored(reader, entries[name]), random, roundoff) for name in names}
+    return OnnxRuntime(graph, inputs, outputs, profile=REFERENCE, precision="fp32", external=weights)
+
+
+def _stored(artifact: Artifact, entry: TensorEntry) -> Array:
+    return artifact.restore(entry.name) if entry.dtype == "bfloat16" else artifact.tensor(entry.name)

@@ -1,0 +1,158 @@
+"""A source's own answers: the torch module as it was loaded, the ONNX file as it lies on disk.
+
+Nothing of a conversion stands between a feed and these answers, so they show what reading, exporting and cleaning up a
+model did to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bf16kit.errors import ConversionError, RuntimeFailure
+from bf16kit.tensors import BY_NAME
+from converter.model import FP32_ROUNDOFF, Array, Feeds, Oracle, TorchModel
+from converter.process.quiet import first_line, quiet
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+# Storage is not arithmetic: what these read in half precision is widened, or moved, exactly.
+_EXACT = frozenset({"Cast", "CastLike", "Constant", "Identity", "Reshape", "Transpose"})
+_ROUNDOFF = {"FLOAT16": 2.0**-11, "BFLOAT16": 2.0**-8}
+
+
+def of_module(model: TorchModel) -> Oracle:
+    """``model``'s module, on the CPU, without gradients, its matrix products in full fp32.
+
+    Raises nothing here. The module must be as it was loaded whenever the oracle is asked: see :class:`Untouched`.
+    """
+
+    def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        import torch
+
+        precision = (
+            torch.get_float32_matmul_precision()
+        )  # the user's code may have allowed TF32 or bf16 in its products
+        torch.set_float32_matmul_precision("highest")
+        try:
+            for feed in feeds:
+                yield _run(model, feed)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+    return Oracle(answers, "the torch module in evaluation mode, fp32, on the CPU")
+
+
+def _run(model: TorchModel, feed: Feeds) -> Feeds:
+    import torch
+
+    # copies: torch has no read-only tensors, and a module may change what it is given
+    tensors = [torch.from_numpy(np.array(feed[spec.name], order="C")) for spec in model.inputs]
+    try:
+        with quiet(), torch.no_grad():
+            outputs = model.module(*tensors)
+    except Exception as error:  # the user's model may raise anything
+        raise RuntimeFailure(f"the torch module failed on it: {first_line(error)}") from error
+    return {name: _to_numpy(tensor) for name, tensor in zip(model.outputs, outputs, strict=True)}
+
+
+def _to_numpy(tensor: torch.Tensor) -> Array:
+    import torch
+
+    plain = tensor.detach().cpu()
+    return np.asarray((plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy())
+
+
+class Untouched:
+    """Watches a module's parameters and buffers: none may change between its loading and the oracle's answers.
+
+    torch counts the changes of each tensor, and a tensor put in another's place lies elsewhere, so that nothing need be
+    copied or hashed.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._before = _stamps(module)
+
+    def check(self, what: str) -> None:
+        """:class:`ConversionError` naming the first tensor that ``what`` changed, added or took away."""
+        after = _stamps(self._module)
+        for name in sorted(self._before.keys() | after.keys()):
+            if self._before.get(name) != after.get(name):
+                raise ConversionError(
+                    f"{what} changed the model's own tensor {name!r}, so that its answers are no longer the"
+                    " checkpoint's; make the model's forward leave its parameters and buffers alone"
+                )
+
+
+def _stamps(module: torch.nn.Module) -> dict[str, tuple[int, int, bool]]:
+    return {
+        name: (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, module.training)
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+
+
+def of_onnx(path: Path, model: ir.Model) -> Oracle:
+    """The file at ``path`` in ONNX Runtime with every optimisation off; ``model`` is what was read from it."""
+
+    def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        from bf16kit.runtime.session import open_session
+
+        session = open_session(path, optimise=False)
+        try:
+            dtypes = {edge.name: _dtype(edge.type) for edge in session.get_inputs()}
+            for feed in feeds:
+                yield _run_onnx(session, feed, dtypes)
+        finally:
+            del session
+
+    return Oracle(answers, "the untouched ONNX file in ONNX Runtime, no optimisation", _roundoff(model))
+
+
+def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:
+    """The answers to ``feed``, its arrays given in the file's own dtypes."""
+    from bf16kit.runtime import ortvalue
+    from bf16kit.runtime.session import failing_as
+
+    names = [edge.name for edge in session.get_outputs()]
+    given = {name: np.asarray(array.astype(dtypes[name], copy=False), order="C") for name, array in feed.items()}
+    half = any(edge.type == "tensor(bfloat16)" for edge in (*session.get_inputs(), *session.get_outputs()))
+    with failing_as("ONNX Runtime failed on it"):
+        values = ortvalue.run(session, names, given) if half else session.run(names, given)
+    return dict(zip(names, values, strict=True))
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    """numpy's dtype for ONNX Runtime's ``tensor(float16)``."""
+    name = text.removeprefix("tensor(").removesuffix(")")
+    return BY_NAME[{"float": "float32", "double": "float64"}.get(name, name)].numpy
+
+
+def _roundoff(model: ir.Model) -> float:
+    """The unit roundoff of the least precise type that an operator which computes is given."""
+    found = {FP32_ROUNDOFF}
+    for node in model.graph.all_nodes():
+        if node.op_type not in _EXACT:
+            found.update(_ROUNDOFF.get(_given(value), FP32_ROUNDOFF) for value in node.inputs)
+    return max(found)
+
+
+def _given(value: ir.Value | None) -> str:
+    """The type of an operator's input where the file says it: of a weight, of an input, of a Cast's result."""
+    if value is None:
+        return ""
+    if value.dtype is not None:
+        return value.dtype.name
+    producer = value.producer()
+    if value.const_value is not None:
+        return value.const_value.dtype.name
+    if producer is not None and producer.op_type == "Cast":
+        import onnx_ir as ir
+
+        return ir.DataType(producer.attributes["to"].as_int()).name
+    return ""

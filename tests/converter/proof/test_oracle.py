@@ -1,0 +1,242 @@
+"""The reference is certified against the source's own answers, given before anything was done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from architectures import Mlp, seeded
+from converting import MLP, ONNX_ONLY, Cli, tree
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from torch import nn
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ConversionError, RuntimeFailure
+from bf16kit.runtime import Runtime
+from converter.model import Feeds, Oracle, Source, TorchModel
+from converter.proof import oracle
+from converter.proof.oracle import FEEDS, FLOOR, Asked, ask, certify
+from converter.sources.torch import onnx_export
+
+
+def _answering(*outputs: NDArray[Any], how: str = "a test") -> Asked:
+    return Asked(tuple({"y": output} for output in outputs), how)
+
+
+def _never(_random: np.random.Generator) -> Runtime:
+    raise AssertionError("nothing was beyond the floor")
+
+
+class Nudged:
+    """Stands for the reference with nudged weights: gives what it was made with."""
+
+    def __init__(self, output: NDArray[Any] | None) -> None:
+        self.output = output
+        self.inputs = self.outputs = ()
+        self.info: Any = None
+        self.closed = False
+
+    def run(self, feeds: Any, outputs: Sequence[str] | None = None) -> Feeds:
+        if self.output is None:
+            raise RuntimeFailure("a size came out another")
+        return {"y": self.output}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+FEED: list[Feeds] = [{"x": np.ones(3, np.float32)}]
+Y = np.array([1.0, -2.0, 3.0], np.float32)
+
+
+def test_the_figure_is_in_the_manifest_and_the_closing_lines(cli: Cli, mlp: Artifact) -> None:
+    entry = mlp.manifest.oracle
+    assert entry is not None
+    assert entry.checked
+    assert entry.feeds == FEEDS
+    assert entry.how.startswith("the torch module")
+    figure = entry.outputs["output"]
+    assert 0 <= figure.relative_l2 < 1e-6
+    assert figure.bound == FLOOR
+
+
+@pytest.mark.parametrize("residual", [(), ("--no-residual",)])
+def test_an_onnx_file_answers_before_anything_is_done_to_it(
+    cli: Cli, onnx_file: Path, target: Path, residual: tuple[str, ...]
+) -> None:
+    out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, *residual).published().out
+    entry = Artifact.open(target).manifest.oracle
+    assert entry is not None
+    assert entry.how.startswith("the untouched ONNX file")
+    assert f"of {entry.how} ({FEEDS} samples; fp32 noise explains {FLOOR:.2g})" in out
+
+
+def test_a_module_saved_whole_has_an_oracle_too(cli: Cli, target: Path, tmp_path: Path) -> None:
+    torch.save(seeded(Mlp()), tmp_path / "whole.pt")
+    arguments = (*MLP[2:], "--trust-pickle", *ONNX_ONLY)
+    cli("checkpoint", tmp_path / "whole.pt", "--out", target, *arguments).published()
+    entry = Artifact.open(target).manifest.oracle
+    assert entry is not None
+    assert entry.checked
+
+
+class Ill(nn.Module):
+    """Forty layers that each double a difference: fp32 noise grows to 1e-5 and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(2.5 * layer(x))
+        return x
+
+
+def test_a_model_that_amplifies_fp32_noise_is_given_its_own_bound(cli: Cli, target: Path, tmp_path: Path) -> None:
+    torch.save(seeded(Ill()).state_dict(), tmp_path / "ill.pt")
+    arguments = ("--model", f"{__name__}:Ill", "--input", "x:float32:batch,64", "--allow-over-budget", *ONNX_ONLY)
+    done = cli("checkpoint", tmp_path / "ill.pt", "--out", target, *arguments).published()
+    entry = Artifact.open(target).manifest.oracle
+    assert entry is not None
+    figure = entry.outputs["output"]
+    assert FLOOR < figure.relative_l2 <= figure.bound
+    assert ("amplifies fp32 noise" in done.out) == (figure.bound > 1e-3)
+
+
+def test_a_reference_that_is_not_the_source_is_refused_with_all_that_is_known() -> None:
+    with pytest.raises(ConversionError) as refused:
+        certify(_answering(Y), FEED, [{"y": np.abs(Y)}], lambda _random: Nudged(np.abs(Y) * np.float32(1 + 1e-6)))
+    for said in ("'y'", "relative_l2 is 1.07", "max_abs 4", "at most 3.81e-06", "(a test)", "nothing published"):
+        assert said in str(refused.value)
+
+
+def test_fp32_noise_passes_without_measuring_the_models_own() -> None:
+    noisy = Y * np.float32(1 + 2e-7)
+    entry = certify(_answering(Y), FEED, [{"y": noisy}], _never)
+    assert entry.outputs["y"].bound == FLOOR
+    assert 0 < entry.outputs["y"].relative_l2 < 1e-6
+
+
+def test_noise_that_the_model_itself_has_passes() -> None:
+    entry = certify(_answering(Y), FEED, [{"y": Y * np.float32(1.01)}], lambda _random: Nudged(Y * np.float32(1.015)))
+    assert entry.outputs["y"].relative_l2 == pytest.approx(0.0099, rel=1e-2)
+    assert 0.015 < entry.outputs["y"].bound < 0.03
+    assert "proves little" in next(oracle.remarks(entry))
+
+
+def test_the_nudged_reference_is_closed_and_may_fail() -> None:
+    opened: list[Nudged] = []
+
+    def failing(_random: np.random.Generator) -> Runtime:
+        opened.append(Nudged(None))
+        return opened[-1]
+
+    with pytest.raises(ConversionError):
+        certify(_answering(Y), FEED, [{"y": -Y}], failing)
+    assert len(opened) == 3
+    assert all(runtime.closed for runtime in opened)
+
+
+def test_indices_are_exact_but_where_noise_flips_them() -> None:
+    own, tied, wrong = np.array([3, 5]), np.array([3, 6]), np.array([4, 5])
+    entry = certify(_answering(own), FEED, [{"y": tied}], lambda _random: Nudged(own))
+    assert entry.outputs["y"].relative_l2 == 0
+    with pytest.raises(ConversionError, match=r"at most 0"):
+        certify(_answering(own), FEED, [{"y": wrong}], lambda _random: Nudged(wrong))
+
+
+def test_an_output_that_the_source_does_not_have_is_refused() -> None:
+    with pytest.raises(ConversionError, match="has an output 'z', and the source has y"):
+        certify(_answering(Y), FEED, [{"z": Y}], _never)
+
+
+def _source(answers: Any) -> Source:
+    return Source(
+        checkpoint=None,  # type: ignore[arg-type]  # nothing but the oracle is looked at
+        graph=None,  # type: ignore[arg-type]
+        inputs=(),
+        outputs=(),
+        oracle=None if answers is None else Oracle(answers, "a test"),
+        unasked="it has no module",
+    )
+
+
+def test_a_source_that_cannot_answer_is_recorded_as_not_checked(tmp_path: Path) -> None:
+    entry = certify(ask(_source(None), FEED, tmp_path), FEED, [{"y": Y}], _never)
+    assert not entry.checked
+    assert next(oracle.remarks(entry)) == (
+        "the fp32 reference was not checked against the source itself: it has no module"
+    )
+
+
+def test_a_source_that_fails_is_recorded_as_not_checked(tmp_path: Path) -> None:
+    def failing(_feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        if FEED:
+            raise RuntimeFailure("it broke")
+        yield {}
+
+    assert ask(_source(failing), FEED, tmp_path) == Asked((), "a test: it broke")
+
+
+def test_a_source_that_draws_random_numbers_is_recorded_as_not_checked(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+
+    def drawing(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        for _ in feeds:
+            yield {"y": random.standard_normal(3)}
+
+    assert "answers the same input differently each time" in ask(_source(drawing), FEED, tmp_path).how
+
+
+def test_answers_lie_on_the_disk_and_leave_nothing_there(tmp_path: Path) -> None:
+    def answering(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        yield from ({"y": Y, "s": np.array([b"word"], object)} for _ in feeds)
+
+    asked = ask(_source(answering), FEED, tmp_path)
+    assert len(asked.answers) == len(FEED)
+    np.testing.assert_array_equal(asked.answers[0]["y"], Y)
+    assert tree(tmp_path) == []
+
+
+def test_a_module_that_exporting_changes_is_refused(
+    cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = onnx_export.to_onnx
+
+    def changing(model: TorchModel, tensors: Mapping[str, Any]) -> Any:
+        graph = export(model, tensors)
+        with torch.no_grad():
+            model.module.get_parameter("module.up.weight").mul_(0.5)
+        return graph
+
+    monkeypatch.setattr(onnx_export, "to_onnx", changing)
+    cli("checkpoint", mlp_file, "--out", target, *MLP).refused(3, "the model's own tensor 'module.up.weight'")
+    assert not target.exists()
+
+
+def test_a_file_in_half_precision_is_judged_by_its_own_noise(cli: Cli, target: Path, tmp_path: Path) -> None:
+    """Its products are fp16: ONNX Runtime rounds each, the reference none."""
+    weight = helper.make_tensor(
+        "h", TensorProto.FLOAT16, (32, 32), graphs.values(32, 32).astype(np.float16).tobytes(), True
+    )
+    wide = graphs.initializer("w", graphs.values(32, 32, seed=1))
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="a"),
+        helper.make_node("Cast", ["a"], ["b"], name="b", to=TensorProto.FLOAT16),
+        helper.make_node("MatMul", ["b", "h"], ["c"], name="c"),
+        helper.make_node("Cast", ["c"], ["y"], name="d", to=TensorProto.FLOAT),
+    ]
+    model = graphs.model(nodes, [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 32])], [wide, weight])
+    onnx.save(model, tmp_path / "half.onnx")
+    cli("checkpoint", tmp_path / "half.onnx", "--out", target, *ONNX_ONLY, "--profile", "cpu").published()
+    entry = Artifact.open(target).manifest.oracle
+    assert entry is not None
+    assert entry.outputs["y"].bound >= 8 * 2.0**-11
