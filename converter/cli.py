@@ -212,14 +212,19 @@ def _options(**given: object) -> Options:
     )
 
 
+_json = click.option("--json", "as_json", is_flag=True, help="Write JSON for programs: docs/json.md says what.")
+
+
 @command.command()
 @click.argument("artifact", type=_PATH)
+@_json
 @_debug
-def inspect(artifact: Path, debug: bool) -> None:
-    """Show what ARTIFACT holds: plan, sizes, drift, digests."""
-    from converter.report.inspect import describe
+def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
+    """Show what ARTIFACT holds: verdict, plan, sizes, drift, digests."""
+    from converter.report import document
+    from converter.report.inspect import describe, record
 
-    _say(describe(artifact))
+    _say(document.dumps(record(artifact)) if as_json else describe(artifact))
 
 
 @command.command()
@@ -232,14 +237,18 @@ def inspect(artifact: Path, debug: bool) -> None:
     type=click.Choice(["cpu", "cuda", "torchscript"]),
     help="Profiles to run; may be given more than once.  [default: all in the artifact]",
 )
+@_json
 @_debug
-def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], debug: bool) -> None:
+def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_json: bool, debug: bool) -> None:
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
     from bf16kit.runtime import kernel
     from converter.proof.verify import verify as verify_artifact
+    from converter.report import document
 
     kernel.chosen()
-    _say(verify_artifact(artifact, samples, profiles))
+    verified = verify_artifact(artifact, samples, profiles)
+    _say(document.dumps(verified.record()) if as_json else verified.text())
+    verified.check()
 
 
 @command.command()

@@ -221,5 +221,5 @@ def _publish(
         manifest = manifest.model_copy(update={"measurements": MEASUREMENTS, "schema_version": SCHEMA_VERSION})
         if options.report:
             files = stage.draft(manifest).manifest.files
-            page.write(stage.path / page.NAME, manifest, files, notes)
+            page.write(stage.path / page.NAME, manifest, files, notes, measurements)
         return stage.publish(manifest)

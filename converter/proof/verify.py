@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
-from bf16kit.drift import METRICS, DriftSummary
 from bf16kit.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.runtime.loading import load_reference
 from converter.model import Feeds
@@ -15,14 +16,48 @@ from converter.process.memory import release
 from converter.proof import measure, samples
 from converter.proof.certify import how, run_profile
 from converter.proof.judging import breaches
+from converter.report.document import plain
+from converter.report.drifts import DriftRow, rows_of
+from converter.report.inspect import DRIFT, drift_cells
 from converter.report.text import table
 
+VERSION = 1  # of what `verify --json` writes
 
-def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
-    """What the drift of ``profiles`` (all, for none named) is, as text; ``given`` are samples as for ``--samples``.
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The drift found on samples that are called ``origin``; ``ran`` says how each profile ran where that is worth
+    telling, ``over`` where drift is over the budget, in words."""
+
+    path: Path
+    model: str
+    origin: str
+    samples: int
+    rows: tuple[DriftRow, ...]
+    ran: tuple[str, ...]
+    over: tuple[str, ...]
+
+    def text(self) -> str:
+        """For people."""
+        title = f"Drift from the fp32 reference on {self.origin}, {self.samples} samples; every digest matches"
+        return "\n".join([table(title, DRIFT, map(drift_cells, self.rows)), *self.ran])
+
+    def record(self) -> dict[str, Any]:
+        """For programs, see docs/json.md."""
+        fields: dict[str, Any] = plain(self)
+        return fields | {"version": VERSION, "within": not self.over}
+
+    def check(self) -> None:
+        """:class:`BudgetExceeded`, saying where, when drift is over the budget."""
+        if self.over:
+            raise BudgetExceeded("drift over budget:" + "".join(f"\n  {breach}" for breach in self.over))
+
+
+def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
+    """What the drift of ``profiles`` (all, for none named) is; ``given`` are samples as for ``--samples``.
 
     Raises :class:`ArtifactError` or its kin when the artifact is damaged or has no such profile,
-    :class:`~bf16kit.errors.SamplesError` for bad samples, :class:`BudgetExceeded` when drift is over the budget.
+    :class:`~bf16kit.errors.SamplesError` for bad samples.
     """
     artifact = Artifact.open(path)
     chosen = list(dict.fromkeys(profiles)) or sorted(artifact.manifest.profiles)
@@ -32,28 +67,22 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> str:
                 f"{path}: has no profile {profile}; it has {', '.join(sorted(artifact.manifest.profiles))}"
             )
     feeds, expected, origin = _expected(artifact, given)
-    rows: list[tuple[object, ...]] = []
+    rows: list[DriftRow] = []
     over: list[str] = []
     ran: list[str] = []
+    samples = 0
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
         run = run_profile(artifact, profile, feeds, expected)
         summaries = measure.summarise(run.drifts)
-        rows += _rows(f"{profile}, emulated" if run.emulated else profile, summaries, budget)
+        for output, summary in sorted(summaries.items()):
+            rows += rows_of(profile, output, summary, budget, run.emulated)
+            samples = summary.samples
         if not run.emulated and how(run.info):
             ran.append(f"{profile} ran: {'; '.join(filter(None, (how(run.info), run.info.advice)))}")
         over += breaches(profile, budget, summaries)
         release()
-    text = table(
-        f"Drift from the fp32 reference on {origin}; every digest matches",
-        ("profile", "output", "samples", "metric", "judged", "worst", "budget"),
-        rows,
-    )
-    text = "\n".join([text, *ran])
-    if over:
-        listed = "".join(f"\n  {breach}" for breach in over)
-        raise BudgetExceeded(f"drift over budget:{listed}\n\n{text}")
-    return text
+    return Verified(path, artifact.manifest.model, origin, samples, tuple(rows), tuple(ran), tuple(over))
 
 
 def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], Sequence[Feeds], str]:
@@ -73,12 +102,3 @@ def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...],
         reference.close()
         release()
     return found.feeds, expected, found.origin
-
-
-def _rows(profile: str, summaries: dict[str, DriftSummary], budget: Budget) -> list[tuple[object, ...]]:
-    return [
-        (profile, output, summary.samples, metric, judged, summary.worst(metric), budget.bound(metric))
-        for output, summary in sorted(summaries.items())
-        for metric in (*METRICS, *(name for name in budget.as_dict() if name not in METRICS))
-        if (judged := summary.judged(metric)) is not None
-    ]

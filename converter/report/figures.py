@@ -1,28 +1,28 @@
-"""The figures of an artifact that people ask for: sizes, drift against budget, what is bf16 and what is not."""
+"""The figures of an artifact that people ask for, computed in one place: text, JSON, page and plots only show them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bf16kit.drift import METRICS, Budget, DriftSummary
-from bf16kit.manifest import RESIDUAL, FileEntry, Manifest, PlanEntry
+from bf16kit.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry, ProfileEntry, Source, SpecEntry
+from bf16kit.measurements import Measurements
+from bf16kit.panels import WIDTH
+from converter.report.drifts import DriftRow, SampleSeries, Verdict, drift_rows, sample_series, verdicts
+from converter.report.islands import (
+    Island,
+    IslandGroup,
+    PlanGroup,
+    Searched,
+    island_groups,
+    islands,
+    plan_groups,
+    searches,
+)
+from converter.report.layers import LayerSeries, layer_series
+from converter.report.spans import Span, spans
 
 WITHOUT_RESIDUAL = ("weights.bf16", "weights.fp32")
-
-
-@dataclass(frozen=True, slots=True)
-class DriftRow:
-    """One metric of one output in one profile. ``bound`` is None where the budget has none."""
-
-    profile: str
-    output: str
-    metric: str
-    measured: float
-    worst: float | None
-    bound: float | None
-    within: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,108 @@ class Sizes:
         return (self.graphs_and_weights + self.residual) / max(1, self.checkpoint)
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """How far the fp32 reference is from the source's own answers: the worst output's relative_l2, and its bound."""
+
+    checked: bool
+    relative_l2: float | None
+    bound: float | None
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Everything that is shown of an artifact.
+
+    ``samples``, ``layers`` and ``spans`` are empty where the artifact keeps no measurements; ``measured_tensors`` is
+    how many bf16 tensors ``spans`` shows the worst of.
+    """
+
+    model: str
+    source: Source
+    sizes: Sizes
+    layout: str
+    batch_axis: int | None
+    oracle: OracleEntry | None
+    reference: Reference
+    verdicts: tuple[Verdict, ...]
+    drift: tuple[DriftRow, ...]
+    samples: tuple[SampleSeries, ...]
+    layers: tuple[LayerSeries, ...]
+    spans: tuple[Span, ...]
+    measured_tensors: int
+    islands: tuple[Island, ...]
+    island_groups: tuple[IslandGroup, ...]
+    searches: tuple[Searched, ...]
+    plan: tuple[PlanGroup, ...]
+    inputs: tuple[SpecEntry, ...]
+    outputs: tuple[SpecEntry, ...]
+    profiles: Mapping[str, ProfileEntry]
+    budget: Mapping[str, float]
+    files: Mapping[str, FileEntry]
+    tools: Mapping[str, str]
+    requires: Mapping[str, str]
+    seed: int
+    notes: tuple[str, ...]
+
+    @property
+    def within(self) -> bool:
+        """Whether every profile keeps to the budget."""
+        return all(verdict.within for verdict in self.verdicts)
+
+    @property
+    def headline(self) -> str:
+        """The verdict on all profiles, in one sentence."""
+        over = [verdict.profile for verdict in self.verdicts if not verdict.within]
+        if not self.verdicts:
+            return "Nothing was measured."
+        if over:
+            return f"{_joined(over)} {'is' if len(over) == 1 else 'are'} over the drift budget."
+        names = _joined([verdict.profile for verdict in self.verdicts])
+        return f"{names} {'keeps' if len(self.verdicts) == 1 else 'keep'} within the drift budget."
+
+
+def figures(
+    manifest: Manifest,
+    files: Mapping[str, FileEntry],
+    measurements: Measurements | None = None,
+    notes: Sequence[str] = (),
+) -> Figures:
+    """The figures of ``manifest``, whose files are ``files``, and of what was measured where that was kept."""
+    rows = tuple(drift_rows(manifest))
+    measured = measurements or Measurements()
+    kept = tuple(islands(manifest, measured))
+    return Figures(
+        model=manifest.model,
+        source=manifest.source,
+        sizes=sizes(manifest, files),
+        layout=layout(manifest),
+        batch_axis=manifest.batch_axis,
+        oracle=manifest.oracle,
+        reference=reference(manifest.oracle),
+        verdicts=tuple(verdicts(manifest, rows)),
+        drift=rows,
+        samples=tuple(sample_series(manifest, measured)),
+        layers=tuple(layer_series(measured)),
+        spans=spans(measured.ranges),
+        measured_tensors=measured.ranges.measured,
+        islands=kept,
+        island_groups=tuple(island_groups(kept)),
+        searches=tuple(searches(measured)),
+        plan=tuple(plan_groups(manifest.plan)),
+        inputs=tuple(manifest.inputs),
+        outputs=tuple(manifest.outputs),
+        profiles=dict(sorted(manifest.profiles.items())),
+        budget=dict(manifest.budget),
+        files=dict(sorted(files.items())),
+        tools=dict(sorted(manifest.tools.items())),
+        requires=dict(sorted(manifest.requires.items())),
+        seed=manifest.seed,
+        notes=tuple(notes),
+    )
+
+
 def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
     """Sizes of the ONNX side of an artifact; the TorchScript module, another format of the same model, is not in it."""
     counted = [name for name in files if name in WITHOUT_RESIDUAL or name.endswith(".onnx")]
@@ -50,21 +152,27 @@ def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
     return Sizes(manifest.source.bytes, sum(files[name].bytes for name in counted), residual)
 
 
-def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
-    """Every metric measured at conversion, in the order of profiles, outputs and metrics."""
-    budget = Budget.from_dict(manifest.budget)
-    for profile, entry in sorted(manifest.drift.items()):
-        for output, metrics in sorted(entry.outputs.items()):
-            summary = DriftSummary(entry.samples, metrics)
-            over = {breach.metric for breach in budget.breaches(output, summary)}
-            for name in (*METRICS, *(name for name in budget.as_dict() if name not in METRICS)):
-                judged = summary.judged(name)
-                if judged is not None:
-                    bound, worst = budget.bound(name), summary.worst(name)
-                    yield DriftRow(profile, output, name, judged, worst, bound, name not in over)
+def layout(manifest: Manifest) -> str:
+    """How the bf16 tensors lie in their file."""
+    narrow = [entry for entry in manifest.tensors if entry.dtype == "bfloat16"]
+    panels = [entry for entry in narrow if entry.panels is not None]
+    if not panels:
+        return "C order"
+    share = sum(entry.bytes for entry in panels) / sum(entry.bytes for entry in narrow)
+    return f"{len(panels)} of {len(narrow)} bf16 tensors, {share:.0%} of their bytes, in panels of {WIDTH} columns"
 
 
-def reasons(entries: list[PlanEntry]) -> list[tuple[str, str, int]]:
-    """How many entries of a plan have which precision for which reason, the most frequent first."""
-    counts = Counter((entry.precision, entry.reason) for entry in entries)
-    return [(precision, reason, count) for (precision, reason), count in counts.most_common()]
+def reference(oracle: OracleEntry | None) -> Reference:
+    """What the oracle showed of the fp32 reference."""
+    if oracle is None:
+        return Reference(False, None, None, "not checked against the source: the artifact is older than that check")
+    worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)
+    if not oracle.checked or worst is None:
+        return Reference(False, None, None, f"not checked against the source: {oracle.how}")
+    count = f"{oracle.feeds} sample{'' if oracle.feeds == 1 else 's'}"
+    sentence = f"within {worst.relative_l2:.2g} of {oracle.how} ({count}; fp32 noise explains {worst.bound:.2g})"
+    return Reference(True, worst.relative_l2, worst.bound, sentence)
+
+
+def _joined(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,115 +1,137 @@
-"""What an artifact holds, as text for people."""
+"""What an artifact holds, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import Manifest, PlanEntry
-from bf16kit.panels import WIDTH
 from bf16kit.tensors import describe as describe_shape
 from converter.process.progress import size
-from converter.report.figures import drift_rows, reasons, sizes
+from converter.report.document import plain
+from converter.report.drifts import DriftRow, share
+from converter.report.figures import Figures, figures
 from converter.report.text import table
+
+VERSION = 1  # of what `inspect --json` writes
 
 
 def describe(path: Path) -> str:
-    """Profiles, inputs and outputs, sizes, plan, drift and digests of the artifact in ``path``, its files checked.
+    """Verdict, profiles, inputs and outputs, sizes, plan, drift and digests of the artifact in ``path``, its files
+    checked.
 
     Raises :class:`~bf16kit.errors.ArtifactError` or its kin when it is not an artifact, or damaged.
     """
     artifact = Artifact.open(path)
-    manifest = artifact.manifest
+    found = _figures(artifact)
     parts = [
-        _head(artifact),
-        _edges(manifest),
-        _profiles(manifest),
-        _plan(manifest),
-        _islands(manifest),
-        drift(manifest),
-        _files(manifest),
+        _head(artifact, found),
+        _edges(found),
+        _profiles(found),
+        _plan(found),
+        _islands(found),
+        drift(found),
+        _files(found),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def drift(manifest: Manifest) -> str:
+def record(path: Path) -> dict[str, Any]:
+    """The same for programs, see docs/json.md; raises as :func:`describe` does."""
+    artifact = Artifact.open(path)
+    found = _figures(artifact)
+    fields: dict[str, Any] = plain(found)
+    for rows in ("samples", "layers", "spans", "measured_tensors", "island_groups", "notes"):
+        del fields[rows]  # of measurements.json; notes are said when converting, and kept in the report alone
+    fields["off_the_line"] = plain({s.profile: s.first_off for s in found.layers if s.first_off is not None})
+    fields["lossy_tensors"] = plain([s for s in found.spans if s.remark])
+    fields |= {"version": VERSION, "path": str(path), "within": found.within, "headline": found.headline}
+    fields["sizes"] |= {"ratio": found.sizes.ratio, "ratio_with_residual": found.sizes.ratio_with_residual}
+    return fields | {"measurements": artifact.manifest.measurements}
+
+
+def drift(found: Figures) -> str:
     """The drift measured at conversion beside its budget."""
-    rows = [
-        (row.profile, row.output, row.metric, row.measured, row.worst, row.bound, "yes" if row.within else "NO")
-        for row in drift_rows(manifest)
-    ]
-    if not rows:
+    if not found.drift:
         return ""
-    sources = "; ".join(sorted({f"{entry.samples} samples of {entry.source}" for entry in manifest.drift.values()}))
-    emulated = ", ".join(sorted(profile for profile, entry in manifest.drift.items() if entry.emulated))
-    title = f"Drift from the fp32 reference on {sources}" + (f"; emulated: {emulated}" if emulated else "")
-    columns = ("profile", "output", "metric", "judged", "worst", "budget", "within")
-    return table(title, columns, rows)
+    sources = "; ".join(sorted({f"{v.samples} sample{'s'[: v.samples != 1]} of {v.source}" for v in found.verdicts}))
+    return table(f"Drift from the fp32 reference on {sources}", DRIFT, map(drift_cells, found.drift))
 
 
-def _head(artifact: Artifact) -> str:
-    manifest = artifact.manifest
-    figures = sizes(manifest, manifest.files)
-    tools = ", ".join(f"{name} {version}" for name, version in sorted(manifest.tools.items()))
-    batch = "not declared" if manifest.batch_axis is None else f"axis {manifest.batch_axis}"
-    return "\n".join(
-        [
-            f"{manifest.model}, an artifact in {artifact.path}; every digest matches",
-            f"source      {manifest.source.format}, {manifest.source.tensors} tensors, {size(figures.checkpoint)},"
-            f" sha256 {manifest.source.sha256}",
-            f"size        {size(figures.graphs_and_weights)} = {figures.ratio:.3f} × the checkpoint;"
-            f" with the residual {figures.ratio_with_residual:.3f} ×",
-            f"layout      {_layout(manifest)}",
-            f"batching    {batch}",
-            f"made with   {tools}",
-        ]
-    )
+DRIFT = ("profile", "output", "metric", "measured", "worst", "budget", "used", "within")
 
 
-def _layout(manifest: Manifest) -> str:
-    """How the bf16 tensors lie in their file."""
-    narrow = [entry for entry in manifest.tensors if entry.dtype == "bfloat16"]
-    panels = [entry for entry in narrow if entry.panels is not None]
-    if not panels:
-        return "C order"
-    share = sum(entry.bytes for entry in panels) / sum(entry.bytes for entry in narrow)
-    return f"{len(panels)} of {len(narrow)} bf16 tensors, {share:.0%} of their bytes, in panels of {WIDTH} columns"
+def drift_cells(row: DriftRow) -> tuple[object, ...]:
+    """One row of the table whose columns are :data:`DRIFT`."""
+    profile = f"{row.profile}, emulated" if row.emulated else row.profile
+    used = None if row.used is None else share(row.used)
+    return profile, row.output, row.metric, row.measured, row.worst, row.bound, used, "yes" if row.within else "NO"
 
 
-def _edges(manifest: Manifest) -> str:
-    rows = [("input", e.name, e.dtype, describe_shape(e.shape), "") for e in manifest.inputs]
-    rows += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind) for e in manifest.outputs]
+def _figures(artifact: Artifact) -> Figures:
+    return figures(artifact.manifest, artifact.manifest.files, artifact.measurements())
+
+
+def _head(artifact: Artifact, found: Figures) -> str:
+    tools = ", ".join(f"{name} {version}" for name, version in found.tools.items())
+    lines = [
+        f"{found.model}, an artifact in {artifact.path}; every digest matches",
+        *(f"verdict     {verdict.sentence}" for verdict in found.verdicts),
+        f"reference   {found.reference.sentence}",
+        f"source      {found.source.format}, {found.source.tensors} tensors, {size(found.sizes.checkpoint)},"
+        f" sha256 {found.source.sha256}",
+        f"size        {size(found.sizes.graphs_and_weights)} = {found.sizes.ratio:.3f} × the checkpoint;"
+        f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
+        f"layout      {found.layout}",
+        f"batching    {'not declared' if found.batch_axis is None else f'axis {found.batch_axis}'}",
+        f"made with   {tools}",
+    ]
+    if found.requires:
+        needed = ", ".join(f"{name} {version}" for name, version in found.requires.items())
+        lines.append(f"runs with   {needed} or later")
+    lines += [f"weights     {span.remark} in {span.name}" for span in found.spans if span.remark][:5]
+    lines += [f"search      {search.sentence}" for search in found.searches]
+    lines += [
+        f"layers      {series.profile}: the first off the expected line is {series.first_off.name},"
+        f" {series.first_off.sqnr_db:.1f} dB where {series.first_off.expected_db:.1f} are expected"
+        for series in found.layers
+        if series.first_off is not None
+    ]
+    return "\n".join(lines)
+
+
+def _edges(found: Figures) -> str:
+    rows = [("input", e.name, e.dtype, describe_shape(e.shape), "") for e in found.inputs]
+    rows += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind) for e in found.outputs]
     return table("Inputs and outputs", ("", "name", "dtype", "shape", "kind"), rows)
 
 
-def _profiles(manifest: Manifest) -> str:
-    rows = [
-        (name, entry.graph, entry.precision, entry.verified, entry.note)
-        for name, entry in sorted(manifest.profiles.items())
-    ]
+def _profiles(found: Figures) -> str:
+    rows = [(name, entry.graph, entry.precision, entry.verified, entry.note) for name, entry in found.profiles.items()]
     return table("Profiles", ("name", "graph", "precision", "verified", "note"), rows)
 
 
-def _plan(manifest: Manifest) -> str:
-    rows = [("tensors", *reason) for reason in reasons(manifest.plan.tensors)]
-    for profile, entries in sorted(manifest.plan.nodes.items()):
-        rows += [(f"{profile} nodes", *reason) for reason in reasons(entries)]
+def _plan(found: Figures) -> str:
+    rows = []
+    for group in found.plan:
+        more = f"; and {group.more} like these" if group.more else ""
+        rows.append((group.of, group.precision, "; ".join(group.reasons) + more, group.count))
     return table("Precision plan", ("of", "precision", "reason", "count"), rows)
 
 
-def _islands(manifest: Manifest) -> str:
-    """The nodes of cuda that compute on floats and stay in fp32."""
-    rows = [e for e in manifest.plan.nodes.get("cuda", []) if e.precision == "fp32" and not _has_no_floats(e)]
-    if not rows:
+def _islands(found: Figures) -> str:
+    """The nodes of bf16 profiles that compute on floats and stay in fp32, and what a search kept."""
+    if not found.islands:
         return ""
-    return table("fp32 islands of cuda", ("node", "op", "reason"), [(e.name, e.op, e.reason) for e in rows])
+    worth = any(island.worth is not None for island in found.islands)
+    rows = [
+        (island.profile, island.name, island.op, island.reason, *((island.worth,) if worth else ()))
+        for island in found.islands
+    ]
+    columns = ("profile", "node", "op", "reason", *(("drift ÷ budget without it",) if worth else ()))
+    return table("fp32 islands", columns, rows)
 
 
-def _has_no_floats(entry: PlanEntry) -> bool:
-    """By its code; artifacts older than schema 3 have none, and say it in the reason."""
-    return entry.code == "no_floats" if entry.code else "to narrow" in entry.reason
-
-
-def _files(manifest: Manifest) -> str:
-    rows = [(name, size(entry.bytes), entry.sha256) for name, entry in sorted(manifest.files.items())]
+def _files(found: Figures) -> str:
+    rows = [(name, size(entry.bytes), entry.sha256) for name, entry in found.files.items()]
     return table("Files", ("name", "size", "sha256"), rows)

@@ -4,63 +4,110 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import FileEntry, Manifest, OracleEntry
+from bf16kit.manifest import FileEntry, Manifest, PlanEntry
+from bf16kit.measurements import Measurements
 from bf16kit.tensors import describe as describe_shape
 from converter.process.progress import size
-from converter.report.figures import drift_rows, reasons, sizes
+from converter.report import plots
+from converter.report.drifts import share
+from converter.report.figures import Figures, figures
 from converter.report.inspect import drift
+from converter.report.text import printable
 
 NAME = "report.html"
+ROWS = 200  # of a table; a model of 50,000 nodes must stay a page that a browser opens
+PLOTS = 12  # of a kind
+TENSORS = 7  # in one of the two pictures of their ranges
 
 
-def write(path: Path, manifest: Manifest, files: Mapping[str, FileEntry], notes: Sequence[str]) -> None:
+def write(
+    path: Path,
+    manifest: Manifest,
+    files: Mapping[str, FileEntry],
+    notes: Sequence[str],
+    measurements: Measurements | None = None,
+) -> None:
     """Write the self-contained HTML page about ``manifest`` and ``files``; everything in it is escaped."""
-    path.write_text(render(manifest, files, notes), encoding="utf-8")
+    path.write_text(render(manifest, files, notes, measurements), encoding="utf-8")
 
 
-def render(manifest: Manifest, files: Mapping[str, FileEntry], notes: Sequence[str]) -> str:
+def render(
+    manifest: Manifest,
+    files: Mapping[str, FileEntry],
+    notes: Sequence[str],
+    measurements: Measurements | None = None,
+) -> str:
     """The page as text."""
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"bytes": size, "shape": describe_shape, "reasons": reasons, "number": _number}
-    template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
-    page = environment.from_string(template)
-    return page.render(
-        manifest=manifest, files=files, sizes=sizes(manifest, files), drift=list(drift_rows(manifest)), notes=notes
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
     )
+    environment.filters |= {"bytes": size, "shape": describe_shape, "number": _number, "share": _share, "first": _first}
+    template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
+    found = figures(manifest, files, measurements, notes)
+    return environment.from_string(template).render(f=found, plots=_plots(found), entries=_entries(manifest), most=ROWS)
 
 
 def summary(artifact: Artifact, notes: Sequence[str]) -> str:
     """What the command line says when an artifact was published."""
     manifest = artifact.manifest
-    figures = sizes(manifest, manifest.files)
+    found = figures(manifest, manifest.files)
     lines = [
-        f"converted {manifest.source.tensors} tensors, {size(figures.checkpoint)}, to {artifact.path}",
-        f"weights and graphs {size(figures.graphs_and_weights)}, {figures.ratio:.3f} × the checkpoint;"
-        f" with the residual {figures.ratio_with_residual:.3f} ×",
+        f"converted {manifest.source.tensors} tensors, {size(found.sizes.checkpoint)}, to {artifact.path}",
+        f"weights and graphs {size(found.sizes.graphs_and_weights)}, {found.sizes.ratio:.3f} × the checkpoint;"
+        f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
         f"profiles {', '.join(sorted(manifest.profiles))}",
-        *_certificate(manifest.oracle),
+        *([f"the fp32 reference is {found.reference.sentence}"] if found.reference.checked else []),
         *(f"note: {note}" for note in notes),
     ]
-    return "\n".join(lines) + "\n\n" + drift(manifest)
+    return "\n".join(lines) + "\n\n" + drift(found)
 
 
-def _certificate(oracle: OracleEntry | None) -> list[str]:
-    """How far the reference is from the source itself; where that was not checked, a note says so."""
-    if oracle is None or not oracle.checked:
-        return []
-    worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)
-    if worst is None:
-        return []
-    return [
-        f"the fp32 reference is within {worst.relative_l2:.2g} of {oracle.how} ({oracle.feeds} samples;"
-        f" fp32 noise explains {worst.bound:.2g})"
-    ]
+def _plots(found: Figures) -> dict[str, list[Any]]:
+    """The pictures, safe to put into the page as they are."""
+    from markupsafe import Markup
+
+    def safe(drawn: list[str]) -> list[Any]:
+        return [Markup(picture) for picture in drawn]  # noqa: S704 - converter.report.svg escapes what it draws
+
+    return {
+        "sizes": safe([plots.sizes_bars(found.sizes)]),
+        "samples": safe([plots.sample_dots(s, f"samples{i}") for i, s in enumerate(found.samples[:PLOTS])]),
+        "layers": safe([plots.layer_dots(s, f"layers{i}") for i, s in enumerate(found.layers[:PLOTS])]),
+        "spans": safe(
+            [
+                plots.span_bars(found.spans[at : at + TENSORS], found.measured_tensors, f"spans{at}")
+                for at in range(0, min(len(found.spans), 2 * TENSORS), TENSORS)
+            ]
+        ),
+    }
+
+
+def _entries(manifest: Manifest) -> list[tuple[str, list[PlanEntry]]]:
+    """The plan, entry by entry: of the tensors, then of each profile's nodes."""
+    return [("tensors", manifest.plan.tensors), *((f"{p} nodes", e) for p, e in sorted(manifest.plan.nodes.items()))]
+
+
+def _shown(value: Any) -> Any:
+    """Control characters written out, in whatever the template shows but pictures."""
+    from markupsafe import Markup
+
+    return printable(value, keep="") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else share(value)
+
+
+def _first(rows: Sequence[Any], most: int) -> list[Any]:
+    return list(islice(rows, most))

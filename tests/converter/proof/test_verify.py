@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from bf16kit.runtime import kernel
 
 def test_every_profile_is_run_on_the_golden_samples(cli: Cli, mlp: Artifact) -> None:
     out = cli("verify", mlp.path).published().out
-    assert out.startswith("Drift from the fp32 reference on the golden samples; every digest matches")
+    assert out.startswith("Drift from the fp32 reference on the golden samples, 2 samples; every digest matches")
     for profile in ("cpu", "cuda, emulated", "torchscript"):
         assert f" {profile} " in out
 
@@ -45,7 +46,7 @@ def test_samples_of_every_kind(cli: Cli, mlp: Artifact, tmp_path: Path, kind: st
         np.savez(tmp_path / "a.npz", x=x)
         given = tmp_path / "a.npz" if kind == "npz" else tmp_path
     out = cli("verify", mlp.path, "--samples", str(given), "--profile", "cpu").published().out
-    assert f"  {6 if kind == 'function' else 4}  " in out
+    assert f", {6 if kind == 'function' else 4} samples; every digest matches" in out
     assert "golden" not in out
 
 
@@ -63,7 +64,28 @@ def _edited(source: Artifact, target: Path, **changed: Any) -> Path:
 def test_drift_over_budget_exits_with_1_and_shows_the_table(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
     strict = _edited(mlp, tmp_path / "1", budget={"relative_l2": 1e-9})
     done = cli("verify", strict).refused(1, "profile cpu, output 'output': relative_l2 is", "the budget allows")
-    assert "every digest matches" in done.err
+    assert "every digest matches" in done.out
+    assert " NO" in done.out
+
+
+def test_json_says_what_the_text_says(cli: Cli, mlp: Artifact) -> None:
+    found = json.loads(cli("verify", mlp.path, "--profile", "cpu", "--json").published().out)
+    assert found.keys() == {"version", "path", "model", "origin", "samples", "rows", "ran", "over", "within"}
+    assert (found["version"], found["within"], found["over"], found["samples"]) == (1, True, [], 2)
+    rows = {row["metric"]: row for row in found["rows"]}
+    kept = mlp.manifest.drift["cpu"].outputs["output"]
+    assert rows["relative_l2"]["bound"] == mlp.manifest.budget["relative_l2"]
+    assert 0 < rows["relative_l2"]["measured"] <= kept["relative_l2"]["worst"]
+    assert rows["relative_l2"]["used"] == rows["relative_l2"]["judged"] / rows["relative_l2"]["bound"]
+
+
+def test_json_is_written_over_budget_as_well_and_the_exit_code_stays(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
+    strict = _edited(mlp, tmp_path / "1", budget={"relative_l2": 1e-9})
+    done = cli("verify", strict, "--json").refused(1, "drift over budget")
+    found = json.loads(done.out)
+    assert not found["within"]
+    assert len(found["over"]) == 3
+    assert [row["within"] for row in found["rows"] if row["metric"] == "relative_l2"] == [False] * 3
 
 
 def test_a_reference_that_is_not_there_is_said_with_the_remedy(cli: Cli, onnx_file: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import onnx
@@ -11,6 +12,8 @@ from onnx import helper
 
 import graphs
 from bf16kit.artifact import Artifact
+from bf16kit.manifest import Plan, PlanEntry
+from converter.report.figures import figures
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m[bold]"
 
@@ -76,3 +79,62 @@ def test_an_error_about_such_a_name_is_text_too(cli: Cli, tmp_path: Path, target
     source = _hostile(tmp_path / "m.onnx")
     done = cli("checkpoint", source, "--out", target, "--budget", "relative_l2=1e-9").refused(1, "\\x1b[31m")
     assert "\x1b" not in done.err
+
+
+_ROW = {"profile", "output", "metric", "measured", "judged", "worst", "bound", "used", "within", "emulated"}
+_KEYS = {
+    *("path", "model", "version", "within", "headline", "verdicts", "drift", "budget", "oracle", "reference"),
+    *("source", "sizes", "layout", "batch_axis", "inputs", "outputs", "profiles", "plan", "islands", "searches"),
+    *("off_the_line", "lossy_tensors", "files", "tools", "requires", "seed", "measurements"),
+}
+
+
+def test_json_has_the_keys_that_are_documented_and_says_what_the_text_says(cli: Cli, mlp: Artifact) -> None:
+    found = json.loads(cli("inspect", mlp.path, "--json").published().out)
+    manifest = mlp.manifest
+    assert found.keys() == _KEYS
+    documented = (Path(__file__).parents[3] / "docs" / "json.md").read_text()
+    assert [key for key in (*_KEYS, *_ROW) if f"`{key}`" not in documented] == []
+    assert found["files"] == {name: entry.model_dump() for name, entry in manifest.files.items()}
+    assert found["source"]["sha256"] == manifest.source.sha256
+    assert found["profiles"]["cuda"]["verified"] == "emulated"
+    assert {row["profile"] for row in found["drift"] if row["emulated"]} == {"cuda"}
+    assert {frozenset(row) for row in found["drift"]} == {frozenset(_ROW)}
+    assert sum(group["count"] for group in found["plan"]) == len(manifest.plan.tensors) + sum(
+        len(nodes) for nodes in manifest.plan.nodes.values()
+    )
+
+
+def test_json_of_a_model_with_hostile_names_is_text(cli: Cli, tmp_path: Path, target: Path) -> None:
+    cli("checkpoint", _hostile(tmp_path / "m.onnx"), "--out", target).published()
+    out = cli("inspect", target, "--json").published().out
+    assert "\x1b" not in out
+    assert json.loads(out)["inputs"][0]["name"] == f"x{HOSTILE}"
+
+
+def test_the_verdict_comes_first_and_says_what_is_emulated(cli: Cli, mlp: Artifact) -> None:
+    lines = cli("inspect", mlp.path).published().out.splitlines()
+    assert [line.split(":")[0] for line in lines[1:4]] == [
+        f"verdict     {profile} is within budget" for profile in ("cpu", "cuda", "torchscript")
+    ]
+    assert "emulated on the CPU, on" in lines[2]
+    assert lines[4].startswith("reference   ")
+
+
+def test_islands_are_found_by_their_codes_whatever_their_reasons_say(mlp: Artifact) -> None:
+    """Finding 13: a reason is a sentence for people, in whatever words."""
+    shape = PlanEntry(name="s", op="Shape", precision="fp32", reason="gives int64", code="no_floats")
+    norm = PlanEntry(name="n", op="Softmax", precision="fp32", reason="leaves nothing to narrow", code="normalises")
+    cpu = PlanEntry(name="c", op="MatMul", precision="fp32", reason="computes in fp32", code="profile")
+    kept = PlanEntry(name="k", op="MatMul", precision="fp32", reason="for the budget", code="budget")
+    plan = Plan(tensors=[], nodes={"cuda": [shape, norm], "cpu": [cpu, kept]})
+    found = figures(mlp.manifest.model_copy(update={"plan": plan}), {}).islands
+    assert [(island.profile, island.name) for island in found] == [("cpu", "k"), ("cuda", "n")]
+
+
+def test_islands_of_artifacts_older_than_codes_are_found_all_the_same(mlp: Artifact) -> None:
+    shape = PlanEntry(name="s", op="Shape", precision="fp32", reason="gives int64, nothing to narrow")
+    norm = PlanEntry(name="n", op="Softmax", precision="fp32", reason="normalises")
+    plan = Plan(nodes={"cuda": [shape, norm]})
+    found = figures(mlp.manifest.model_copy(update={"plan": plan}), {}).islands
+    assert [island.name for island in found] == ["n"]

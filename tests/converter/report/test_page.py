@@ -5,9 +5,11 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
+import reported
 from converting import Cli
 
 from bf16kit.artifact import Artifact
+from bf16kit.manifest import OracleEntry
 from converter.report.page import render
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -71,3 +73,51 @@ def test_no_report_when_none_was_wanted(cli: Cli, onnx_file: Path, target: Path)
     cli("checkpoint", onnx_file, "--out", target, "--no-report").published()
     assert not (target / "report.html").exists()
     assert "report.html" not in Artifact.open(target).manifest.files
+
+
+def test_a_model_of_many_thousand_nodes_stays_a_page(mlp: Artifact) -> None:
+    """Rows are counted, not shown; the first of them are."""
+    manifest = reported.manifest(samples=4_000, nodes=50_000)
+    text = render(manifest, manifest.files, [], reported.measurements(samples=4_000, depth=4_000))
+    assert len(text) < 1_500_000
+    page = _Page(text)
+    assert "200 of 50,000" in page.text
+    assert "layer0/MatMul_0" in page.text
+    assert "200 of 4,000" in page.text
+
+
+def test_the_verdict_stands_at_the_top_in_words_and_not_in_colour_alone() -> None:
+    for over, mark, words in (
+        (False, "✓", "keep within the drift budget"),
+        (True, "✗", "cuda is over the drift budget"),
+    ):
+        manifest = reported.manifest(over=over)
+        text = _Page(render(manifest, manifest.files, [], None)).text
+        assert f"{mark} " in text
+        assert text.index(words) < text.index("Drift from the fp32 reference")
+
+
+def test_everything_measured_has_its_place() -> None:
+    manifest = reported.manifest()
+    text = _Page(render(manifest, manifest.files, [], reported.measurements())).text
+    for expected in (
+        "The fp32 reference itself is within 3.1e-07 of the torch module (4 samples; fp32 noise explains 1e-05)",
+        "A search of 41 candidates brought cuda from 1.62 × its budget to 0.61 ×",
+        "its output in fp32",
+        "30 of cuda: normalises",
+        f"first off the line is {reported.OFF}",
+        "12 flushed to zero",
+        "onnxruntime 1.24 or later",
+        "torch 2.13.0",
+        "and 1 like these",
+    ):
+        assert expected in text, expected
+
+
+def test_a_reference_that_nobody_checked_is_said_to_be(mlp: Artifact) -> None:
+    oracle = OracleEntry(checked=False, how="a bare state dict answers nothing")
+    manifest = reported.manifest().model_copy(update={"oracle": oracle})
+    text = _Page(render(manifest, manifest.files, [], None)).text
+    assert "not checked against the source: a bare state dict answers nothing" in text
+    older = reported.manifest().model_copy(update={"oracle": None})
+    assert "older than that check" in _Page(render(older, older.files, [], None)).text

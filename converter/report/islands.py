@@ -1,0 +1,152 @@
+"""What became bf16 and what stayed fp32: the plan in groups, and the fp32 islands with their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from bf16kit.manifest import Manifest, Plan, PlanEntry
+from bf16kit.measurements import Measurements, SearchEntry
+
+SEARCHED = "budget"  # the code of what a search keeps in fp32
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlanGroup:
+    """Entries of a plan that have one precision for one reason. ``of``: "tensors", or a profile's nodes.
+
+    ``reasons`` are the first few wordings, ``more`` how many others there are.
+    """
+
+    of: str
+    precision: str
+    code: str
+    reasons: tuple[str, ...]
+    more: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """A node of a bf16 profile that computes in fp32, or a weight that was kept so to meet the budget.
+
+    ``worth`` is drift ÷ budget with it in bf16, as far as a search found it out; ``remedy`` what the search did.
+    """
+
+    profile: str
+    name: str
+    op: str
+    code: str
+    reason: str
+    remedy: str = ""
+    worth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What the search for fp32 islands found in one profile, in a sentence, and in numbers."""
+
+    profile: str
+    found: SearchEntry
+    sentence: str
+
+
+def searches(measured: Measurements) -> Iterator[Searched]:
+    """The searches there were."""
+    for profile, entry in sorted(measured.profiles.items()):
+        if entry.search is not None:
+            yield Searched(profile, entry.search, _told(profile, entry.search))
+
+
+def _told(profile: str, found: SearchEntry) -> str:
+    text = (
+        f"A search of {found.candidates:,} candidates brought {profile} from {found.before:.3g} × its budget to"
+        f" {found.after:.3g} ×: {found.bf16_bytes:.0%} of the bytes of its weights and {found.bf16_flops:.0%} of its"
+        " arithmetic are bf16."
+    )
+    return f"{text} {found.blame}" if found.blame else text
+
+
+@dataclass(frozen=True, slots=True)
+class IslandGroup:
+    """The islands of one profile that are so for one reason; ``searched``: what a search kept to meet the budget."""
+
+    profile: str
+    reason: str
+    searched: bool
+    islands: tuple[Island, ...]
+
+
+def island_groups(islands: Iterable[Island]) -> list[IslandGroup]:
+    """Islands by reason, in their order."""
+    found: dict[tuple[str, str], list[Island]] = {}
+    for island in islands:
+        searched = island.code == SEARCHED
+        key = ("", "Kept in fp32 to meet the budget") if searched else (island.profile, island.reason)
+        found.setdefault(key, []).append(island)
+    return [IslandGroup(profile, reason, profile == "", tuple(rows)) for (profile, reason), rows in found.items()]
+
+
+def plan_groups(plan: Plan) -> Iterator[PlanGroup]:
+    """The plan by reason, the tensors first, then each profile's nodes; the largest group first."""
+    yield from _groups("tensors", plan.tensors)
+    for profile, entries in sorted(plan.nodes.items()):
+        yield from _groups(f"{profile} nodes", entries)
+
+
+def _groups(of: str, entries: Iterable[PlanEntry]) -> list[PlanGroup]:
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for entry in entries:
+        reasons = found.setdefault((entry.precision, entry.code or entry.reason), {})
+        reasons[entry.reason] = reasons.get(entry.reason, 0) + 1
+    groups = [
+        PlanGroup(
+            of=of,
+            precision=precision,
+            code=code if code not in reasons else "",
+            reasons=tuple(reasons)[:_EXAMPLES],
+            more=max(0, len(reasons) - _EXAMPLES),
+            count=sum(reasons.values()),
+        )
+        for (precision, code), reasons in found.items()
+    ]
+    return sorted(groups, key=lambda group: -group.count)
+
+
+def islands(manifest: Manifest, measured: Measurements) -> Iterator[Island]:
+    """The fp32 islands, those that a search made first.
+
+    The cpu profile computes in fp32 throughout: of it, as of the tensors, only what a search kept is an island.
+    """
+    found = [island for profile, entries in _candidates(manifest) for island in _islands(profile, entries, measured)]
+    yield from sorted(found, key=lambda island: island.code != SEARCHED)
+
+
+def _candidates(manifest: Manifest) -> Iterator[tuple[str, list[PlanEntry]]]:
+    for profile, entries in sorted(manifest.plan.nodes.items()):
+        bf16 = manifest.profiles[profile].precision == "bf16" if profile in manifest.profiles else False
+        yield profile, [entry for entry in entries if entry.precision == "fp32" and (bf16 or entry.code == SEARCHED)]
+    yield "all", [entry for entry in manifest.plan.tensors if entry.code == SEARCHED]
+
+
+def _islands(profile: str, entries: Iterable[PlanEntry], measured: Measurements) -> Iterator[Island]:
+    searches = [entry.search for name, entry in measured.profiles.items() if profile in (name, "all")]
+    worth = {island.name: island for search in searches if search is not None for island in search.islands}
+    for entry in entries:
+        if computes_floats(entry):
+            found = worth.get(entry.name)
+            yield Island(
+                profile=profile,
+                name=entry.name,
+                op=entry.op,
+                code=entry.code,
+                reason=entry.reason,
+                remedy="" if found is None else found.remedy,
+                worth=None if found is None else found.worth,
+            )
+
+
+def computes_floats(entry: PlanEntry) -> bool:
+    """Whether a node that stays fp32 gives fp32; entries without a code are older than codes, and say it in words."""
+    return entry.code != "no_floats" if entry.code else "nothing to narrow" not in entry.reason

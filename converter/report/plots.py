@@ -1,0 +1,158 @@
+"""The pictures of the report: sizes, drift by sample, SQNR by depth, and the range of each tensor's values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from converter.process.progress import size
+from converter.report.drifts import SampleSeries
+from converter.report.figures import Sizes
+from converter.report.layers import MARGIN_DB, LayerSeries, shortfall
+from converter.report.spans import HIGHEST, LOWEST, NORMAL, Span
+from converter.report.svg import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Picture, Scale, axes, line, power_of_two, shortened
+
+DOTS = 500  # in one picture; more cannot be told apart
+_HEIGHT = 280.0
+_LABELS = 50  # characters of a tensor's name and what is remarked of it
+
+
+def sizes_bars(sizes: Sizes) -> str:
+    """The bytes of the artifact beside those of its checkpoint."""
+    bars = [
+        ("fp32 checkpoint", sizes.checkpoint, "bar before"),
+        ("bf16 weights and graphs", sizes.graphs_and_weights, "bar"),
+    ]
+    if sizes.residual:
+        bars.append(("residual, which restores fp32", sizes.residual, "bar rest"))
+    told = "; ".join(f"{name} {size(count)}" for name, count, _ in bars)
+    picture = Picture("sizes", "Sizes", f"Bars: {told}.", 44.0 * len(bars) + 4)
+    scale = Scale(0, max(1, *(count for _, count, _ in bars)), 0, WIDTH)
+    for row, (name, count, kind) in enumerate(bars):
+        y = 44.0 * row
+        picture.add("text", name, class_="label", x=0, y=y + 14)
+        picture.add("text", size(count), class_="label value", x=WIDTH, y=y + 14, text_anchor="end")
+        picture.add("rect", class_="bar track", x=0, y=y + 20, width=WIDTH, height=12, rx=3)
+        picture.add("rect", class_=kind, x=0, y=y + 20, width=max(2.0, scale(count)), height=12, rx=3)
+    return picture.svg()
+
+
+def sample_dots(series: SampleSeries, key: str) -> str:
+    """relative_l2 of each sample, against the lines that the budget draws."""
+    finite = [value for value in series.values if math.isfinite(value)]
+    top = max([*finite, *(bound for _, bound in series.bounds), 1e-12]) * 1.08
+    x = Scale(0, max(1, series.measured - 1), LEFT + 8, WIDTH - RIGHT)
+    y = Scale(0, top, _HEIGHT - BOTTOM, TOP)
+    limit = min((bound for name, bound in series.bounds if name == "relative_l2"), default=math.inf)
+    shown = chosen([value if math.isfinite(value) else math.inf for value in series.values])
+    above = sum(value > limit for value in series.values)
+    picture = Picture(
+        key,
+        f"Drift of {series.output} by sample, {series.profile}",
+        f"{len(shown)} of {series.measured} samples: relative_l2 from {min(series.values, default=0):.3g} to"
+        f" {max(series.values, default=0):.3g}"
+        + "".join(f"; the budget bounds {_bounded(name)} at {bound:.3g}" for name, bound in series.bounds)
+        + (f"; {above} samples lie above the line" if above else ""),
+        _HEIGHT,
+    )
+    axes(picture, x, y, "sample", "relative_l2")
+    for row in shown:
+        value, sample = series.values[row], series.index(row)
+        picture.dot(x(sample), y(value), "over" if value > limit else "", f"sample {sample}: {value:.3g}")
+    for side, (name, bound) in enumerate(series.bounds):
+        line(picture, [(x.start, y(bound)), (x.end, y(bound))], "budget")
+        label, left = f"budget of {_bounded(name)}: {bound:.3g}", side % 2 == 1
+        anchor, at = ("start", x.start + 4) if left else ("end", x.end)
+        picture.add("text", label, class_="note budget halo", x=at, y=y(bound) - 6, text_anchor=anchor)
+    return picture.svg()
+
+
+def layer_dots(series: LayerSeries, key: str) -> str:
+    """SQNR of each layer against its depth, and the line that bf16 alone would draw."""
+    values = [row.sqnr_db for row in series.rows] + [row.expected_db for row in series.rows]
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    x = Scale(0, max(1, *(row.depth for row in series.rows)), LEFT + 8, WIDTH - RIGHT)
+    low, high = min(finite), max(finite)
+    y = Scale(min(0.0, low) if low < 12 else low - 6, high + 6, _HEIGHT - BOTTOM, TOP)
+    drawn = [row for row in series.rows if math.isfinite(row.expected_db) or row.sqnr_db < math.inf]
+    exact = len(series.rows) - len(drawn)
+    shown = chosen([shortfall(row) for row in drawn])
+    off = series.first_off
+    picture = Picture(
+        key,
+        f"SQNR of each layer by depth, {series.profile}",
+        f"{len(shown)} of {series.measured} layers, in dB; {f'{exact} exact ones are left out; ' if exact else ''}"
+        + (
+            "all keep to the line that bf16 alone draws."
+            if off is None
+            else f"the first off the expected line is {off.name}: {off.sqnr_db:.3g} dB, expected {off.expected_db:.3g}."
+        ),
+        _HEIGHT,
+    )
+    axes(picture, x, y, "depth", "SQNR, dB")
+    for row in (drawn[i] for i in shown):
+        kind = "over" if shortfall(row) > MARGIN_DB else ""
+        told = f"{row.name} ({row.op}), depth {row.depth}: {row.sqnr_db:.1f} dB, expected {row.expected_db:.1f}"
+        picture.dot(x(row.depth), y(row.sqnr_db), kind, told)
+    line(picture, _expected(series, x, y), "expected")
+    return picture.svg()
+
+
+def _expected(series: LayerSeries, x: Scale, y: Scale) -> list[tuple[float, float]]:
+    """The expected line: the mean of what is expected at each depth."""
+    depths: dict[int, list[float]] = {}
+    for row in series.rows:
+        if math.isfinite(row.expected_db):
+            depths.setdefault(row.depth, []).append(row.expected_db)
+    return [(x(depth), y(sum(found) / len(found))) for depth, found in sorted(depths.items())]
+
+
+def span_bars(spans: Sequence[Span], measured: int, key: str) -> str:
+    """The exponents that the values of each of ``spans`` reach, against those that bf16 holds."""
+    top, row_height = 6.0, 40.0
+    bottom = top + row_height * len(spans)
+    x = Scale(LOWEST - 17, HIGHEST + 6, 0, WIDTH)
+    lossy = [span for span in spans if span.remark]
+    told = "; ".join(f"{span.name}: {span.remark}" for span in lossy)
+    picture = Picture(
+        key,
+        "Range of the values of bf16 tensors",
+        f"{len(spans)} of {measured} tensors. " + (f"Not held at full precision: {told}." if told else "All are held."),
+        bottom + 26,
+    )
+    for exponent in (NORMAL, -64, 0, 64, HIGHEST):
+        picture.add("line", class_="grid", x1=x(exponent), x2=x(exponent), y1=top, y2=bottom + 4)
+        anchor = "end" if exponent == HIGHEST else "middle"
+        picture.add("text", power_of_two(exponent), class_="tick", x=x(exponent), y=bottom + 20, text_anchor=anchor)
+    for row, span in enumerate(spans):
+        _span(picture, span, x, top + row_height * row)
+    return picture.svg()
+
+
+def _span(picture: Picture, span: Span, x: Scale, y: float) -> None:
+    name = shortened(span.name, max(12, _LABELS - len(span.remark)))
+    picture.add("text", name, class_="label halo", x=0, y=y + 14)
+    if span.remark:
+        picture.add("text", span.remark, class_="label bad halo", x=WIDTH, y=y + 14, text_anchor="end")
+    picture.add("rect", class_="bar track", x=0, y=y + 20, width=WIDTH, height=10, rx=2)
+    for start, end in ((x.low, NORMAL), (HIGHEST, x.high)):
+        picture.add("rect", class_="zone", x=x(start), y=y + 20, width=x(end) - x(start), height=10)
+    if span.low is not None and span.high is not None:
+        start, end = x(span.low), x(span.high)
+        kind = "span lossy" if span.remark else "span"
+        picture.add("rect", class_=kind, x=start, y=y + 22, width=max(3.0, end - start), height=6, rx=2)
+
+
+def chosen(badness: Sequence[float]) -> list[int]:
+    """Which of many points to draw: all up to :data:`DOTS`; of more the worst tenth of that, and evenly the others."""
+    if len(badness) <= DOTS:
+        return list(range(len(badness)))
+    worst = set(sorted(range(len(badness)), key=lambda i: -badness[i])[: DOTS // 10])
+    others = [i for i in range(len(badness)) if i not in worst]
+    left = DOTS - len(worst)
+    return sorted([*worst, *(others[i * len(others) // left] for i in range(left))])
+
+
+def _bounded(name: str) -> str:
+    """What a bound bounds: "relative_l2" its mean, "relative_l2.p99" that quantile."""
+    return {"": "the mean", "worst": "the worst"}.get(name.partition(".")[2], name.partition(".")[2])

@@ -1,0 +1,148 @@
+"""The report in a real browser: headless Chromium, in light and dark, on a desk and on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import browser
+import pytest
+import reported
+from browser import Browser
+
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import SpecEntry
+from converter.report.page import render
+
+pytestmark = pytest.mark.skipif(browser.find() is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+
+Scheme = Literal["light", "dark"]
+PHONE, DESK = 360, 1200
+
+# The least contrast of any text with what is behind it (WCAG 2.2, 1.4.3), and the text that has it.
+CONTRAST = """
+(() => {
+  const parsed = text => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
+  const light = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+    const s = rgb[i] / 255; return sum + weight * (s <= 0.04045 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4); }, 0);
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const found = parsed(getComputedStyle(element).backgroundColor);
+      if (found[3] > 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  let worst = [99, ""];
+  for (const element of document.querySelectorAll("body *")) {
+    if (["title", "desc"].includes(element.tagName)) continue;
+    if (![...element.childNodes].some(node => node.nodeType === 3 && node.data.trim())) continue;
+    const style = getComputedStyle(element);
+    const front = light(parsed(element instanceof SVGElement ? style.fill : style.color));
+    const back = light(behind(element));
+    const ratio = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, element.textContent.slice(0, 80)];
+  }
+  return worst;
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    binary = browser.find()
+    assert binary is not None
+    with Browser(binary, tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with everything that one can show, cuda over budget."""
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    manifest = reported.manifest(over=True)
+    path.write_text(render(manifest, manifest.files, ["a note"], reported.measurements(over=True)))
+    return path
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_loads_alone_fits_the_window_and_can_be_read(
+    chromium: Browser, page: Path, tmp_path: Path, scheme: Scheme, width: int
+) -> None:
+    chromium.look(scheme, width)
+    seen = chromium.open(page)
+    assert seen.requests == []
+    assert seen.complaints == []
+    assert chromium.evaluate("document.documentElement.scrollWidth") == width
+    ratio, text = chromium.evaluate(CONTRAST)
+    assert ratio >= 4.5, text
+    background = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(int(part) for part in background[4:-1].split(",")) < 3 * 128) == (scheme == "dark")
+    chromium.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pictures_hold_a_dot_for_each_sample_and_layer(chromium: Browser, page: Path) -> None:
+    chromium.look("light", DESK)
+    chromium.open(page)
+    dots = [
+        chromium.evaluate(f"document.querySelectorAll('svg[aria-labelledby^={key}] .dot').length")
+        for key in ("samples0", "samples1", "layers0", "layers1")
+    ]
+    assert dots == [64, 64, 120, 120]
+    drawn = "[...document.querySelectorAll('svg .dot')].every(d => d.getBoundingClientRect().width > 3)"
+    assert chromium.evaluate(drawn)
+    inside = """[...document.querySelectorAll('svg')].every(svg => {
+      const box = svg.getBoundingClientRect();
+      return [...svg.querySelectorAll('text, .dot, .line, rect')].every(e => {
+        const own = e.getBoundingClientRect();
+        return own.left >= box.left - 2 && own.right <= box.right + 2 && own.top >= box.top - 2
+          && own.bottom <= box.bottom + 2; }); })"""
+    for width in (DESK, PHONE):
+        chromium.look("light", width)
+        assert chromium.evaluate(inside), width
+
+
+def test_a_screen_reader_and_a_keyboard_find_their_way(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    assert chromium.evaluate("document.documentElement.lang") == "en"
+    named = "[...document.querySelectorAll('svg')].every(s => s.querySelector('title') && s.querySelector('desc'))"
+    assert chromium.evaluate(named)
+    told = "[...document.querySelectorAll('table')].every(t => t.caption && t.querySelector('thead th[scope=col]'))"
+    assert chromium.evaluate(told)
+    assert chromium.evaluate("[...document.querySelectorAll('.scroll')].every(d => d.tabIndex === 0 && d.ariaLabel)")
+    ids = "(ids => new Set(ids).size === ids.length)([...document.querySelectorAll('[id]')].map(e => e.id))"
+    assert chromium.evaluate(ids)
+    headings = chromium.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(h => h.tagName)")
+    assert headings[0] == "H1"
+    assert "H3" not in headings
+
+
+def test_it_prints(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    assert chromium.pdf().startswith(b"%PDF")
+
+
+def test_a_name_without_end_and_a_hostile_one_break_nothing(chromium: Browser, tmp_path: Path) -> None:
+    hostile = "<script>document.title = 'obeyed'</script>" + "x" * 400
+    found = reported.manifest()
+    entry = found.drift["cpu"]
+    drift = {"cpu": entry.model_copy(update={"outputs": {hostile: entry.outputs["logits"]}})}
+    outputs = [SpecEntry(name=hostile, dtype="float32", shape=["batch", hostile])]
+    found = found.model_copy(update={"model": hostile, "drift": drift, "outputs": outputs})
+    path = tmp_path / "report.html"
+    path.write_text(render(found, found.files, [hostile], reported.measurements()))
+    chromium.look("light", PHONE)
+    assert chromium.open(path).complaints == []
+    assert chromium.evaluate("document.title").startswith("<script>")
+    assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
+
+
+def test_the_report_of_a_conversion_loads_alone(chromium: Browser, mlp: Artifact) -> None:
+    chromium.look("light", PHONE)
+    seen = chromium.open(mlp.file("report.html"))
+    assert (seen.requests, seen.complaints) == ([], [])
+    assert chromium.evaluate("document.documentElement.scrollWidth") == PHONE
+    shown = "document.querySelectorAll('svg[aria-labelledby^=samples0] .dot').length"
+    assert chromium.evaluate(shown) == mlp.manifest.drift["cpu"].samples

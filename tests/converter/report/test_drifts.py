@@ -1,0 +1,67 @@
+"""Drift against its budget: the verdict on each profile."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import reported
+
+from bf16kit.manifest import DriftEntry, Manifest
+from converter.report.drifts import share
+from converter.report.figures import figures
+
+
+def _figures(manifest: Manifest) -> list[str]:
+    found = figures(manifest, manifest.files)
+    return [found.headline, *(verdict.sentence for verdict in found.verdicts)]
+
+
+def test_within_budget_is_one_sentence_with_the_bound_that_is_nearest() -> None:
+    headline, cpu, cuda = _figures(reported.manifest())
+    assert headline == "cpu and cuda keep within the drift budget."
+    assert cpu.startswith("cpu is within budget: relative_l2.p99 of logits is 0.0028, at most 0.02 is allowed (14% of")
+    assert cpu.endswith("measured on 64 samples of calibration.npz")
+    assert "emulated on the CPU, on 64 samples" in cuda
+
+
+def test_over_budget_names_the_profile_and_the_bound() -> None:
+    headline, cpu, cuda = _figures(reported.manifest(over=True))
+    assert headline == "cuda is over the drift budget."
+    assert "within" in cpu
+    assert cuda.startswith("cuda is over budget: relative_l2.p99 of logits is")
+
+
+def test_a_floor_is_said_as_one() -> None:
+    stats = {"top1_agreement": {"mean": 0.5, "upper": 0.6}}
+    entry = DriftEntry(samples=1, source="s", outputs={"y": stats})
+    manifest = reported.manifest().model_copy(update={"drift": {"cpu": entry}})
+    headline, cpu = _figures(manifest)
+    assert headline == "cpu is over the drift budget."
+    assert cpu == (
+        "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is asked for (40 × of the budget);"
+        " measured on 1 sample of s"
+    )
+
+
+def test_quantiles_that_the_budget_bounds_stand_below_their_metric() -> None:
+    rows = [row.metric for row in figures(reported.manifest(), {}).drift if row.profile == "cpu"]
+    assert rows[:3] == ["relative_l2", "relative_l2.p99", "cosine_distance"]
+
+
+def test_what_nothing_bounds_is_within() -> None:
+    headline, cpu, _ = _figures(reported.manifest().model_copy(update={"budget": {}}))
+    assert headline == "cpu and cuda keep within the drift budget."
+    assert "nothing is bounded" in cpu
+
+
+def test_nothing_measured_is_said() -> None:
+    assert _figures(reported.manifest().model_copy(update={"drift": {}})) == ["Nothing was measured."]
+
+
+@pytest.mark.parametrize(
+    ("used", "said"),
+    [(0.0, "0%"), (0.001, "< 1%"), (0.5, "50%"), (1.97, "197%"), (40.0, "40 ×"), (math.inf, "far beyond")],
+)
+def test_shares_of_a_budget(used: float, said: str) -> None:
+    assert share(used) == said

@@ -1,0 +1,142 @@
+"""A headless Chromium, spoken to over its debugging pipe: what a page looks like, asks for and complains of."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+_SECONDS = 60  # a machine that is busy with something else takes a while to start a browser
+
+
+def find() -> str | None:
+    """The first browser on PATH."""
+    return next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
+
+
+@dataclass
+class Page:
+    """What was seen while a page loaded: requests beyond the file itself, and what went to the console or its log."""
+
+    requests: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+
+class Browser:
+    """One browser with one tab. A context manager: it ends with the ``with``."""
+
+    def __init__(self, binary: str, profile: Path) -> None:
+        theirs, ours = os.pipe(), os.pipe()
+        self._reading, self._writing = ours[0], theirs[1]
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs[0], ours[1])]  # clear of 3 and 4
+        for fd in (theirs[0], ours[1]):
+            os.close(fd)
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+        options += ["--remote-debugging-pipe", "--disable-background-networking", f"--user-data-dir={profile}"]
+        joined = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", joined, "bash", binary, *options, "about:blank"],
+            pass_fds=ends,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for fd in ends:
+            os.close(fd)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._reading, selectors.EVENT_READ)
+        self._buffer = b""
+        self._sent = 0
+        self._session: str | None = None
+        self._events: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.wait(_SECONDS)
+        self._selector.close()
+        for fd in (self._reading, self._writing):
+            os.close(fd)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """The result of one command of the DevTools protocol."""
+        self._sent += 1
+        message: dict[str, Any] = {"id": self._sent, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._writing, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._sent:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
+            self._events.append(answer)
+
+    def look(self, scheme: Literal["light", "dark"], width: int) -> None:
+        """What kind of reader the page has from now on."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
+
+    def open(self, path: Path) -> Page:
+        """Load the file at ``path`` and wait until all of it is there."""
+        self._events.clear()
+        self.call("Page.navigate", url=path.as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
+            self._events.append(self._next())
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page = Page()
+        for event in self._events:
+            if event.get("method") == "Network.requestWillBeSent":
+                page.requests.append(event["params"]["request"]["url"])
+            elif event.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
+                page.complaints.append(json.dumps(event["params"]))
+        page.requests.remove(path.as_uri())
+        return page
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page; a promise is awaited."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as a PNG, below the edge of the window as well."""
+        picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(picture["data"]))
+
+    def pdf(self) -> bytes:
+        """The page as it is printed."""
+        return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + _SECONDS
+        while b"\0" not in self._buffer:
+            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+            data = os.read(self._reading, 1 << 16) if ready else b""
+            assert data, f"the browser said nothing for {_SECONDS} s, or ended"
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
