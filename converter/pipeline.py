@@ -15,6 +15,7 @@ from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact, staging
 from converter import sources
 from converter.cpukernel.products import panelled
+from converter.formats import lossless
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import StoredWeights, write_total, write_weights
 from converter.model import Source
@@ -73,6 +74,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         manifest = _describe(options, source, plan, stored, profiles)
         if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
             notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
+        _check_lossless(options, source, prepared, stored, stage.draft(manifest), progress, notes)
         reference = None if options.residual else prepared.reference
         census = stored.census
         del source, prepared, stored
@@ -199,6 +201,24 @@ def _describe(
         seed=options.seed,
         options=options.recorded(),
     )
+
+
+def _check_lossless(
+    options: Options,
+    source: Source,
+    prepared: Prepared,
+    stored: StoredWeights,
+    draft: Artifact,
+    progress: Progress,
+    notes: list[str],
+) -> None:
+    """Read the weights' files back and compare them with the source, bit by bit."""
+    tensors = source.checkpoint.tensors
+    rounding = lossless.Rounding(options.subnormals, options.saturate)
+    with progress.step("comparing with the source", lossless.total(draft, tensors)) as advance:
+        lossless.check(draft, prepared, stored, tensors, rounding, advance)
+    if not options.residual:
+        notes.append("--no-residual: the checkpoint cannot be restored; how its weights were rounded was checked")
 
 
 def _measured(manifest: Manifest, certified: Certified, census: Mapping[str, Census]) -> Measurements:

@@ -1,0 +1,194 @@
+"""Reading back what was written: each checkpoint tensor restored bit for bit, each bf16 value the nearest there is.
+
+The reference that drift is measured from is itself decoded from these files, so a fault in writing them is in both and
+shows in neither. This pass compares the closed files with the source's own memory, by code that did not write them: the
+decoding is what ``restore`` uses, the rounding rule is written out anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactDamaged, ConversionError
+from bf16kit.manifest import RESIDUAL, TensorEntry
+from bf16kit.numerics import Subnormals
+from converter.formats.weights import StoredWeights
+from converter.graph.equality import same_bits
+from converter.graph.initializers import const
+from converter.passes import Prepared
+
+Array = NDArray[Any]
+Advance = Callable[[int], None]
+
+_BLOCK = 1 << 18  # elements
+_SIGN, _MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
+_INFINITY = np.uint32(0x7F800000)
+_SCALED_SLACK = 4  # fp32 ulps: the scale is kept in fp32, and the weight was multiplied by it in float64
+_LARGEST, _SMALLEST_NORMAL = np.uint32(0x7F7F), np.uint32(0x0080)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a conversion's options let a stored bf16 value be. ``nearest``: no other neighbour than the nearest."""
+
+    subnormals: Subnormals = "keep"
+    saturate: bool = False
+    nearest: bool = True
+
+
+def total(artifact: Artifact, checkpoint: Mapping[str, Array]) -> int:
+    """The bytes that ``advance`` will have been told of when :func:`check` returns."""
+    restored = sum(checkpoint[entry.name].nbytes for entry in artifact.manifest.checkpoint if entry.name in checkpoint)
+    return restored + sum(entry.bytes for entry in artifact.manifest.tensors)
+
+
+def check(
+    artifact: Artifact,
+    prepared: Prepared,
+    stored: StoredWeights,
+    checkpoint: Mapping[str, Array],
+    rounding: Rounding,
+    advance: Advance,
+) -> None:
+    """Compare the files of ``artifact`` with the source, a tensor in memory at a time.
+
+    ``advance`` is told of the bytes compared (:func:`total`). Without a residual only the rounding is checked: there is
+    nothing to restore from. Raises :class:`ConversionError` naming the first tensor that differs.
+    """
+    try:
+        _check_restored(artifact, checkpoint, advance)
+        restored = {entry.tensor for entry in artifact.manifest.checkpoint}
+        for entry, origin in _origins(artifact, prepared, stored):
+            clamped = entry.name in prepared.clamped
+            _check_stored(artifact, entry, origin, replace(rounding, saturate=rounding.saturate or clamped))
+            if entry.residual is not None and entry.name not in restored:
+                _check_same(entry.name, origin, artifact.restore(entry.name), "is not restored bit for bit")
+            advance(entry.bytes)
+    except ArtifactDamaged as error:
+        raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
+
+
+def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
+    entries = artifact.manifest.checkpoint
+    if entries:
+        missing = sorted(checkpoint.keys() - {entry.name for entry in entries})
+        lost = next((name for name in missing if checkpoint[name].dtype != np.float64), None)
+        if lost is not None:
+            raise _fault(lost, "was written nowhere, and could not be restored")
+    for name, array in artifact.checkpoint_tensors():
+        source = checkpoint.get(name)
+        if source is None:
+            raise _fault(name, "would be restored, but is not in the checkpoint")
+        _check_same(name, source, array, "is not restored bit for bit")
+        advance(source.nbytes)
+
+
+def _check_same(name: str, source: Array, found: Array, what: str) -> None:
+    if not same_bits(source, found):
+        raise _fault(name, f"{what} ({_difference(source, found)})")
+
+
+def _check_stored(artifact: Artifact, entry: TensorEntry, origin: Array, rounding: Rounding) -> None:
+    """One stored tensor against the graph's weight that it was made of."""
+    array = artifact.tensor(entry.name)
+    if entry.dtype != "bfloat16" or origin.dtype != np.float32:
+        _check_same(entry.name, origin, array, "is not stored as it came")
+        return
+    scale = None if entry.scale is None else artifact.tensor(entry.scale)
+    wrong = sum(
+        int(np.count_nonzero(_misrounded(weight, found, factor, rounding)))
+        for weight, found, factor in _blocks(origin, array, scale, entry.scale_axis)
+    )
+    if wrong:
+        raise _fault(entry.name, f"has {wrong} of {array.size} bf16 values that are not the source's, rounded")
+
+
+def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> Iterator[tuple[TensorEntry, Array]]:
+    """Each stored tensor with the weight it was made of: the reference's, and of what only the profiles read, theirs.
+
+    What no graph reads travels beside the residual, and was compared with the checkpoint.
+    """
+    manifest = artifact.manifest
+    lowered = {alias: name for name, alias in stored.aliases.items()}
+    scales = {entry.scale for entry in manifest.tensors}
+    base = prepared.folded if manifest.reference is None else prepared.reference
+    for entry in manifest.tensors:
+        if entry.file == RESIDUAL or entry.name in scales:
+            continue
+        name = lowered.get(entry.name, entry.name)
+        first = prepared.folded if entry.name in lowered else base
+        for model in (first, prepared.folded):
+            tensor = const(model.graph.initializers.get(name))
+            if tensor is not None:
+                yield entry, tensor.numpy()
+                break
+
+
+def _blocks(
+    source: Array, array: Array, scale: Array | None, axis: int | None
+) -> Iterator[tuple[Array, Array, Array | None]]:
+    """Rows of a weight, of what is stored of it, and of its scale made to fit them."""
+    if scale is not None and axis is not None:
+        scale = scale.reshape([-1 if i == axis else 1 for i in range(source.ndim)])
+    if source.ndim == 0:
+        yield source.reshape(1), array.reshape(1), scale
+        return
+    rows = max(1, _BLOCK // max(1, source[:1].size))
+    for start in range(0, len(source), rows):
+        chosen = slice(start, start + rows)
+        factor = scale if scale is None or len(scale) == 1 else scale[chosen]
+        yield np.ascontiguousarray(source[chosen]), np.ascontiguousarray(array[chosen]), factor
+
+
+def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rounding) -> NDArray[np.bool_]:
+    """Where a bf16 value is not what ``source``, fp32 and multiplied by ``scale``, may be rounded to."""
+    found = stored.view(np.uint16).astype(np.uint32)
+    if scale is None:
+        bits, slack = source.view(np.uint32), 0
+    else:
+        with np.errstate(all="ignore"):  # what is not finite is compared as such
+            product = (source.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
+        bits, slack = product.view(np.uint32), _SCALED_SLACK
+    magnitude = bits & _MAGNITUDE
+    nan = magnitude > _INFINITY
+    least = _rounded(np.where(magnitude > slack, magnitude - np.uint32(slack), np.uint32(0)), rounding)
+    most = _rounded(np.where(nan, magnitude, np.minimum(magnitude + np.uint32(slack), _INFINITY)), rounding)
+    if not rounding.nearest:  # either neighbour
+        least = np.minimum(least, magnitude >> np.uint32(16))
+        most = np.maximum(most, (magnitude + np.uint32(0xFFFF)) >> np.uint32(16))
+    kept = found & np.uint32(0x7FFF)
+    right = (kept >= least) & (kept <= most) & ((found << np.uint32(16) & _SIGN) == (bits & _SIGN))
+    return np.where(nan, kept <= np.uint32(0x7F80), ~right)
+
+
+def _rounded(magnitude: NDArray[np.uint32], rounding: Rounding) -> NDArray[np.uint32]:
+    """Nearest, ties to even, of fp32 magnitudes given as bits: half of the last place is added, a tie's odd bit too."""
+    odd = (magnitude >> np.uint32(16)) & np.uint32(1)
+    result = (np.minimum(magnitude, _INFINITY) + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    if rounding.saturate:
+        result = np.minimum(result, _LARGEST)
+    if rounding.subnormals == "flush":
+        result = np.where(result < _SMALLEST_NORMAL, np.uint32(0), result)
+    return result
+
+
+def _difference(source: Array, found: Array) -> str:
+    if source.dtype != found.dtype or source.shape != found.shape:
+        return f"{source.dtype.name}{list(source.shape)} became {found.dtype.name}{list(found.shape)}"
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (source, found))
+    first = int(np.flatnonzero(a != b)[0]) // source.dtype.itemsize
+    place = tuple(int(index) for index in np.unravel_index(first, source.shape))
+    return f"the first difference is at {list(place)}: {source[place]!s} became {found[place]!s}"
+
+
+def _fault(name: str, what: str) -> ConversionError:
+    return ConversionError(
+        f"tensor {name!r} {what}; nothing was published. The files are not what was to be written: a fault of"
+        " bf16-convert or of this machine's memory or disk. Run it again, and report it if it stays"
+    )
