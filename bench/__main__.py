@@ -21,6 +21,7 @@ from bench.workspace import Workspace
 NAMES = (
     "artifact_size",
     "conversion_memory",
+    "rounding_speed",
     "drift_minilm",
     "startup",
     "latency_mlp",

@@ -2,7 +2,8 @@
 
 bfloat16 is fp32 cut after 16 bits: 1 sign bit, 8 exponent bits, 7 stored fraction bits. Rounding is to nearest, ties to
 even; a magnitude of at least fp32 ``0x7F7F8000`` (3.396e38) becomes infinite; NaN stays NaN and keeps its sign. The
-rounding itself is ml_dtypes', which agrees with ONNX Runtime's Cast bit for bit.
+rounding itself is compiled with the CPU kernel (:mod:`bf16kit.native`), or ml_dtypes', which agrees with it and with
+ONNX Runtime's Cast bit for bit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from bf16kit.native import NONE, CensusCounts, loops
 
 Bf16Array = NDArray[Any]  # numpy's typing has no name for ml_dtypes.bfloat16
 Subnormals = Literal["keep", "flush"]
@@ -33,16 +36,23 @@ _SMALLEST_NORMAL_BITS = 0x0080
 _CHUNK = 1 << 18  # elements: temporaries stay in the cache, and small beside any checkpoint
 
 
-def to_bf16(x: NDArray[np.float32], *, subnormals: Subnormals = "keep", saturate: bool = False) -> Bf16Array:
+def to_bf16(
+    x: NDArray[np.float32], *, subnormals: Subnormals = "keep", saturate: bool = False, out: Bf16Array | None = None
+) -> Bf16Array:
     """``x`` rounded to bfloat16, C-contiguous, of the same shape; needs little memory beyond the result.
+
+    The result is ``out`` where that is given: bfloat16, C-contiguous, of the shape of ``x``, else ValueError.
 
     ``subnormals="flush"`` turns subnormal *results* into zeros of the same sign, as Cloud TPUs do. ``saturate`` turns
     infinite results, from overflow or from an infinite ``x``, into the largest finite value of that sign.
     """
     if x.dtype != np.float32:
         raise TypeError(f"to_bf16 takes float32, got {x.dtype.name}")
-    with np.errstate(over="ignore", invalid="ignore"):  # census() counts what overflows; NaN is no surprise
-        rounded = x.astype(BF16, order="C")
+    if out is None:
+        out = np.empty(x.shape, BF16)
+    elif out.shape != x.shape or out.dtype != BF16 or not out.flags.c_contiguous:
+        raise ValueError(f"cannot round {list(x.shape)} into {out.dtype.name}{list(out.shape)}")
+    rounded = _rounded(x, out)
     if subnormals == "keep" and not saturate:
         return rounded
     for bits in _chunks(rounded.reshape(-1).view(np.uint16)):
@@ -53,6 +63,16 @@ def to_bf16(x: NDArray[np.float32], *, subnormals: Subnormals = "keep", saturate
             infinite = magnitude == _INF
             bits[infinite] = (bits[infinite] & _SIGN) | _LARGEST_BITS
     return rounded
+
+
+def _rounded(x: NDArray[np.float32], out: Bf16Array) -> Bf16Array:
+    compiled = loops()
+    if compiled is not None and x.flags.c_contiguous and x.flags.aligned:
+        compiled.round(x.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
+        return out
+    with np.errstate(over="ignore", invalid="ignore"):  # census() counts what overflows; NaN is no surprise
+        out[...] = x.astype(BF16)
+    return out
 
 
 def to_fp32(x: Bf16Array) -> NDArray[np.float32]:
@@ -115,10 +135,29 @@ def census(x: NDArray[np.float32]) -> Census:
     """Count what :func:`to_bf16` would meet in ``x`` (float32, any shape), without rounding it."""
     if x.dtype != np.float32:
         raise TypeError(f"census takes float32, got {x.dtype.name}")
+    compiled = loops()
+    words = np.require(x, requirements=["C", "A"]).reshape(-1).view(np.uint32)
+    if compiled is not None:
+        return _compiled_census(words.size, compiled.census(words))
     total = Census()
-    for bits in _chunks(np.ascontiguousarray(x).reshape(-1).view(np.uint32)):
+    for bits in _chunks(words):
         total += _census(bits & 0x7FFFFFFF)
     return total
+
+
+def _compiled_census(count: int, counts: CensusCounts) -> Census:
+    smallest = 0 if counts.smallest == NONE else counts.smallest
+    patterns = np.array([counts.largest, smallest], np.int32).view(np.float32)
+    return Census(
+        count=count,
+        nan=counts.nan,
+        inf=counts.inf,
+        overflow=counts.overflow,
+        subnormal=counts.subnormal,
+        flushed_to_zero=counts.flushed,
+        max_abs=float(patterns[0]),
+        min_abs_nonzero=float(patterns[1]),
+    )
 
 
 def _census(magnitude: NDArray[Any]) -> Census:

@@ -27,13 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.errors import ArtifactDamaged
+from bf16kit.native import loops
 from bf16kit.numerics import BF16, Bf16Array
 
 _FOOTER = struct.Struct("<QQQB3x4s")  # elements, bytes of the crossed part, verbatim elements, form of crossed, magic
 _MAGIC = b"RES1"
 _INDICES, _BITMAP = 0, 1
-_CHUNK = 1 << 18  # elements; a multiple of 8, so that bitmaps of chunks join
+_CHUNK = 1 << 18  # elements: what is computed of them stays in the cache
 _NAN = 0x7FC00000
+
+Piece = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,30 +61,60 @@ def encode(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = Non
     return b"".join(encode_chunks(fp32, bf16, scale))
 
 
-def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[bytes]:
+def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | None = None) -> Iterator[Piece]:
     """:func:`encode`, piece by piece, for writing straight to a file. ValueError when shapes or dtypes do not fit."""
     if fp32.shape != bf16.shape or fp32.dtype != np.float32 or bf16.dtype != BF16:
         raise ValueError(f"cannot encode {fp32.dtype.name}{fp32.shape} against {bf16.dtype.name}{bf16.shape}")
-    words = np.ascontiguousarray(fp32).reshape(-1).view(np.uint32)
-    bitmaps: list[bytes] = []
-    crossed: list[NDArray[np.int64]] = []
-    verbatim: list[NDArray[np.int64]] = []
-    for start, predicted in _predictions(bf16, scale):
-        word = words[start : start + predicted.size]
-        low = (word - predicted).astype(np.uint16)
-        near = _near(predicted, low)
-        cross = (near != word) & (_crossed(near, low) == word)
-        far = (near != word) & ~cross
-        bitmaps.append(np.packbits(cross, bitorder="little").tobytes())
-        crossed.append(np.flatnonzero(cross) + start)
-        verbatim.append(np.flatnonzero(far) + start)
-        yield low.astype("<u2").tobytes()
-    form, crossing = _smaller(np.concatenate([*crossed, _empty()]), bitmaps, words.size)
-    yield crossing
-    indices = np.concatenate([*verbatim, _empty()])
-    yield indices.astype("<u8").tobytes()
-    yield words[indices].astype("<u4").tobytes()
-    yield _FOOTER.pack(words.size, len(crossing), indices.size, form, _MAGIC)
+    encoder = Encoder()
+    words = np.require(fp32, requirements=["C", "A"]).reshape(-1).view(np.uint32)
+    stored = np.require(bf16, requirements=["C", "A"]).reshape(-1).view(np.uint16)
+    _check_scale(scale, bf16.shape)
+    for start in range(0, words.size, _CHUNK):
+        chunk = stored[start : start + _CHUNK]
+        predicted = None if scale is None else _unscaled(chunk.view(BF16), scale, start, bf16.shape)
+        yield encoder.block(words[start : start + _CHUNK], chunk, predicted)
+    yield from encoder.finish()
+
+
+class Encoder:
+    """A segment made block by block: the low halves of each :meth:`block`, then what :meth:`finish` gives."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._crossed: list[tuple[int, NDArray[np.uint32]]] = []  # where a block starts, and which of its elements
+        self._verbatim: list[NDArray[np.int64]] = []
+        self._bits: list[NDArray[np.uint32]] = []
+
+    def block(
+        self, words: NDArray[np.uint32], stored: NDArray[np.uint16], predicted: NDArray[np.uint32] | None = None
+    ) -> memoryview:
+        """The low halves of the next elements: fp32 patterns, bf16 patterns, and the patterns predicted from those
+        where they are not just widened. All 1-D, contiguous, of one length."""
+        compiled = loops()
+        if predicted is None and compiled is not None:
+            low, odd = compiled.part(words, stored)
+            near = _near(_widened(stored[odd]), low[odd])
+        else:
+            predicted = _widened(stored) if predicted is None else predicted
+            low = (words - predicted).astype(np.uint16)
+            near = _near(predicted, low)
+            odd = np.flatnonzero(near != words)
+            near = near[odd]
+        cross = _crossed(near, low[odd]) == words[odd]
+        self._crossed.append((self._count, odd[cross].astype(np.uint32)))
+        self._verbatim.append(odd[~cross] + self._count)
+        self._bits.append(words[odd[~cross]])
+        self._count += words.size
+        return low.astype("<u2", copy=False).view(np.uint8).data
+
+    def finish(self) -> Iterator[bytes]:
+        """The rest of the segment."""
+        form, crossing = _smaller(self._crossed, self._count)
+        yield crossing
+        verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
+        yield verbatim.astype("<u8").tobytes()
+        yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
+        yield _FOOTER.pack(self._count, len(crossing), verbatim.size, form, _MAGIC)
 
 
 def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = None) -> NDArray[np.float32]:
@@ -92,31 +125,31 @@ def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = N
     if bf16.dtype != BF16:
         raise ValueError(f"a residual restores from bfloat16, got {bf16.dtype.name}")
     parts = _Parts.read(memoryview(segment).cast("B"), bf16.size)
-    crossed = parts.crossed()
+    _check_scale(scale, bf16.shape)
     restored = np.empty(bf16.size, np.uint32)
-    for start, predicted in _predictions(bf16, scale):
-        stop = start + predicted.size
-        low = parts.low[start:stop]
-        near = _near(predicted, low)
-        first, last = np.searchsorted(crossed, (start, stop))
-        here = crossed[first:last] - start
-        near[here] = _crossed(near[here], low[here])
-        restored[start:stop] = near
+    stored = np.require(bf16, requirements=["C", "A"]).reshape(-1)
+    crossed, compiled = parts.crossed(), loops()
+    for start in range(0, stored.size, _CHUNK):
+        chunk, low = stored[start : start + _CHUNK], parts.low[start : start + _CHUNK]
+        place = restored[start : start + _CHUNK]
+        if scale is None and compiled is not None and low.flags.aligned:
+            compiled.join(chunk.view(np.uint16), low, place)
+        elif scale is None:
+            place[...] = _near(_widened(chunk.view(np.uint16)), low)
+        else:
+            place[...] = _near(_unscaled(chunk, scale, start, bf16.shape), low)
+    restored[crossed] = _crossed(restored[crossed], parts.low[crossed])
     restored[parts.verbatim] = parts.bits
     return restored.view(np.float32).reshape(bf16.shape)
 
 
-def _predictions(bf16: Bf16Array, scale: Scale | None) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-    """``(start, P)`` for each chunk of the flat tensor."""
-    if scale is not None and (scale.axis >= bf16.ndim or bf16.shape[scale.axis] != scale.values.size):
-        raise ValueError(f"a scale of {scale.values.size} values on axis {scale.axis} does not fit {bf16.shape}")
-    stored = np.ascontiguousarray(bf16).reshape(-1)
-    for start in range(0, stored.size, _CHUNK):
-        chunk = stored[start : start + _CHUNK]
-        if scale is None:
-            yield start, chunk.view(np.uint16).astype(np.uint32) << np.uint32(16)
-        else:
-            yield start, _unscaled(chunk, scale, start, bf16.shape)
+def _check_scale(scale: Scale | None, shape: tuple[int, ...]) -> None:
+    if scale is not None and (scale.axis >= len(shape) or shape[scale.axis] != scale.values.size):
+        raise ValueError(f"a scale of {scale.values.size} values on axis {scale.axis} does not fit {shape}")
+
+
+def _widened(stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    return stored.astype(np.uint32) << np.uint32(16)
 
 
 def _unscaled(chunk: Bf16Array, scale: Scale, start: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
@@ -142,21 +175,22 @@ def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.ui
     return near + np.where(low > 0x8000, np.uint32(0x10000), np.uint32(0xFFFF0000))
 
 
-def _smaller(indices: NDArray[np.int64], bitmaps: list[bytes], count: int) -> tuple[int, bytes]:
+def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple[int, bytes]:
+    """The crossed elements, of which each block gives its own, in the form that takes fewer bytes."""
     width = _index_dtype(count)
-    listed = indices.size * width.itemsize
-    if listed <= count // 64:  # a bitmap of so few ones does not compress below its indices
-        return _INDICES, indices.astype(width).tobytes()
-    bitmap = zlib.compress(b"".join(bitmaps), 6)
-    return (_BITMAP, bitmap) if len(bitmap) < listed else (_INDICES, indices.astype(width).tobytes())
+    listed = sum(indices.size for _, indices in crossed) * width.itemsize
+    if listed > count // 64:  # a bitmap of fewer ones does not compress below its indices
+        flags = np.zeros(count, np.bool_)
+        for start, indices in crossed:
+            flags[start + indices.astype(np.int64)] = True
+        bitmap = zlib.compress(np.packbits(flags, bitorder="little").tobytes(), 6)
+        if len(bitmap) < listed:
+            return _BITMAP, bitmap
+    return _INDICES, b"".join((start + indices.astype(np.int64)).astype(width).tobytes() for start, indices in crossed)
 
 
 def _index_dtype(count: int) -> np.dtype[Any]:
     return np.dtype("<u4" if count <= 1 << 32 else "<u8")
-
-
-def _empty() -> NDArray[np.int64]:
-    return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

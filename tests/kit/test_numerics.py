@@ -141,6 +141,15 @@ class TestRounding:
         assert rounded.flags.c_contiguous
         assert np.array_equal(rounded.astype(np.float32), x)
 
+    def test_the_result_may_have_its_place_given(self) -> None:
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        out = np.zeros((5, 4), BF16)
+        assert to_bf16(x, out=out[1:4]).base is out
+        np.testing.assert_array_equal(out.astype(np.float32), np.pad(x, ((1, 1), (0, 0))))
+        for wrong in (out, out.T[:, :3], np.zeros((3, 4), np.float32)):
+            with pytest.raises(ValueError, match="cannot round"):
+                to_bf16(x, out=wrong)
+
     def test_other_dtypes_are_refused(self) -> None:
         with pytest.raises(TypeError, match="float64"):
             to_bf16(np.zeros(1))  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""Loops over every weight, compiled with the CPU kernel (``kernels/rounding.cpp``): as fast as memory can be read.
+
+Bit for bit what numpy computes in :mod:`bf16kit.numerics` and :mod:`bf16kit.residual`, which do without where the
+library was not built. Arrays are C-contiguous, native-endian, and of the same length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LIBRARY = Path(__file__).parent / "runtime" / "_bf16kernel.so"
+
+NONE = 0x7FFFFFFF  # ``smallest`` of a tensor without a finite value other than zero
+
+Words = NDArray[np.uint32]
+Halves = NDArray[np.uint16]
+
+
+class CensusCounts(ctypes.Structure):
+    """``Census`` of ``kernels/rounding.cpp``; ``largest`` and ``smallest`` are patterns of finite magnitudes."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("nan", "inf", "overflow", "subnormal", "flushed")),
+        *((name, ctypes.c_int32) for name in ("largest", "smallest")),
+    )
+
+
+class Loops:
+    """The functions of the library. They let go of the interpreter, so that threads can share a tensor."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._round = _function(library.bf16kit_round, None, pointer, pointer, count)
+        self._part = _function(library.bf16kit_part, count, pointer, pointer, pointer, pointer, count)
+        self._join = _function(library.bf16kit_join, None, pointer, pointer, pointer, count)
+        self._census = _function(library.bf16kit_census, None, pointer, count, pointer)
+
+    def round(self, words: Words, out: Halves) -> None:
+        """fp32 patterns to bf16 patterns: to nearest, ties to even, NaN quiet."""
+        self._round(words.ctypes.data, out.ctypes.data, words.size)
+
+    def part(self, words: Words, stored: Halves) -> tuple[Halves, NDArray[np.int64]]:
+        """The low halves of the residual of ``words`` stored as ``stored``, and the indices of those they do not
+        restore, ascending."""
+        low, odd = np.empty(words.size, np.uint16), np.empty(words.size, np.int64)
+        found = self._part(words.ctypes.data, stored.ctypes.data, low.ctypes.data, odd.ctypes.data, words.size)
+        return low, odd[:found].copy()
+
+    def join(self, stored: Halves, low: Halves, out: Words) -> None:
+        """The fp32 patterns of all elements that are not odd."""
+        self._join(stored.ctypes.data, low.ctypes.data, out.ctypes.data, out.size)
+
+    def census(self, words: Words) -> CensusCounts:
+        """What rounding ``words`` would meet."""
+        counts = CensusCounts(smallest=NONE)
+        self._census(words.ctypes.data, words.size, ctypes.byref(counts))
+        return counts
+
+
+@cache
+def loops() -> Loops | None:
+    """The compiled loops; None where the library is not there, is an older one, or the machine is big-endian."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        return Loops(ctypes.CDLL(str(LIBRARY)))
+    except (OSError, AttributeError):
+        return None
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
