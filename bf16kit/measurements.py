@@ -27,6 +27,7 @@ VERSION = 1
 MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
 MOST_LAYERS = 10_000  # of all profiles
 MOST_TENSORS = 10_000
+MOST_DB = 200.0  # an SQNR of ±this stands for exact and for infinitely far
 MAX_BYTES = 64 << 20  # of the file; the maxima above stay below a tenth of it but for very long names
 
 T = TypeVar("T")
@@ -80,13 +81,15 @@ class SampleColumns(_Entry):
 
 
 class LayerEntry(_Entry):
-    """What noise a node's answer carries: ``sqnr_db`` measured, ``expected_db`` of bf16 alone at that ``depth``.
+    """What noise a node's result carries: ``sqnr_db`` measured, ``expected_db`` what rounding alone should have left.
 
-    ``depth`` counts the nodes before it that round, along the longest path from an input.
+    ``weight`` is the first weight that the node reads, "" for none; ``depth`` counts the products on the longest way to
+    it. An SQNR lies within ±:data:`MOST_DB`.
     """
 
     name: str
     op: str
+    weight: str = ""
     depth: Size
     sqnr_db: Number
     expected_db: Number

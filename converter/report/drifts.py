@@ -105,10 +105,16 @@ def tightest_of(rows: Iterable[DriftRow]) -> DriftRow | None:
 def share(used: float) -> str:
     """Drift ÷ budget for people."""
     if not math.isfinite(used):
-        return "far beyond"
+        return "∞ ×"
     if 0 < used < 0.005:
         return "< 1%"
     return f"{used:.0%}" if used < 10 else f"{used:.3g} ×"
+
+
+def share_of_budget(used: float) -> str:
+    """The same in words: a percentage *of* the budget, or so many times the budget."""
+    said = share(used)
+    return f"{said} {'of ' if said.endswith('%') else ''}the budget"
 
 
 def sample_series(manifest: Manifest, measured: Measurements) -> Iterator[SampleSeries]:
@@ -132,4 +138,4 @@ def _closest(row: DriftRow | None) -> str:
         return "nothing is bounded"
     floor = row.metric.partition(".")[0] in ("top1_agreement", "sqnr_db")
     allowed = f"at least {row.bound:.3g} is asked for" if floor else f"at most {row.bound:.3g} is allowed"
-    return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({share(row.used)} of the budget)"
+    return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({share_of_budget(row.used)})"

@@ -11,6 +11,7 @@ from converter.process.progress import size
 from converter.report.document import plain
 from converter.report.drifts import DriftRow, share
 from converter.report.figures import Figures, figures
+from converter.report.layers import called
 from converter.report.text import table
 
 VERSION = 1  # of what `inspect --json` writes
@@ -92,7 +93,7 @@ def _head(artifact: Artifact, found: Figures) -> str:
     lines += [f"weights     {span.remark} in {span.name}" for span in found.spans if span.remark][:5]
     lines += [f"search      {search.sentence}" for search in found.searches]
     lines += [
-        f"layers      {series.profile}: the first off the expected line is {series.first_off.name},"
+        f"layers      {series.profile}: the first off the expected line is {called(series.first_off)},"
         f" {series.first_off.sqnr_db:.1f} dB where {series.first_off.expected_db:.1f} are expected"
         for series in found.layers
         if series.first_off is not None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bf16kit.measurements import LayerEntry, Layers, Measurements
+from bf16kit.measurements import MOST_DB, LayerEntry, Layers, Measurements
 
 MARGIN_DB = 6.0  # below the expected line: twice the noise amplitude that bf16 alone brings
 
@@ -31,7 +31,12 @@ class LayerSeries:
 
 def shortfall(row: LayerEntry) -> float:
     """How many dB ``row`` is below the line; an exact layer is as far above it as can be."""
-    return -math.inf if math.isinf(row.sqnr_db) and row.sqnr_db > 0 else row.expected_db - row.sqnr_db
+    return -math.inf if row.sqnr_db >= MOST_DB else row.expected_db - row.sqnr_db
+
+
+def called(row: LayerEntry) -> str:
+    """What a user calls the layer: its weight where it has one, exporters make up the names of nodes."""
+    return row.weight or row.name
 
 
 def layer_series(measured: Measurements) -> Iterator[LayerSeries]:

@@ -17,6 +17,7 @@ from converter.report import plots
 from converter.report.drifts import share
 from converter.report.figures import Figures, figures
 from converter.report.inspect import drift
+from converter.report.layers import called
 from converter.report.text import printable
 
 NAME = "report.html"
@@ -48,7 +49,14 @@ def render(
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
     )
-    environment.filters |= {"bytes": size, "shape": describe_shape, "number": _number, "share": _share, "first": _first}
+    environment.filters |= {
+        "bytes": size,
+        "shape": describe_shape,
+        "number": _number,
+        "share": _share,
+        "first": _first,
+        "called": called,
+    }
     template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
     found = figures(manifest, files, measurements, notes)
     return environment.from_string(template).render(f=found, plots=_plots(found), entries=_entries(manifest), most=ROWS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from bf16kit.measurements import MOST_DB
 from converter.process.progress import size
 from converter.report.drifts import SampleSeries
 from converter.report.figures import Sizes
-from converter.report.layers import MARGIN_DB, LayerSeries, shortfall
+from converter.report.layers import MARGIN_DB, LayerSeries, called, shortfall
 from converter.report.spans import HIGHEST, LOWEST, NORMAL, Span
 from converter.report.svg import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Picture, Scale, axes, line, power_of_two, shortened
 
@@ -69,12 +70,12 @@ def sample_dots(series: SampleSeries, key: str) -> str:
 
 def layer_dots(series: LayerSeries, key: str) -> str:
     """SQNR of each layer against its depth, and the line that bf16 alone would draw."""
-    values = [row.sqnr_db for row in series.rows] + [row.expected_db for row in series.rows]
-    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    values = [value for row in series.rows for value in (row.sqnr_db, row.expected_db)]
+    finite = [value for value in values if abs(value) < MOST_DB] or [0.0]
     x = Scale(0, max(1, *(row.depth for row in series.rows)), LEFT + 8, WIDTH - RIGHT)
     low, high = min(finite), max(finite)
     y = Scale(min(0.0, low) if low < 12 else low - 6, high + 6, _HEIGHT - BOTTOM, TOP)
-    drawn = [row for row in series.rows if math.isfinite(row.expected_db) or row.sqnr_db < math.inf]
+    drawn = [row for row in series.rows if row.sqnr_db < MOST_DB]
     exact = len(series.rows) - len(drawn)
     shown = chosen([shortfall(row) for row in drawn])
     off = series.first_off
@@ -85,14 +86,14 @@ def layer_dots(series: LayerSeries, key: str) -> str:
         + (
             "all keep to the line that bf16 alone draws."
             if off is None
-            else f"the first off the expected line is {off.name}: {off.sqnr_db:.3g} dB, expected {off.expected_db:.3g}."
+            else f"the first off the expected line is {called(off)}: {off.sqnr_db:.3g} dB, not {off.expected_db:.3g}."
         ),
         _HEIGHT,
     )
     axes(picture, x, y, "depth", "SQNR, dB")
     for row in (drawn[i] for i in shown):
         kind = "over" if shortfall(row) > MARGIN_DB else ""
-        told = f"{row.name} ({row.op}), depth {row.depth}: {row.sqnr_db:.1f} dB, expected {row.expected_db:.1f}"
+        told = f"{called(row)} ({row.name}, {row.op}): {row.sqnr_db:.1f} dB, expected {row.expected_db:.1f}"
         picture.dot(x(row.depth), y(row.sqnr_db), kind, told)
     line(picture, _expected(series, x, y), "expected")
     return picture.svg()
@@ -102,7 +103,7 @@ def _expected(series: LayerSeries, x: Scale, y: Scale) -> list[tuple[float, floa
     """The expected line: the mean of what is expected at each depth."""
     depths: dict[int, list[float]] = {}
     for row in series.rows:
-        if math.isfinite(row.expected_db):
+        if abs(row.expected_db) < MOST_DB:
             depths.setdefault(row.depth, []).append(row.expected_db)
     return [(x(depth), y(sum(found) / len(found))) for depth, found in sorted(depths.items())]
 

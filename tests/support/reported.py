@@ -59,7 +59,9 @@ def layers(count: int = 120) -> Layers:
         fault = 14 * math.exp(-(i - count // 2) / 12) if i >= count // 2 else 0.0
         name = OFF if i == count // 2 else f"encoder.layer.{i // 10}/MatMul_{i % 10}"
         measured = expected + float(rng.normal(0, 0.8)) - fault
-        rows.append(LayerEntry(name=name, op="MatMul", depth=i, sqnr_db=measured, expected_db=expected))
+        rows.append(
+            LayerEntry(name=name, op="MatMul", weight=f"{name}.weight", depth=i, sqnr_db=measured, expected_db=expected)
+        )
     return Layers(measured=count, rows=rows)
 
 

@@ -39,7 +39,7 @@ def test_a_floor_is_said_as_one() -> None:
     headline, cpu = _figures(manifest)
     assert headline == "cpu is over the drift budget."
     assert cpu == (
-        "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is asked for (40 × of the budget);"
+        "cpu is over budget: top1_agreement of y is 0.5, at least 0.99 is asked for (40 × the budget);"
         " measured on 1 sample of s"
     )
 
@@ -61,7 +61,7 @@ def test_nothing_measured_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("used", "said"),
-    [(0.0, "0%"), (0.001, "< 1%"), (0.5, "50%"), (1.97, "197%"), (40.0, "40 ×"), (math.inf, "far beyond")],
+    [(0.0, "0%"), (0.001, "< 1%"), (0.5, "50%"), (1.97, "197%"), (40.0, "40 ×"), (math.inf, "∞ ×")],
 )
 def test_shares_of_a_budget(used: float, said: str) -> None:
     assert share(used) == said

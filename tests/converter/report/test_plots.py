@@ -76,8 +76,8 @@ def test_each_layer_is_a_dot_and_those_below_the_line_are_squares() -> None:
 
 def test_exact_layers_are_counted_and_not_drawn() -> None:
     rows = [
-        LayerEntry(name="exact", op="Gather", depth=0, sqnr_db=math.inf, expected_db=math.inf),
-        LayerEntry(name="lost", op="MatMul", depth=1, sqnr_db=-math.inf, expected_db=50.0),
+        LayerEntry(name="exact", op="Gather", depth=0, sqnr_db=200.0, expected_db=200.0),
+        LayerEntry(name="lost", op="MatMul", depth=1, sqnr_db=-200.0, expected_db=50.0),
         LayerEntry(name="fine", op="MatMul", depth=2, sqnr_db=49.0, expected_db=49.0),
     ]
     found = series("cpu", Layers(measured=3, rows=rows))
