@@ -92,6 +92,10 @@ class Budget:
         stated = self.stated | {name for name, bound in bounds.items() if bound is not None}
         return Budget(MappingProxyType(changed), stated)
 
+    def tightened(self, share: float) -> Budget:
+        """This budget with ``share`` of the drift that it allows, by :meth:`ratio`."""
+        return Budget(MappingProxyType({name: _tighter(name, bound, share) for name, bound in self.bounds.items()}))
+
     def breaches(self, output: str, summary: Measured) -> list[Breach]:
         """Where ``summary`` of ``output`` is over this budget, in the order of the metrics; empty when within it."""
         found = []
@@ -133,6 +137,12 @@ def _is_floor(name: str) -> bool:
 
 def _within(name: str, measured: float, bound: float) -> bool:
     return measured >= bound if _is_floor(name) else measured <= bound
+
+
+def _tighter(name: str, bound: float, share: float) -> float:
+    if _metric(name) == "sqnr_db":
+        return bound - 20.0 * math.log10(share)
+    return 1.0 - (1.0 - bound) * share if name == "top1_agreement" else bound * share
 
 
 def _number(text: str, value: str) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ConversionError
-from bf16kit.manifest import MEASUREMENTS, SCHEMA_VERSION, Manifest, Plan, ProfileEntry, SpecEntry
+from bf16kit.manifest import MEASUREMENTS, RESIDUAL, SCHEMA_VERSION, Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.measurements import Measurements, ProfileMeasurements, ranges, sample_columns
 from bf16kit.numerics import Census
@@ -17,11 +17,12 @@ from converter import sources
 from converter.cpukernel.products import panelled
 from converter.formats import lossless
 from converter.formats.onnx import write_graphs
-from converter.formats.weights import StoredWeights, write_total, write_weights
+from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
 from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared, prepare
 from converter.plan import make_plan, narrowed
+from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
 from converter.process import versions
 from converter.process.memory import release
@@ -33,6 +34,7 @@ from converter.proof.oracle import Asked, ask
 from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
 from converter.report import page
+from converter.search.mending import Mending
 
 TORCHSCRIPT_FILE = "model.torchscript.pt"
 
@@ -67,25 +69,60 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         release()
         with progress.step("planning"):
             prepared = prepare(source.graph, source.checkpoint.tensors)
-            plan = make_plan(prepared, keep_fp32=options.keep_fp32, bf16=options.bf16, profiles=_onnx_profiles(options))
-        stored = _write_weights(options, source, prepared, plan, stage, progress)
-        with progress.step("writing graphs"):
-            profiles |= _write_graphs(options, prepared, plan, stored, stage)
-        manifest = _describe(options, source, plan, stored, profiles)
-        if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
-            notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
-        _check_lossless(options, source, prepared, stored, stage.draft(manifest), progress, notes)
-        reference = None if options.residual else prepared.reference
-        census = stored.census
-        del source, prepared, stored
+        work = _Work(options, source, prepared, profiles, calibration, asked, stage, progress)
+        mending = Mending(prepared, options, calibration, progress)
+        certified, census = work.prove(Islands())
+        while (islands := mending.islands(certified)) is not None:
+            certified, census = work.prove(islands)
+        del source, prepared, work
         release()
-        certified = certify(stage, manifest, calibration, options, progress, asked, reference)
-        notes += certified.notes
+        notes += [*certified.notes, *mending.sentences()]
+        if not any(entry.dtype == "bfloat16" for entry in certified.manifest.tensors):
+            notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
+        if not options.residual:
+            notes.append("--no-residual: the checkpoint cannot be restored; how its weights were rounded was checked")
         check_judged(options.budget, certified.manifest)
         manifest, left_out = judge(certified.over, certified.manifest, options, stage)
         notes += left_out
-        artifact = _publish(options, stage, manifest, _measured(manifest, certified, census), notes, progress)
+        artifact = _publish(options, stage, manifest, _measured(manifest, certified, census, mending), notes, progress)
     return Result(artifact, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What writing an artifact needs, as often as it has to be written; ``traced`` are the profiles there already."""
+
+    options: Options
+    source: Source
+    prepared: Prepared
+    traced: Mapping[str, ProfileEntry]
+    calibration: Samples
+    asked: Asked
+    stage: StagingArtifact
+    progress: Progress
+
+    def prove(self, islands: Islands) -> tuple[Certified, Mapping[str, Census]]:
+        """Write weights and graphs with these ``islands``, and run them; also what rounding the weights met."""
+        options, source, prepared, stage, progress = self.options, self.source, self.prepared, self.stage, self.progress
+        plan = make_plan(
+            prepared,
+            keep_fp32=options.keep_fp32,
+            bf16=options.bf16,
+            islands=islands,
+            profiles=_onnx_profiles(options),
+        )
+        for name in (BF16_FILE, FP32_FILE, RESIDUAL):  # of an earlier attempt
+            (stage.path / name).unlink(missing_ok=True)
+        stored = _write_weights(options, source, prepared, plan, stage, progress)
+        with progress.step("writing graphs"):
+            profiles = {**self.traced, **_write_graphs(options, prepared, plan, stored, stage)}
+        manifest = _describe(options, source, plan, stored, profiles)
+        _check_lossless(options, source, prepared, stored, stage.draft(manifest), progress)
+        reference = None if options.residual else prepared.reference
+        census = stored.census
+        del stored
+        release()
+        return certify(stage, manifest, self.calibration, options, progress, self.asked, reference), census
 
 
 def _read(options: Options, progress: Progress) -> Source:
@@ -210,21 +247,22 @@ def _check_lossless(
     stored: StoredWeights,
     draft: Artifact,
     progress: Progress,
-    notes: list[str],
 ) -> None:
     """Read the weights' files back and compare them with the source, bit by bit."""
     tensors = source.checkpoint.tensors
     rounding = lossless.Rounding(options.subnormals, options.saturate)
     with progress.step("comparing with the source", lossless.total(draft, tensors)) as advance:
         lossless.check(draft, prepared, stored, tensors, rounding, advance)
-    if not options.residual:
-        notes.append("--no-residual: the checkpoint cannot be restored; how its weights were rounded was checked")
 
 
-def _measured(manifest: Manifest, certified: Certified, census: Mapping[str, Census]) -> Measurements:
+def _measured(manifest: Manifest, certified: Certified, census: Mapping[str, Census], mending: Mending) -> Measurements:
     """What ``measurements.json`` keeps of the profiles that are published."""
     columns = sample_columns(certified.drifts)
-    profiles = {profile: ProfileMeasurements(outputs=columns[profile]) for profile in manifest.drift}
+    searches = {profile: result.entry() for profile, result in mending.results.items()}
+    profiles = {
+        profile: ProfileMeasurements(outputs=columns[profile], search=searches.get(profile))
+        for profile in manifest.drift
+    }
     return Measurements(profiles=profiles, ranges=ranges(census))
 
 

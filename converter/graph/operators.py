@@ -22,6 +22,8 @@ WEIGHTED = PRODUCTS | {"ConvTranspose", "Gather", "LSTM", "GRU", "RNN", "ConvInt
 MOVEMENT = frozenset(
     {"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze"}
 ) | {"Concat", "Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Slice", "Split"}
+# Of these, the ones that put data of several inputs together.
+MERGING = frozenset({"Concat", "ScatterElements", "ScatterND"})
 # Arithmetic whose result is one of its operands, or one with its sign changed: exact too.
 EXACT = MOVEMENT | {"Abs", "Max", "Min", "MaxPool", "GlobalMaxPool", "Neg", "Relu", "Where"}
 # Operators that look at a tensor's shape alone, whatever it holds. Not Size: ONNX Runtime's wants a dtype it knows.

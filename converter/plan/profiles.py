@@ -21,7 +21,8 @@ class Profile:
     """One way to run a model.
 
     ``base`` picks the prepared graph it starts from, ``place`` decides for each of that graph's nodes. ``device`` is
-    what it is for; where there is none, an emulation on the CPU stands in. ``uses_kernel``: its products are done by
+    what it is for; where there is none, an emulation on the CPU stands in. ``rounds``: nodes that it computes in bf16
+    round what they read and give; otherwise weights alone are rounded. ``uses_kernel``: its products are done by
     bf16kit's CPU kernel, which wants their weights in panels.
     """
 
@@ -30,6 +31,7 @@ class Profile:
     base: Callable[[Prepared], ir.Model]
     place: Place
     device: str
+    rounds: bool
     uses_kernel: bool
 
 
@@ -42,6 +44,7 @@ PROFILES: Mapping[str, Profile] = {
             base=lambda prepared: prepared.folded,
             place=lambda model, narrow, _kernels, _overrides: place_cpu(model, narrow),
             device="cpu",
+            rounds=False,
             uses_kernel=True,
         ),
         Profile(
@@ -50,6 +53,7 @@ PROFILES: Mapping[str, Profile] = {
             base=lambda prepared: prepared.cuda,
             place=place_cuda,
             device="cuda:0",
+            rounds=True,
             uses_kernel=False,
         ),
     )

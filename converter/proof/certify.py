@@ -19,7 +19,7 @@ from converter.options import Options
 from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
-from converter.proof.judging import breaches, without
+from converter.proof.judging import over, without
 from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
 from converter.proof.oracle import Asked
@@ -135,11 +135,8 @@ def _certify_profile(
             "profiles": manifest.profiles | {profile: _verified(profile, manifest.profiles[profile], run)},
         }
     )
-    certified.over[profile] = breaches(profile, options.budget, summaries) or [
-        # what a server will judge: a mean within budget must not hide a model that would never become ready
-        f"{breach}, on the golden samples alone"
-        for breach in breaches(profile, options.budget, measure.summarise(run.drifts[:1]))
-    ]
+    found, where = over(options.budget, run.drifts)
+    certified.over[profile] = [f"profile {profile}, {breach}{where}" for breach in found]
 
 
 def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:

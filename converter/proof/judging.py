@@ -6,13 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from bf16kit.budget import Budget
+from bf16kit.budget import Breach, Budget
 from bf16kit.drift import DriftSummary
 from bf16kit.errors import BudgetExceeded, UsageError
 from bf16kit.manifest import Manifest
 from bf16kit.publish import StagingArtifact
 from bf16kit.tensors import Kind, TensorSpec
 from converter.options import Options
+from converter.proof import measure
+from converter.proof.measure import Drifts
 
 _LOGITS_ONLY = "top1_agreement"
 _Entry = TypeVar("_Entry")
@@ -52,6 +54,20 @@ def breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]
         for output, summary in sorted(summaries.items())
         for breach in budget.breaches(output, summary)
     ]
+
+
+def over(budget: Budget, drifts: Sequence[Drifts]) -> tuple[list[Breach], str]:
+    """Where ``drifts``, one entry per answer, are over ``budget``, and on which of the samples, in words.
+
+    The first answer alone is what a server will judge: a mean within budget must not hide a model that would never
+    become ready.
+    """
+    for judged, where in ((drifts, ""), (drifts[:1], ", on the golden samples alone")):
+        summaries = measure.summarise(judged)
+        found = [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
+        if found:
+            return found, where
+    return [], ""
 
 
 def check_judged(budget: Budget, manifest: Manifest) -> None:

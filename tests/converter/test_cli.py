@@ -98,7 +98,11 @@ def test_a_conversion_in_a_process_of_its_own_exits_with_0(onnx_file: Path, targ
 
 @pytest.mark.parametrize(
     ("code", "arguments"),
-    [(1, ["--budget", "relative_l2=1e-9"]), (2, ["--budget", "relative_l2=small"]), (3, ["--format", "torchscript"])],
+    [
+        (1, ["--no-search", "--budget", "relative_l2=1e-9"]),
+        (2, ["--budget", "relative_l2=small"]),
+        (3, ["--format", "torchscript"]),
+    ],
 )
 def test_each_failure_has_its_exit_code_in_a_process_of_its_own(
     onnx_file: Path, tmp_path: Path, target: Path, code: int, arguments: list[str]

@@ -55,9 +55,10 @@ def test_one_sample_over_budget_is_not_hidden_by_the_mean_of_many(tmp_path: Path
         x[0, 0 if index == 0 else 1] = 1
         np.savez(samples / f"{index:02}.npz", x=x)
     convert = ("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--samples", samples)
-    refused = cli(*convert, "--budget", "relative_l2=1e-3", "--profile", "cpu")
-    refused.refused(1, "relative_l2", "on the golden samples alone")
+    strict = (*convert, "--budget", "relative_l2=1e-3", "--profile", "cpu")
+    cli(*strict, "--no-search").refused(1, "relative_l2", "on the golden samples alone")
     assert not target.exists()
+    assert "1 island in fp32 mended that" in cli(*strict).published().out
 
 
 def test_an_artifact_without_a_residual_says_that_it_cannot_be_restored(tmp_path: Path, target: Path, cli: Cli) -> None:

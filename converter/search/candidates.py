@@ -1,0 +1,78 @@
+"""What could stay fp32: the nodes that compute in bf16 and the weights stored in it, in the order of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import onnx_ir as ir
+
+from bf16kit.manifest import Plan, PlanEntry
+from converter.graph.operators import MERGING, MOVEMENT, bf16_form, label
+from converter.plan import narrowed
+from converter.plan.profiles import Profile
+from converter.search.costs import Costs
+from converter.search.ranking import Unit
+from converter.search.switches import moved_from
+from converter.search.trials import Bf16
+
+_ISLAND = 1e-4  # what one island more costs by itself: casts, and a line in the report
+
+
+def bf16_of(plan: Plan, profile: Profile) -> Bf16:
+    """What of ``profile`` is bf16 by ``plan``."""
+    nodes = _names(plan.nodes[profile.name]) if profile.rounds else frozenset()
+    return Bf16(nodes, narrowed(plan.tensors))
+
+
+def candidates(model: ir.Model, plan: Plan, profile: Profile, costs: Costs) -> list[Unit]:
+    """The units of ``model``, the base graph of ``profile``; a weight stands before the first node that reads it.
+
+    Left out are those that ``--bf16`` asked for, and nodes that move bf16 data: they follow what they move.
+    """
+    bf16 = bf16_of(plan, profile)
+    asked = _asked(plan.tensors)
+    free = bf16.nodes - _asked(plan.nodes.get(profile.name, ()))
+    nodes = [n for n in model.graph if n.name in free and (n.op_type not in MOVEMENT or n.op_type in MERGING)]
+    readers = _readers(nodes, bf16.weights, model.opset_imports[""])
+    rank = {node: index for index, node in enumerate(model.graph.all_nodes())}
+    placed: list[tuple[float, Unit]] = []
+    for name in sorted(bf16.weights - asked):
+        value = model.graph.initializers.get(name)
+        uses = [] if value is None else [use.node for use in value.uses()]
+        first = min((rank[node] for node in (*readers.get(name, ()), *uses)), default=0)
+        ops = ", ".join(sorted({label(node) for node in uses})) or "none"
+        price = _ISLAND + costs.bytes_share(frozenset({name}))
+        unit = Unit("weight", name, ops, price, tuple(node.name or "" for node in readers.get(name, ())))
+        placed.append((first - 0.5, unit))
+    for node in nodes:
+        price = _ISLAND + costs.flops_share(frozenset({node.name or ""}))
+        placed.append((rank[node], Unit("node", node.name or "", label(node), price)))
+    return [unit for _, unit in sorted(placed, key=lambda entry: (entry[0], entry[1].name))]
+
+
+def bf16_alone(units: Iterable[Unit]) -> Bf16:
+    """Those of ``units`` in bf16, and nothing else."""
+    chosen = list(units)
+    return Bf16(
+        frozenset(unit.name for unit in chosen if unit.kind == "node"),
+        frozenset(unit.name for unit in chosen if unit.kind == "weight"),
+    )
+
+
+def _readers(nodes: Iterable[ir.Node], weights: frozenset[str], opset: int) -> Mapping[str, list[ir.Node]]:
+    """Of each weight those of ``nodes`` that would round it, were it stored in fp32."""
+    found: dict[str, list[ir.Node]] = {}
+    for node in nodes:
+        form = bf16_form(node, opset)
+        for name in dict.fromkeys(moved_from(node.inputs[i], weights) for i in (form.inputs if form else ())):
+            if name is not None:
+                found.setdefault(name, []).append(node)
+    return found
+
+
+def _names(entries: Iterable[PlanEntry]) -> frozenset[str]:
+    return frozenset(entry.name for entry in entries if entry.precision == "bf16")
+
+
+def _asked(entries: Iterable[PlanEntry]) -> frozenset[str]:
+    return frozenset(entry.name for entry in entries if entry.code == "asked_for")

@@ -1,0 +1,106 @@
+"""From what each unit brings about to a set of islands that suffices and of which none can be spared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from converter.search.ranking import Group, Unit
+
+_ENOUGH = 1 / 64  # of the variance that is tolerated: what is left then is no longer worth a careful order
+
+Units = frozenset[Unit]
+
+
+class Choice:
+    """Looks for a set; ``suffices`` tells of one whether it meets the budget. ``best`` is the smallest known to."""
+
+    def __init__(self, suffices: Callable[[Units], bool]) -> None:
+        self._suffices = suffices
+        self._known: dict[Units, bool] = {}
+        self.best: Units | None = None
+
+    def find(self, groups: Sequence[Group], tolerance: float) -> Units | None:
+        """The set; None when not even all units suffice."""
+        steps = steps_of(groups, tolerance)
+        if not self._try(_union(steps)):
+            return None
+        low, high = 0, len(steps)  # steps[:high] suffice
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._try(_union(steps[:middle])) else (middle, high)
+        order = list(dict.fromkeys(unit for step in steps[:high] for unit in step))
+        return self._prune(order)
+
+    def _prune(self, order: list[Unit]) -> Units:
+        """Take out what is not needed, the least rewarding first: by halves, by quarters … and at last one by one."""
+        left = list(reversed(order))
+        size = max(1, len(left) // 2)
+        while True:
+            before = len(left)
+            position = 0
+            while position < len(left):
+                spared = left[:position] + left[position + size :]
+                if self._try(frozenset(spared)):
+                    left = spared
+                else:
+                    position += size
+            if size == 1 and len(left) == before:
+                return frozenset(left)
+            size = max(1, size // 2)
+
+    def _try(self, units: Units) -> bool:
+        if units not in self._known:
+            self._known[units] = self._suffices(units)
+            if self._known[units] and (self.best is None or cost(units) < cost(self.best)):
+                self.best = units
+        return self._known[units]
+
+
+def steps_of(groups: Sequence[Group], tolerance: float) -> list[Units]:
+    """What to leave in fp32 first, what next …: by the variance that each step takes away for what it costs.
+
+    A weight brings the nodes with it that read it. Units that could not be told apart go together.
+    """
+    parts = [_Part(group, index) for index, group in enumerate(groups)]
+    by_name = {(unit.kind, unit.name): part for part in parts for unit in part.units}
+    for part in parts:
+        part.needs = {id(p): p for u in part.units for r in u.readers if (p := by_name.get(("node", r))) is not None}
+    steps: list[Units] = []
+    waiting = {id(part): part for part in parts}
+    while waiting:
+        careful = sum(part.variance for part in waiting.values()) > _ENOUGH * tolerance**2
+        ordered = sorted(waiting.values(), key=lambda part: part.rank(waiting))
+        for part in ordered[:1] if careful else ordered:
+            brought = [p for key, p in part.needs.items() if key in waiting and p is not part]
+            if id(part) in waiting:
+                steps.append(frozenset(u for p in (part, *brought) for u in p.units))
+            for done in (part, *brought):
+                waiting.pop(id(done), None)
+    return steps
+
+
+class _Part:
+    """A group on its way to be a step."""
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.units = group.units
+        self.variance = group.variance
+        self.index = index
+        self.needs: dict[int, _Part] = {}
+
+    def rank(self, waiting: dict[int, _Part]) -> tuple[float, float, int]:
+        brought = [part for key, part in self.needs.items() if key in waiting and part is not self]
+        gain = self.variance + sum(part.variance for part in brought)
+        price = cost(self.units) + sum(cost(part.units) for part in brought)
+        ratio = gain if math.isinf(gain) else gain / price
+        return -ratio, price, self.index
+
+
+def cost(units: Iterable[Unit]) -> float:
+    """What ``units`` keep from bf16, in all."""
+    return sum(unit.cost for unit in units)
+
+
+def _union(steps: Sequence[Units]) -> Units:
+    return frozenset(unit for step in steps for unit in step)

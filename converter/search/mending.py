@@ -1,0 +1,110 @@
+"""What a conversion does about profiles that are over budget: a search for each, until what was written is within it.
+
+A search tries plans in a graph of its own, whose sums are in another order than the written graph's; on a device they
+are in yet another. Where certifying does not bear a search out, it is repeated with less of the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bf16kit.manifest import Plan
+from converter.options import Options
+from converter.passes import Prepared
+from converter.plan import make_plan
+from converter.plan.decisions import Islands
+from converter.plan.profiles import PROFILES, Profile
+from converter.process.memory import release
+from converter.process.progress import Progress
+from converter.proof.certify import Certified
+from converter.proof.samples import Samples
+from converter.search.result import SearchResult, merged
+from converter.search.search import Task, search
+from converter.search.trials import Deadline, Edges
+
+_SHARES = (1.0, 0.9, 0.75)  # of the budget, one search after the other
+
+
+class Mending:
+    """The searches of one conversion. ``results`` has the last of each profile, by name."""
+
+    def __init__(self, prepared: Prepared, options: Options, samples: Samples, progress: Progress) -> None:
+        self._prepared = prepared
+        self._options = options
+        self._samples = samples
+        self._progress = progress
+        self._deadline: Deadline | None = None  # begins with the first search
+        self._tried: dict[str, int] = {}
+        self.results: dict[str, SearchResult] = {}
+
+    def islands(self, certified: Certified) -> Islands | None:
+        """The islands to write and certify next; None when nothing is over budget, or nothing more can be done.
+
+        Why a search found nothing is added to what ``certified`` says of the profile.
+        """
+        wanted = self._wanted(certified)
+        found = [self._mended(name, certified) for name in wanted]
+        release()
+        return merged(self.results.values()) if any(found) else None
+
+    def sentences(self) -> list[str]:
+        """What the user is told of the islands."""
+        return [sentence for _, result in sorted(self.results.items()) for sentence in result.sentences()]
+
+    def _wanted(self, certified: Certified) -> Sequence[str]:
+        """The profiles to search for, weights first. TorchScript's islands are torch.autocast's: nothing mends it."""
+        options = self._options
+        if not options.search or options.allow_over_budget:
+            return ()
+        failing = [name for name, words in certified.over.items() if words]
+        if any(name not in PROFILES for name in failing) and not options.drop_failing_profiles:
+            return ()
+        return [name for name in PROFILES if name in failing]
+
+    def _mended(self, name: str, certified: Certified) -> bool:
+        """Whether there are new islands for the profile ``name``."""
+        if self._deadline is None:
+            self._deadline = Deadline.after(self._options.search_minutes)
+        while self._tried.get(name, 0) < len(_SHARES):
+            share = _SHARES[self._tried.get(name, 0)]
+            self._tried[name] = self._tried.get(name, 0) + 1
+            before = self.results.pop(name, None)
+            result = search(self._task(name, share, certified, self._deadline), self._progress)
+            if result.error:
+                self._tried[name] = len(_SHARES)
+                certified.over[name].append(result.error)
+                return False
+            if result.islands and (before is None or result.kept() != before.kept()):
+                self.results[name] = result
+                return True
+        certified.over[name].append(_NOT_BORNE_OUT)
+        return False
+
+    def _task(self, name: str, share: float, certified: Certified, deadline: Deadline) -> Task:
+        manifest = certified.manifest
+        inputs, outputs = (tuple(entry.spec() for entry in edges) for edges in (manifest.inputs, manifest.outputs))
+        return Task(
+            prepared=self._prepared,
+            profile=PROFILES[name],
+            replan=self._replan,
+            islands=merged(self.results.values()),
+            edges=Edges(inputs, outputs, manifest.batch_axis),
+            feeds=self._samples.feeds,
+            budget=self._options.budget.tightened(share),
+            deadline=deadline,
+            saturate=self._options.saturate,
+        )
+
+    def _replan(self, islands: Islands, profile: Profile) -> Plan:
+        return make_plan(
+            self._prepared,
+            keep_fp32=self._options.keep_fp32,
+            bf16=self._options.bf16,
+            islands=islands,
+            profiles=[profile.name] if profile.rounds else [],
+        )
+
+
+_NOT_BORNE_OUT = (
+    "the search for fp32 islands found sets that suffice, and what was written with them did not bear it out"
+)

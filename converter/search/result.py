@@ -1,0 +1,125 @@
+"""What a search found: the islands, what each is worth, and how much of the model is bf16 with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from bf16kit.measurements import IslandEntry, SearchEntry
+from converter.plan.decisions import Islands
+
+_SHOWN = 12
+_REMEDIES = {"node": "computes in fp32", "weight": "stored in fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """A node or weight that stays fp32.
+
+    ``bound`` is the budget's bound that would be missed without it, ``without`` and ``with_it`` are what it judges then
+    and now, of ``output``, and ``ratio`` is drift ÷ budget then; "" and None where there was no time to measure that.
+    ``flops`` and ``bytes`` are the shares of the model's arithmetic and of its weights' bytes that it keeps from bf16.
+    """
+
+    kind: Literal["node", "weight"]
+    name: str
+    op: str
+    output: str
+    bound: str
+    without: float | None
+    with_it: float | None
+    ratio: float | None
+    flops: float
+    bytes: float
+
+    def worth(self) -> str:
+        """``relative_l2 2.1e-02 → 1.2e-02``; "" when it was not measured."""
+        if self.without is None or self.with_it is None:
+            return ""
+        return f"{self.bound} {_number(self.without)} → {_number(self.with_it)}"
+
+    def reason(self, profile: str) -> str:
+        """Why it stays fp32, for the plan."""
+        worth = f" ({self.worth()})" if self.worth() else ", as far as the search had time to tell"
+        return f"kept in fp32: {profile} is over budget without it{worth}"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The islands found for ``profile`` among so many ``candidates``.
+
+    ``flops`` and ``bytes`` are the shares of arithmetic and of weights' bytes that were bf16 before and are now,
+    ``drift`` is the largest drift ÷ budget. ``blame`` says which weight keeps fp32 activations alone from being within
+    budget. ``complete``: no island can be spared; otherwise the time was over first. ``notes`` are sentences for
+    people. ``error`` is why nothing was found, "" when something was.
+    """
+
+    profile: str
+    islands: tuple[Island, ...] = ()
+    candidates: int = 0
+    flops_before: float = 0.0
+    flops_now: float = 0.0
+    bytes_before: float = 0.0
+    bytes_now: float = 0.0
+    drift_before: float = 0.0
+    drift_now: float = 0.0
+    blame: str = ""
+    complete: bool = True
+    notes: tuple[str, ...] = ()
+    error: str = ""
+
+    def kept(self) -> Islands:
+        """The islands as the plan takes them, nodes and tensors apart, each with its reason."""
+        reasons = {kind: self._reasons(kind) for kind in ("node", "weight")}
+        return Islands(reasons["node"], reasons["weight"])
+
+    def entry(self) -> SearchEntry:
+        """This, as ``measurements.json`` keeps it."""
+        return SearchEntry(
+            candidates=self.candidates,
+            before=self.drift_before,
+            after=self.drift_now,
+            islands=[
+                IslandEntry(
+                    name=i.name, op=i.op, remedy=_REMEDIES[i.kind], worth=math.nan if i.ratio is None else i.ratio
+                )
+                for i in self.islands
+            ],
+            bf16_bytes=self.bytes_now,
+            bf16_flops=self.flops_now,
+            blame=self.blame,
+        )
+
+    def sentences(self) -> list[str]:
+        """What the user is told: which islands, what they are worth, what is bf16 now."""
+        if not self.islands:
+            return list(self.notes)
+        rows = [f"\n  {i.kind} {i.name} ({i.op}){': ' if i.worth() else ''}{i.worth()}" for i in self.islands[:_SHOWN]]
+        if len(self.islands) > _SHOWN:
+            rows.append(f"\n  and {len(self.islands) - _SHOWN} more, in the plan")
+        shares = f"bf16 are {self.bytes_now:.1%} of the weights' bytes ({self.bytes_before:.1%} before)"
+        if self.flops_before:
+            shares += f" and {self.flops_now:.1%} of the arithmetic ({self.flops_before:.1%} before)"
+        count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
+        found = f"profile {self.profile} was over budget; {count} in fp32 mended that: {shares}{''.join(rows)}"
+        return [found, *filter(None, [self.blame]), *self.notes]
+
+    def _reasons(self, kind: str) -> dict[str, str]:
+        return {island.name: island.reason(self.profile) for island in self.islands if island.kind == kind}
+
+
+def merged(results: Iterable[SearchResult]) -> Islands:
+    """The islands of all profiles; the first that named one says why."""
+    nodes: dict[str, str] = {}
+    tensors: dict[str, str] = {}
+    for result in results:
+        kept = result.kept()
+        nodes = dict(kept.nodes) | nodes
+        tensors = dict(kept.tensors) | tensors
+    return Islands(nodes, tensors)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"

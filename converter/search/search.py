@@ -1,0 +1,252 @@
+"""The search for fp32 islands of one profile: measure, rank, choose, and say what each island is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from bf16kit.budget import Breach, Budget
+from bf16kit.manifest import Plan
+from converter.model import Feeds
+from converter.passes import Prepared
+from converter.plan.decisions import Islands
+from converter.plan.profiles import Profile
+from converter.process.progress import Progress
+from converter.proof import measure
+from converter.proof.judging import over
+from converter.proof.measure import Drifts
+from converter.search.candidates import bf16_alone, bf16_of, candidates
+from converter.search.choice import Choice, Units
+from converter.search.costs import Costs
+from converter.search.ranking import Group, Unit, rank
+from converter.search.result import Island, SearchResult
+from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Where
+
+Replan = Callable[[Islands, Profile], Plan]  # the plan of one profile with these islands
+
+_RANKING = 0.5  # of the time at most
+_COARSE = 16.0  # how far below the error to look for its sources where the budget does not say it
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is searched for: islands for ``profile`` so that ``feeds`` are answered within ``budget``.
+
+    ``islands`` are there already and stay. ``saturate``: weights that overflow become the largest finite number.
+    """
+
+    prepared: Prepared
+    profile: Profile
+    replan: Replan
+    islands: Islands
+    edges: Edges
+    feeds: Sequence[Feeds]
+    budget: Budget
+    deadline: Deadline
+    saturate: bool = False
+
+
+def search(task: Task, progress: Progress) -> SearchResult:
+    """The smallest set of islands found for ``task``, or why there is none."""
+    with _Phases(task.profile.name, progress) as phases:
+        try:
+            finder = _Search(task, phases)
+        except OutOfTime:
+            return SearchResult(task.profile.name, complete=False, error=_NO_TIME)
+        try:
+            return finder.run()
+        except OutOfTime:
+            return finder.out_of_time()
+        finally:
+            finder.close()
+
+
+_NO_TIME = "the search for fp32 islands ran out of time before it knew a set that suffices; give it --search-minutes"
+
+
+class _Search:
+    """One search under way."""
+
+    def __init__(self, task: Task, phases: _Phases) -> None:
+        self._task = task
+        self._phases = phases
+        self._base = task.profile.base(task.prepared)
+        self._plan = task.replan(task.islands, task.profile)
+        self._bf16 = bf16_of(self._plan, task.profile)
+        phases.tell("preparing")
+        self._trials = Trials(self._base, self._bf16, task.edges, task.feeds, task.deadline, saturate=task.saturate)
+        everything = frozenset(e.name for e in self._plan.tensors)
+        self._costs = Costs.of(self._base, everything, self._trials.shapes())
+        self._choice = Choice(self._suffices)
+        self._groups: list[Group] = []
+        self._ranked = True
+        self._before = 0.0
+
+    def run(self) -> SearchResult:
+        """The result. Raises :class:`OutOfTime`."""
+        task = self._task
+        units = candidates(self._base, self._plan, task.profile, self._costs)
+        before = self._trials.drifts(self._bf16)
+        breaches, _ = over(task.budget, before)
+        if not breaches or not units:
+            return self._result(frozenset(), {})
+        self._before = _ratio(task.budget, before)
+        where = Where.worst(before, {breach.output for breach in breaches})
+        tolerance = self._tolerance(breaches, where.error(before))
+        self._phases.tell(f"where the error comes from, among {len(units)} candidates")
+        self._groups, self._ranked = rank(
+            units,
+            lambda alone: self._trials.error(bf16_alone(alone), where),
+            tolerance,
+            lambda: task.deadline.over(_RANKING),
+        )
+        self._phases.tell("the smallest set that suffices")
+        found = self._choice.find(self._groups, tolerance)
+        if found is None:
+            return self._hopeless()
+        self._phases.tell(f"what each of {len(found)} is worth")
+        return self._result(found, {unit: self._without(found, unit) for unit in found})
+
+    def out_of_time(self) -> SearchResult:
+        """The best that is known; an error when that is nothing."""
+        self._ranked = False
+        best = self._choice.best
+        if best is None:
+            return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
+        return self._result(best, {})
+
+    def close(self) -> None:
+        self._trials.close()
+
+    def _suffices(self, units: Units) -> bool:
+        return not over(self._task.budget, self._trials.drifts(self._with(units)))[0]
+
+    def _with(self, units: Units) -> Bf16:
+        """What is bf16 with ``units`` as islands: the plan says it, so that nothing differs from what is written."""
+        alone = bf16_alone(units)
+        islands = Islands(
+            {**self._task.islands.nodes, **dict.fromkeys(sorted(alone.nodes), "")},
+            {**self._task.islands.tensors, **dict.fromkeys(sorted(alone.weights), "")},
+        )
+        return bf16_of(self._task.replan(islands, self._task.profile), self._task.profile)
+
+    def _without(self, found: Units, unit: Unit) -> tuple[Breach, float]:
+        """What would be over budget were ``unit`` bf16 after all, and the same figure as it is now."""
+        drifts, now = self._trials.drifts(self._with(found - {unit})), self._trials.drifts(self._with(found))
+        breach = over(self._task.budget, drifts)[0][0]
+        judged = measure.summarise(now)[breach.output].judged(breach.metric)
+        return breach, math.nan if judged is None else judged
+
+    def _tolerance(self, breaches: Sequence[Breach], error: float) -> float:
+        """The relative L2 error that would just be within budget, for an ``error`` that is not."""
+        budget = self._task.budget
+        ratios = [budget.ratio(breach.metric, breach.measured) for breach in breaches]
+        # cosine distances are squares of errors
+        linear = [math.sqrt(r) if b.metric.startswith("cosine") else r for r, b in zip(ratios, breaches, strict=True)]
+        finite = [ratio for ratio in linear if math.isfinite(ratio)]
+        if not math.isfinite(error):
+            return budget.bound("relative_l2") or 1 / _COARSE**2
+        return error / max(finite, default=_COARSE)
+
+    def _result(self, found: Units, worth: Mapping[Unit, tuple[Breach, float]]) -> SearchResult:
+        task, costs = self._task, self._costs
+        now = self._with(found)
+        drifts = self._trials.drifts(now) if worth else []
+        order = [unit for group in self._groups for unit in group.units if unit in found]
+        notes = () if self._ranked else (_NOT_MINIMAL.format(task.profile.name),)
+        return SearchResult(
+            task.profile.name,
+            tuple(self._island(unit, worth.get(unit)) for unit in order),
+            candidates=len(self._units()),
+            flops_before=costs.flops_share(self._bf16.nodes),
+            flops_now=costs.flops_share(now.nodes),
+            bytes_before=costs.bytes_share(self._bf16.weights),
+            bytes_now=costs.bytes_share(now.weights),
+            drift_before=self._before,
+            drift_now=_ratio(task.budget, drifts) if drifts else math.nan,
+            blame=self._blame(found) if worth else "",
+            complete=self._ranked,
+            notes=notes,
+        )
+
+    def _blame(self, found: Units) -> str:
+        """A sentence on weights where fp32 activations alone would not do."""
+        weights = [unit for unit in found if unit.kind == "weight"]
+        if not weights or not self._task.profile.rounds:
+            return ""
+        breaches, _ = over(self._task.budget, self._trials.drifts(Bf16(frozenset(), self._bf16.weights)))
+        return self._blamed(breaches[0]) if breaches else ""
+
+    def _blamed(self, breach: Breach) -> str:
+        guilty = [group for group in self._groups if any(unit.kind == "weight" for unit in group.units)]
+        worst = max(guilty, key=lambda group: group.error)
+        names = ", ".join(unit.name for unit in worst.units if unit.kind == "weight")
+        return (
+            f"profile {self._task.profile.name}: fp32 activations alone would not meet the budget ({breach}); most to"
+            f" blame is the weight {names}, whose rounding alone brings a relative_l2 of {worst.error:.3g}"
+        )
+
+    def _hopeless(self) -> SearchResult:
+        task = self._task
+        breaches, _ = over(task.budget, self._trials.drifts(self._with(frozenset(self._units()))))
+        why = f"not even everything in fp32 that may be meets it: {breaches[0]}"
+        return SearchResult(task.profile.name, error=f"the search found no islands: {why}")
+
+    def _island(self, unit: Unit, worth: tuple[Breach, float] | None) -> Island:
+        names = frozenset({unit.name})
+        breach, now = worth or (None, None)
+        return Island(
+            kind=unit.kind,
+            name=unit.name,
+            op=unit.op,
+            output=breach.output if breach else "",
+            bound=breach.metric if breach else "",
+            without=breach.measured if breach else None,
+            with_it=now,
+            ratio=self._task.budget.ratio(breach.metric, breach.measured) if breach else None,
+            flops=self._costs.flops_share(names) if unit.kind == "node" else 0.0,
+            bytes=self._costs.bytes_share(names) if unit.kind == "weight" else 0.0,
+        )
+
+    def _units(self) -> list[Unit]:
+        return [unit for group in self._groups for unit in group.units]
+
+
+_NOT_MINIMAL = (
+    "profile {}: the search for fp32 islands was out of time; what it found suffices, but may hold more than is needed"
+    " (--search-minutes)"
+)
+
+
+def _ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:
+    """The largest drift ÷ budget."""
+    return max(
+        (
+            budget.ratio(name, judged)
+            for summary in measure.summarise(drifts).values()
+            for name in budget.as_dict()
+            if (judged := summary.judged(name)) is not None
+        ),
+        default=0.0,
+    )
+
+
+class _Phases:
+    """Tells the progress which phase a search is in."""
+
+    def __init__(self, profile: str, progress: Progress) -> None:
+        self._profile = profile
+        self._progress = progress
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Phases:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def tell(self, phase: str) -> None:
+        self._stack.close()
+        self._stack.enter_context(self._progress.step(f"searching fp32 islands of {self._profile}: {phase}"))

@@ -1,0 +1,168 @@
+"""Trying a plan without writing it: one session of the switched graph, and how far its answers are from fp32's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from bf16kit.drift import DriftSummary
+from bf16kit.numerics import census
+from bf16kit.runtime import Runtime
+from bf16kit.tensors import TensorSpec
+from converter.graph.operators import bf16_form
+from converter.graph.step import run
+from converter.model import Array, Feeds
+from converter.proof import measure
+from converter.proof.measure import Drifts
+from converter.proof.running import open_source
+from converter.proof.spool import Spool
+from converter.search.switches import Switch, positions
+
+WORST = 2  # samples on which a single rounding is measured
+
+
+class OutOfTime(Exception):
+    """The time that a search was given is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a search ends; ``clock`` counts seconds."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    start: float = 0.0
+
+    @classmethod
+    def after(cls, minutes: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
+        return cls(60 * minutes, clock, clock())
+
+    def over(self, share: float = 1.0) -> bool:
+        """Whether ``share`` of the time is over."""
+        return self.clock() - self.start > share * self.seconds
+
+    def check(self) -> None:
+        """:class:`OutOfTime` when it is over."""
+        if self.over():
+            raise OutOfTime
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What a model takes and gives, and which axis of both is the batch."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batch_axis: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16:
+    """What of a profile is bf16: the nodes that compute in it, and the weights that are stored in it."""
+
+    nodes: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
+
+
+class Trials:
+    """The graph ``base`` in a session, the roundings that ``bf16`` brings about switched; tried on ``feeds``.
+
+    Every method raises :class:`OutOfTime` when ``deadline`` is over.
+    """
+
+    def __init__(
+        self,
+        base: ir.Model,
+        bf16: Bf16,
+        edges: Edges,
+        feeds: Sequence[Feeds],
+        deadline: Deadline,
+        *,
+        saturate: bool = False,
+    ) -> None:
+        self._edges = edges
+        self._feeds = feeds
+        self._deadline = deadline
+        opset = base.opset_imports[""]
+        forms = {n.name or "": form for n in base.graph if n.name in bf16.nodes and (form := bf16_form(n, opset))}
+        saturated = _overflowing(base, bf16.weights) if saturate else ()
+        self._switch = switch = Switch(forms, bf16.weights, saturated)
+        model = run([switch], base.clone())
+        inputs, outputs = (*edges.inputs, switch.spec), (*edges.outputs, *switch.shape_specs)
+        self._runtime: Runtime = open_source(model, inputs, outputs)
+        self._names = [spec.name for spec in edges.outputs]
+        self._expected = Spool()
+        for answer in self._answers(range(len(feeds)), self._positions(Bf16())):
+            self._expected.append(answer)
+
+    def drifts(self, bf16: Bf16) -> list[Drifts]:
+        """How far each answer is from fp32's when so much is bf16."""
+        found = self._answers(range(len(self._feeds)), self._positions(bf16))
+        return measure.drifts(self._expected, found, self._edges.outputs, self._edges.batch_axis)
+
+    def error(self, bf16: Bf16, where: Where) -> float:
+        """The relative L2 error that these roundings alone bring about, of the worst output, the samples' mean.
+
+        Nodes are taken to read weights as they are stored: what rounding a weight brings about is the weight's.
+        """
+        on = positions(self._switch.sites, bf16.nodes, bf16.weights, reading_weights=False)
+        expected = [self._expected[i] for i in where.samples]
+        outputs = [spec for spec in self._edges.outputs if spec.name in where.outputs]
+        found = measure.drifts(expected, self._answers(where.samples, on), outputs, self._edges.batch_axis)
+        return max(_relative(summary) for summary in measure.summarise(found).values())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each node's result, by node name, when the first sample is run."""
+        names = list(self._switch.shapes.values())
+        found = self._runtime.run({**self._feeds[0], self._switch.input: self._positions(Bf16())}, names)
+        return {node: tuple(int(n) for n in found[name]) for node, name in self._switch.shapes.items()}
+
+    def close(self) -> None:
+        self._runtime.close()
+        self._expected.close()
+
+    def _answers(self, samples: Sequence[int], on: Array) -> Iterator[Feeds]:
+        for index in samples:
+            self._deadline.check()
+            yield self._runtime.run({**self._feeds[index], self._switch.input: on}, self._names)
+
+    def _positions(self, bf16: Bf16) -> Array:
+        return positions(self._switch.sites, bf16.nodes, bf16.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The samples and the outputs in which an error is looked for."""
+
+    samples: tuple[int, ...]
+    outputs: frozenset[str]
+
+    @classmethod
+    def worst(cls, drifts: Sequence[Drifts], outputs: Collection[str]) -> Where:
+        """The samples in which ``outputs`` are furthest from the reference, :data:`WORST` of them at most."""
+        far = [max(_relative(DriftSummary.of(one[output])) for output in outputs) for one in drifts]
+        order = sorted(range(len(far)), key=lambda i: (-far[i], i))
+        return cls(tuple(sorted(order[:WORST])), frozenset(outputs))
+
+    def error(self, drifts: Sequence[Drifts]) -> float:
+        """The largest relative error in ``drifts``, of all samples, as :meth:`Trials.error` measures it."""
+        there = [drifts[i] for i in self.samples]
+        return max(_relative(s) for output, s in measure.summarise(there).items() if output in self.outputs)
+
+
+def _relative(summary: DriftSummary) -> float:
+    judged = summary.judged("relative_l2")
+    return math.inf if judged is None else judged
+
+
+def _overflowing(base: ir.Model, weights: Collection[str]) -> frozenset[str]:
+    found = []
+    for name in sorted(weights):
+        tensor = base.graph.initializers[name].const_value if name in base.graph.initializers else None
+        if tensor is not None and census(tensor.numpy()).overflow:
+            found.append(name)
+    return frozenset(found)

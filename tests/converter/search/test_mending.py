@@ -1,0 +1,118 @@
+"""A conversion of a model that is over budget: what is published and said, and that nothing is searched in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli, tree
+from failing import Failing, cancellation, lstm, offset, overflow, softmax
+from restored import assert_restored
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.drift import Budget
+from bf16kit.manifest import Manifest
+from converter.search import mending
+
+_Build = Callable[[], Failing]
+
+
+def _convert(cli: Cli, built: Failing, tmp_path: Path, target: Path, *flags: str) -> Artifact:
+    cli(*_command(built, tmp_path, target), *flags).published()
+    return Artifact.open(target)
+
+
+def _command(built: Failing, tmp_path: Path, target: Path) -> tuple[str | Path, ...]:
+    source, samples = tmp_path / "m.onnx", tmp_path / "samples"
+    onnx.save(built.proto, source)
+    samples.mkdir(exist_ok=True)
+    for index, feed in enumerate(built.feeds):
+        np.savez(samples / f"{index}.npz", **feed)  # type: ignore[arg-type]  # numpy takes arrays by keyword
+    return ("checkpoint", source, "--out", target, "--samples", samples, *ONNX_ONLY)
+
+
+def _islands(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]]:
+    found = (manifest.plan.nodes["cuda"], manifest.plan.tensors)
+    nodes, tensors = (frozenset(entry.name for entry in entries if entry.code == "budget") for entries in found)
+    return nodes, tensors
+
+
+@pytest.mark.parametrize("build", [cancellation, overflow, softmax, offset, lstm])
+def test_a_model_over_budget_is_published_within_it_with_the_guilty_in_fp32(
+    build: _Build, cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    built = build()
+    cli(*_command(built, tmp_path, target), "--no-search").refused(1, "drift over budget, nothing published")
+    artifact = _convert(cli, built, tmp_path, target)
+    artifact.verify()
+    manifest = artifact.manifest
+    assert _islands(manifest) == (built.nodes, built.weights)
+    assert manifest.drift.keys() == {"cpu", "cuda"}
+    for entry in manifest.drift.values():
+        assert entry.outputs["y"]["relative_l2"]["mean"] <= Budget().as_dict()["relative_l2"]
+    stored = {entry.name: entry.dtype for entry in manifest.tensors}
+    assert {name for name in built.weights if stored[name] != "float32"} == set()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    floats = {name: array for name, array in graphs.weights_of(built.proto).items() if array.dtype == np.float32}
+    assert_restored(tmp_path / "fp32.safetensors", floats)
+
+
+def test_the_same_source_gives_the_same_bytes_after_a_search(cli: Cli, tmp_path: Path, target: Path) -> None:
+    _convert(cli, cancellation(), tmp_path, target)
+    again = target.with_name("2")
+    _convert(cli, cancellation(), tmp_path, again)
+    assert tree(again) == tree(target)
+    for name in tree(target):
+        assert (again / name).read_bytes() == (target / name).read_bytes(), name
+
+
+def test_the_terminal_and_the_plan_say_which_and_what_each_is_worth(cli: Cli, tmp_path: Path, target: Path) -> None:
+    done = cli(*_command(offset(), tmp_path, target)).published()
+    assert "profile cuda was over budget; 2 islands in fp32 mended that" in done.out
+    assert "node softmax (Softmax): relative_l2" in done.out
+    manifest = Artifact.open(target).manifest
+    reasons = {entry.name: entry.reason for entry in manifest.plan.nodes["cuda"]}
+    assert reasons["softmax"].startswith("kept in fp32: cuda is over budget without it (relative_l2 ")
+    assert "searching fp32 islands of cuda: where the error comes from" in done.err
+
+
+def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_path: Path, target: Path) -> None:
+    command = _command(offset(), tmp_path, target)
+    cli(*command, "--bf16", "softmax").refused(1, "profile cuda, output 'y'", "the search found no islands")
+    cli(*command, "--search-minutes", "1e-9").refused(1, "ran out of time", "--search-minutes")
+    assert not target.exists()
+    done = cli(*command, "--bf16", "softmax", "--drop-failing-profiles").published()
+    assert "left out, drift over budget: cuda" in done.out
+    assert Artifact.open(target).manifest.profiles.keys() == {"cpu"}
+
+
+def test_certification_has_the_last_word(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that is content too early is repeated with less of the budget, and certified again."""
+    real, shares = Budget.tightened, []
+
+    def loosened(budget: Budget, share: float) -> Budget:
+        shares.append(share)
+        return real(budget, 1000.0 if share == 1 else share)
+
+    monkeypatch.setattr(Budget, "tightened", loosened)
+    assert _islands(_convert(cli, offset(), tmp_path, target).manifest) == (frozenset({"sum", "softmax"}), frozenset())
+    assert shares == [1.0, 0.9]
+
+
+def test_a_model_within_budget_is_never_searched(
+    cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def searched(*_: object) -> None:
+        raise AssertionError("a search began")
+
+    monkeypatch.setattr(mending, "search", searched)
+    command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
+    cli(*command).published()
+    over = cli(*command, "--force", "--budget", "relative_l2=1e-6")
+    assert "a search began" in over.err, "or this test would guard nothing"

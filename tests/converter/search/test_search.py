@@ -1,0 +1,132 @@
+"""The search on models built to be over budget: it finds the guilty nodes and weights, all of them and no others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import onnx_ir as ir
+import pytest
+from failing import Failing, cancellation, lstm, offset, overflow, softmax
+from lowered import specs
+
+from bf16kit.budget import Budget
+from bf16kit.manifest import Plan
+from converter.passes import prepare
+from converter.plan import make_plan
+from converter.plan.decisions import Islands
+from converter.plan.profiles import PROFILES, Profile
+from converter.process.progress import Silent
+from converter.search.result import SearchResult
+from converter.search.search import Task, search
+from converter.search.trials import Deadline, Edges
+
+_FAILING = (cancellation, overflow, softmax, offset, lstm)
+_Build = Callable[[], Failing]
+
+
+def _search(
+    built: Failing,
+    profile: str,
+    deadline: Deadline | None = None,
+    budget: Budget | None = None,
+    bf16: Sequence[str] = (),
+) -> SearchResult:
+    model = ir.from_proto(built.proto)
+    edges = Edges(specs(model.graph.inputs), specs(model.graph.outputs), None)
+    prepared = prepare(model, {})
+
+    def replan(islands: Islands, chosen: Profile) -> Plan:
+        return make_plan(prepared, islands=islands, profiles=[chosen.name], bf16=bf16)
+
+    deadline = deadline or Deadline.after(5)
+    task = Task(prepared, PROFILES[profile], replan, Islands(), edges, built.feeds, budget or Budget(), deadline)
+    return search(task, Silent())
+
+
+def _found(result: SearchResult) -> tuple[frozenset[str], frozenset[str]]:
+    assert not result.error
+    kept = result.kept()
+    return frozenset(kept.nodes), frozenset(kept.tensors)
+
+
+@pytest.mark.parametrize("build", _FAILING)
+def test_exactly_the_guilty_stay_fp32(build: _Build) -> None:
+    built = build()
+    result = _search(built, "cuda")
+    assert _found(result) == (built.nodes, built.weights)
+    assert result.complete
+    assert result.drift_now <= 1 < result.drift_before
+
+
+@pytest.mark.parametrize("build", _FAILING)
+def test_the_cpu_profile_rounds_weights_alone_and_keeps_the_guilty_ones(build: _Build) -> None:
+    built = build()
+    assert _found(_search(built, "cpu")) == (frozenset(), built.weights)
+
+
+@pytest.mark.parametrize("build", _FAILING)
+def test_the_same_model_gives_the_same_result(build: _Build) -> None:
+    assert _search(build(), "cuda") == _search(build(), "cuda")
+
+
+def test_each_island_says_what_it_is_worth() -> None:
+    result = _search(offset(), "cuda")
+    for island in result.islands:
+        assert island.bound == "relative_l2"
+        assert island.without is not None
+        assert island.with_it is not None
+        assert island.without > 1.5e-2 > island.with_it
+        assert island.reason("cuda") == (
+            f"kept in fp32: cuda is over budget without it (relative_l2 {island.without:.3g} → {island.with_it:.3g})"
+        )
+    (sentence,) = result.sentences()
+    assert "profile cuda was over budget; 2 islands in fp32 mended that" in sentence
+    assert "of the arithmetic" in sentence
+
+
+def test_a_weight_that_fp32_activations_cannot_save_is_named() -> None:
+    assert "most to blame is the weight w" in _search(lstm(), "cuda").blame
+    assert _search(offset(), "cuda").blame == ""
+
+
+def test_a_short_sequence_is_within_budget_where_a_thousand_steps_are_not() -> None:
+    assert not _search(lstm(10), "cpu").islands
+
+
+def test_a_product_in_fp32_keeps_its_weight_in_bf16_unless_that_is_guilty_too() -> None:
+    """The cheaper remedy. What stands between two such products follows them by the plan's own rules."""
+    result = _search(offset(), "cuda", budget=Budget.parse(["relative_l2=3e-3"]))
+    assert _found(result) == (frozenset({"logits", "last"}), frozenset())
+    assert result.bytes_now == result.bytes_before
+    assert result.flops_now == 0 < result.flops_before
+
+
+def test_what_the_owner_asked_to_be_bf16_is_not_made_an_island() -> None:
+    result = _search(offset(), "cuda", bf16=["softmax"])
+    assert "the search found no islands: not even everything in fp32 that may be meets it" in result.error
+
+
+class TestOutOfTime:
+    """A clock that ticks once per look, so that the search is out of time after so many runs."""
+
+    @staticmethod
+    def _after(runs: int) -> Deadline:
+        ticks: Iterator[int] = itertools.count()
+        return Deadline(float(runs), lambda: float(next(ticks)))
+
+    def test_what_is_known_to_suffice_is_used_and_said_to_be_so(self) -> None:
+        found = [_search(cancellation(), "cuda", self._after(runs)) for runs in (80, 120)]
+        for result in found:
+            nodes, weights = _found(result)
+            assert nodes >= {"left", "right", "difference"}
+            assert weights >= {"w1", "w2"}
+            assert not result.complete
+            assert "may hold more than is needed" in result.notes[0]
+
+    @pytest.mark.parametrize("runs", [0, 3])
+    def test_nothing_known_is_an_error_that_names_the_flag(self, runs: int) -> None:
+        assert "--search-minutes" in _search(cancellation(), "cuda", self._after(runs)).error
+
+    def test_a_deadline_that_is_not_reached_changes_nothing(self) -> None:
+        assert _search(cancellation(), "cuda", self._after(100_000)) == _search(cancellation(), "cuda")
