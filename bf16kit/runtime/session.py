@@ -58,6 +58,7 @@ def open_session(
     options = _options(threads, spin)
     if not optimise:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_mem_reuse = False  # it believes the file's names of dimensions, which may be wrong
     if base_dir is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base_dir))
     values = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}

@@ -53,6 +53,8 @@ def _bypass(graph: ir.Graph, node: ir.Node) -> None:
     if source is None:
         return
     name, is_output = output.name, output.is_graph_output()
+    if is_output and source.shape is None:  # inference may not see behind operators of other domains: ai.onnx.ml's
+        source.shape = output.shape
     output.replace_all_uses_with(source, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     if is_output:

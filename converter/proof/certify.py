@@ -24,7 +24,7 @@ from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
 from converter.proof.oracle import Asked
 from converter.proof.running import open_profile, open_source
-from converter.proof.samples import Samples
+from converter.proof.samples import Samples, how_to_give
 from converter.proof.spool import Spool
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> S
     except RuntimeFailure as error:
         raise RuntimeFailure(
             f"the fp32 reference does not run on {samples.origin}: {error}\nIf those are not what the model is made"
-            " for, give others with --samples"
+            f" for, give others with {how_to_give(reference.inputs)}"
         ) from error
 
 

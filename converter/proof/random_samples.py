@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bf16kit.errors import RuntimeFailure, SamplesError
-from bf16kit.tensors import BY_NAME, TensorSpec, describe
+from bf16kit.errors import RuntimeFailure
+from bf16kit.tensors import BY_NAME, TensorSpec
 from converter.graph.constants import compared_with, index_bound
 from converter.model import Array, Feeds
 from converter.proof.samples import Samples
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 COUNT = 8  # feeds
 ROWS = 2  # of the first named dimension: two, so that batching can be tried
+_TRIED = 2  # feeds of an attempt: what fails fails on the first
 _DEFAULT_BOUND = 2  # an integer that indexes no table found: a flag or a mask
 
 Runs = Callable[[Sequence[Feeds]], object]
@@ -56,41 +57,26 @@ def generate(
 ) -> Samples:
     """:data:`COUNT` feeds: from ``sampler`` when the source brought one, else random within the graph's bounds.
 
-    ``runs`` is the source answering feeds; None where it cannot, and then the first sizes are taken unseen. Raises
-    :class:`SamplesError` when the source runs on none.
+    ``runs`` is the source answering feeds; None where it cannot. Where it runs on none of the sizes tried, the first
+    are taken: whoever runs the model next says what is wrong, with the model or with them.
     """
     if sampler is not None:
         return Samples(tuple(sampler(seed, COUNT)), f"random token sequences (seed {seed})")
     within = {value.name or "": _Within.of(value) for value in graph.graph.inputs}
-    failures: list[str] = []
-    for sizes in _ATTEMPTS:
+    free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
+    for sizes in _ATTEMPTS if free and runs is not None else ():
         feeds = tuple(_random(inputs, within, seed, sizes))
-        failure = None if runs is None else _failure(runs, feeds)
-        if failure is None:
+        if runs is not None and _run(runs, feeds[:_TRIED]):
             return Samples(feeds, f"random inputs (seed {seed})")
-        failures.append(failure)
-        if all(isinstance(dim, int) for spec in inputs for dim in spec.shape):
-            break  # there was nothing else to try
-    raise SamplesError(_wanted(inputs, failures[0]))
+    return Samples(tuple(_random(inputs, within, seed, _ATTEMPTS[0])), f"random inputs (seed {seed})")
 
 
-def _failure(runs: Runs, feeds: Sequence[Feeds]) -> str | None:
-    """Why the source does not run on ``feeds``; None when it does."""
+def _run(runs: Runs, feeds: Sequence[Feeds]) -> bool:
     try:
         runs(feeds)
-    except RuntimeFailure as error:
-        return str(error).partition("\n")[0]
-    return None
-
-
-def _wanted(inputs: Sequence[TensorSpec], failure: str) -> str:
-    described = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
-    saved = ", ".join(f"{spec.name}=…" if spec.name.isidentifier() else f"**{{{spec.name!r}: …}}" for spec in inputs)
-    return (
-        f"the model does not run on random inputs, whatever their free dimensions: {failure}\n"
-        f"Give inputs that it is made for with --samples FILE: numpy.savez('sample.npz', {saved}), or a directory of"
-        f" such files. It takes {described}; dimensions of one name are one size"
-    )
+    except RuntimeFailure:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,16 @@ def load(given: str, inputs: Sequence[TensorSpec], runs: Callable[[Sequence[Feed
     return replace(loose, inputs=reconciled(inputs, shapes))
 
 
+def how_to_give(inputs: Sequence[TensorSpec]) -> str:
+    """How a user gives samples for ``inputs``, in words that can be pasted."""
+    keys = ", ".join(f"{spec.name}=…" if spec.name.isidentifier() else f"**{{{spec.name!r}: …}}" for spec in inputs)
+    described = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
+    return (
+        f"--samples FILE, made by numpy.savez('sample.npz', {keys}), or a directory of such files; the model takes"
+        f" {described}, where dimensions of one name are one size"
+    )
+
+
 def _names_repeat(inputs: Sequence[TensorSpec]) -> bool:
     named = [dim for spec in inputs for dim in spec.shape if isinstance(dim, str)]
     return len(set(named)) < len(named)

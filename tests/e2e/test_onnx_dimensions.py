@@ -95,6 +95,15 @@ def test_a_name_that_an_output_reuses_for_another_size_is_not_believed(tmp_path:
     assert ask(server, {"x": floats(3, 16)}).shape == (6, 16)
 
 
+def test_a_name_that_samples_contradict_is_not_believed_where_the_source_runs(tmp_path: Path, serve: Serve) -> None:
+    np.savez(tmp_path / "uneven.npz", x=floats(5, 16), z=floats(3, 16))
+    manifest = convert(two_lists(), tmp_path, "--samples", tmp_path / "uneven.npz").manifest
+    assert [entry.shape for entry in manifest.inputs] == [["n", 16], ["z_0", 16]]
+    assert manifest.outputs[0].shape == ["y_0", 32]  # called n, too, and not as long as x
+    server = serve("--repository", str(tmp_path / "models"), "--device", "cpu").wait_ready()
+    assert ask(server, {"x": floats(2, 16), "z": floats(7, 16)}).shape == (7, 32)
+
+
 @pytest.mark.parametrize("given", [{"x": (5, 16), "z": (3, 15)}, {"x": (5, 8), "z": (3, 8)}])
 def test_samples_that_no_names_could_mend_are_refused_for_what_they_are(
     tmp_path: Path, given: dict[str, tuple[int, ...]]

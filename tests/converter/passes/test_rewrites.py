@@ -75,6 +75,22 @@ def test_an_identity_between_two_edges_stays() -> None:
     assert [node.op_type for node in model.graph] == ["Identity"]
 
 
+def test_an_output_keeps_its_shape_where_inference_cannot_find_it() -> None:
+    """Nobody infers the shape of what ai.onnx.ml's operators give, and every scikit-learn model ends in an Identity."""
+    proto = graphs.model(
+        [
+            helper.make_node("Scaler", ["x"], ["s"], domain="ai.onnx.ml", offset=[1.0], scale=[2.0]),
+            helper.make_node("Identity", ["s"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 4])],
+        [graphs.edge("y", ["batch", 4])],
+    )
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 1))
+    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    assert [node.op_type for node in model.graph] == ["Scaler"]
+    assert model.graph.outputs[0].shape == ir.Shape(["batch", 4])
+
+
 def test_edges_keep_their_names_where_only_identities_lie_between_them() -> None:
     """Two outputs of one value, and an input that is handed through two identities: one Identity each has to stay."""
     proto = graphs.model(

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import graphs
-from bf16kit.errors import RuntimeFailure, SamplesError
+from bf16kit.errors import RuntimeFailure
 from bf16kit.tensors import TensorSpec, check_feeds
 from converter.graph.constants import compared_with, index_bound
 from converter.proof.random_samples import COUNT, ROWS, generate
@@ -145,14 +145,18 @@ def test_sizes_that_the_source_does_not_run_on_are_passed_over(shape: tuple[int 
     assert all(fits(feed["x"]) for feed in found.feeds)  # type: ignore[operator]
 
 
-def test_where_nothing_runs_the_inputs_are_told_and_how_to_give_them() -> None:
-    specs = (TensorSpec("in:0", "float32", ("n", 2)), TensorSpec("rate", "int64", ()))
-    with pytest.raises(SamplesError) as refused:
-        generate(specs, read(graphs.mlp()), None, seed=0, runs=_runs_when(lambda feed: False))
-    said = str(refused.value)
-    assert "does not run on random inputs, whatever their free dimensions: the wrong size\n" in said
-    assert "numpy.savez('sample.npz', **{'in:0': …}, rate=…)" in said
-    assert "It takes in:0 float32[n,2], rate int64[]" in said
+def test_where_nothing_runs_the_first_sizes_are_taken() -> None:
+    """What is wrong, and how to give samples, is said by whoever runs the model next."""
+    specs = (TensorSpec("x", "float32", ("n", 2)),)
+    tried: list[int] = []
+
+    def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+        tried.append(len(feeds[0]["x"]))
+        raise RuntimeFailure("no")
+
+    found = generate(specs, read(graphs.mlp()), None, seed=0, runs=runs)
+    assert set(tried) == {1, 2}
+    assert len(found.feeds[0]["x"]) == ROWS
 
 
 @pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])

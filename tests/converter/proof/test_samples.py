@@ -14,7 +14,7 @@ import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import SamplesError
 from bf16kit.tensors import TensorSpec
-from converter.proof.samples import LIMIT, load
+from converter.proof.samples import LIMIT, how_to_give, load
 
 _X = (TensorSpec("x", "float32", ("batch", 16)),)
 
@@ -169,6 +169,13 @@ def test_random_inputs_that_the_model_cannot_take_are_told_from_a_broken_model(
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, *said)
     np.savez(tmp_path / "a.npz", ids=np.arange(-1000, -990))
     cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "a.npz", *ONNX_ONLY).published()
+
+
+def test_how_to_give_samples_is_said_in_words_that_can_be_pasted() -> None:
+    specs = (TensorSpec("in:0", "float32", ("n", 2)), TensorSpec("rate", "int64", ()))
+    said = how_to_give(specs)
+    assert "numpy.savez('sample.npz', **{'in:0': …}, rate=…)" in said
+    assert "the model takes in:0 float32[n,2], rate int64[]" in said
 
 
 def test_an_empty_name_is_not_taken_for_no_samples(cli: Cli, onnx_file: Path, target: Path, small: Artifact) -> None:

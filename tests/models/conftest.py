@@ -1,0 +1,45 @@
+"""The catalogue's models, each converted once, and one server for all of them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from catalogue import CATALOGUE
+from conversions import SITE, Conversion, convert, record, row
+from serverprocess import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """Where the packages are; this process sees them from here on."""
+    if not SITE.is_dir():
+        pytest.fail(f"{SITE} is not there: `make test-models` installs the packages and runs these tests")
+    sys.path.append(str(SITE))
+    return SITE
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("models")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def conversions(site: Path, repository: Path) -> Mapping[str, Conversion]:
+    """Every model of the catalogue, converted or refused; what the converted ones came to is recorded for the table."""
+    done = {entry.name: convert(entry, repository) for entry in CATALOGUE}
+    record([row(conversion) for conversion in done.values() if conversion.code == 0])
+    return done
+
+
+@pytest.fixture(scope="session")
+def server(conversions: Mapping[str, Conversion], repository: Path) -> Iterator[ServerProcess]:
+    """One server of all that was converted."""
+    process = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository), "--device", "cpu")
+    yield process.wait_ready()
+    process.close()

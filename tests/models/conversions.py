@@ -1,0 +1,109 @@
+"""Converting the catalogue as a user would, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from catalogue import Entry
+
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import Manifest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BUILD = Path(os.environ.get("BF16KIT_MODELS", ROOT / "build" / "models"))
+SITE = BUILD / "site"  # where requirements.txt is installed: nothing but these tests and their conversions sees it
+MEASURED = BUILD / "measured.json"
+LONGEST = 300.0  # seconds of one conversion, its search included
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One run of ``bf16-convert`` with every option at its default."""
+
+    entry: Entry
+    target: Path
+    code: int
+    said: str
+    seconds: float
+
+    @property
+    def artifact(self) -> Artifact:
+        return Artifact.open(self.target)
+
+
+def convert(entry: Entry, repository: Path) -> Conversion:
+    """Convert ``entry`` into ``repository``; its samples come from ``real_inputs``."""
+    target = repository / entry.name / "1"
+    path = (os.environ.get("PYTHONPATH", ""), str(HERE), str(SITE))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    command = [str(Path(sys.executable).with_name("bf16-convert")), "checkpoint", str(entry.path(BUILD))]
+    command += ["--out", str(target), "--samples", f"real_inputs:{entry.samples}", "--force"]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=LONGEST)
+    return Conversion(entry, target, done.returncode, done.stdout + done.stderr, time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table in docs/models.md; drift is the worst output's relative_l2, as judged against the budget."""
+
+    name: str
+    kind: str
+    package: str
+    licence: str
+    source_bytes: int
+    bf16_ratio: float
+    with_residual: float
+    cpu: float
+    cuda: float
+    islands: int
+    nodes: int
+    seconds: float
+
+
+def row(conversion: Conversion) -> Row:
+    """What ``conversion`` published, in figures."""
+    entry, manifest = conversion.entry, conversion.artifact.manifest
+    weights = sum(manifest.files[name].bytes for name in manifest.files if name.startswith("weights."))
+    residual = sum(manifest.files[name].bytes for name in manifest.files if name == "residual.bin")
+    return Row(
+        name=entry.name,
+        kind=entry.kind,
+        package=f"{entry.source} {entry.version}",
+        licence=entry.licence,
+        source_bytes=manifest.source.bytes,
+        bf16_ratio=weights / manifest.source.bytes,
+        with_residual=(weights + residual) / manifest.source.bytes,
+        cpu=_drift(manifest, "cpu"),
+        cuda=_drift(manifest, "cuda"),
+        islands=len(_islands(manifest)),
+        nodes=len(manifest.plan.nodes["cuda"]),
+        seconds=conversion.seconds,
+    )
+
+
+def _drift(manifest: Manifest, profile: str) -> float:
+    return max(output["relative_l2"]["mean"] for output in manifest.drift[profile].outputs.values())
+
+
+def _islands(manifest: Manifest) -> set[str]:
+    """The nodes and tensors that the search kept in fp32, in any profile."""
+    entries = [*manifest.plan.tensors, *(entry for nodes in manifest.plan.nodes.values() for entry in nodes)]
+    return {entry.name for entry in entries if entry.code == "budget"}
+
+
+def record(rows: list[Row]) -> None:
+    """Keep ``rows`` for :mod:`table`."""
+    MEASURED.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", "utf-8")
+
+
+def recorded() -> list[Row]:
+    """What the last run kept."""
+    return [Row(**fields) for fields in json.loads(MEASURED.read_text("utf-8"))]

