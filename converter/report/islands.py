@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ def _islands(profile: str, entries: Iterable[PlanEntry], measured: Measurements)
                 code=entry.code,
                 reason=entry.reason,
                 remedy="" if found is None else found.remedy,
-                worth=None if found is None else found.worth,
+                worth=None if found is None or math.isnan(found.worth) else found.worth,
             )
 
 

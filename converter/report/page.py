@@ -103,10 +103,10 @@ def _entries(manifest: Manifest) -> list[tuple[str, list[PlanEntry]]]:
 
 
 def _shown(value: Any) -> Any:
-    """Control characters written out, in whatever the template shows but pictures."""
+    """Control characters but line ends written out, in whatever the template shows but pictures."""
     from markupsafe import Markup
 
-    return printable(value, keep="") if isinstance(value, str) and not isinstance(value, Markup) else value
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _number(value: float | None) -> str:

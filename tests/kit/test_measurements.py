@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bf16kit import measurements
 from bf16kit.drift import SampleDrift
@@ -136,3 +138,16 @@ def test_a_file_beyond_all_measure_is_not_read(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measurements, "MAX_BYTES", 1 << 20)
     with pytest.raises(ArtifactError, match="larger than 1 MiB"):
         Measurements.loads(b" " * ((1 << 20) + 1), "m")
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_damaged_file_is_refused_or_read_and_nothing_else(data: st.DataObject) -> None:
+    written = bytearray(_measured().dumps())
+    for _ in range(data.draw(st.integers(1, 4))):
+        written[data.draw(st.integers(0, len(written) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = Measurements.loads(bytes(written), "m")
+    except ArtifactError:
+        return
+    assert Measurements.loads(found.dumps(), "m").dumps() == found.dumps()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import shutil
 from pathlib import Path
 
 import onnx
 import pytest
+import reported
 from converting import ONNX_ONLY, Cli
 from onnx import helper
 
 import graphs
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import Plan, PlanEntry
+from bf16kit.manifest import MEASUREMENTS, FileEntry, Plan, PlanEntry
+from bf16kit.measurements import Measurements
 from converter.report.figures import figures
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m[bold]"
@@ -139,3 +144,23 @@ def test_islands_of_artifacts_older_than_codes_are_found_all_the_same(mlp: Artif
     plan = Plan(nodes={"cuda": [shape, norm]})
     found = figures(mlp.manifest.model_copy(update={"plan": plan}), {}).islands
     assert [island.name for island in found] == ["n"]
+
+
+def test_what_an_island_is_worth_is_shown_where_a_search_found_it_out() -> None:
+    manifest, measured = reported.manifest(), reported.measurements()
+    island = figures(manifest, {}, measured).islands[0]
+    assert (island.name, island.worth, island.remedy) == (reported.OFF, 1.58, "its output in fp32")
+    search = reported.SEARCH.model_copy(
+        update={"islands": [reported.SEARCH.islands[0].model_copy(update={"worth": math.nan})]}
+    )
+    profiles = {"cuda": measured.profiles["cuda"].model_copy(update={"search": search})}
+    assert figures(manifest, {}, Measurements(profiles=profiles)).islands[0].worth is None
+
+
+def test_measurements_that_break_the_rules_are_refused_by_name(cli: Cli, mlp: Artifact, tmp_path: Path) -> None:
+    shutil.copytree(mlp.path, tmp_path / "1")
+    (tmp_path / "1" / MEASUREMENTS).write_bytes(b"{}")
+    entry = FileEntry(sha256=hashlib.sha256(b"{}").hexdigest(), bytes=2)
+    manifest = mlp.manifest.model_copy(update={"files": mlp.manifest.files | {MEASUREMENTS: entry}})
+    (tmp_path / "1" / "manifest.json").write_bytes(manifest.dumps())
+    cli("inspect", tmp_path / "1").refused(2, "measurements.json: measurements of version None")

@@ -103,7 +103,7 @@ def test_everything_measured_has_its_place() -> None:
     for expected in (
         "The fp32 reference itself is within 3.1e-07 of the torch module (4 samples; fp32 noise explains 1e-05)",
         "A search of 41 candidates brought cuda from 1.62 × its budget to 0.61 ×",
-        "its output in fp32",
+        "kept in fp32: cuda is over budget without it",
         "30 of cuda: normalises",
         f"first off the line is {reported.OFF}",
         "12 flushed to zero",
@@ -121,3 +121,8 @@ def test_a_reference_that_nobody_checked_is_said_to_be(mlp: Artifact) -> None:
     assert "not checked against the source: a bare state dict answers nothing" in text
     older = reported.manifest().model_copy(update={"oracle": None})
     assert "older than that check" in _Page(render(older, older.files, [], None)).text
+
+
+def test_a_note_of_several_lines_keeps_them(mlp: Artifact) -> None:
+    page = render(mlp.manifest, mlp.manifest.files, ["two islands:\n  one\n  other\x1b"])
+    assert "two islands:\n  one\n  other\\x1b" in _Page(page).text
