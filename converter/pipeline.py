@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import ConversionError
+from bf16kit.errors import ArtifactDamaged, ConversionError
 from bf16kit.manifest import MEASUREMENTS, RESIDUAL, SCHEMA_VERSION, Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.measurements import Measurements, ProfileMeasurements, ranges, sample_columns
@@ -17,6 +17,7 @@ from bf16kit.publish import StagingArtifact, staging
 from converter import sources
 from converter.cpukernel.products import panelled
 from converter.formats import lossless
+from converter.formats.agreement import check_graph
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
 from converter.model import Source
@@ -32,6 +33,7 @@ from converter.proof import samples
 from converter.proof.certify import Certified, certify
 from converter.proof.judging import check_budget, check_judged, judge, with_kinds
 from converter.proof.oracle import Asked, ask
+from converter.proof.preparation import check_prepared
 from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
 from converter.report import page
@@ -71,6 +73,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         release()
         with progress.step("planning"):
             prepared = prepare(source.graph, source.checkpoint.tensors)
+        _check_prepared(options, source, prepared, asked, calibration, stage, progress)
         work = _Work(options, source, prepared, profiles, calibration, asked, stage, progress)
         mending = Mending(prepared, options, calibration, progress)
         certified, census = work.prove(Islands())
@@ -156,6 +159,24 @@ def _ask(source: Source, calibration: Samples, stage: StagingArtifact, progress:
     return asked
 
 
+def _check_prepared(
+    options: Options,
+    source: Source,
+    prepared: Prepared,
+    asked: Asked,
+    calibration: Samples,
+    stage: StagingArtifact,
+    progress: Progress,
+) -> None:
+    """Run the graph that the profiles start from; that of cuda has been through the steps of the others, too."""
+    profiles = _onnx_profiles(options)
+    if profiles:
+        base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
+        with progress.step("checking the prepared graph"):
+            check_prepared(asked, prepared, base, (source.inputs, source.outputs), calibration.feeds, stage.path)
+            release()
+
+
 def _trace(
     options: Options, source: Source, stage: StagingArtifact, progress: Progress, notes: list[str]
 ) -> dict[str, ProfileEntry]:
@@ -217,6 +238,8 @@ def _write_graphs(
     files = write_graphs(
         prepared, plan, stored, stage.path, profiles=_onnx_profiles(options), reference=options.residual
     )
+    for profile in _onnx_profiles(options):
+        check_graph(stage.path / files[profile], plan.nodes[profile])
     return {
         profile: ProfileEntry(format="onnx", graph=name, precision=PROFILES[profile].precision, verified="no")
         for profile, name in files.items()
@@ -277,6 +300,14 @@ def _measured(manifest: Manifest, certified: Certified, census: Mapping[str, Cen
     return Measurements(profiles=profiles, ranges=ranges(census))
 
 
+def _check_digests(draft: Artifact) -> None:
+    """Hash what lies on the disk: the manifest's digests were made while it was written, or kept since."""
+    try:
+        draft.verify()
+    except ArtifactDamaged as error:
+        raise ConversionError(f"what was written is not what the manifest says, nothing published: {error}") from error
+
+
 def _publish(
     options: Options,
     stage: StagingArtifact,
@@ -291,4 +322,5 @@ def _publish(
         if options.report:
             files = stage.draft(manifest).manifest.files
             page.write(stage.path / page.NAME, manifest, files, notes, measurements)
+        _check_digests(stage.draft(manifest))
         return stage.publish(manifest)

@@ -85,6 +85,8 @@ def certify(
     manifest = manifest.model_copy(update={"oracle": checked, "schema_version": SCHEMA_VERSION})
     manifest = _with_edges(_as_seen(manifest, samples.feeds, expected), axis)
     manifest = _with_golden(stage, manifest, samples.feeds[0], expected[0])
+    if manifest.golden is not None:
+        golden.check(stage.draft(manifest), samples.feeds[0], expected[0])
     certified = Certified(manifest, notes=list(oracle.remarks(checked)))
     if axis is None:
         certified.notes.append("no batch axis: two samples run together were not seen to give what they give apart")

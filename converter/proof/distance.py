@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit.numerics import LARGEST, LOWEST
 from converter.model import Array
 
 _BLOCK = 1 << 20  # elements in float64 at a time
@@ -36,7 +37,7 @@ def between(a: Array, b: Array) -> Distance:
     """The distance of two arrays of any dtypes, in float64, in blocks.
 
     Values that stand for minus infinity (masked logits) and are the same in both count for nothing: with them in the
-    norms, nothing else would.
+    norms, nothing else would. What bf16 cannot hold counts as the largest value that it can: masks are clamped to it.
     """
     if a.shape != b.shape:
         return INCOMPARABLE
@@ -89,11 +90,15 @@ def _lowest_if_mask(array: Array) -> float:
     return lowest if lowest < -_MASKED * max(scale, _TINY) else math.nan
 
 
+def _limited(array: Array) -> NDArray[np.float64]:
+    wide = array.astype(np.float64)
+    return np.where(np.isfinite(wide), np.clip(wide, LOWEST, LARGEST), wide)
+
+
 def _blocks(a: Array, b: Array, *, finite: bool = False) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, flat_a.size, _BLOCK):
-        x = flat_a[start : start + _BLOCK].astype(np.float64)
-        y = flat_b[start : start + _BLOCK].astype(np.float64)
+        x, y = (_limited(flat[start : start + _BLOCK]) for flat in (flat_a, flat_b))
         if finite:
             x, y = x[np.isfinite(x)], y[np.isfinite(y)]
         yield x, y

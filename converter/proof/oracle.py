@@ -67,9 +67,14 @@ def ask(source: Source, feeds: Sequence[Feeds], scratch: Path) -> Asked:
 
 
 def certify(
-    asked: Asked, feeds: Sequence[Feeds], expected: Sequence[Feeds], nudged: OpenNudged, scratch: Path | None = None
+    asked: Asked,
+    feeds: Sequence[Feeds],
+    expected: Sequence[Feeds],
+    nudged: OpenNudged,
+    scratch: Path | None = None,
+    what: str = "the fp32 reference",
 ) -> OracleEntry:
-    """Compare the reference's answers ``expected`` with the source's own, by output.
+    """Compare the answers ``expected`` of the reference, or ``what`` else, with the source's own, by output.
 
     ``nudged`` opens the reference with its weights nudged, and is asked only when an answer is beyond :data:`FLOOR`;
     what it answers lies in an unnamed file in ``scratch`` (None: the system's directory).
@@ -95,7 +100,7 @@ def certify(
             for name, distance in found.items()
         },
     )
-    _judge(entry)
+    _judge(entry, what)
     return entry
 
 
@@ -159,7 +164,7 @@ def _run(
     return kept
 
 
-def _judge(entry: OracleEntry) -> None:
+def _judge(entry: OracleEntry, what: str) -> None:
     over = [(name, figure) for name, figure in entry.outputs.items() if not figure.relative_l2 <= figure.bound]
     if not over:
         return
@@ -169,7 +174,7 @@ def _judge(entry: OracleEntry) -> None:
         for name, figure in over
     )
     raise ConversionError(
-        f"the fp32 reference does not answer as the source itself does ({entry.how}), nothing published:{listed}\n"
+        f"{what} does not answer as the source itself does ({entry.how}), nothing published:{listed}\n"
         "Reading, exporting or preparing the model changed what it computes. Export it to ONNX by other means and"
         " convert that, or with other versions of torch and onnxscript, and please report it"
     )
