@@ -41,12 +41,16 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
-    """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in that of ``outputs``."""
+    """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in that of ``outputs``.
+
+    ``left_out`` names what the module computes and nobody is served.
+    """
 
     module: torch.nn.Module
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     example: tuple[torch.Tensor, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,8 @@ class Source:
 
     ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes.
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, which frees
-    its memory, and ``oracle`` with it. A source that cannot answer has no oracle, and ``unasked`` says why. ``tools``
-    are the packages whose versions shape the graph.
+    its memory, and ``oracle`` with it. A source that cannot answer has no oracle, and ``unasked`` says why. ``notes`` are
+    sentences for whoever converts it. ``tools`` are the packages whose versions shape the graph.
     """
 
     checkpoint: Checkpoint
@@ -86,6 +90,7 @@ class Source:
     tools: tuple[str, ...] = ()
     oracle: Oracle | None = None
     unasked: str = "sources of this kind cannot be run"
+    notes: tuple[str, ...] = ()
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
+from converter.graph.names import FreshNames, all_value_names
 from converter.model import Array
 
 if TYPE_CHECKING:
@@ -28,12 +29,15 @@ def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
     known: dict[Fingerprint, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         known[fingerprint(tensor)].append(name)
+    names = FreshNames(all_value_names(model))
     for value in list(model.graph.initializers.values()):
         if value.const_value is None:
             continue
         array = np.asarray(value.const_value.numpy())
         found, view = _lookup(array, tensors, known)
-        _rename(model, value, found or (value.name or "").removeprefix(_WRAPPER))
+        wanted = found or _own_name(value.name or "", tensors)
+        if wanted != value.name and wanted not in model.graph.initializers:
+            value.name = names.make(wanted)  # an input or a node's output may be called like a parameter
         value.const_value = ir.Tensor(array.copy() if view is None else view, name=value.name)
 
 
@@ -50,6 +54,10 @@ def _lookup(
     return None, None
 
 
-def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
-    if name not in model.graph.initializers:
-        value.name = name
+def _own_name(name: str, tensors: Mapping[str, Array]) -> str:
+    """A parameter's name without what the modules wrapped around the checkpoint's own put before it."""
+    bare = name.removeprefix(_WRAPPER)
+    inner = bare
+    while inner not in tensors and "." in inner:
+        inner = inner.partition(".")[2]
+    return inner if inner in tensors else bare

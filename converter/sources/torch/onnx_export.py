@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bf16kit.errors import ConversionError
 from bf16kit.tensors import TensorSpec, describe
-from converter.model import Array, TorchModel
+from converter.model import Array, Feeds, TorchModel
 from converter.process.quiet import first_line, quiet, reason
 from converter.sources.torch.binding import bind
 from converter.sources.torch.simplify import simplify
@@ -16,25 +16,34 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
+    from converter.sources.torch.positional import Call
+
 OPSET = 22  # the first in which Conv may be bf16; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: different from each other, and never 0 or 1
 
 
-def adapt(module: torch.nn.Module, inputs: Sequence[TensorSpec]) -> TorchModel:
-    """``module`` in evaluation mode behind positional inputs, run once to learn its outputs' names."""
+def adapt(
+    module: torch.nn.Module, inputs: Sequence[TensorSpec], *, call: Call | None = None, example: Feeds | None = None
+) -> TorchModel:
+    """``module`` in evaluation mode behind positional inputs, run once to learn its outputs' names.
+
+    ``call`` says how it is called when not with the inputs alone; ``example`` holds what it is run on when not on ones
+    and zeros of small sizes.
+    """
     import torch
 
-    from converter.sources.torch.positional import Positional, output_names
+    from converter.sources.torch.positional import Positional, left_out, output_names
 
-    example = _examples(inputs)
-    wrapped = Positional(module.eval(), [spec.name for spec in inputs]).eval()
+    tensors = _examples(inputs) if example is None else _given(inputs, example)
+    wrapped = Positional(module.eval(), [spec.name for spec in inputs], call).eval()
     try:
         with quiet(), torch.no_grad():
-            result = wrapped.call(*example)
+            result = wrapped.call(*tensors)
     except Exception as error:  # the user's model may raise anything
-        shapes = ", ".join(f"{s.name}{list(t.shape)}" for s, t in zip(inputs, example, strict=True))
+        shapes = ", ".join(f"{s.name}{list(t.shape)}" for s, t in zip(inputs, tensors, strict=True))
         raise ConversionError(f"the model failed on an example input ({shapes}): {first_line(error)}") from error
-    return TorchModel(wrapped, tuple(inputs), output_names(result), example)
+    names = output_names(result, [spec.name for spec in inputs])
+    return TorchModel(wrapped, tuple(inputs), names, tensors, left_out(result))
 
 
 def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
@@ -85,6 +94,12 @@ def _examples(inputs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
         raise ConversionError(f"an example input cannot be made ({shapes}): {first_line(error)}") from error
 
 
+def _given(inputs: Sequence[TensorSpec], example: Feeds) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    return tuple(torch.from_numpy(example[spec.name]) for spec in inputs)
+
+
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     """Ones for masks and floats, zeros for integers: 0 is an index into every table."""
     import torch
@@ -96,10 +111,9 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def _dynamic(spec: TensorSpec) -> dict[int, Any]:
-    import torch
-
-    return {axis: torch.export.Dim(dim) for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
+def _dynamic(spec: TensorSpec) -> dict[int, str]:
+    """The free dimensions by name: the exporter works out how they hang together, and refuses one that is not free."""
+    return {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
 
 
 def _name_inputs(graph: ir.Model, inputs: Sequence[TensorSpec]) -> None:

@@ -2,61 +2,119 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bf16kit.errors import ConversionError
 
-# Of a Hugging Face model's outputs, the one that it is used for; the rest (pooler, caches, attentions) is left out.
-_PREFERRED = ("logits", "last_hidden_state")
+Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
 
 
 class Positional(torch.nn.Module):
-    """Calls ``module`` by keyword when its ``forward`` has parameters of all the ``names``, else by position."""
+    """Calls ``module`` by keyword when its ``forward`` has parameters of all the ``names``, else by position.
 
-    def __init__(self, module: torch.nn.Module, names: Sequence[str]) -> None:
+    ``call`` replaces that: it is given the module and its inputs by name.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Sequence[str], call: Call | None = None) -> None:
         super().__init__()
         self.module = module
         self.names = list(names)
-        self.by_keyword = set(names) <= set(inspect.signature(module.forward).parameters)
+        by_keyword = set(names) <= set(inspect.signature(module.forward).parameters)
+        self._call = call or (_by_keyword if by_keyword else _by_position)
 
     def call(self, *tensors: torch.Tensor) -> Any:
         """Whatever ``module`` returns."""
-        if self.by_keyword:
-            return self.module(**dict(zip(self.names, tensors, strict=True)))
-        return self.module(*tensors)
+        return self._call(self.module, dict(zip(self.names, tensors, strict=True)))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for _, tensor in _named(self.call(*tensors)))
+        return tuple(tensor for _, tensor in _tensors(self.call(*tensors)))
 
 
-def output_names(result: Any) -> tuple[str, ...]:
-    """Names for what a module returned: a mapping's keys, ``output`` for one tensor, ``output_0`` … for several."""
-    names = tuple(name for name, _ in _named(result))
+def _by_keyword(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any:
+    return module(**feeds)
+
+
+def _by_position(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any:
+    return module(*feeds.values())
+
+
+def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names for the tensors in what a module returned, in its order.
+
+    A mapping's keys and a named tuple's fields; ``output`` for one tensor, ``output_0`` … for several; the parts of a
+    nested one after a dot: ``hidden.0``, ``scores.logits``. One that is called as one of the ``inputs`` is called
+    ``…_out``, since no two values of a graph have the same name. Raises :class:`ConversionError` for what is neither a
+    tensor nor made of tensors, and for two outputs of the same name.
+    """
+    names = [f"{name}_out" if name in inputs else name for name, _ in _tensors(result)]
     if not names:
         raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
-    return names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConversionError(f"two of the model's outputs are called {twice!r}; rename a key of what forward returns")
+    return tuple(names)
 
 
-def _named(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def left_out(result: Any) -> tuple[str, ...]:
+    """The parts of a transformers output that are not served: caches, and what is listed per layer or per submodel."""
+    if not _is_model_output(result):
+        return ()
+    return tuple(str(key) for key, value in result.items() if not isinstance(value, torch.Tensor | None))
+
+
+def _tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in ``result`` with its name."""
     if isinstance(result, torch.Tensor):
         yield "output", result
-    elif isinstance(result, Mapping):
-        preferred = [key for key in _PREFERRED if key in result][:1]
-        for key in preferred or list(result):
-            if isinstance(result[key], torch.Tensor):
-                yield str(key), result[key]
-    elif isinstance(result, tuple | list):
-        yield from _positions(result)
-
-
-def _positions(result: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    tensors = [item for item in result if isinstance(item, torch.Tensor)]
-    if len(tensors) == 1:
-        yield "output", tensors[0]
         return
-    for index, tensor in enumerate(tensors):
-        yield f"output_{index}", tensor
+    if _is_model_output(result):
+        yield from ((str(key), value) for key, value in result.items() if isinstance(value, torch.Tensor))
+        return
+    named = _parts(result)
+    if named is None:
+        raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
+    if isinstance(named, Mapping):
+        for key, value in named.items():
+            yield from _leaves(str(key), value)
+    elif len(named) == 1 and isinstance(named[0], torch.Tensor):
+        yield "output", named[0]
+    else:
+        for index, value in enumerate(named):
+            yield from _leaves(f"output_{index}", value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    parts = _parts(value)
+    if parts is None:
+        raise ConversionError(
+            f"the model's output {name!r} is a {type(value).__name__}, which no graph can give;"
+            " let forward return tensors, or mappings and sequences of them"
+        )
+    pairs = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    for key, part in pairs:
+        yield from _leaves(f"{name}.{key}", part)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | list[Any] | None:
+    """What ``value`` is made of, without what is None; None itself when it is no container."""
+    if hasattr(value, "_asdict"):  # a named tuple
+        value = value._asdict()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping | type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: part for key, part in value.items() if part is not None}
+    if isinstance(value, tuple | list):
+        return [part for part in value if part is not None]
+    return None
+
+
+def _is_model_output(result: Any) -> bool:
+    return any(base.__name__ == "ModelOutput" for base in type(result).__mro__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -147,3 +147,117 @@ def test_exporting_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     module = seeded(Centred())
     to_onnx(adapt(module, X), tensors(module))
     assert capfd.readouterr() == ("", "")
+
+
+class Parameter(nn.Module):
+    """One product with a parameter that is called ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.randn(16, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.get_parameter(self.name)
+
+
+@pytest.mark.parametrize("name", ["x", "matmul", "output", "module"])
+def test_a_parameter_may_be_called_like_anything_else(name: str) -> None:
+    """Values of a graph share one space of names with its inputs and outputs; a module's parameters do not."""
+    module = seeded(Parameter(name))
+    graph = to_onnx(adapt(module, X), tensors(module))
+    runtime = OnnxRuntime(serialize(graph), X, output_specs(graph), precision="fp32")
+    x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+    expected = x @ module.get_parameter(name).detach().numpy()
+    np.testing.assert_allclose(runtime.run({"x": x})["output"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_that_is_called_like_an_input_is_told_from_it() -> None:
+    class Same(Mlp):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"x": super().forward(x), "down.weight": x * 2}
+
+    module = seeded(Same())
+    graph = to_onnx(adapt(module, X), tensors(module))
+    runtime = OnnxRuntime(serialize(graph), X, output_specs(graph), precision="fp32")
+    x = np.ones((3, 16), np.float32)
+    found = runtime.run({"x": x})
+    assert list(found) == ["x_out", "down.weight"]
+    np.testing.assert_array_equal(found["down.weight"], x * 2)
+
+
+class Recurrent(NamedTuple):
+    out: torch.Tensor
+    state: tuple[torch.Tensor, torch.Tensor]
+
+
+def a_recurrent_layer(module: nn.LSTM, x: torch.Tensor) -> Any:
+    return module(x[:, None])
+
+
+def two_heads(_module: nn.Module, x: torch.Tensor) -> Any:
+    return {"logits": x, "embeddings": x + 1, "extra": None}
+
+
+def nested(_module: nn.Module, x: torch.Tensor) -> Any:
+    return {"h": (x, [x + 1]), "out": {"logits": x + 2}}
+
+
+def named(_module: nn.Module, x: torch.Tensor) -> Any:
+    return Recurrent(x, (x + 1, x + 2))
+
+
+class Answering(nn.Module):
+    """Answers whatever ``answer`` makes of an LSTM and its input."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer, self.layer = answer, nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.answer(self.layer, x)
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        (a_recurrent_layer, ("output_0", "output_1.0", "output_1.1")),
+        (two_heads, ("logits", "embeddings")),
+        (nested, ("h.0", "h.1.0", "out.logits")),
+        (named, ("out", "state.0", "state.1")),
+    ],
+)
+def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) -> None:
+    module = seeded(Answering(answer))
+    model = adapt(module, X)
+    assert model.outputs == names
+    graph = to_onnx(model, {})
+    assert tuple(spec.name for spec in output_specs(graph)) == names
+    runtime = OnnxRuntime(serialize(graph), X, output_specs(graph), precision="fp32")
+    x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+    with torch.no_grad():
+        expected = model.module(torch.from_numpy(x))
+    for tensor, found in zip(expected, runtime.run({"x": x}).values(), strict=True):
+        np.testing.assert_allclose(found, tensor.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda _, x: {"logits": x, "state": object()}, "output 'state' is a object, which no graph can give"),
+        (lambda _, x: (x, (x, 3)), r"output 'output_1\.1' is a int"),
+        (lambda _, x: {"h": (x, x), "h.0": x}, r"two of the model's outputs are called 'h\.0'"),
+    ],
+)
+def test_an_output_that_no_graph_can_give_is_refused_by_name(answer: Any, said: str) -> None:
+    with pytest.raises(ConversionError, match=said):
+        adapt(Answering(answer), X)
+
+
+def test_a_dimension_that_is_not_free_is_refused() -> None:
+    class Fixed(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.reshape(2, 16))
+
+    with pytest.raises(ConversionError, match="cannot translate the model"):
+        to_onnx(adapt(seeded(Fixed()), X), {})
