@@ -136,6 +136,7 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
     type=click.Choice(["cpu", "cuda"]),
     help="ONNX profiles to write; may be given twice.  [default: both]",
 )
+@click.option("--with-past", is_flag=True, help="A causal language model's cache becomes inputs and outputs.")
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Nodes or tensors that stay fp32.")
 @click.option("--bf16", multiple=True, metavar="REGEX", help="Nodes or tensors that become bf16.")
 @click.option(

@@ -77,8 +77,8 @@ class Source:
 
     ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes.
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, which frees
-    its memory, and ``oracle`` with it. A source that cannot answer has no oracle, and ``unasked`` says why. ``notes`` are
-    sentences for whoever converts it. ``tools`` are the packages whose versions shape the graph.
+    its memory, and ``oracle`` with it. A source that cannot answer has no oracle, and ``unasked`` says why. ``notes``
+    are sentences for whoever converts it. ``tools`` are the packages whose versions shape the graph.
     """
 
     checkpoint: Checkpoint

@@ -56,6 +56,7 @@ class Options:
     seed: int = 0
     force: bool = False
     trust_pickle: bool = False
+    with_past: bool = False
 
     @property
     def wants_onnx(self) -> bool:
@@ -83,6 +84,7 @@ class Options:
             "allow_over_budget": self.allow_over_budget,
             "drop_failing_profiles": self.drop_failing_profiles,
             "search": self.search,
+            "with_past": self.with_past,
         }
 
 

@@ -65,6 +65,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         source = _read(options, progress)
         source.outputs = with_kinds(source.outputs, options.outputs)
         notes += check_budget(options.budget, source.outputs)
+        notes += source.notes
         calibration = _samples(options, source)
         if not options.samples:
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")

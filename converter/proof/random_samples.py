@@ -61,7 +61,9 @@ def generate(
     are taken: whoever runs the model next says what is wrong, with the model or with them.
     """
     if sampler is not None:
-        return Samples(tuple(sampler(seed, COUNT)), f"random token sequences (seed {seed})")
+        speaks = any(spec.name == "input_ids" for spec in inputs)
+        what = "random token sequences" if speaks else "random inputs of the kind that the model takes"
+        return Samples(tuple(sampler(seed, COUNT)), f"{what} (seed {seed})")
     within = {value.name or "": _Within.of(value) for value in graph.graph.inputs}
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
     for sizes in _ATTEMPTS if free and runs is not None else ():

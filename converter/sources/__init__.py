@@ -28,6 +28,8 @@ def read(options: Options, advance: Advance) -> Source:
     needs is missing, :class:`~bf16kit.errors.ConversionError` when it cannot be made a graph.
     """
     kind = recognise(options.source)
+    if options.with_past and kind is not Kind.HUGGING_FACE:
+        raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
     return READERS[kind](options, kind, advance)
 
 
@@ -54,10 +56,10 @@ def _read_huggingface(options: Options, _kind: Kind, advance: Advance) -> Source
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
     tensors, files = huggingface.read_tensors(options.source)
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors)
-    model, sampler = huggingface.load(options, tensors)
-    source = _exported(checkpoint, model, sampler, ("transformers",))
+    loaded = huggingface.load(options, tensors)
+    source = _exported(checkpoint, loaded.model, loaded.sampler, ("transformers",))
     outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
-    return replace(source, outputs=outputs)
+    return replace(source, outputs=outputs, notes=loaded.notes)
 
 
 def _read_weights(options: Options, kind: Kind, advance: Advance) -> Source:

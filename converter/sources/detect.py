@@ -56,12 +56,10 @@ def _of_directory(path: Path) -> Kind:
         return Kind.SAVED_MODEL
     if any((path / mark).exists() for mark in _ORBAX_MARKS):
         return Kind.ORBAX
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / "modules.json").is_file():
         return Kind.HUGGING_FACE
     if (path / "manifest.json").is_file() and (path / "weights.bf16").is_file():
         raise SourceError(f"{path}: is a bf16kit artifact already; `bf16-convert restore` gives back its checkpoint")
-    if (path / "modules.json").is_file():
-        raise SourceError(f"{path}: give the directory that holds the transformer's config.json")
     if len(list(path.glob("*.safetensors.index.json"))) == 1:
         return Kind.SHARDED
     raise SourceError(

@@ -70,11 +70,13 @@ def copied(bert: Path, tmp_path: Path) -> Path:
 def test_a_bare_model_gives_its_hidden_states_and_every_tensor_back(
     cli: Cli, tmp_path: Path, artifact: Artifact, bert: Path
 ) -> None:
-    """The pooler, which nothing serves, is in no graph and is given back all the same."""
     manifest = artifact.manifest
     assert manifest.source.format == "huggingface"
     assert [entry.name for entry in manifest.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
-    assert [(entry.name, entry.kind) for entry in manifest.outputs] == [("last_hidden_state", "embedding")]
+    assert [(entry.name, entry.kind) for entry in manifest.outputs] == [
+        ("last_hidden_state", "embedding"),
+        ("pooler_output", "embedding"),
+    ]
     assert [entry.shape for entry in manifest.inputs] == [["batch", "seq"]] * 3
     assert manifest.outputs[0].shape == ["batch", "seq", 32]
     assert manifest.batch_axis == 0

@@ -1,0 +1,119 @@
+"""A Hugging Face model directory: the architecture from config.json, the weights from its own files.
+
+What the model is given and what it answers follow from its own class, its configs and its preprocessor's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import ConversionError, UsageError
+from bf16kit.tensors import TensorSpec
+from converter.model import Array, Sampler, TorchModel
+from converter.options import Options
+from converter.sources.huggingface import inputs as edges
+from converter.sources.huggingface import samples
+from converter.sources.huggingface.directory import Directory, weights
+from converter.sources.torch.onnx_export import adapt
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model of a directory adapted to positional inputs, a sampler for it, and notes for its owner."""
+
+    model: TorchModel
+    sampler: Sampler | None
+    notes: tuple[str, ...]
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
+    """Every tensor of the directory's checkpoint, and the files it is made of (config.json first).
+
+    Tensors of the modules behind a sentence-transformers' transformer have their module's directory before their name.
+    """
+    directory = Directory.open(path)
+    tensors, files = weights(directory.path)
+    for part in directory.parts or ():
+        if part.kind == "Dense":
+            more, found = weights(part.path)
+            tensors |= {part.prefix + name: tensor for name, tensor in more.items()}
+            files += found
+    return tensors, [*directory.files, *files]
+
+
+def load(options: Options, tensors: Mapping[str, Array]) -> Loaded:
+    """The model of the directory over the memory of ``tensors``."""
+    from converter.sources.huggingface.module import load_module
+
+    directory = Directory.open(options.source)
+    behind = tuple(part.prefix for part in directory.parts or ())
+    own = {name: tensor for name, tensor in tensors.items() if not (behind and name.startswith(behind))}
+    module, notes = load_module(directory, own)
+    if options.with_past:
+        loaded = _with_past(options, directory, module)
+    else:
+        loaded = _whole(options, directory, module, tensors)
+    return replace(loaded, notes=(*notes, *loaded.notes, *_left_out(loaded.model)))
+
+
+def output_kind(options: Options, spec: TensorSpec) -> TensorSpec:
+    """``spec`` with the kind that the config gives it: a head that regresses also calls its output logits."""
+    config = Directory.open(options.source).config
+    regresses = config.get("problem_type") == "regression" or len(config.get("id2label", {}) or {}) == 1
+    return replace(spec, kind="regression") if spec.kind == "logits" and regresses else spec
+
+
+def _whole(options: Options, directory: Directory, module: Any, tensors: Mapping[str, Array]) -> Loaded:
+    """One forward pass with every input that the model declares, or those of ``--input``."""
+    notes: list[str] = []
+    if options.inputs:
+        edges.check_given(module, options.inputs)
+        inputs = options.inputs
+    else:
+        inputs, notes = edges.declared(module, directory)
+    call = None
+    if directory.parts is not None:
+        from converter.sources.huggingface.sentence import sentence
+
+        module = sentence(directory, module, tensors)
+        call = _call_with_feeds
+    for candidate in edges.batches(inputs) if not options.inputs else (inputs,):
+        if not samples.understands(candidate):
+            return Loaded(adapt(module, candidate, call=call), None, tuple(notes))
+        sampler = samples.sampler(directory, candidate)
+        example = next(iter(sampler(0, 1)))
+        try:
+            return Loaded(adapt(module, candidate, call=call, example=example), sampler, tuple(notes))
+        except ConversionError:
+            if candidate is inputs:
+                raise
+    raise AssertionError("the inputs as declared are the last candidate")
+
+
+def _call_with_feeds(module: Any, feeds: dict[str, Any]) -> Any:
+    return module(feeds)
+
+
+def _with_past(options: Options, directory: Directory, module: Any) -> Loaded:
+    from converter.sources.huggingface.caches import Cache
+
+    if options.inputs:
+        raise UsageError("--with-past: the model's own cache says what its inputs are; leave --input out")
+    if directory.parts is not None:
+        raise UsageError("--with-past: a sentence-transformers directory has no cache; leave the option out")
+    cache = Cache.of(module)
+    inputs = cache.inputs()
+    sampler = cache.sampler(directory, inputs)
+    model = adapt(module, inputs, call=cache.call, example=next(iter(sampler(0, 1))))
+    return Loaded(model, sampler, ())
+
+
+def _left_out(model: TorchModel) -> list[str]:
+    if not model.left_out:
+        return []
+    return [
+        f"served: {', '.join(model.outputs)}; not served, though the model computes it: {', '.join(model.left_out)}"
+    ]

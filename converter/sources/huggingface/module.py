@@ -1,0 +1,111 @@
+"""The torch module of a directory: the class that its config.json names, over the memory of its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import SourceError, UsageError
+from converter.model import Array
+from converter.process.quiet import first_line, quiet
+from converter.sources.huggingface.directory import Directory
+from converter.sources.statedict import mismatch_message, to_torch
+
+_NAMED = 5
+
+
+def load_module(directory: Directory, tensors: Mapping[str, Array]) -> tuple[Any, list[str]]:
+    """The fp32 module with eager attention, whose graph is plain MatMul and Softmax, and notes for its owner."""
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("a Hugging Face directory needs transformers: pip install 'bf16kit[hf]'") from None
+    import torch
+
+    path = directory.path
+    try:
+        with quiet():
+            parsed = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            factory = _class(directory, parsed)
+            module, info = factory.from_pretrained(
+                None,  # not the path: transformers would map the file a second time
+                config=parsed,
+                state_dict={name: to_torch(tensor) for name, tensor in tensors.items()},
+                dtype=torch.float32,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # `_check_fit` names them
+                output_loading_info=True,
+            )
+    except SourceError:
+        raise
+    except Exception as error:  # transformers lets errors of any kind through
+        raise SourceError(f"{path}: transformers cannot load it: {first_line(error)}") from error
+    _check_fit(path, info)
+    notes = [*_unused(info, module), *_without_pooler(directory, info, module)]
+    _answer_plainly(module)
+    return module, notes
+
+
+def _class(directory: Directory, parsed: Any) -> Any:
+    """The class that config.json names; the family's bare model for sentence-transformers and where it names none."""
+    import transformers
+
+    found: Any
+    architecture = next(iter(directory.config.get("architectures") or []), "")
+    if architecture and directory.parts is None:
+        found = getattr(transformers, str(architecture), None)
+    else:
+        found = transformers.MODEL_MAPPING.get(type(parsed), None)
+        found = found[0] if isinstance(found, tuple | list) else found
+        if getattr(parsed, "is_encoder_decoder", False) and directory.parts is not None:  # its encoder alone embeds
+            name = getattr(found, "__name__", "").removesuffix("Model")
+            found = getattr(transformers, f"{name}EncoderModel", found)
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        what = architecture or parsed.model_type
+        raise SourceError(f"{directory.path}: its architecture {what} is not one transformers knows")
+    return found
+
+
+def _check_fit(path: Path, info: Mapping[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers and warns; here that is an error."""
+    problems = [f"missing: {name}" for name in sorted(info["missing_keys"]) if not name.startswith("pooler.")]
+    problems += [f"shape: {found[0]} is {list(found[1])}, not {list(found[2])}" for found in info["mismatched_keys"]]
+    if problems:
+        raise SourceError(mismatch_message(f"{path}: the checkpoint does not fit its config.json", problems))
+
+
+def _unused(info: Mapping[str, Any], module: Any) -> list[str]:
+    unexpected = sorted(info["unexpected_keys"])
+    if not unexpected:
+        return []
+    return [
+        f"{type(module).__name__} has no place for {len(unexpected)} of the checkpoint's tensors"
+        f" ({_few(unexpected)}): no graph uses them, restore gives them back"
+    ]
+
+
+def _without_pooler(directory: Directory, info: Mapping[str, Any], module: Any) -> list[str]:
+    """Leave out a pooler that has no weights, or that sentence-transformers goes around."""
+    missing = any(name.startswith("pooler.") for name in info["missing_keys"])
+    if getattr(module, "pooler", None) is None or (directory.parts is None and not missing):
+        return []
+    module.pooler = None
+    if not missing:
+        return []
+    return [f"the checkpoint has no pooler, so {type(module).__name__} gives no pooler_output"]
+
+
+def _answer_plainly(module: Any) -> None:
+    """No caches, and no list of every layer's states, however the config asks for them."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        for name in ("use_cache", "output_hidden_states", "output_attentions"):
+            if getattr(config, name, False):
+                setattr(config, name, False)
+    module.config.return_dict = True
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

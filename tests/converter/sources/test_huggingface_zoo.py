@@ -1,0 +1,93 @@
+"""Every kind of transformers model converts as it is given, and answers as its own torch module does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hfzoo
+import numpy as np
+import pytest
+import torch
+import transformers
+from converting import Cli
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from converter.process.quiet import quiet
+from converter.sources.safetensors_file import read_file
+
+Edges = dict[str, list[int | str]]
+TEXT: Edges = {"input_ids": ["batch", "seq"], "attention_mask": ["batch", "seq"]}
+SEGMENTS: Edges = TEXT | {"token_type_ids": ["batch", "seq"]}
+DECODER: Edges = {"decoder_input_ids": ["batch", "decoder_seq"], "decoder_attention_mask": ["batch", "decoder_seq"]}
+IMAGE: Edges = {"pixel_values": ["batch", 3, 32, 32]}
+SPECTRUM: Edges = {"input_features": ["batch", 16, 100]}
+HIDDEN, ENCODER = "last_hidden_state", "encoder_last_hidden_state"
+
+# model: inputs, outputs, what is computed and not served
+EXPECTED: dict[str, tuple[Edges, set[str], str]] = {
+    "bert": (SEGMENTS, {HIDDEN, "pooler_output"}, ""),
+    "bert-mlm": (SEGMENTS, {"logits"}, ""),
+    "roberta": (SEGMENTS, {"logits"}, ""),
+    "distilbert": (TEXT, {"start_logits", "end_logits"}, ""),
+    "electra": (SEGMENTS, {"logits"}, ""),
+    "albert": (SEGMENTS, {HIDDEN, "pooler_output"}, ""),
+    "mpnet": (TEXT, {HIDDEN, "pooler_output"}, ""),
+    "deberta-v2": (TEXT, {"logits"}, ""),
+    "deberta": (TEXT, {HIDDEN}, ""),
+    "gpt2": (TEXT, {"logits"}, ""),
+    "llama": (TEXT, {"logits"}, ""),
+    "mistral": (TEXT, {"logits"}, ""),
+    "qwen2": (TEXT, {"logits"}, ""),
+    "t5": (TEXT | DECODER, {"logits", ENCODER}, ""),
+    "t5-encoder": (TEXT, {HIDDEN}, ""),
+    "bart": (TEXT | DECODER, {"logits", ENCODER}, ""),
+    "whisper": (SPECTRUM | DECODER, {"logits", ENCODER}, ""),
+    "clip": (
+        TEXT | {"pixel_values": ["images", 3, 32, 32]},
+        {"logits_per_image", "logits_per_text", "text_embeds", "image_embeds"},
+        "text_model_output, vision_model_output",
+    ),
+    "vit": (IMAGE, {"logits"}, ""),
+    "resnet": (IMAGE, {"logits"}, ""),
+    "convnext": (IMAGE, {"logits"}, ""),
+    "segformer": (IMAGE, {"logits"}, ""),
+    "wav2vec2": ({"input_values": ["batch", "samples"]}, {"logits"}, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hfzoo.MODELS)
+def test_a_model_converts_as_a_whole_and_answers_as_its_module(
+    cli: Cli, tmp_path: Path, target: Path, name: str
+) -> None:
+    inputs, outputs, left_out = EXPECTED[name]
+    with quiet():
+        directory = hfzoo.save(name, tmp_path / "model")
+    said = cli("checkpoint", directory, "--out", target, "--format", "onnx", "--profile", "cpu", "--no-report")
+    said.published()
+    assert ("not served, though the model computes it" in said.out) == bool(left_out)
+    assert left_out in said.out
+    artifact = Artifact.open(target)
+    assert {entry.name: entry.shape for entry in artifact.manifest.inputs} == inputs
+    assert {entry.name for entry in artifact.manifest.outputs} == outputs
+    feeds = artifact.golden().inputs
+    expected = answers(hfzoo.MODELS[name][0], directory, feeds)
+    for runtime, tolerance in ((load_reference(artifact), 1e-5), (load(artifact, "cpu"), 1.5e-2)):
+        found = runtime.run(feeds)
+        runtime.close()
+        for output in outputs:
+            error = np.linalg.norm(found[output] - expected[output]) / np.linalg.norm(expected[output])
+            assert error <= tolerance, (output, error)
+    stored = dict(artifact.checkpoint_tensors())
+    for tensor, array in read_file(directory / "model.safetensors").items():
+        np.testing.assert_array_equal(stored[tensor], array)
+
+
+def answers(architecture: str, directory: Path, feeds: dict[str, Any]) -> dict[str, Any]:
+    """What transformers itself makes of ``feeds``."""
+    with quiet(), torch.no_grad():
+        module = getattr(transformers, architecture).from_pretrained(directory, attn_implementation="eager")
+        found = module(**{name: torch.from_numpy(np.array(array)) for name, array in feeds.items()})
+    return {name: value.numpy() for name, value in found.items() if isinstance(value, torch.Tensor)}
