@@ -108,7 +108,9 @@ def share(used: float) -> str:
         return "∞ ×"
     if 0 < used < 0.005:
         return "< 1%"
-    return f"{used:.0%}" if used < 10 else f"{used:.3g} ×"
+    if used < 10:
+        return f"{used:.0%}"
+    return f"{used:.3g} ×" if used < 1000 else f"{used:,.0f} ×"
 
 
 def share_of_budget(used: float) -> str:

@@ -113,10 +113,7 @@ def _profiles(found: Figures) -> str:
 
 
 def _plan(found: Figures) -> str:
-    rows = []
-    for group in found.plan:
-        more = f"; and {group.more} like these" if group.more else ""
-        rows.append((group.of, group.precision, "; ".join(group.reasons) + more, group.count))
+    rows = [(group.of, group.precision, group.told, group.count) for group in found.plan]
     return table("Precision plan", ("of", "precision", "reason", "count"), rows)
 
 

@@ -14,23 +14,41 @@ _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
+class Reason:
+    """One wording, and how many entries have it."""
+
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanGroup:
     """Entries of a plan that have one precision for one reason. ``of``: "tensors", or a profile's nodes.
 
-    ``reasons`` are the first few wordings, ``more`` how many others there are.
+    ``reasons`` are the most frequent wordings, ``more`` how many others there are.
     """
 
     of: str
     precision: str
     code: str
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     more: int
     count: int
+
+    @property
+    def told(self) -> str:
+        """The reasons in one line."""
+        if self.code == SEARCHED:
+            return "kept in fp32 to meet the budget: the islands have why"
+        alone = len(self.reasons) == 1
+        said = "; ".join(each.reason if alone else f"{each.reason} ({each.count:,})" for each in self.reasons)
+        return f"{said}; and {self.more:,} wordings more" if self.more else said
 
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """A node of a bf16 profile that computes in fp32, or a weight that was kept so to meet the budget.
+    """A node of a bf16 profile that computes in fp32, or a weight that was kept so to meet the budget (its ``profile``
+    is "tensors").
 
     ``worth`` is drift ÷ budget with it in bf16, as far as a search found it out; ``remedy`` what the search did.
     """
@@ -61,10 +79,10 @@ def searches(measured: Measurements) -> Iterator[Searched]:
 
 
 def _told(profile: str, found: SearchEntry) -> str:
+    arithmetic = f" and {found.bf16_flops:.0%} of its arithmetic" if found.bf16_flops else ""
     text = (
-        f"A search of {found.candidates:,} candidates brought {profile} from {found.before:.3g} × its budget to"
-        f" {found.after:.3g} ×: {found.bf16_bytes:.0%} of the bytes of its weights and {found.bf16_flops:.0%} of its"
-        " arithmetic are bf16."
+        f"A search of {found.candidates:,} candidates brought {profile} from {_times(found.before)} its budget to"
+        f" {_times(found.after)} it: {found.bf16_bytes:.0%} of the bytes of its weights{arithmetic} are bf16."
     )
     return f"{text} {found.blame}" if found.blame else text
 
@@ -89,6 +107,10 @@ def island_groups(islands: Iterable[Island]) -> list[IslandGroup]:
     return [IslandGroup(profile, reason, profile == "", tuple(rows)) for (profile, reason), rows in found.items()]
 
 
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} ×" if 1000 <= ratio < math.inf else f"{ratio:.3g} ×"
+
+
 def plan_groups(plan: Plan) -> Iterator[PlanGroup]:
     """The plan by reason, the tensors first, then each profile's nodes; the largest group first."""
     yield from _groups("tensors", plan.tensors)
@@ -106,13 +128,17 @@ def _groups(of: str, entries: Iterable[PlanEntry]) -> list[PlanGroup]:
             of=of,
             precision=precision,
             code=code if code not in reasons else "",
-            reasons=tuple(reasons)[:_EXAMPLES],
+            reasons=tuple(Reason(*each) for each in sorted(reasons.items(), key=_by_count)[:_EXAMPLES]),
             more=max(0, len(reasons) - _EXAMPLES),
             count=sum(reasons.values()),
         )
         for (precision, code), reasons in found.items()
     ]
     return sorted(groups, key=lambda group: -group.count)
+
+
+def _by_count(counted: tuple[str, int]) -> int:
+    return -counted[1]
 
 
 def islands(manifest: Manifest, measured: Measurements) -> Iterator[Island]:
@@ -128,11 +154,11 @@ def _candidates(manifest: Manifest) -> Iterator[tuple[str, list[PlanEntry]]]:
     for profile, entries in sorted(manifest.plan.nodes.items()):
         bf16 = manifest.profiles[profile].precision == "bf16" if profile in manifest.profiles else False
         yield profile, [entry for entry in entries if entry.precision == "fp32" and (bf16 or entry.code == SEARCHED)]
-    yield "all", [entry for entry in manifest.plan.tensors if entry.code == SEARCHED]
+    yield "tensors", [entry for entry in manifest.plan.tensors if entry.code == SEARCHED]
 
 
 def _islands(profile: str, entries: Iterable[PlanEntry], measured: Measurements) -> Iterator[Island]:
-    searches = [entry.search for name, entry in measured.profiles.items() if profile in (name, "all")]
+    searches = [entry.search for name, entry in measured.profiles.items() if profile in (name, "tensors")]
     worth = {island.name: island for search in searches if search is not None for island in search.islands}
     for entry in entries:
         if computes_floats(entry):

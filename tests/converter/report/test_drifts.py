@@ -61,7 +61,15 @@ def test_nothing_measured_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("used", "said"),
-    [(0.0, "0%"), (0.001, "< 1%"), (0.5, "50%"), (1.97, "197%"), (40.0, "40 ×"), (math.inf, "∞ ×")],
+    [
+        (0.0, "0%"),
+        (0.001, "< 1%"),
+        (0.5, "50%"),
+        (1.97, "197%"),
+        (40.0, "40 ×"),
+        (1615.3, "1,615 ×"),
+        (math.inf, "∞ ×"),
+    ],
 )
 def test_shares_of_a_budget(used: float, said: str) -> None:
     assert share(used) == said
