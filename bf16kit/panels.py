@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 WIDTH = 32  # columns: two registers of 16 fp32, and 64 bytes of bf16, a cache line, per step down K
 
+_STRIP = 4 << 20  # bytes of panels that are put together at a time
+
 Array = NDArray[Any]
 
 
@@ -33,6 +35,24 @@ def pack(matrix: Array, axis: int) -> Array:
     for place, panel in _panels(flat, columns):
         place[...] = panel
     return flat
+
+
+def strips(array: Array, axis: int | None) -> Iterator[memoryview]:
+    """The bytes of ``array``, C-contiguous: as :func:`pack` has them, a few panels at a time, or as it is for ``None``.
+
+    ValueError as :func:`pack`.
+    """
+    if axis is None:
+        yield array.reshape(-1).view(np.uint8).data
+        return
+    columns = _columns(array, axis)
+    step = max(1, _STRIP // max(1, columns[:, :WIDTH].nbytes)) * WIDTH
+    for first in range(0, columns.shape[1], step):
+        strip = columns[:, first : first + step]
+        flat = np.empty(strip.size, array.dtype)
+        for place, panel in _panels(flat, strip):
+            place[...] = panel
+        yield flat.view(np.uint8).data
 
 
 def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:

@@ -65,37 +65,39 @@ def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | Non
     """:func:`encode`, piece by piece, for writing straight to a file. ValueError when shapes or dtypes do not fit."""
     if fp32.shape != bf16.shape or fp32.dtype != np.float32 or bf16.dtype != BF16:
         raise ValueError(f"cannot encode {fp32.dtype.name}{fp32.shape} against {bf16.dtype.name}{bf16.shape}")
-    encoder = Encoder()
-    words = np.require(fp32, requirements=["C", "A"]).reshape(-1).view(np.uint32)
-    stored = np.require(bf16, requirements=["C", "A"]).reshape(-1).view(np.uint16)
-    _check_scale(scale, bf16.shape)
-    for start in range(0, words.size, _CHUNK):
-        chunk = stored[start : start + _CHUNK]
-        predicted = None if scale is None else _unscaled(chunk.view(BF16), scale, start, bf16.shape)
-        yield encoder.block(words[start : start + _CHUNK], chunk, predicted)
+    encoder = Encoder(fp32.shape, scale)
+    yield from encoder.rows(np.require(fp32, requirements=["C", "A"]), np.require(bf16, requirements=["C", "A"]))
     yield from encoder.finish()
 
 
 class Encoder:
-    """A segment made block by block: the low halves of each :meth:`block`, then what :meth:`finish` gives."""
+    """A segment made as its tensor, of ``shape``, comes by: the pieces of all :meth:`rows`, then of :meth:`finish`.
 
-    def __init__(self) -> None:
+    ValueError when ``scale`` does not fit ``shape``.
+    """
+
+    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None) -> None:
+        _check_scale(scale, shape)
+        self._shape, self._scale = shape, scale
         self._count = 0
         self._crossed: list[tuple[int, NDArray[np.uint32]]] = []  # where a block starts, and which of its elements
         self._verbatim: list[NDArray[np.int64]] = []
         self._bits: list[NDArray[np.uint32]] = []
 
-    def block(
-        self, words: NDArray[np.uint32], stored: NDArray[np.uint16], predicted: NDArray[np.uint32] | None = None
-    ) -> memoryview:
-        """The low halves of the next elements: fp32 patterns, bf16 patterns, and the patterns predicted from those
-        where they are not just widened. All 1-D, contiguous, of one length."""
+    def rows(self, fp32: NDArray[np.float32], bf16: Bf16Array) -> Iterator[memoryview]:
+        """The low halves of the next rows, C-contiguous."""
+        words = np.require(fp32, requirements=["C", "A"]).reshape(-1).view(np.uint32)
+        stored = bf16.reshape(-1).view(np.uint16)
+        for start in range(0, words.size, _CHUNK):
+            yield self._block(words[start : start + _CHUNK], stored[start : start + _CHUNK])
+
+    def _block(self, words: NDArray[np.uint32], stored: NDArray[np.uint16]) -> memoryview:
         compiled = loops()
-        if predicted is None and compiled is not None:
+        if self._scale is None and compiled is not None:
             low, odd = compiled.part(words, stored)
             near = _near(_widened(stored[odd]), low[odd])
         else:
-            predicted = _widened(stored) if predicted is None else predicted
+            predicted = self._predicted(stored)
             low = (words - predicted).astype(np.uint16)
             near = _near(predicted, low)
             odd = np.flatnonzero(near != words)
@@ -106,6 +108,11 @@ class Encoder:
         self._bits.append(words[odd[~cross]])
         self._count += words.size
         return low.astype("<u2", copy=False).view(np.uint8).data
+
+    def _predicted(self, stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
+        if self._scale is None:
+            return _widened(stored)
+        return _unscaled(stored.view(BF16), self._scale, self._count, self._shape)
 
     def finish(self) -> Iterator[bytes]:
         """The rest of the segment."""

@@ -28,8 +28,7 @@ class WeightWriter:
 
     def append(self, array: NDArray[Any]) -> Segment:
         """Write ``array`` in C order, little-endian, and say where it went. A contiguous one is not copied."""
-        little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-        return self.append_chunks([little.reshape(-1).view(np.uint8).data])
+        return self.append_chunks([raw(array)])
 
     def append_chunks(self, chunks: Iterable[bytes | memoryview]) -> Segment:
         """Write pieces one after the other as one segment: what never was in memory whole."""
@@ -57,3 +56,9 @@ class WeightWriter:
             self._file.write(piece)
             self._hash.update(piece)
             self._position += len(piece)
+
+
+def raw(array: NDArray[Any]) -> memoryview:
+    """The bytes of ``array`` in C order, little-endian. Of a contiguous one a view."""
+    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return little.reshape(-1).view(np.uint8).data

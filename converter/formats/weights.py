@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
-from bf16kit.numerics import Census, Subnormals, to_bf16
-from bf16kit.panels import pack
-from bf16kit.residual import Scale, encode_chunks
+from bf16kit.numerics import BF16, Census, Subnormals, census
+from bf16kit.panels import strips
+from bf16kit.residual import Scale
 from bf16kit.tensors import BY_NAME, BY_ONNX
-from bf16kit.weightfile import WeightWriter
+from bf16kit.weightfile import WeightWriter, raw
+from converter.formats.narrowed import Narrowing, Rounding
 from converter.graph.equality import Fingerprint, fingerprint, same_bits
-from converter.graph.initializers import stays_inline
+from converter.graph.initializers import blocks, const, dims, stays_inline
 from converter.graph.names import FreshNames
 from converter.passes import Prepared
 from converter.plan import narrowed
-from converter.plan.ranges import check_ranges
+from converter.plan.ranges import check_ranges, take_census
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
 
@@ -66,24 +67,24 @@ def write_weights(
     """Write weights.bf16, weights.fp32 and, with ``residual``, residual.bin, each through ``writer(file name)``.
 
     ``checkpoint`` holds the source's tensors; those that no graph uses travel in residual.bin as they are. ``panels``
-    names the bf16 matrices to store as panels, each with the axis they lie along (:mod:`bf16kit.panels`). One tensor at
-    a time is in memory beside the model. ``progress`` is told the fp32 bytes of each tensor when it is written.
+    names the bf16 matrices to store as panels, each with the axis they lie along (:mod:`bf16kit.panels`). A tensor
+    passes once, a block of rows at a time; its bf16 values, half its size, are all of it that is in memory together.
+    ``progress`` is told the fp32 bytes of each block when it is written.
 
-    Raises :class:`~bf16kit.errors.RangeError` before anything is written when bf16 cannot hold the weights.
+    Raises :class:`~bf16kit.errors.RangeError` when bf16 cannot hold the weights; what was written is then useless.
     """
     narrow = narrowed(plan.tensors)
-    census = check_ranges(prepared, narrow, saturate=saturate)
     done = progress or (lambda _: None)
     with writer(BF16_FILE) as bf16_file, writer(FP32_FILE) as fp32_file:
-        store = _Store(prepared, bf16_file, fp32_file, panels, done)
+        store = _Store(prepared, bf16_file, fp32_file, panels, done, Rounding(subnormals, saturate))
         if not residual:
-            store.profiles(narrow, census, subnormals, saturate, None)
-            return store.result((), census)
+            store.profiles(narrow, None)
+            return store.result((), narrow)
         with writer(RESIDUAL) as residual_file:
-            store.profiles(narrow, census, subnormals, saturate, residual_file)
+            store.profiles(narrow, residual_file)
             store.reference_only()
             entries = store.source(checkpoint, residual_file)
-        return store.result(entries, census)
+        return store.result(entries, narrow)
 
 
 @dataclass
@@ -95,31 +96,23 @@ class _Store:
     fp32_file: WeightWriter
     panels: Mapping[str, int]
     done: Progress
+    rounding: Rounding
+    census: dict[str, Census] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def profiles(
-        self,
-        narrow: frozenset[str],
-        census: Mapping[str, Census],
-        subnormals: Subnormals,
-        saturate: bool,
-        residual: WeightWriter | None,
-    ) -> None:
+    def profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
         """Write what the profiles' graphs read, and the residual of what was rounded."""
         names = FreshNames((*_tensors(self.prepared.folded), *_tensors(self.prepared.reference)))
         for name, tensor in sorted(_tensors(self.prepared.folded).items()):
             if name in narrow:
-                overflows = saturate and census[name].overflow > 0
-                bf16 = to_bf16(tensor.numpy(), subnormals=subnormals, saturate=overflows)
-                self._narrow(name, bf16, residual, names)
+                self._narrow(name, tensor, residual, names)
             elif residual is not None and self._differs(name):
                 # the reference keeps the name and the source's bytes
                 self.aliases[name] = names.make(f"{name}.lowered")
-                self._add(self.aliases[name], tensor.numpy(), self.fp32_file, FP32_FILE)
+                self._keep(self.aliases[name], name, tensor)
             else:
-                self._add(name, tensor.numpy(), self.fp32_file, FP32_FILE)
-            self.done(tensor.nbytes)
+                self._keep(name, name, tensor)
 
     def reference_only(self) -> None:
         """Write what only the reference reads: BatchNorm's parameters, replaced biases."""
@@ -147,25 +140,56 @@ class _Store:
             entries.append(_checkpoint_entry(name, array, stored, None))
         return tuple(entries)
 
-    def result(self, checkpoint: Iterable[CheckpointEntry], census: Mapping[str, Census]) -> StoredWeights:
+    def result(self, checkpoint: Iterable[CheckpointEntry], narrow: frozenset[str]) -> StoredWeights:
+        census = check_ranges(self.prepared, narrow, self.census, saturate=self.rounding.saturate)
         return StoredWeights(self.tensors, tuple(checkpoint), self.aliases, census)
 
-    def _narrow(self, name: str, bf16: NDArray[Any], residual: WeightWriter | None, names: FreshNames) -> None:
-        axis = self.panels.get(name)
-        written = self.bf16_file.append(bf16 if axis is None else pack(bf16, axis))
+    def _narrow(self, name: str, tensor: ir.TensorProtocol, residual: WeightWriter | None, names: FreshNames) -> None:
+        axis, bf16 = self.panels.get(name), np.empty(dims(tensor), BF16)
+        original = const(self.prepared.reference.graph.initializers.get(name))
+        passing = Narrowing(tensor, bf16, self._rounding(tensor), self.done)
+        if residual is None or original is None:
+            segment = scale = None
+            for _ in passing.blocks():
+                pass
+        else:
+            scale = self._scale(name)
+            segment = residual.append_chunks(passing.residual(original, scale))
+        self.census[name] = passing.census
+        written = self.bf16_file.append_chunks(strips(bf16, axis))
         entry = _entry(name, bf16, BF16_FILE, written, axis)
-        original = self.prepared.reference.graph.initializers.get(name)
-        if residual is None or original is None or original.const_value is None:
-            self.tensors[name] = entry
-            return
-        fold, scale = self.prepared.folds.get(name), None
-        if fold is not None:
-            scale = Scale(fold.axis, fold.scale)
+        if segment is not None:
+            entry = entry.model_copy(update={"residual": segment})
+        if scale is not None:
             scale_name = names.make(f"{name}.scale")
-            self._add(scale_name, fold.scale, self.fp32_file, FP32_FILE)
-            entry = entry.model_copy(update={"scale": scale_name, "scale_axis": fold.axis})
-        segment = residual.append_chunks(encode_chunks(original.const_value.numpy(), bf16, scale))
-        self.tensors[name] = entry.model_copy(update={"residual": segment})
+            self._add(scale_name, scale.values, self.fp32_file, FP32_FILE)
+            entry = entry.model_copy(update={"scale": scale_name, "scale_axis": scale.axis})
+        self.tensors[name] = entry
+
+    def _rounding(self, tensor: ir.TensorProtocol) -> Rounding:
+        """Infinities stay what they are, masks, in a tensor where nothing overflows."""
+        saturate = self.rounding.saturate and take_census(tensor).overflow > 0
+        return Rounding(self.rounding.subnormals, saturate)
+
+    def _scale(self, name: str) -> Scale | None:
+        fold = self.prepared.folds.get(name)
+        return None if fold is None else Scale(fold.axis, fold.scale)
+
+    def _keep(self, stored_as: str, name: str, tensor: ir.TensorProtocol) -> None:
+        """Write a tensor that the profiles read as it is."""
+
+        def passing() -> Iterator[memoryview]:
+            counts = Census()
+            for _, array in blocks(tensor):
+                if array.dtype == np.float32:
+                    counts += census(array)
+                yield raw(array)
+                self.done(array.nbytes)
+            self.census[name] = counts
+
+        segment = self.fp32_file.append_chunks(passing())
+        like = np.empty(0, tensor.dtype.numpy())
+        self.tensors[stored_as] = _entry(stored_as, like, FP32_FILE, segment, shape=dims(tensor))
 
     def _differs(self, name: str) -> bool:
         return name in self.prepared.folds or name in self.prepared.clamped
@@ -186,11 +210,18 @@ def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return found
 
 
-def _entry(name: str, array: NDArray[Any], file: str, segment: Segment, panels: int | None = None) -> TensorEntry:
+def _entry(
+    name: str,
+    array: NDArray[Any],
+    file: str,
+    segment: Segment,
+    panels: int | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> TensorEntry:
     return TensorEntry(
         name=name,
         dtype=_dtype(name, array),
-        shape=list(array.shape),
+        shape=list(array.shape if shape is None else shape),
         file=file,
         offset=segment.offset,
         bytes=segment.bytes,

@@ -1,8 +1,9 @@
-"""Where a tensor is stored: inside the graph's file, or once for all graphs in a weights file beside it."""
+"""Where a tensor is stored: inside the graph's file, or once for all graphs in a weights file beside it; its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 INLINE_FLOAT_BYTES = 64
 INLINE_OTHER_BYTES = 1024
+_BLOCK = 8 << 20  # bytes: several blocks are small beside any other memory of a conversion
 
 
 def stays_inline(tensor: ir.TensorProtocol) -> bool:
@@ -30,11 +32,38 @@ def dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape.numpy())
 
 
-def lazy(compute: Callable[[], NDArray[np.float32]], like: ir.TensorProtocol) -> ir.TensorProtocol:
-    """An fp32 tensor of ``like``'s shape that is computed each time it is read, so that only one is ever in memory."""
-    return ir.LazyTensor(
-        lambda: ir.tensor(compute()), dtype=ir.DataType.FLOAT, shape=ir.Shape(dims(like)), name=like.name
-    )
+class Computed(ir.LazyTensor):
+    """An fp32 tensor of ``like``'s shape, computed each time it is read, whole or a block of rows at a time.
+
+    ``compute(rows)`` gives the rows of a slice along the first axis; of a scalar, the scalar.
+    """
+
+    def __init__(self, compute: Callable[[slice], NDArray[np.float32]], like: ir.TensorProtocol) -> None:
+        super().__init__(
+            lambda: ir.tensor(compute(slice(None))), dtype=ir.DataType.FLOAT, shape=ir.Shape(dims(like)), name=like.name
+        )
+        self.rows = compute
+
+
+def rows_of(array: NDArray[Any], rows: slice) -> NDArray[Any]:
+    """Some rows of ``array``; of a scalar, which has none, itself."""
+    return array[rows] if array.ndim else array
+
+
+def blocks(tensor: ir.TensorProtocol) -> Iterator[tuple[slice, NDArray[Any]]]:
+    """``tensor`` in order, as rows of its first axis of about :data:`_BLOCK` bytes: which, and a C-contiguous array.
+
+    What is stored contiguously is a view: of a file that is mapped, nothing is read before it is used.
+    """
+    shape = dims(tensor)
+    array = None if isinstance(tensor, Computed) else tensor.numpy()
+    step = max(1, _BLOCK // max(1, tensor.nbytes // max(1, shape[0]))) if shape else 1
+    for start in range(0, shape[0] if shape else 1, step):
+        rows = slice(start, start + step)
+        if isinstance(tensor, Computed):
+            yield rows, np.asarray(tensor.rows(rows), order="C")
+        elif array is not None:
+            yield rows, np.asarray(rows_of(array, rows), order="C")
 
 
 def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from converter.graph.initializers import const, dims, initializer, lazy
+from converter.graph.initializers import Computed, const, dims, initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 from converter.passes.linear import Linear, linear_before
@@ -105,9 +105,12 @@ def _scaled(linear: Linear, scale: NDArray[np.float64]) -> ir.TensorProtocol:
     shape = [1] * len(dims(tensor))
     shape[linear.axis] = -1
 
-    def compute() -> NDArray[np.float32]:
-        out = np.empty(dims(tensor), dtype=np.float32)
-        np.multiply(tensor.numpy(), scale.reshape(shape), out=out, dtype=np.float64, casting="same_kind")
+    def compute(rows: slice) -> NDArray[np.float32]:
+        array = tensor.numpy()[rows]
+        factor = scale.reshape(shape)
+        out = np.empty(array.shape, dtype=np.float32)
+        factor = factor[rows] if linear.axis == 0 else factor
+        np.multiply(array, factor, out=out, dtype=np.float64, casting="same_kind")
         return out
 
-    return lazy(compute, like=tensor)
+    return Computed(compute, like=tensor)

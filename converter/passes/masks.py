@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bf16kit.numerics import LARGEST, OVERFLOW
 from converter.graph.equality import Array
-from converter.graph.initializers import lazy
+from converter.graph.initializers import Computed, rows_of
 from converter.graph.operators import MOVEMENT, WEIGHTED
 from converter.graph.step import Step
 
@@ -65,12 +65,12 @@ def is_weight(value: ir.Value, readers: Collection[str] = WEIGHTED) -> bool:
 
 
 def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    def compute() -> NDArray[np.float32]:
-        array = tensor.numpy()
+    def compute(rows: slice) -> NDArray[np.float32]:
+        array = rows_of(tensor.numpy(), rows)
         limited = np.clip(array, np.float32(-LARGEST), np.float32(LARGEST))
         return np.where(np.isinf(array), array, limited).astype(np.float32)
 
-    return lazy(compute, like=tensor)
+    return Computed(compute, like=tensor)
 
 
 def _clamp_fill(node: ir.Node) -> bool:

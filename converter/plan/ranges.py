@@ -1,32 +1,40 @@
-"""Weights that bf16 cannot hold are an error before anything is written, each named with its count and a remedy."""
+"""Weights that bf16 cannot hold are an error, each named with its count and a remedy; nothing is published then."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
 from bf16kit.errors import RangeError
 from bf16kit.numerics import Census, census
+from converter.graph.initializers import blocks
 from converter.passes import Prepared
 from converter.passes.masks import is_weight
 
 _SHOWN = 5
 
 
-def check_ranges(prepared: Prepared, narrow: frozenset[str], *, saturate: bool = False) -> dict[str, Census]:
-    """Take the census of every tensor to be narrowed, as it will be rounded: with BatchNorm folded in.
+def take_census(tensor: ir.TensorProtocol) -> Census:
+    """The census of an fp32 tensor, a block of rows at a time."""
+    return sum((census(array) for _, array in blocks(tensor)), Census())
 
-    Raises :class:`~bf16kit.errors.RangeError` for NaN in any of them or in the fp32 weights beside them, for infinities
-    that are no mask's, and for finite values that overflow unless ``saturate``.
+
+def check_ranges(
+    prepared: Prepared, narrow: frozenset[str], found: Mapping[str, Census], *, saturate: bool = False
+) -> dict[str, Census]:
+    """What rounding meets in every tensor to be narrowed, as it is rounded: with BatchNorm folded in.
+
+    ``found`` are the censuses of the tensors that were written; those inside the graph are taken here. Raises
+    :class:`~bf16kit.errors.RangeError` for NaN in any of them or in the fp32 weights beside them, for infinities that
+    are no mask's, and for finite values that overflow unless ``saturate``.
     """
-    found: dict[str, Census] = {}
     complaints: list[str] = []
     for name, value in sorted(prepared.folded.graph.initializers.items()):
         tensor = value.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue
-        counts = census(tensor.numpy())
-        if name in narrow:
-            found[name] = counts
+        counts = found[name] if name in found else take_census(tensor)
         complaint = _complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
         if complaint is not None:
             folded = " (with BatchNorm folded in)" if name in prepared.folds else ""
@@ -34,7 +42,7 @@ def check_ranges(prepared: Prepared, narrow: frozenset[str], *, saturate: bool =
     if complaints:
         more = f"\nand {len(complaints) - _SHOWN} more tensors" if len(complaints) > _SHOWN else ""
         raise RangeError("\n".join(complaints[:_SHOWN]) + more)
-    return found
+    return {name: found[name] for name in sorted(narrow)}
 
 
 def _complaint(counts: Census, finite: bool, in_range: bool) -> str | None:

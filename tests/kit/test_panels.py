@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bf16kit.panels import WIDTH, pack, unpack
+from bf16kit import panels
+from bf16kit.numerics import BF16
+from bf16kit.panels import WIDTH, pack, strips, unpack
 
 # More than two panels and every kind of tail; no rows and no columns, too.
 SIDES = st.integers(0, 2 * WIDTH + 5)
@@ -82,3 +84,16 @@ def test_no_matrix_or_no_such_axis_is_refused(shape: tuple[int, ...], axis: int)
 def test_panels_of_another_size_are_refused(flat: NDArray[Any]) -> None:
     with pytest.raises(ValueError, match=r"panels of \[4, 2\] are 8 elements in a row, got \["):
         unpack(flat, (4, 2), 1)
+
+
+@pytest.mark.parametrize("axis", [0, 1, None])
+@pytest.mark.parametrize("shape", [(5, 70), (70, 5), (1, 1), (3, 0), (0, 40), (64, 96)])
+def test_strips_are_the_bytes_of_the_panels(
+    shape: tuple[int, int], axis: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few panels are put together at a time."""
+    matrix = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape).astype(BF16)
+    expected = (matrix if axis is None else pack(matrix, axis)).tobytes()
+    for size in (1, 4 << 20):
+        monkeypatch.setattr(panels, "_STRIP", size)
+        assert b"".join(strips(matrix, axis)) == expected

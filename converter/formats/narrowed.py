@@ -1,0 +1,54 @@
+"""One weight on its way to bf16, a block of rows at a time: folded, counted, rounded, and what rounding took away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bf16kit.numerics import Census, Subnormals, census, to_bf16
+from bf16kit.residual import Encoder, Scale
+from converter.graph.initializers import blocks, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How weights become bf16; see :func:`bf16kit.numerics.to_bf16`."""
+
+    subnormals: Subnormals
+    saturate: bool
+
+
+@dataclass
+class Narrowing:
+    """An fp32 ``tensor`` rounded into ``bf16``, of its shape. ``census`` is complete when all blocks have passed.
+
+    ``done`` is told the fp32 bytes of each block.
+    """
+
+    tensor: ir.TensorProtocol
+    bf16: NDArray[Any]
+    rounding: Rounding
+    done: Callable[[int], None]
+    census: Census = field(default_factory=Census)
+
+    def blocks(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+        """Which rows were rounded, and what they were."""
+        for rows, array in blocks(self.tensor):
+            self.census += census(array)
+            place = rows_of(self.bf16, rows)
+            to_bf16(array, subnormals=self.rounding.subnormals, saturate=self.rounding.saturate, out=place)
+            yield rows, array
+            self.done(array.nbytes)
+
+    def residual(self, original: ir.TensorProtocol, scale: Scale | None) -> Iterator[bytes | memoryview]:
+        """The segment that restores ``original``, which is ``tensor`` without the ``scale`` folded into it."""
+        encoder = Encoder(self.bf16.shape, scale)
+        for rows, array in self.blocks():
+            words = array if original is self.tensor else np.asarray(rows_of(original.numpy(), rows), order="C")
+            yield from encoder.rows(words, rows_of(self.bf16, rows))
+        yield from encoder.finish()
