@@ -14,19 +14,20 @@ from converter.passes import Prepared
 from converter.plan.decisions import Islands
 from converter.plan.profiles import Profile
 from converter.process.progress import Progress
-from converter.proof import measure
 from converter.proof.judging import over
 from converter.proof.measure import Drifts
 from converter.search.candidates import bf16_alone, bf16_of, candidates
 from converter.search.choice import Choice, Units
 from converter.search.costs import Costs
+from converter.search.judged import Judged, ratio
 from converter.search.ranking import Group, Unit, rank
 from converter.search.result import Island, SearchResult
-from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Where
+from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Where, typical
 
 Replan = Callable[[Islands, Profile], Plan]  # the plan of one profile with these islands
 
 _RANKING = 0.5  # of the time at most
+_SHARES = (1.0, 0.9, 0.8)  # of the budget, where a few samples were kinder than all are
 _COARSE = 16.0  # how far below the error to look for its sources where the budget does not say it
 
 
@@ -79,20 +80,19 @@ class _Search:
         self._trials = Trials(self._base, self._bf16, task.edges, task.feeds, task.deadline, saturate=task.saturate)
         everything = frozenset(e.name for e in self._plan.tensors)
         self._costs = Costs.of(self._base, everything, self._trials.shapes())
-        self._choice = Choice(self._suffices)
+        self._choice = Choice(lambda _: False)
         self._groups: list[Group] = []
         self._ranked = True
         self._before = 0.0
 
     def run(self) -> SearchResult:
         """The result. Raises :class:`OutOfTime`."""
-        task = self._task
-        units = candidates(self._base, self._plan, task.profile, self._costs)
+        units = candidates(self._base, self._plan, self._task.profile, self._costs)
         before = self._trials.drifts(self._bf16)
-        breaches, _ = over(task.budget, before)
+        breaches, _ = over(self._task.budget, before)
         if not breaches or not units:
             return self._result(frozenset(), {})
-        self._before = _ratio(task.budget, before)
+        self._before = ratio(self._task.budget, before)
         where = Where.worst(before, {breach.output for breach in breaches})
         tolerance = self._tolerance(breaches, where.error(before))
         self._phases.tell(f"where the error comes from, among {len(units)} candidates")
@@ -100,14 +100,25 @@ class _Search:
             units,
             lambda alone: self._trials.error(bf16_alone(alone), where),
             tolerance,
-            lambda: task.deadline.over(_RANKING),
+            lambda: self._task.deadline.over(_RANKING),
         )
         self._phases.tell("the smallest set that suffices")
-        found = self._choice.find(self._groups, tolerance)
-        if found is None:
-            return self._hopeless()
-        self._phases.tell(f"what each of {len(found)} is worth")
-        return self._result(found, {unit: self._without(found, unit) for unit in found})
+        return self._choose(typical(before), tolerance)
+
+    def _choose(self, samples: Sequence[int], tolerance: float) -> SearchResult:
+        """Choose on a few ``samples``; where all of them do not bear it out, again with less of the budget."""
+        for share in _SHARES:
+            judged = Judged(self._task.budget.tightened(share), lambda units: self._drifts(units, samples))
+            self._choice = Choice(judged.suffices)
+            chosen = self._choice.find(self._groups, share * tolerance)
+            if chosen is None:
+                return self._hopeless()
+            found = chosen
+            worth = {unit: judged.worth(found, unit) for unit in found}
+            drifts = self._drifts(found)
+            if not over(self._task.budget, drifts)[0]:
+                break
+        return self._result(found, worth, drifts)
 
     def out_of_time(self) -> SearchResult:
         """The best that is known; an error when that is nothing."""
@@ -120,8 +131,8 @@ class _Search:
     def close(self) -> None:
         self._trials.close()
 
-    def _suffices(self, units: Units) -> bool:
-        return not over(self._task.budget, self._trials.drifts(self._with(units)))[0]
+    def _drifts(self, units: Units, samples: Sequence[int] | None = None) -> list[Drifts]:
+        return self._trials.drifts(self._with(units), samples)
 
     def _with(self, units: Units) -> Bf16:
         """What is bf16 with ``units`` as islands: the plan says it, so that nothing differs from what is written."""
@@ -131,13 +142,6 @@ class _Search:
             {**self._task.islands.tensors, **dict.fromkeys(sorted(alone.weights), "")},
         )
         return bf16_of(self._task.replan(islands, self._task.profile), self._task.profile)
-
-    def _without(self, found: Units, unit: Unit) -> tuple[Breach, float]:
-        """What would be over budget were ``unit`` bf16 after all, and the same figure as it is now."""
-        drifts, now = self._trials.drifts(self._with(found - {unit})), self._trials.drifts(self._with(found))
-        breach = over(self._task.budget, drifts)[0][0]
-        judged = measure.summarise(now)[breach.output].judged(breach.metric)
-        return breach, math.nan if judged is None else judged
 
     def _tolerance(self, breaches: Sequence[Breach], error: float) -> float:
         """The relative L2 error that would just be within budget, for an ``error`` that is not."""
@@ -150,10 +154,11 @@ class _Search:
             return budget.bound("relative_l2") or 1 / _COARSE**2
         return error / max(finite, default=_COARSE)
 
-    def _result(self, found: Units, worth: Mapping[Unit, tuple[Breach, float]]) -> SearchResult:
+    def _result(
+        self, found: Units, worth: Mapping[Unit, tuple[Breach, float]], drifts: Sequence[Drifts] = ()
+    ) -> SearchResult:
         task, costs = self._task, self._costs
         now = self._with(found)
-        drifts = self._trials.drifts(now) if worth else []
         order = [unit for group in self._groups for unit in group.units if unit in found]
         notes = () if self._ranked else (_NOT_MINIMAL.format(task.profile.name),)
         return SearchResult(
@@ -165,7 +170,7 @@ class _Search:
             bytes_before=costs.bytes_share(self._bf16.weights),
             bytes_now=costs.bytes_share(now.weights),
             drift_before=self._before,
-            drift_now=_ratio(task.budget, drifts) if drifts else math.nan,
+            drift_now=ratio(task.budget, drifts) if drifts else math.nan,
             blame=self._blame(found) if worth else "",
             complete=self._ranked,
             notes=notes,
@@ -218,19 +223,6 @@ _NOT_MINIMAL = (
     "profile {}: the search for fp32 islands was out of time; what it found suffices, but may hold more than is needed"
     " (--search-minutes)"
 )
-
-
-def _ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:
-    """The largest drift ÷ budget."""
-    return max(
-        (
-            budget.ratio(name, judged)
-            for summary in measure.summarise(drifts).values()
-            for name in budget.as_dict()
-            if (judged := summary.judged(name)) is not None
-        ),
-        default=0.0,
-    )
 
 
 class _Phases:

@@ -23,6 +23,7 @@ from converter.proof.spool import Spool
 from converter.search.switches import Switch, positions
 
 WORST = 2  # samples on which a single rounding is measured
+MOST = 16  # samples on which a set of islands is tried
 
 
 class OutOfTime(Exception):
@@ -99,10 +100,10 @@ class Trials:
         for answer in self._answers(range(len(feeds)), self._positions(Bf16())):
             self._expected.append(answer)
 
-    def drifts(self, bf16: Bf16) -> list[Drifts]:
-        """How far each answer is from fp32's when so much is bf16."""
-        found = self._answers(range(len(self._feeds)), self._positions(bf16))
-        return measure.drifts(self._expected, found, self._edges.outputs, self._edges.batch_axis)
+    def drifts(self, bf16: Bf16, samples: Sequence[int] | None = None) -> list[Drifts]:
+        """How far each answer is from fp32's when so much is bf16, to all samples or to those numbered."""
+        chosen = range(len(self._feeds)) if samples is None else samples
+        return self._measured(chosen, self._positions(bf16), self._edges.outputs)
 
     def error(self, bf16: Bf16, where: Where) -> float:
         """The relative L2 error that these roundings alone bring about, of the worst output, the samples' mean.
@@ -110,9 +111,8 @@ class Trials:
         Nodes are taken to read weights as they are stored: what rounding a weight brings about is the weight's.
         """
         on = positions(self._switch.sites, bf16.nodes, bf16.weights, reading_weights=False)
-        expected = [self._expected[i] for i in where.samples]
         outputs = [spec for spec in self._edges.outputs if spec.name in where.outputs]
-        found = measure.drifts(expected, self._answers(where.samples, on), outputs, self._edges.batch_axis)
+        found = self._measured(where.samples, on, outputs)
         return max(_relative(summary) for summary in measure.summarise(found).values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -125,6 +125,12 @@ class Trials:
         self._runtime.close()
         self._expected.close()
 
+    def _measured(self, samples: Sequence[int], on: Array, outputs: Sequence[TensorSpec]) -> list[Drifts]:
+        found: list[Drifts] = []
+        for index, answer in zip(samples, self._answers(samples, on), strict=True):
+            found += measure.drifts([self._expected[index]], [answer], outputs, self._edges.batch_axis)
+        return found
+
     def _answers(self, samples: Sequence[int], on: Array) -> Iterator[Feeds]:
         for index in samples:
             self._deadline.check()
@@ -132,6 +138,19 @@ class Trials:
 
     def _positions(self, bf16: Bf16) -> Array:
         return positions(self._switch.sites, bf16.nodes, bf16.weights)
+
+
+def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
+    """The numbers of :data:`MOST` samples at most, evenly spaced from the best to the worst, and the first of all.
+
+    The first is what a server will judge by itself.
+    """
+    if len(drifts) <= MOST:
+        return tuple(range(len(drifts)))
+    far = [max(_relative(DriftSummary.of(rows)) for rows in one.values()) for one in drifts]
+    order = sorted(range(len(far)), key=lambda i: (far[i], i))
+    spaced = {order[round(step * (len(order) - 1) / (MOST - 2))] for step in range(MOST - 1)}
+    return (0, *sorted(spaced - {0}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,15 +94,13 @@ def test_certification_has_the_last_word(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that is content too early is repeated with less of the budget, and certified again."""
-    real, shares = Budget.tightened, []
-
-    def loosened(budget: Budget, share: float) -> Budget:
-        shares.append(share)
-        return real(budget, 1000.0 if share == 1 else share)
-
-    monkeypatch.setattr(Budget, "tightened", loosened)
-    assert _islands(_convert(cli, offset(), tmp_path, target).manifest) == (frozenset({"sum", "softmax"}), frozenset())
-    assert shares == [1.0, 0.9]
+    monkeypatch.setattr(mending, "_SHARES", (300.0, 0.9))
+    built = cancellation()
+    done = cli(*_command(built, tmp_path, target)).published()
+    assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
+    assert done.err.count("writing weights") == 3, "or the first search would have been right"
+    monkeypatch.setattr(mending, "_SHARES", (300.0,))
+    cli(*_command(built, tmp_path, target.with_name("2"))).refused(1, "what was written with them did not bear it out")
 
 
 def test_a_model_within_budget_is_never_searched(

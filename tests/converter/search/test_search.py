@@ -11,15 +11,17 @@ from failing import Failing, cancellation, lstm, offset, overflow, softmax
 from lowered import specs
 
 from bf16kit.budget import Budget
+from bf16kit.drift import SampleDrift
 from bf16kit.manifest import Plan
 from converter.passes import prepare
 from converter.plan import make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES, Profile
 from converter.process.progress import Silent
+from converter.proof.measure import Drifts
 from converter.search.result import SearchResult
 from converter.search.search import Task, search
-from converter.search.trials import Deadline, Edges
+from converter.search.trials import Deadline, Edges, typical
 
 _FAILING = (cancellation, overflow, softmax, offset, lstm)
 _Build = Callable[[], Failing]
@@ -107,6 +109,27 @@ def test_what_the_owner_asked_to_be_bf16_is_not_made_an_island() -> None:
     assert "the search found no islands: not even everything in fp32 that may be meets it" in result.error
 
 
+def test_sets_are_tried_on_a_few_samples_and_checked_on_all() -> None:
+    """One sample of forty overflows a product: it is among those that are tried."""
+    built = overflow()
+    calm = [{"x": feed["x"] * 1e-3} for feed in built.feeds]
+    many = Failing(built.proto, [*calm * 5, built.feeds[1], *calm * 5], built.nodes, built.weights)
+    assert _found(_search(many, "cuda")) == (built.nodes, built.weights)
+
+
+def test_samples_to_try_are_spaced_from_the_best_to_the_worst() -> None:
+    def drift(error: float) -> Drifts:
+        return {"y": [SampleDrift(error, 0.0, 0.0, 0.0, 0, 0, 0)]}
+
+    chosen = typical([drift(float(i * 7 % 100)) for i in range(100)])
+    errors = sorted(i * 7 % 100 for i in chosen)
+    assert chosen[0] == 0
+    assert len(chosen) <= 16
+    assert (errors[0], errors[-1]) == (0, 99)
+    assert max(b - a for a, b in itertools.pairwise(errors)) <= 8
+    assert typical([drift(1.0)] * 3) == (0, 1, 2)
+
+
 class TestOutOfTime:
     """A clock that ticks once per look, so that the search is out of time after so many runs."""
 
@@ -116,7 +139,7 @@ class TestOutOfTime:
         return Deadline(float(runs), lambda: float(next(ticks)))
 
     def test_what_is_known_to_suffice_is_used_and_said_to_be_so(self) -> None:
-        found = [_search(cancellation(), "cuda", self._after(runs)) for runs in (80, 120)]
+        found = [_search(cancellation(), "cuda", self._after(runs)) for runs in (20, 40)]
         for result in found:
             nodes, weights = _found(result)
             assert nodes >= {"left", "right", "difference"}

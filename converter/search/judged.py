@@ -1,0 +1,56 @@
+"""What the budget says of sets of islands, each tried once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from bf16kit.budget import Breach, Budget
+from bf16kit.drift import DriftSummary
+from converter.proof import measure
+from converter.proof.judging import over
+from converter.proof.measure import Drifts
+from converter.search.choice import Units
+from converter.search.ranking import Unit
+
+
+class Judged:
+    """What ``budget`` says of sets of islands, each tried once; ``drifts`` tries one."""
+
+    def __init__(self, budget: Budget, drifts: Callable[[Units], list[Drifts]]) -> None:
+        self._budget = budget
+        self._drifts = drifts
+        self._known: dict[Units, tuple[list[Breach], dict[str, DriftSummary]]] = {}
+
+    def suffices(self, units: Units) -> bool:
+        """Whether a profile with the islands ``units`` is within budget."""
+        return not self.breaches(units)
+
+    def breaches(self, units: Units) -> list[Breach]:
+        """Where a profile with the islands ``units`` is over budget."""
+        return self._of(units)[0]
+
+    def worth(self, found: Units, unit: Unit) -> tuple[Breach, float]:
+        """What would be over budget were ``unit`` of ``found`` bf16 after all, and the same figure as it is now."""
+        breach = self.breaches(found - {unit})[0]
+        judged = self._of(found)[1][breach.output].judged(breach.metric)
+        return breach, math.nan if judged is None else judged
+
+    def _of(self, units: Units) -> tuple[list[Breach], dict[str, DriftSummary]]:
+        if units not in self._known:
+            drifts = self._drifts(units)
+            self._known[units] = over(self._budget, drifts)[0], measure.summarise(drifts)
+        return self._known[units]
+
+
+def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:
+    """The largest drift ÷ budget."""
+    return max(
+        (
+            budget.ratio(name, judged)
+            for summary in measure.summarise(drifts).values()
+            for name in budget.as_dict()
+            if (judged := summary.judged(name)) is not None
+        ),
+        default=0.0,
+    )
