@@ -38,6 +38,19 @@ def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
         return _emulated(artifact, profile), True
 
 
+def open_torchscript(artifact: Artifact, *, native_bf16: bool) -> Runtime:
+    """The TorchScript profile on the CPU, computing in bf16 or, as CPUs without such instructions do, in fp32."""
+    from bf16kit.runtime.torchscript import TorchScriptRuntime
+
+    manifest = artifact.manifest
+    return TorchScriptRuntime(
+        artifact.file(manifest.profiles["torchscript"].graph),
+        [entry.spec() for entry in manifest.inputs],
+        [entry.spec() for entry in manifest.outputs],
+        native_bf16=native_bf16,
+    )
+
+
 def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
     from bf16kit.runtime.onnx import OnnxRuntime
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
-from converting import Cli
+from converting import MLP, Cli
 
 import graphs
 from bf16kit.artifact import Artifact
-from bf16kit.runtime import kernel
+from bf16kit.runtime import kernel, torchscript
+from converter.proof import certify
 
 
 @pytest.fixture
@@ -52,3 +54,35 @@ def test_a_kernel_path_that_is_none_is_wrong_usage_before_anything_is_read(
 ) -> None:
     monkeypatch.setenv(kernel.VARIABLE, "fast")
     cli("checkpoint", "absent.onnx", "--out", target).refused(2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are")
+
+
+def test_torchscript_is_certified_in_both_arithmetics_by_the_worse(
+    cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever CPU converts: the bytes of the manifest say the same of either."""
+    found = []
+    for native in (True, False):
+        monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda native=native: native)
+        version = target.with_name(str(1 + native))
+        cli("checkpoint", mlp_file, "--out", version, *MLP, "--format", "torchscript", "--no-report").published()
+        found.append(Artifact.open(version).manifest)
+    assert found[0].drift == found[1].drift
+    assert found[0].profiles == found[1].profiles
+    assert found[0].profiles["torchscript"].note == (
+        "when verified: run in both arithmetics; the drift is that of bf16, the worse"
+    )
+
+
+def test_of_many_samples_the_other_arithmetic_runs_on_few(
+    cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(certify, "_OTHER", 2)
+    for index in range(5):
+        x = np.random.default_rng(index).standard_normal((1, 16)).astype(np.float32)
+        np.savez(tmp_path / f"{index}.npz", x=x)
+    arguments = (*MLP, "--samples", tmp_path, "--format", "torchscript", "--no-report")
+    cli("checkpoint", mlp_file, "--out", target, *arguments).published()
+    manifest = Artifact.open(target).manifest
+    assert manifest.drift["torchscript"].samples == 2
+    assert "bf16 on 2 of 5 samples, the worse" in manifest.profiles["torchscript"].note
