@@ -95,7 +95,7 @@ def test_certification_has_the_last_word(
 ) -> None:
     """A search that is content too early is repeated with less of the budget, and certified again."""
     monkeypatch.setattr(mending, "_SHARES", (300.0, 0.9))
-    built = cancellation()
+    built = softmax()
     done = cli(*_command(built, tmp_path, target)).published()
     assert _islands(Artifact.open(target).manifest) == (built.nodes, built.weights)
     assert done.err.count("writing weights") == 3, "or the first search would have been right"
