@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bf16kit import __version__, errors
+from bf16kit.wording import without_long_words
 from converter.report.text import printable
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost: whatever it is becomes a message and an exit code
         if debug:
             traceback.print_exc()
-        click.echo(f"bf16-convert: error: {printable(_message(error))}", err=True)
+        click.echo(f"bf16-convert: error: {printable(without_long_words(_message(error)))}", err=True)
         return exit_code(error)
     return DONE
 

@@ -28,6 +28,7 @@ from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
 from converter.process import versions
 from converter.process.memory import release
+from converter.process.naming import naming
 from converter.process.progress import Progress, Silent
 from converter.proof import samples
 from converter.proof.certify import Certified, certify
@@ -61,7 +62,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
     """
     progress = progress or Silent()
     notes: list[str] = []
-    with staging(options.target.path, force=options.force) as stage:
+    with naming(options.source), staging(options.target.path, force=options.force) as stage:
         source = _read(options, progress)
         source.outputs = with_kinds(source.outputs, options.outputs)
         notes += check_budget(options.budget, source.outputs)

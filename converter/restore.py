@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -10,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -52,14 +55,12 @@ def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> st
         )
     entries = sorted(opened.manifest.checkpoint, key=lambda entry: entry.name)
     total = sum(_nbytes(entry) for entry in entries)
-    partial = out.with_name(f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        _write(partial, opened, entries, total, progress)
-        partial.replace(out)
+        with _beside(out) as file:
+            _write(file, opened, entries, total, progress)
+            Path(file.name).replace(out)
     except OSError as error:
         raise _explained(out, error) from error
-    finally:
-        partial.unlink(missing_ok=True)
     return f"restored {len(entries)} tensors, {size(total)}, to {out}"
 
 
@@ -72,8 +73,31 @@ def _check_target(out: Path, force: bool) -> None:
         raise UsageError(f"{out.parent}: no such directory")
 
 
-def _write(path: Path, opened: Artifact, entries: Sequence[CheckpointEntry], total: int, progress: Progress) -> None:
-    with path.open("xb") as file, progress.step("restoring", total) as advance:
+@contextlib.contextmanager
+def _beside(out: Path) -> Iterator[BinaryIO]:
+    """A new file beside ``out``, removed at the end unless it was renamed, and now what killed runs left there.
+
+    It is locked while its process lives, however that ends: what nobody holds a lock of is nobody's.
+    """
+    prefix = f".{out.name}.tmp-"
+    for path in out.parent.iterdir():
+        if path.name.startswith(prefix) and path.is_file():
+            with contextlib.suppress(OSError), path.open("rb") as left:
+                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+    partial = out.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with partial.open("xb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write(
+    file: BinaryIO, opened: Artifact, entries: Sequence[CheckpointEntry], total: int, progress: Progress
+) -> None:
+    with progress.step("restoring", total) as advance:
         file.write(_header(entries))
         for array in _in_order(opened, entries):
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -12,6 +12,7 @@ from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
 from bf16kit.runtime.probe import probe_onnx
 from bf16kit.runtime.session import Session, open_session
 from bf16kit.tensors import TensorSpec
+from bf16kit.wording import brief
 
 
 class OnnxRuntime:
@@ -89,7 +90,7 @@ class OnnxRuntime:
             # run() costs 1 us more than the C++ object behind it; run_with_iobinding and OrtValues cost more than that.
             values = ortvalue.run(session, names, feeds) if self._has_bf16_edges else session.run(names, feeds)
         except Exception as error:  # ONNX Runtime's exceptions share no other base
-            raise RuntimeFailure(f"ONNX Runtime failed: {error}") from error
+            raise RuntimeFailure(f"ONNX Runtime failed: {brief(error)}") from error
         return dict(zip(names, values, strict=True))
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from bf16kit.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.runtime.device import CPU, cuda_index
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.runtime.quietort import ort
+from bf16kit.wording import brief
 
 Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no types
 
@@ -90,7 +91,7 @@ def failing_as(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RuntimeFailure(f"{what}: {error}") from error
+        raise RuntimeFailure(f"{what}: {brief(error)}") from error
 
 
 def _options(threads: int | None, spin: bool) -> Any:

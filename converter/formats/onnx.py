@@ -13,6 +13,7 @@ from bf16kit.errors import ConversionError
 from bf16kit.manifest import Plan
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
+from bf16kit.wording import brief
 from converter.cpukernel.join import JoinProducts
 from converter.cpukernel.lookup import LookUp
 from converter.cpukernel.unpanel import Unpanel
@@ -134,7 +135,7 @@ def _check(path: Path, source: ir.Model) -> None:
     try:
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
-        raise ConversionError(f"{path.name}: ONNX's checker refuses the graph: {error}") from error
+        raise ConversionError(f"{path.name}: ONNX's checker refuses the graph: {brief(error)}") from error
     fault = _type_fault(onnx.load(path, load_external_data=False))
     if fault is not None and _type_fault(_skeleton(source)) is None:
         raise ConversionError(f"{path.name}: types do not fit together: {fault}")
@@ -144,7 +145,7 @@ def _type_fault(proto: onnx.ModelProto) -> str | None:
     try:
         onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
     except onnx.shape_inference.InferenceError as error:
-        return str(error)
+        return brief(error)
     return None
 
 

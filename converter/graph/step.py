@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
+from bf16kit.wording import brief
 
 
 class Step(ir.passes.InPlacePass):
@@ -41,7 +42,7 @@ def run(steps: Sequence[Step], model: ir.Model) -> ir.Model:
 
 def _failure(step: Step, before: Sequence[Step], error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, ir.passes.InvariantError) and error.__cause__ else error
-    text = str(cause) if isinstance(cause, ConversionError) else f"{type(cause).__name__}: {cause}"
+    text = brief(cause if isinstance(cause, ConversionError) else f"{type(cause).__name__}: {cause}")
     when = ""
     if isinstance(error, ir.passes.PreconditionError):
         when = " cannot start"

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
+from bf16kit.wording import brief
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -36,4 +38,4 @@ def reason(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of what ``error`` says, with its type: what fits into one of our own messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {brief(lines[0])}" if lines else type(error).__name__

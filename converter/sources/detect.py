@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from bf16kit.errors import SourceError
+from converter.sources.safetensors_file import HEADER_LIMIT
 
 
 class Kind(Enum):
@@ -29,7 +30,6 @@ class Kind(Enum):
 
 _LATER = {Kind.TORCHSCRIPT, Kind.EXPORTED, Kind.SAVED_MODEL, Kind.ORBAX, Kind.HDF5, Kind.KERAS}
 _ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
-_HEADER_LIMIT = 100_000_000  # the safetensors library's own bound on its header
 
 
 def recognise(path: Path) -> Kind:
@@ -88,14 +88,14 @@ def _of_file(path: Path) -> Kind:
 
 
 def _opens_safetensors(head: bytes) -> bool:
-    return len(head) > 8 and int.from_bytes(head[:8], "little") <= _HEADER_LIMIT and head[8:9] == b"{"
+    return len(head) > 8 and int.from_bytes(head[:8], "little") <= HEADER_LIMIT and head[8:9] == b"{"
 
 
 def _of_zip(path: Path) -> Kind:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):  # versions and names that no zip has
         raise SourceError(f"{path}: is a truncated or damaged zip archive (a torch checkpoint?)") from None
     inner = {name.partition("/")[2] for name in names} | set(names)
     if "constants.pkl" in inner:
@@ -112,7 +112,7 @@ def _of_zip(path: Path) -> Kind:
 def _of_json(path: Path) -> Kind:
     try:
         fields = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or lists in lists by the thousand
         raise SourceError(f"{path}: is a text file, not a checkpoint") from None
     if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
         return Kind.SHARDED

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bf16kit.errors import ConversionError, SourceError, UsageError
+from bf16kit.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.tensors import TensorSpec
 from converter.graph.dimensions import is_named
 from converter.graph.names import values_of
@@ -23,12 +23,12 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory,
     and :class:`ConversionError` when it takes or gives maps, or holds sparse constants.
     """
-    import onnx_ir as ir
-
     try:
         with quiet():
-            model = ir.load(path)
+            model = _load(path)
             model.graph.sort()
+    except Bf16kitError:
+        raise
     except Exception as error:  # protobuf and onnx_ir raise errors of many kinds on damaged files
         _check_readable(path)
         raise SourceError(f"{path}: truncated or damaged: not an ONNX model ({reason(error)})") from error
@@ -39,6 +39,22 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
         model.graph.inputs.remove(value)
     _forget_names(model)
     return model, [path, *_external_files(path, model)]
+
+
+def _load(path: Path) -> ir.Model:
+    """The model as onnx_ir reads it, its external data beside it, once its tensors were found to be what they claim."""
+    import onnx
+    import onnx_ir as ir
+
+    from converter.sources import onnx_soundness
+
+    proto = onnx.load(path, load_external_data=False)
+    onnx_soundness.check(path, proto)
+    model = ir.from_proto(proto)
+    for tensor in _tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.base_dir = path.parent
+    return model
 
 
 def _check_readable(path: Path) -> None:

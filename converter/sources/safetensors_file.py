@@ -14,6 +14,8 @@ import numpy as np
 from bf16kit.errors import SourceError
 from converter.model import Array
 
+HEADER_LIMIT = 100_000_000  # bytes: the safetensors library's own bound
+_LONGEST_NAME = 200  # characters of a shard's file name
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -37,11 +39,14 @@ def read_file(path: Path) -> dict[str, Array]:
     The format's rules are checked by the safetensors library; the dtypes here first, because the library's message for
     one that it does not know names no tensor.
     """
-    _check_dtypes(path)
-    _check_rules(path)
-    with path.open("rb") as file:
-        # Copy-on-write: torch takes only writable arrays without warning, and the file must never change.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    try:
+        _check_dtypes(path)
+        _check_rules(path)
+        with path.open("rb") as file:
+            # Copy-on-write: torch takes only writable arrays without warning, and the file must never change.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
     start = 8 + int.from_bytes(mapped[:8], "little")
     return {name: _view(mapped, start, entry) for name, entry in _header(path).items() if name != "__metadata__"}
 
@@ -51,7 +56,7 @@ def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         assigned = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise SourceError(f"{index}: is not the index of a sharded checkpoint") from None
     shards: dict[str, dict[str, Array]] = {}
     for shard in sorted(set(assigned.values())):
@@ -64,8 +69,8 @@ def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
 
 
 def _shard_path(index: Path, shard: str) -> Path:
-    if Path(shard).name != shard:
-        raise SourceError(f"{index}: shard {shard!r} is not a plain file name")
+    if Path(shard).name != shard or len(shard) > _LONGEST_NAME or "\0" in shard:
+        raise SourceError(f"{index}: shard {shard[:_LONGEST_NAME]!r} is not a plain file name")
     path = index.parent / shard
     if not path.is_file():
         raise SourceError(f"{index}: shard {shard} is missing")
@@ -73,14 +78,17 @@ def _shard_path(index: Path, shard: str) -> Path:
 
 
 def _header(path: Path) -> dict[str, Any]:
+    there = path.stat().st_size - 8
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
+        if size > max(there, 0):  # a length that lies must not be believed, however little of it is read
+            raise SourceError(f"{path}: truncated: its header says {size} bytes, of which {max(there, 0)} are there")
+        if size > HEADER_LIMIT:
+            raise SourceError(f"{path}: damaged: its header says {size} bytes; safetensors allows {HEADER_LIMIT}")
         text = file.read(size)
-    if len(text) < size:
-        raise SourceError(f"{path}: truncated: its header says {size} bytes, of which {len(text)} are there")
     try:
         header = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or lists in lists by the thousand
         raise SourceError(f"{path}: damaged: its safetensors header is not JSON") from None
     if not isinstance(header, dict):
         raise SourceError(f"{path}: damaged: its safetensors header is not an object")

@@ -83,6 +83,32 @@ def test_a_file_cut_within_its_header_says_how_much_is_there(tmp_path: Path) -> 
         read_file(_write(tmp_path / "m", {}, size=5000))
 
 
+@pytest.mark.parametrize("size", [2**31, 2**40, 2**63, 2**64 - 1])
+def test_a_header_that_claims_to_be_huge_is_not_waited_for(tmp_path: Path, size: int) -> None:
+    with pytest.raises(SourceError, match=rf"m: truncated: its header says {size} bytes, of which 2 are there"):
+        read_file(_write(tmp_path / "m", {}, size=size))
+
+
+def test_a_header_of_more_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
+    path = _write(tmp_path / "m", {}, size=100_000_001)
+    with path.open("r+b") as file:
+        file.truncate(200_000_000)
+    with pytest.raises(SourceError, match="its header says 100000001 bytes; safetensors allows 100000000"):
+        read_file(path)
+
+
+def test_lists_in_lists_by_the_thousand_are_no_header(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="its safetensors header is not JSON"):
+        read_file(_write(tmp_path / "m", b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.symlink_to("/proc/self/mem")  # a file by its type, and unreadable at its beginning
+    with pytest.raises(SourceError, match=r"m: (cannot be read|truncated)"):
+        read_file(path)
+
+
 @pytest.mark.parametrize("kept", [1, 7, 8, 9, 40, 100])
 def test_a_file_cut_anywhere_is_damage(tmp_path: Path, kept: int) -> None:
     save_file({"w": np.ones(30, np.float32)}, tmp_path / "whole")
@@ -116,6 +142,8 @@ def test_shards_are_read_as_one_checkpoint(tmp_path: Path) -> None:
         ({"a": "3.safetensors"}, "shard 3.safetensors is missing"),
         ({"a": "../1.safetensors"}, "'../1.safetensors' is not a plain file name"),
         ({"a": "/etc/passwd"}, "is not a plain file name"),
+        ({"a": "a" * 300}, "is not a plain file name"),
+        ({"a": "a\x00"}, "is not a plain file name"),
         ({"c": "1.safetensors"}, "says that 'c' is in 1.safetensors, where it is not"),
     ],
 )

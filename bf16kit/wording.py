@@ -1,0 +1,30 @@
+"""What a library says of its failures, made fit to stand in one of our own messages."""
+
+from __future__ import annotations
+
+import re
+
+_LONGEST = 320  # characters of a reason
+_LONG = re.compile(r"\S{300,}")
+_KEPT = 40  # characters of each end of a long word
+
+_CODE = re.compile(r"\[ONNXRuntimeError\] : -?\d+ : (\w+) : ")
+_LOADED = re.compile(r"Load model from .*? failed: ?")
+# Where in its sources a library noticed: a path and a line, often with the signature of a C++ function behind them.
+_SIGNATURE = r"(?: [^()\n]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?)?"
+_PLACE = re.compile(rf"\S*\.(?:cc|cpp|cu|h|hpp|c|py):\d+(?::|\]|\b){_SIGNATURE}:? ?\.? ?")
+_FRAMES = re.compile(r"\n(?:Exception raised from|frame #|==> Context:|\s*#\d+ ).*", re.DOTALL)
+
+
+def brief(reason: object) -> str:
+    """``reason`` without the places in a library's sources, in at most 320 characters and without words of hundreds."""
+    text = _FRAMES.sub("", str(reason))
+    text = _LOADED.sub("", _CODE.sub(r"\1: ", text))
+    text = _PLACE.sub("", text)
+    text = " ".join(without_long_words(text).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def without_long_words(text: str) -> str:
+    """``text`` with the middle left out of words of hundreds of characters, which only damage and jokers write."""
+    return _LONG.sub(lambda word: f"{word[0][:_KEPT]}…{word[0][-_KEPT:]}", text)

@@ -1,0 +1,30 @@
+"""A message that names no source gets it; running out of something is said as an error of the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bf16kit.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
+from converter.process.naming import naming
+
+SOURCE = Path("models/m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (ConversionError("step 'fold': no"), "models/m.onnx: step 'fold': no"),
+        (RuntimeFailure("cannot load cpu.onnx"), "models/m.onnx: cannot load cpu.onnx"),
+        (ConversionError("m.onnx: damaged"), "m.onnx: damaged"),
+        (UsageError("--out: no"), "--out: no"),
+        (MemoryError(), "models/m.onnx: out of memory; it asks for more than this machine has free"),
+        (RecursionError(), "models/m.onnx: nested too deeply to be converted"),
+    ],
+)
+def test_an_error_names_its_source(raised: Exception, said: str) -> None:
+    with pytest.raises(Bf16kitError) as found, naming(SOURCE):
+        raise raised
+    assert str(found.value) == said
+    assert isinstance(found.value, type(raised) if isinstance(raised, Bf16kitError) else ConversionError)

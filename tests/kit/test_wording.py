@@ -1,0 +1,41 @@
+"""What libraries say, cut down to what users can use."""
+
+from __future__ import annotations
+
+import pytest
+
+from bf16kit.wording import brief, without_long_words
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        (
+            "[ONNXRuntimeError] : 1 : FAIL : Load model from /tmp/.1.tmp-7/cpu.onnx failed:Node (gemm) Op (Gemm) dims",
+            "FAIL: Node (gemm) Op (Gemm) dims",
+        ),
+        (
+            "Exception during initialization: /onnxruntime_src/onnxruntime/core/rnn/lstm_base.h:24"
+            " onnxruntime::LSTMBase::LSTMBase(const onnxruntime::OpKernelInfo&) hidden_size > 0 was false.",
+            "Exception during initialization: hidden_size > 0 was false.",
+        ),
+        ("Unrecognized attribute: axis\n\n==> Context: Bad node spec for node.", "Unrecognized attribute: axis"),
+        (
+            "[enforce fail at inline_container.cc:340] . file not in a subdirectory",
+            "[enforce fail at file not in a subdirectory",
+        ),
+        ("a\n  b\tc", "a b c"),
+    ],
+)
+def test_places_in_a_librarys_sources_are_left_out(said: str, left: str) -> None:
+    assert brief(said) == left
+
+
+def test_a_reason_has_a_length() -> None:
+    assert len(brief("one two " * 200)) == 320
+    assert brief("x" * 5000) == f"{'x' * 40}…{'x' * 40}"
+
+
+def test_lines_and_words_of_ordinary_length_stay() -> None:
+    text = f"tensors:\n  {'a' * 299}\n  b"
+    assert without_long_words(text) == text
