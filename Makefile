@@ -18,10 +18,11 @@ EXTRAS := cpu,convert,hf,demo,dev
 REPOSITORY ?= build/demo
 IMAGE ?= bf16kit
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
+.PHONY: help setup demo test fuzz serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,7 +72,11 @@ check: setup ## format, lint, types, import rules, generated code
 		echo "check: bf16kit/protocol is not what proto/inference.proto generates; commit what 'make proto' wrote" >&2; exit 1; }
 
 test: setup ## every test that needs neither Docker nor a GPU
-	$(BIN)/pytest -m 'not compose and not gpu and not models' $(PYTEST_ARGS)
+	$(BIN)/pytest -m 'not compose and not gpu and not models and not fuzz' $(PYTEST_ARGS)
+
+fuzz: setup ## 20,000 damaged sources and 50 SIGKILLs, on all cores: about half an hour of two; writes docs/reliability-converter.md
+	@$(BIN)/pytest -q -m fuzz tests/fuzz $(PYTEST_ARGS)
+	@PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(BIN)/python -m fuzzing $(FUZZ_ARGS)
 
 test-kernel: setup ## the C++ kernel under sanitizers: 10,000 cases against float64, and inside ONNX Runtime
 	kernels/tests/run.sh --sanitize

@@ -1,0 +1,177 @@
+"""A campaign: mutants by number, each converted apart and judged, and the table of how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fuzzing import confined, judge
+from fuzzing.canary import Canary
+from fuzzing.mutate import Mutant, mutant
+from fuzzing.seed import Seed, seeds
+
+_CONVERTED_SHARE = 0.1  # of weights files: exporting a module takes a second, so the others are read and fitted only
+_ASKS_FOR_INPUTS = "does not say what its model's inputs are"
+COMMON = ("--format", "onnx", "--no-report")
+
+
+@dataclass
+class Tally:
+    """What became of the mutants of one kind."""
+
+    kind: str
+    count: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the processor, by outcome
+    slowest: tuple[float, str] = (0.0, "")  # processor seconds
+    largest: tuple[int, str] = (0, "")  # bytes
+
+    def add(self, found: Mutant, end: confined.End, outcome: str, faults: list[str]) -> None:
+        self.count += 1
+        self.seconds[outcome] += end.processor
+        self.ends[outcome if not faults else "FAULT"] += 1
+        self.slowest = max(self.slowest, (end.processor, found.name))
+        self.largest = max(self.largest, (end.memory, found.name))
+        self.faults += [f"{found.name}: {fault}" for fault in faults]
+
+
+def load(kind: str) -> tuple[Seed, ...]:
+    """The seeds of ``kind``, and every module that a conversion of them imports: children are forked with these."""
+    for name in (
+        "converter.pipeline",
+        "converter.restore",
+        "converter.sources.onnx_file",
+        "bf16kit.runtime.onnx",
+        "onnxruntime",
+    ):
+        importlib.import_module(name)
+    found = seeds(kind)
+    if kind != "onnx":
+        importlib.import_module("architectures")
+    return found
+
+
+def warm(found: tuple[Seed, ...], work: Path) -> list[str]:
+    """Convert every seed as it is, and import what that imported; returns what went wrong.
+
+    The conversion itself happens in a child, too: threads that a library starts do not survive a fork.
+    """
+    faults = []
+    for seed in found:
+        end, problems, outcome = _attempt(Mutant(0, seed, "as it is"), work, full=True)
+        faults += [f"seed {seed.name}: {problem}" for problem in problems]
+        if outcome != "converted":
+            faults.append(f"seed {seed.name}: {outcome}: {end.said[-400:]}")
+        for name in (end.result or {}).get("modules", []):
+            if name not in sys.modules:
+                with contextlib.suppress(ImportError):  # some modules are made by others, and found by no importer
+                    importlib.import_module(name)
+    return faults
+
+
+def run(kind: str, numbers: Iterable[int], work: Path, note: Callable[[Tally], None] = lambda tally: None) -> Tally:
+    """Every mutant of ``numbers``, one after another."""
+    work.mkdir(parents=True, exist_ok=True)
+    found, tally = load(kind), Tally(kind)
+    canary = Canary(work)
+    try:
+        tally.faults += warm(found, work)
+        canary.disturbed("")
+        for number in numbers:
+            one = mutant(found, number, str(canary.path))
+            full = kind == "onnx" or Random(number).random() < _CONVERTED_SHARE
+            end, faults, outcome = _attempt(one, work, full=full)
+            faults += canary.disturbed("case")
+            tally.add(one, end, outcome, faults)
+            note(tally)
+    finally:
+        canary.close()
+    return tally
+
+
+def _attempt(one: Mutant, work: Path, *, full: bool) -> tuple[confined.End, list[str], str]:
+    with confined.directory(work, "case") as inside:
+        (inside / "in").mkdir()
+        (inside / "in" / "sub").mkdir()
+        path = one.source.write(inside / "in")
+        end = confined.call(lambda judging: convert(path, one.source, inside, judging, full=full), inside)
+        outcome, faults = _judged(one, end)
+        left = (
+            sorted(found.name for found in (inside / "out").iterdir() if found.name != "tmp")
+            if outcome != "converted"
+            else []
+        )
+        if left:
+            faults.append(f"left {', '.join(left)} behind")
+        return end, faults, outcome
+
+
+def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *, full: bool) -> dict[str, Any]:
+    """In the confined process: the command line on the mutant, and what came of it against the mutant's own tensors."""
+    from converter.cli import run as command
+
+    arguments = seed.arguments if full else seed.arguments[: seed.arguments.index("--input")]
+    target = inside / "out" / "m" / "1"
+    before = set(sys.modules)
+    code = command(["checkpoint", str(path), "--out", str(target), *COMMON, *arguments])
+    judging()
+    faults: list[str] = []
+    said = (inside / "said").read_text(errors="replace")
+    if code == 0:
+        restored = inside / "out" / "fp32.safetensors"
+        if command(["restore", str(target), "--out", str(restored)]) != 0:
+            faults.append("published, and cannot be restored")
+        else:
+            faults += _guarded(lambda: judge.artifact_faults(restored, path, seed))
+    elif not full and _ASKS_FOR_INPUTS in said:
+        faults += _guarded(lambda: judge.same(_read(path), path, seed))
+    return {"code": code, "faults": faults, "modules": sorted(set(sys.modules) - before)}
+
+
+def _guarded(check: Callable[[], list[str]]) -> list[str]:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 - the other reader refuses what the converter took
+        return [f"was read, and another reader says {type(error).__name__}: {str(error)[:300]}"]
+
+
+def _read(path: Path) -> Any:
+    """The weights as the converter's own readers give them."""
+    from converter.sources import safetensors_file, torch_file
+    from converter.sources.detect import Kind, recognise
+
+    kind = recognise(path)
+    if kind is Kind.SAFETENSORS:
+        return safetensors_file.read_file(path)
+    if kind is Kind.SHARDED:
+        return safetensors_file.read_sharded(path)[0]
+    return torch_file.read_file(path, kind, trust_pickle=False)[0]
+
+
+def _judged(one: Mutant, end: confined.End) -> tuple[str, list[str]]:
+    faults = [f"outside: {event}" for event in end.outside]
+    if end.late:
+        return "late", [
+            *faults,
+            f"took {end.processor:.1f} s of processor time, {end.wall:.1f} s in all: {end.said[-200:]!r}",
+        ]
+    if end.signal:
+        return "crashed", [*faults, f"died of signal {end.signal}: {end.said[-500:]!r}"]
+    if end.memory > confined.MEMORY:
+        faults.append(f"took {end.memory >> 20} MiB")
+    if "escaped" in end.result:
+        return "escaped", [*faults, f"escaped: {end.result['escaped'][:400]}"]
+    code, faults = end.result["code"], faults + end.result["faults"]
+    if code == 0:
+        return "converted", faults
+    if _ASKS_FOR_INPUTS in end.said and "--input" in one.source.arguments:
+        return "read and fitted", faults
+    return f"refused ({code})", [*faults, *judge.message_faults(end.said, code, one.source)]

@@ -1,0 +1,221 @@
+"""A mutant is converted in a forked process: with bounds on its memory and time, and every file it opens watched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEMORY = 2 << 30  # bytes beyond what the process had when it was forked
+SECONDS = 10  # of wall-clock time, and of processor time
+_PATIENCE = (
+    60  # wall-clock seconds after which a mutant is killed; on a busy machine the processor's time is what counts
+)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a confined call ended: what it returned, or the signal it died of, what it said, and what it took."""
+
+    result: Any  # what was returned, as JSON gives it back; None after a signal
+    signal: int
+    said: str
+    outside: tuple[str, ...]
+    wall: float  # seconds
+    processor: float  # seconds
+    memory: int  # bytes at the peak, beyond those of the process that was forked
+
+    @property
+    def late(self) -> bool:
+        """It took too long: longer than :data:`SECONDS`, not counting what other processes took of the machine."""
+        return self.processor > SECONDS or self.wall >= _PATIENCE or self.signal == signal.SIGXCPU
+
+
+def call(action: Callable[[Callable[[], None]], Any], inside: Path) -> End:
+    """``action`` in a forked process that may write only below ``inside/out``.
+
+    ``action`` is given a function that ends the watch, for what it does to judge its own work.
+    """
+    said, answer = inside / "said", inside / "answer"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _confined(action, inside, said, answer)
+    status, usage = _wait(child, started + _PATIENCE)
+    code = os.waitstatus_to_exitcode(status)
+    answered = json.loads(answer.read_text()) if answer.is_file() and code == 0 else {"result": None, "outside": []}
+    return End(
+        answered["result"],
+        -code if code < 0 else 0 if code == 0 else signal.SIGABRT,
+        said.read_text(errors="replace") if said.is_file() else "",
+        tuple(answered["outside"]),
+        time.monotonic() - started,
+        usage.ru_utime + usage.ru_stime,
+        max(0, usage.ru_maxrss - before) << 10,
+    )
+
+
+def _wait(child: int, deadline: float) -> tuple[int, resource.struct_rusage]:
+    descriptor = os.pidfd_open(child)
+    try:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
+    _, status, usage = os.wait4(child, 0)
+    return status, usage
+
+
+def _confined(action: Callable[[Callable[[], None]], Any], inside: Path, said: Path, answer: Path) -> None:
+    """The forked process: it never returns."""
+    code = 70
+    with contextlib.suppress(BaseException):
+        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = sys.stderr = os.fdopen(output, "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+        sys.dont_write_bytecode = True
+        os.chdir(inside)
+        (inside / "out" / "tmp").mkdir()
+        tempfile.tempdir = os.environ["TMPDIR"] = str(inside / "out" / "tmp")
+        watch = Watch(inside)
+        _limit()
+        result = None
+        try:
+            result = action(watch.stop)
+        except BaseException as error:  # noqa: BLE001 - nothing leaves this process but what it says
+            result = {"escaped": f"{type(error).__name__}: {error}"}
+        watch.stop()
+        _unlimited()
+        answer.write_text(json.dumps({"result": result, "outside": watch.found}))
+        code = 0
+    os._exit(code)
+
+
+def _limit() -> None:
+    used = int(
+        next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")).split()[
+            1
+        ]
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, ((used << 10) + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _unlimited() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+class Watch:
+    """Every file that Python opens, makes, renames or removes, against where a conversion has business."""
+
+    _WRITES = (
+        "os.mkdir",
+        "os.remove",
+        "os.rmdir",
+        "os.rename",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "os.chmod",
+        "os.chown",
+        "shutil.rmtree",
+    )
+    _NEVER = (
+        "subprocess.Popen",
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.fork",
+        "os.forkpty",
+        "socket.connect",
+        "socket.getaddrinfo",
+        "urllib.Request",
+    )
+
+    def __init__(self, inside: Path) -> None:
+        self.found: list[str] = []
+        self._inside = os.path.realpath(inside)
+        roots = {
+            sys.prefix,
+            sys.base_prefix,
+            sysconfig.get_path("stdlib"),
+            *sys.path,
+            "/sys/devices/system/cpu",
+            "/proc/self",
+            "/dev/null",
+            "/dev/urandom",
+        }
+        roots |= {"/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/fs/cgroup", f"/proc/{os.getpid()}"}
+        self._readable = tuple(os.path.realpath(root) for root in roots if root)
+        self._on = True
+        sys.addaudithook(self._hear)
+
+    def stop(self) -> None:
+        """From here on nothing is watched."""
+        self._on = False
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self._on:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(path, int):
+                return
+            writes = bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+            self._check(event, path, writes)
+        elif event in self._WRITES:
+            for path in arguments[:2] if event in ("os.rename", "os.link", "os.symlink") else arguments[:1]:
+                self._check(event, _in_directory(path, arguments[-1]), True)
+        elif event in ("os.listdir", "os.scandir"):
+            self._check(event, arguments[0] if arguments[0] is not None else ".", False)
+        elif event in self._NEVER:
+            self.found.append(f"{event} {arguments[:2]!r}"[:300])
+
+    def _check(self, event: str, path: Any, writes: bool) -> None:
+        if isinstance(path, int):
+            return
+        real = os.path.realpath(os.fsdecode(path))
+        if _below(real, self._inside + "/out") or real == "/dev/null":
+            return
+        if not writes and (_below(real, self._inside) or any(_below(real, root) for root in self._readable)):
+            return
+        self.found.append(f"{event} {'write' if writes else 'read'} {real}"[:300])
+
+
+def _in_directory(path: Any, descriptor: Any) -> Any:
+    """``path`` made absolute where it was said relative to an open directory, as the last argument of events says."""
+    if isinstance(path, int) or not isinstance(descriptor, int) or descriptor < 0:
+        return path
+    return Path(f"/proc/self/fd/{descriptor}").readlink() / os.fsdecode(path)
+
+
+def _below(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+@contextlib.contextmanager
+def directory(parent: Path, name: str) -> Iterator[Path]:
+    """A fresh directory for one call, removed afterwards."""
+    path = parent / name
+    path.mkdir(parents=True)
+    (path / "out").mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

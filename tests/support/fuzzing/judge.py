@@ -1,0 +1,161 @@
+"""Whether a mutant ended well: in a right artifact, or in one clear message."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from fuzzing.seed import Seed
+
+LONGEST = 600  # characters of a message: more is a dump
+_LIBRARY = re.compile(
+    r"(/onnxruntime_src/|/home/|/pytorch/|\.(?:cc|cpp|h|py):\d+|0x[0-9a-f]{8,}|Traceback|std::"
+    r"|terminate called|frame #\d)"
+)
+
+Array = NDArray[Any]
+Bits = tuple[str, tuple[int, ...], bytes]
+
+
+def message_faults(said: str, code: int, source: Seed) -> list[str]:
+    """What is wrong with an error's message."""
+    parts = re.split(r"^(?:bf16-convert: error: |Error: )", said, flags=re.MULTILINE)
+    if len(parts) != 2:
+        return [f"exit code {code} with {len(parts) - 1} messages: {said[-300:]!r}"]
+    text = parts[1].strip()
+    faults = []
+    if "this is a bug" in text or "unexpected " in text[:12]:
+        faults.append("calls it a bug")
+    if len(text) > LONGEST:
+        faults.append(f"is {len(text)} characters long")
+    if match := _LIBRARY.search(text):
+        faults.append(f"shows a library's inside: {match[0]!r}")
+    if not any(name in text for name in source.files) and not re.search(r"'[^']*'|--[a-z]|profile ", text):
+        faults.append("names neither file nor tensor")
+    if text.startswith("out of memory"):
+        faults.append("ran out of memory")
+    return [f"{fault}: {text[:400]!r}" for fault in faults]
+
+
+def artifact_faults(restored: Path, source: Path, seed: Seed) -> list[str]:
+    """Where the tensors that were given back are not the mutant's own, read by another reader."""
+    expected, found = Counter(own_tensors(source, seed)), Counter(_stored(restored.read_bytes()))
+    missing, more = expected - found, found - expected
+    return [
+        f"{what}: {dtype}{list(shape)}, {len(data)} bytes"
+        for what, several in (("not given back", missing), ("given back, and not the source's", more))
+        for dtype, shape, data in list(several)[:2]
+    ]
+
+
+def same(tensors: Mapping[str, Array], source: Path, seed: Seed) -> list[str]:
+    """Where ``tensors``, as the converter read them, are not the mutant's own."""
+    mine = Counter((array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()) for array in tensors.values())
+    return [] if mine == Counter(own_tensors(source, seed)) else ["was read as other tensors than another reader finds"]
+
+
+def own_tensors(source: Path, seed: Seed) -> Iterator[Bits]:
+    """What the source holds, as its format's own library reads it."""
+    if seed.kind == "onnx":
+        yield from _of_onnx(source)
+    elif seed.kind == "torch":
+        yield from _of_torch(source)
+    elif seed.main.endswith(".json"):
+        yield from _of_shards(source)
+    else:
+        yield from _stored(source.read_bytes())
+
+
+def _of_onnx(source: Path) -> Iterator[Bits]:
+    model = onnx.load(source)
+    graphs, functions = [model.graph], list(model.functions)
+    nodes: list[onnx.NodeProto] = [node for function in functions for node in function.node]
+    tensors: list[onnx.TensorProto] = []
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            tensors += graph.initializer
+            nodes += graph.node
+            continue
+        node = nodes.pop()
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                graphs.append(attribute.g)
+            elif node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+                tensors += _constant(attribute)
+    for tensor in tensors:
+        if tensor.data_type == onnx.TensorProto.STRING:
+            continue
+        array = numpy_helper.to_array(tensor)
+        if array.dtype.kind in "iub" and array.dtype.name in _INTEGERS and array.nbytes <= 1024:
+            continue  # constants of shapes, which are nobody's weights
+        yield array.dtype.name, array.shape, array.tobytes()
+
+
+_INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+def _constant(attribute: onnx.AttributeProto) -> list[onnx.TensorProto]:
+    if attribute.name == "value" and attribute.type == onnx.AttributeProto.TENSOR:
+        return [attribute.t]
+    if attribute.name == "value_float":
+        return [numpy_helper.from_array(np.array(attribute.f, np.float32))]
+    if attribute.name == "value_floats":
+        return [numpy_helper.from_array(np.array(attribute.floats, np.float32))]
+    return []
+
+
+def _of_torch(source: Path) -> Iterator[Bits]:
+    import torch
+
+    loaded = torch.load(source, map_location="cpu", weights_only=True)
+    state = loaded
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(loaded.get(key), dict) and not any(isinstance(value, torch.Tensor) for value in loaded.values()):
+            state = loaded[key]
+            break
+    for tensor in state.values():
+        if isinstance(tensor, torch.Tensor):
+            plain = tensor.detach().contiguous()
+            if plain.dtype is torch.bfloat16:
+                array: Array = plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            else:
+                array = plain.numpy()
+            yield array.dtype.name, array.shape, array.tobytes()
+
+
+def _of_shards(index: Path) -> Iterator[Bits]:
+    import json
+
+    weights: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    for name, shard in weights.items():
+        found = dict(_entries((index.parent / shard).read_bytes()))
+        yield found[name]
+
+
+def _stored(content: bytes) -> Iterator[Bits]:
+    for _, bits in _entries(content):
+        yield bits
+
+
+_NAMES = {
+    "BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
+
+
+def _entries(content: bytes) -> Iterator[tuple[str, Bits]]:
+    from safetensors import deserialize
+
+    for name, entry in deserialize(content):  # type: ignore[no-untyped-call]  # its own
+        yield name, (_NAMES[entry["dtype"]], tuple(entry["shape"]), bytes(entry["data"]))

@@ -1,0 +1,63 @@
+"""One mutant after another: a seed, and what was done to which of its files; the same number gives the same mutant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from fuzzing import bytewise, onnx_edits, safetensors_edits, torch_edits
+from fuzzing.seed import Seed
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A damaged source, its number, and what was done to it."""
+
+    number: int
+    source: Seed
+    done: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.kind} {self.number} ({self.source.name}: {self.done})"
+
+
+def mutant(seeds: tuple[Seed, ...], number: int, canary: str) -> Mutant:
+    """The mutant of this number; ``canary`` is an absolute path that some of them point at."""
+    random = Random(f"{seeds[0].kind} {number}")
+    seed = random.choice(seeds)
+    if random.random() < 0.03 and len(seed.files) > 1:
+        return _linked(number, seed, random, canary)
+    name = random.choice(list(seed.files)) if random.random() < 0.3 else seed.main
+    if random.random() < 0.25:
+        edit = random.choice(bytewise.EDITS)
+        return Mutant(number, seed.with_file(name, edit(seed.files[name], random)), edit.__name__)
+    done, content = _structured(name, seed.files[name], random, canary)
+    if random.random() < 0.05:
+        edit = random.choice(bytewise.EDITS)
+        done, content = f"{done}+{edit.__name__}", edit(content, random)
+    return Mutant(number, seed.with_file(name, content), done)
+
+
+def _structured(name: str, content: bytes, random: Random, canary: str) -> tuple[str, bytes]:
+    if name.endswith(".onnx"):
+        return onnx_edits.edit(content, random, canary)
+    if name.endswith(".safetensors"):
+        return safetensors_edits.edit(content, random)
+    if name.endswith(".json"):
+        return safetensors_edits.edit_index(content, random, canary)
+    if name.endswith(".pt"):
+        return torch_edits.edit(content, random)
+    edit = random.choice(bytewise.EDITS)
+    return edit.__name__, edit(content, random)
+
+
+def _linked(number: int, seed: Seed, random: Random, canary: str) -> Mutant:
+    """One of the files beside the main one is a link: out of the directory, to itself, to a device, or to nothing."""
+    name = random.choice([name for name in seed.files if name != seed.main])
+    inward = ("/dev/zero", name, "nowhere", seed.main, ".")
+    outward = (canary, "../secret", "/etc/hostname", "/proc/self/mem")
+    # shards may be links out of their directory: the hub's cache is made of them
+    target = random.choice(outward + inward if seed.kind == "onnx" else inward)
+    done = f"link to {'the canary' if target == canary else target}"
+    return Mutant(number, replace(seed, links={name: target}), done)

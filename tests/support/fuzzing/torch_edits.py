@@ -1,0 +1,207 @@
+"""Edits of torch's zip files: the archive's records, and the pickle that says what lies in them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from random import Random
+
+Records = dict[str, bytes]
+Edit = Callable[[Records, Random], None]
+
+GLOBALS = (b"os\nsystem", b"builtins\neval", b"posix\nsystem", b"pathlib\nPath.touch", b"torch\nload", b"numpy\nfromfile", b"torch._utils\n_rebuild_parameter",
+           b"torch._utils\n_rebuild_sparse_tensor", b"torch._utils\n_rebuild_qtensor", b"torch\nFloatTensor", b"torch.storage\nUntypedStorage",
+           b"torch\nComplexFloatStorage", b"torch\nQInt8Storage", b"nope\nnope", b"collections\nOrderedDict", b"torch.nn.modules.linear\nLinear",
+           b"torch._utils\n_rebuild_device_tensor_from_numpy", b"torch._utils\n_rebuild_meta_tensor_no_storage")  # fmt: skip
+TEXTS = (b"cpu", b"cuda:0", b"meta", b"../../0", b"0", b"1", b"99", b"/etc/hostname", b"", b"storage", b"up.weight")
+
+
+def _pickled(records: Records) -> str:
+    return next((name for name in records if name.endswith("/data.pkl")), "")
+
+
+def forbidden(records: Records, random: Random) -> None:
+    """Another global than the one that rebuilds tensors, or a call of one put in front."""
+    name = _pickled(records)
+    body = records.get(name, b"")
+    asked = random.choice(GLOBALS)
+    if random.random() < 0.6:
+        records[name] = body.replace(b"torch._utils\n_rebuild_tensor_v2", asked, 1).replace(
+            b"torch\nFloatStorage", asked if random.random() < 0.3 else b"torch\nFloatStorage"
+        )
+    else:
+        records[name] = body[:2] + b"c" + asked + b"\nX\x0e\x00\x00\x00touch executed\x85R0" + body[2:]
+
+
+def numbers(records: Records, random: Random) -> None:
+    """A size, stride, offset or count of the pickle replaced: storages too short, shapes that lie."""
+    name = _pickled(records)
+    body = bytearray(records.get(name, b""))
+    places = [i for i in range(2, len(body) - 2) if body[i] in b"KM" and body[i - 1] not in b"cX"]
+    if not places:
+        return
+    place = random.choice(places)
+    wide = 1 if body[place] == ord("K") else 2
+    value = random.choice((0, 1, 2, 63, 255, 2**16, 2**31 - 1, -1, 2**40, 2**62, 2**63 - 1, -(2**63), 2**64))
+    made = pickle.dumps(value, 2)[2:-1]
+    records[name] = bytes(body[:place]) + made + bytes(body[place + 1 + wide :])
+
+
+def texts(records: Records, random: Random) -> None:
+    """A word of the pickle replaced: device, storage key, name."""
+    name = _pickled(records)
+    body = records.get(name, b"")
+    places = [
+        i
+        for i in range(len(body) - 5)
+        if body[i : i + 1] == b"X" and 0 < int.from_bytes(body[i + 1 : i + 5], "little") < 30
+    ]
+    if places:
+        place = random.choice(places)
+        size = int.from_bytes(body[place + 1 : place + 5], "little")
+        text = random.choice((*TEXTS, b"\xff\xfe", b"a\x00b", b"x" * 3000))
+        records[name] = body[:place] + b"X" + struct.pack("<I", len(text)) + text + body[place + 5 + size :]
+
+
+def storages(records: Records, random: Random) -> None:
+    """The dtype of a storage: its bytes are read as another."""
+    name = _pickled(records)
+    kinds = (
+        b"Float",
+        b"Double",
+        b"Half",
+        b"BFloat16",
+        b"Long",
+        b"Int",
+        b"Byte",
+        b"Bool",
+        b"ComplexDouble",
+        b"QUInt8",
+        b"Untyped",
+    )
+    records[name] = records.get(name, b"").replace(
+        b"torch\nFloatStorage", b"torch\n" + random.choice(kinds) + b"Storage", random.choice((1, -1))
+    )
+
+
+def recursion(records: Records, random: Random) -> None:
+    """A pickle of lists in lists, or one that holds itself."""
+    depth = random.choice((100, 20_000, 300_000))
+    body = b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+    records[_pickled(records)] = random.choice(
+        (body, b"\x80\x02]q\x00h\x00a.", b"\x80\x02}q\x00X\x0a\x00\x00\x00state_dicth\x00s.", b"\x80\x02}.")
+    )
+
+
+def pickle_bytes(records: Records, random: Random) -> None:
+    from fuzzing import bytewise
+
+    name = _pickled(records)
+    records[name] = random.choice(bytewise.EDITS)(records.get(name, b""), random)
+
+
+def pickle_bomb(records: Records, random: Random) -> None:
+    """Opcodes that ask for gigabytes: long strings, huge memo indices, doubling tuples."""
+    records[_pickled(records)] = random.choice((
+        b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b"x.",
+        b"\x80\x04\x8e" + struct.pack("<Q", 2**63) + b"x.",
+        b"\x80\x02r" + struct.pack("<I", 2**31 - 1) + b".",
+        b"\x80\x02Nr" + struct.pack("<I", 2**31 - 1) + b".",
+        b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"\x01.",
+        b"\x80\x02N" + b"2\x86" * 40 + b".",
+        b"\x80\x02]" + b"(" * 500_000 + b".",
+    ))  # fmt: skip
+
+
+def missing(records: Records, random: Random) -> None:
+    records.pop(random.choice(list(records)))
+
+
+def short(records: Records, random: Random) -> None:
+    """A record of another length than its storage."""
+    name = random.choice(list(records))
+    records[name] = random.choice((records[name][:-1], b"", records[name] * 2, records[name][:8]))
+
+
+def more(records: Records, random: Random) -> None:
+    """Records that other formats have, or of names that leave the archive."""
+    name = random.choice(("m/constants.pkl", "m/../../secret", "/etc/hostname", "m/data/99", "archive_format", "m/byteorder", "m/.data/serialization_id",
+                          "data.pkl", "other/data.pkl", "m/data.pkl/x", "model.weights.h5", "é" * 100))  # fmt: skip
+    records[name] = random.choice((b"", b"big", b"little", b"x" * 100, records.get(_pickled(records), b"")))
+
+
+def values(records: Records, random: Random) -> None:
+    """Weights that bf16 cannot hold, or hardly."""
+    names = [name for name, content in records.items() if "/data/" in name and len(content) >= 4]
+    if names:
+        name = random.choice(names)
+        value = random.choice((0x7FC00000, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0xFFFFFFFF)).to_bytes(4, "little")
+        position = 4 * random.randrange(len(records[name]) // 4)
+        records[name] = records[name][:position] + value + records[name][position + 4 :]
+
+
+EDITS: tuple[Edit, ...] = (
+    forbidden, numbers, numbers, numbers, texts, storages, recursion, pickle_bytes, pickle_bytes, pickle_bomb, missing, short, more, values,
+)  # fmt: skip
+
+
+def edit(content: bytes, random: Random) -> tuple[str, bytes]:
+    """An archive after one or two edits and written anew, or with lies in its own tables, and what was done."""
+    if random.random() < 0.2:
+        return _lie(content, random)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    names = []
+    for _ in range(random.choice((1, 1, 2))):
+        if not records:
+            break
+        chosen = random.choice(EDITS)
+        names.append(chosen.__name__)
+        chosen(records, random)
+    deflated = random.random() < 0.1
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED) as archive:
+        for name, record in records.items():
+            archive.writestr(zipfile.ZipInfo(name), record, zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
+    return "+".join(names) + ("+deflated" if deflated else ""), written.getvalue()
+
+
+def _lie(content: bytes, random: Random) -> tuple[str, bytes]:
+    """A size, offset or count in the zip's own tables that is not so; or a bomb: a gigabyte of zeros in a megabyte."""
+    if random.random() < 0.05:
+        return "bomb", _bomb(content)
+    mark, fields = random.choice((
+        (b"PK\x03\x04", (8, 14, 18, 22, 26, 28)),
+        (b"PK\x01\x02", (10, 16, 20, 24, 28, 30, 42)),
+        (b"PK\x05\x06", (8, 10, 12, 16, 20)),
+        (b"PK\x06\x06", (24, 32, 40, 48)),
+    ))  # fmt: skip
+    places = [i for i in range(len(content) - 60) if content[i : i + 4] == mark] or [max(0, len(content) - 22)]
+    place = random.choice(places) + random.choice(fields)
+    value = random.choice((0, 1, 8, 0xFFFF, 0xFFFFFFFF, 2**31, random.randrange(len(content))))
+    width = random.choice((2, 4, 8))
+    return "zip tables", content[:place] + (value % (1 << 8 * width)).to_bytes(width, "little") + content[
+        place + width :
+    ]
+
+
+@functools.cache
+def _bomb(content: bytes) -> bytes:
+    """The first storage is 2.2 GB of zeros, deflated; never held in memory whole."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, record in records.items():
+            if name.endswith(("/data/0", "/data.pkl")):
+                with archive.open(name, "w", force_zip64=True) as out:
+                    out.write(record)
+                    for _ in range(220 if name.endswith("/0") else 4):
+                        out.write(bytes(10 << 20))
+            else:
+                archive.writestr(name, record)
+    return written.getvalue()

@@ -1,0 +1,101 @@
+"""``bf16-convert`` in processes that are killed: forked from one that has imported everything, they start at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SERVER = """
+import importlib, json, os, select, signal, sys, time
+for name in ("converter.pipeline", "converter.restore", "converter.sources.onnx_file", "bf16kit.runtime.onnx"):
+    importlib.import_module(name)
+from converter.cli import run
+
+def one(arguments, line, after):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        sys.stdout = sys.stderr = os.fdopen(writing, "w", buffering=1)
+        os._exit(run(arguments))
+    os.close(writing)
+    said, killed = b"", False
+    while True:
+        if line is not None and not killed and line.encode() in said:
+            time.sleep(after)
+            os.kill(child, signal.SIGKILL)
+            killed = True
+        piece = os.read(reading, 65536)
+        if not piece:
+            break
+        said += piece
+    os.close(reading)
+    _, status = os.waitpid(child, 0)
+    return {"code": os.waitstatus_to_exitcode(status), "said": said.decode(errors="replace")}
+
+for request in sys.stdin:
+    print(json.dumps(one(*json.loads(request))), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: its exit code, or minus the signal it died of, and what it said until then."""
+
+    code: int
+    said: str
+
+
+class Runner:
+    """Runs command lines one after another, each in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(self, *arguments: str | Path) -> Ended:
+        """To its end."""
+        return self._ask(arguments, None, 0.0)
+
+    def kill(self, *arguments: str | Path, line: str, after: float) -> Ended:
+        """Killed ``after`` so many seconds when it had said ``line``; it may have come to its end by then."""
+        return self._ask(arguments, line, after)
+
+    def _ask(self, arguments: tuple[str | Path, ...], line: str | None, after: float) -> Ended:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([[*map(str, arguments)], line, after]), file=self._process.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return Ended(**answer)
+
+
+@contextmanager
+def runner() -> Iterator[Runner]:
+    """A process to run from, for as long as the context lasts."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield Runner(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=60)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Every file of a directory, by name."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
