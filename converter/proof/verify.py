@@ -39,7 +39,8 @@ class Verified:
 
     def text(self) -> str:
         """For people."""
-        title = f"Drift from the fp32 reference on {self.origin}, {self.samples} samples; every digest matches"
+        count = f"{self.samples} sample{'' if self.samples == 1 else 's'}"
+        title = f"Drift from the fp32 reference on {self.origin}, {count}; every digest matches"
         return "\n".join([table(title, DRIFT, map(drift_cells, self.rows)), *self.ran])
 
     def record(self) -> dict[str, Any]:

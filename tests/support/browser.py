@@ -42,6 +42,7 @@ class Browser:
         for fd in (theirs[0], ours[1]):
             os.close(fd)
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+        options += ["--disable-dev-shm-usage"]  # containers have little of it
         options += ["--remote-debugging-pipe", "--disable-background-networking", f"--user-data-dir={profile}"]
         joined = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self._process = subprocess.Popen(
