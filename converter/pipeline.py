@@ -4,7 +4,7 @@ rename into place → report."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.artifact import Artifact
@@ -20,6 +20,8 @@ from converter.formats import lossless
 from converter.formats.agreement import check_graph
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
+from converter.graph.cuda_support import required, stand_in
+from converter.graph.types import untyped
 from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared, prepare
@@ -75,6 +77,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         release()
         with progress.step("planning"):
             prepared = prepare(source.graph, source.checkpoint.tensors)
+        notes += _unknown(options, prepared)
         _check_prepared(options, source, prepared, asked, calibration, stage, progress)
         work = _Work(options, source, prepared, profiles, calibration, asked, stage, progress)
         mending = Mending(prepared, options, calibration, progress)
@@ -159,6 +162,19 @@ def _ask(source: Source, calibration: Samples, stage: StagingArtifact, progress:
         asked = ask(source, calibration.feeds, stage.path)
     source.oracle = None
     return asked
+
+
+def _unknown(options: Options, prepared: Prepared) -> Iterator[str]:
+    """What is not known of the graph or of the device, and what that costs."""
+    nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
+    if nodes:
+        yield (
+            f"the types of what {len(nodes)} of {all_nodes} nodes give could not"
+            f" be inferred, first of {nodes[0].name!r} ({nodes[0].op_type}): they, and what reads them, stay in fp32"
+        )
+    sentence = stand_in() if "cuda" in _onnx_profiles(options) else None
+    if sentence is not None:
+        yield sentence
 
 
 def _check_prepared(
@@ -263,6 +279,7 @@ def _describe(
         tensors=sorted(stored.tensors.values(), key=lambda entry: entry.name),
         checkpoint=list(stored.checkpoint),
         plan=plan,
+        requires=required(profiles),
         budget=options.budget.as_dict(),
         source=SourceEntry(
             format=checkpoint.format,

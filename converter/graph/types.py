@@ -37,6 +37,15 @@ class InferTypes(Step):
         return modified
 
 
+def untyped(model: ir.Model) -> list[ir.Node]:
+    """The nodes that give something whose type inference could not tell; those that give sequences are none of them."""
+    return [
+        node
+        for node in model.graph.all_nodes()
+        if node.op_type not in _SEQUENCES and any(o.name and o.type is None and o.uses() for o in node.outputs)
+    ]
+
+
 def _forget_sequences(untyped: list[ir.Value]) -> None:
     """Take back the type of sequences: onnx_ir 1.1 calls every value it had no type for a tensor of its elements."""
     found: set[ir.Value] = set()

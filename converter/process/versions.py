@@ -18,6 +18,11 @@ def versions(used: Iterable[str] = ()) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: v for name, v in found.items() if v is not None}
 
 
+def onnxruntime() -> str | None:
+    """The version of the installed ONNX Runtime, for CPUs or GPUs; None when there is none."""
+    return _version("onnxruntime") or _version("onnxruntime-gpu")
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)
