@@ -57,14 +57,14 @@ def sample_dots(series: SampleSeries, key: str) -> str:
         _HEIGHT,
     )
     axes(picture, x, y, "sample", "relative_l2")
-    for row in shown:
-        value, sample = series.values[row], series.index(row)
-        picture.dot(x(sample), y(value), "over" if value > limit else "", f"sample {sample}: {value:.3g}")
     for side, (name, bound) in enumerate(series.bounds):
         line(picture, [(x.start, y(bound)), (x.end, y(bound))], "budget")
         label, left = f"budget of {_bounded(name)}: {bound:.3g}", side % 2 == 1
         anchor, at = ("start", x.start + 4) if left else ("end", x.end)
-        picture.add("text", label, class_="note budget halo", x=at, y=y(bound) - 6, text_anchor=anchor)
+        picture.add("text", label, class_="note budget", x=at, y=y(bound) - 6, text_anchor=anchor)
+    for row in shown:
+        value, sample = series.values[row], series.index(row)
+        picture.dot(x(sample), y(value), "over" if value > limit else "", f"sample {sample}: {value:.3g}")
     return picture.svg()
 
 
