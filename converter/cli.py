@@ -255,6 +255,30 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
 
 @command.command()
 @click.argument("artifact", type=_PATH)
+@click.option("--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run.  [default: the golden samples]")
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    type=click.Choice(["cpu", "cuda"]),
+    help="Profiles to look into; may be given more than once.  [default: all in the artifact]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Every layer, as JSON.")
+@_debug
+def explain(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_json: bool, debug: bool) -> None:
+    """Show where the drift of ARTIFACT comes from, layer by layer, and what --keep-fp32 would mend it.
+
+    The cuda profile is emulated on the CPU.
+    """
+    from bf16kit.runtime import kernel
+    from converter.proof.explanation import explain as explain_artifact
+
+    kernel.chosen()
+    _say(explain_artifact(artifact, samples, profiles, as_json=as_json))
+
+
+@command.command()
+@click.argument("artifact", type=_PATH)
 @click.option("--out", required=True, type=_PATH, metavar="FP32.SAFETENSORS", help="The file to write.")
 @click.option("--force", is_flag=True, help="Replace a file that is there already.")
 @_debug

@@ -11,7 +11,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged, ConversionError
 from bf16kit.manifest import MEASUREMENTS, RESIDUAL, SCHEMA_VERSION, Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
-from bf16kit.measurements import Measurements, ProfileMeasurements, ranges, sample_columns
+from bf16kit.measurements import Layers, Measurements, ProfileMeasurements, ranges, sample_columns
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact, staging
 from converter import sources
@@ -32,7 +32,7 @@ from converter.process import versions
 from converter.process.memory import release
 from converter.process.naming import naming
 from converter.process.progress import Progress, Silent
-from converter.proof import samples
+from converter.proof import explain, samples
 from converter.proof.certify import Certified, certify
 from converter.proof.judging import check_budget, check_judged, judge, with_kinds
 from converter.proof.oracle import Asked, ask
@@ -94,7 +94,9 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         check_judged(options.budget, certified.manifest)
         manifest, left_out = judge(certified.over, certified.manifest, options, stage)
         notes += left_out
-        artifact = _publish(options, stage, manifest, _measured(manifest, certified, census, mending), notes, progress)
+        layers = explain.tables(stage.draft(manifest), calibration.feeds, stage.path, progress, notes)
+        measured = _measured(manifest, certified, layers, census, mending)
+        artifact = _publish(options, stage, manifest, measured, notes, progress)
     return Result(artifact, tuple(notes))
 
 
@@ -308,12 +310,18 @@ def _check_lossless(
         lossless.check(draft, prepared, stored, tensors, rounding, advance)
 
 
-def _measured(manifest: Manifest, certified: Certified, census: Mapping[str, Census], mending: Mending) -> Measurements:
+def _measured(
+    manifest: Manifest,
+    certified: Certified,
+    layers: Mapping[str, Layers],
+    census: Mapping[str, Census],
+    mending: Mending,
+) -> Measurements:
     """What ``measurements.json`` keeps of the profiles that are published."""
     columns = sample_columns(certified.drifts)
     searches = {profile: result.entry() for profile, result in mending.results.items()}
     profiles = {
-        profile: ProfileMeasurements(outputs=columns[profile], search=searches.get(profile))
+        profile: ProfileMeasurements(outputs=columns[profile], layers=layers.get(profile), search=searches.get(profile))
         for profile in manifest.drift
     }
     return Measurements(profiles=profiles, ranges=ranges(census))

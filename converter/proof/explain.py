@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError
-from bf16kit.runtime.externaldata import REBUILT, initializers
+from bf16kit.errors import ArtifactError, RuntimeFailure
+from bf16kit.measurements import MOST_LAYERS, LayerEntry, Layers, thin
+from bf16kit.runtime.rebuilt import rebuilt
 from converter.graph.operators import label
 from converter.model import Feeds
 from converter.plan import narrowed
+from converter.process.progress import Progress
 from converter.proof import expectation
 from converter.proof.emulate import emulation
 from converter.proof.expectation import Rounded
 from converter.proof.probing import Graph, Power, compare
 
+_FEEDS = 2  # samples on which a conversion measures its layers: they vary little between samples
 MOST = 200.0  # dB; what is exact, or infinitely far, is given as ±MOST, so that every figure is a number
 
 
@@ -42,78 +47,142 @@ class LayerSqnr:
     expected_db: float
 
 
-def layers(artifact: Artifact, feeds: Sequence[Feeds], profile: str = "cpu") -> list[LayerSqnr]:
-    """The layers of ``profile``, in the order of the source's graph: every node whose result both graphs have.
+def layers(
+    artifact: Artifact, feeds: Sequence[Feeds], profiles: Iterable[str], scratch: Path | None = None
+) -> dict[str, list[LayerSqnr]]:
+    """The layers of each of ``profiles``, in the order of the source's graph: every node whose result both graphs have.
 
     The cuda profile is emulated on the CPU. A node whose result went into a fused operator, or whose result is not
-    fp32, is not among them. Raises :class:`ArtifactError` when the artifact has no such ONNX profile or no reference,
+    fp32, is not among them. ``scratch`` is where the reference's weights are rebuilt (None: where temporary files go).
+    Raises :class:`ArtifactError` when the artifact has no such ONNX profile or no reference,
     :class:`~bf16kit.errors.RuntimeFailure` when a graph does not run.
     """
-    return trace(artifact, feeds, profile).layers()
+    with reference(artifact, scratch) as graph:
+        return {profile: trace(graph, artifact, feeds, profile).layers() for profile in profiles}
+
+
+def tables(
+    artifact: Artifact, feeds: Sequence[Feeds], scratch: Path, progress: Progress, notes: list[str]
+) -> dict[str, Layers]:
+    """The :func:`layers` of all ONNX profiles on the first of ``feeds``, as ``measurements.json`` keeps them.
+
+    No verdict needs them: what does not run is a note, and an artifact without a reference has none.
+    """
+    profiles = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
+    if artifact.manifest.reference is None or not profiles:
+        return {}
+    try:
+        with progress.step("measuring each layer's SQNR"):
+            found = layers(artifact, feeds[:_FEEDS], profiles, scratch)
+    except RuntimeFailure as error:
+        notes.append(f"the SQNR of layers was not measured: {error}")
+        return {}
+    most = MOST_LAYERS // len(profiles)
+    return {
+        profile: Layers(measured=len(rows), rows=[_entry(each) for each in thin(rows, most)])
+        for profile, rows in found.items()
+    }
+
+
+def _entry(each: LayerSqnr) -> LayerEntry:
+    return LayerEntry(name=each.name, op=each.op, depth=each.depth, sqnr_db=each.sqnr_db, expected_db=each.expected_db)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """What ran through the reference and a profile on the same feeds."""
 
-    graph: ir.Graph
+    reference: Graph
     rounded: Rounded
     powers: dict[str, Power]
     expected: dict[ir.Value, float]
 
+    @property
+    def graph(self) -> ir.Graph:
+        """The source's graph, as the reference has it."""
+        return self.reference.model.graph
+
     def layers(self) -> list[LayerSqnr]:
+        """Every node whose result both graphs have."""
         depths = expectation.depth(self.graph)
-        return [
-            LayerSqnr(
-                name=node.name or "",
-                op=label(node),
-                weight=_weight(node),
-                depth=depths[node.outputs[0]],
-                sqnr_db=decibels(power.ratio),
-                expected_db=decibels(self.expected[node.outputs[0]]),
-            )
-            for node in self.graph
-            if (power := self.powers.get(node.outputs[0].name or "")) is not None
-        ]
+        return [layer(self, node, depths) for node in self.graph if self.has(node.outputs[0])]
+
+    def has(self, value: ir.Value) -> bool:
+        """Whether both graphs have ``value``."""
+        return value.name in self.powers
+
+    def sqnr(self, value: ir.Value) -> float:
+        """The SQNR of a ``value`` that both graphs have, in dB."""
+        return decibels(self.powers[value.name or ""].ratio)
+
+    def line(self, value: ir.Value) -> float:
+        """The SQNR that ``value`` should have, in dB."""
+        return decibels(self.expected[value])
 
 
-def trace(artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> Trace:
-    """Run ``profile`` and the reference on ``feeds``, and compare all values that both have. Errors: :func:`layers`."""
-    manifest = artifact.manifest
-    entry = manifest.profiles.get(profile)
-    if entry is None or entry.format != "onnx":
-        known = ", ".join(sorted(name for name, p in manifest.profiles.items() if p.format == "onnx")) or "none"
-        raise ArtifactError(f"{artifact.path}: has no ONNX profile {profile!r} to look into; it has {known}")
-    if manifest.reference is None:
+def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerSqnr:
+    """``node`` as a layer; where its own result went into a fused operator, its SQNR is that of what it became."""
+    value = node.outputs[0]
+    seen = value
+    while not traced.has(seen):
+        seen = next(use.node for use in seen.uses()).outputs[0]
+    depths = depths or expectation.depth(traced.graph)
+    return LayerSqnr(
+        name=node.name or "",
+        op=label(node),
+        weight=_weight(node),
+        depth=depths[value],
+        sqnr_db=traced.sqnr(seen),
+        expected_db=traced.line(seen),
+    )
+
+
+@contextmanager
+def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
+    """The fp32 graph of ``artifact``, its weights rebuilt for as long as the block lasts; ArtifactError without one."""
+    name = artifact.manifest.reference
+    if name is None:
         raise ArtifactError(
             f"{artifact.path}: was converted with --no-residual and keeps no fp32 reference to compare with;"
             " convert the checkpoint again with the residual"
         )
-    path = artifact.file(manifest.reference)
-    rebuilt = {name: artifact.restore(name) for name in initializers(path, REBUILT)}
-    reference = Graph(ir.load(path), artifact.path, rebuilt)
+    with rebuilt(artifact, artifact.file(name), scratch) as weights:
+        base = weights.base_dir or artifact.path
+        model = ir.load(weights.model) if isinstance(weights.model, Path) else _parsed(weights.model)
+        ir.external_data.set_base_dir(model.graph, base)
+        yield Graph(model, base, weights.external)
+
+
+def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> Trace:
+    """Run ``profile`` and the reference on ``feeds``, and compare all values that both have. Errors: :func:`layers`."""
+    plan, entry = artifact.manifest.plan, artifact.manifest.profiles.get(profile)
+    if entry is None or entry.format != "onnx":
+        found = artifact.manifest.profiles.items()
+        known = ", ".join(sorted(name for name, each in found if each.format == "onnx")) or "none"
+        raise ArtifactError(f"{artifact.path}: has no ONNX profile {profile!r} to look into; it has {known}")
     powers = compare(reference, Graph(_profile_graph(artifact, profile), artifact.path, {}), feeds)
-    rounded = Rounded(
-        narrowed(manifest.plan.tensors),
-        frozenset(e.name for e in manifest.plan.nodes.get(profile, []) if e.precision == "bf16"),
-    )
-    graph = reference.model.graph
+    nodes = frozenset(each.name for each in plan.nodes.get(profile, []) if each.precision == "bf16")
+    rounded = Rounded(narrowed(plan.tensors), nodes)
     means = _Means(artifact, powers)
-    return Trace(graph, rounded, powers, expectation.expected(graph, rounded, means.of))
+    return Trace(reference, rounded, powers, expectation.expected(reference.model.graph, rounded, means.of))
 
 
 def decibels(ratio: float) -> float:
     """Noise ÷ signal as an SQNR in dB, within ±:data:`MOST`."""
     if ratio == 0:
         return MOST
-    return max(-MOST, min(MOST, -10 * math.log10(ratio))) if math.isfinite(ratio) else -MOST
+    return max(-MOST, min(MOST, 0.0 - 10 * math.log10(ratio))) if math.isfinite(ratio) else -MOST
 
 
 def _profile_graph(artifact: Artifact, profile: str) -> ir.Model:
     path = artifact.file(artifact.manifest.profiles[profile].graph)
     if profile == "cpu":
         return ir.load(path)
-    return ir.serde.deserialize_model(onnx.load_from_string(emulation(path)))
+    return _parsed(emulation(path))
+
+
+def _parsed(data: bytes) -> ir.Model:
+    return ir.serde.deserialize_model(onnx.load_from_string(data))
 
 
 def _weight(node: ir.Node) -> str:

@@ -59,7 +59,8 @@ class Power:
             self._add(r[start : start + _BLOCK].astype(np.float64), c[start : start + _BLOCK].astype(np.float64))
 
     def _add(self, r: Array, c: Array) -> None:
-        judged = np.isfinite(r) & ~((np.abs(r) > LARGEST) & (np.abs(c) > LARGEST / 2))
+        masks = (np.abs(r) > LARGEST) & (np.abs(c) > LARGEST / 2) & np.isfinite(c)
+        judged = np.isfinite(r) & ~masks
         r, c = r[judged], c[judged]
         self.count += r.size
         self.signal += float(r @ r)
@@ -80,14 +81,22 @@ class Power:
         return self.signal / self.count if self.count else 0.0
 
 
-def compare(reference: Graph, candidate: Graph, feeds: Sequence[Feeds], chunk: int = CHUNK) -> dict[str, Power]:
-    """How far every fp32 value of ``reference`` that ``candidate`` has too is from it, by name, over all ``feeds``.
+def compare(
+    reference: Graph,
+    candidate: Graph,
+    feeds: Sequence[Feeds],
+    only: Container[str] | None = None,
+    chunk: int = CHUNK,
+) -> dict[str, Power]:
+    """How far every fp32 value of ``reference`` (or those named in ``only``) that ``candidate`` has too is from it, by
+    name, over all ``feeds``.
 
     Both graphs run once per feed and chunk of values; about ``chunk`` bytes of values of each are in memory at a time.
     Raises :class:`~bf16kit.errors.RuntimeFailure` when a graph does not run.
     """
     there = frozenset(_values(candidate.model))
-    pairs = {name: found for name in _values(reference.model) if (found := _find(name, there)) is not None}
+    here = [name for name in _values(reference.model) if only is None or name in only]
+    pairs = {name: found for name in here if (found := _find(name, there)) is not None}
     names, powers = list(pairs), dict[str, Power]()
     start, count = 0, _FIRST
     while start < len(names):

@@ -14,16 +14,16 @@ from converter.proof.explain import layers
 
 def test_layers_are_the_sources_nodes_in_their_order(small: Artifact) -> None:
     """In the cpu profile the product, its bias and its activation are one: the result is what both graphs have."""
-    found = layers(small, [small.golden().inputs], "cpu")
+    found = layers(small, [small.golden().inputs], ["cpu"])["cpu"]
     assert [(layer.name, layer.op, layer.depth) for layer in found] == [("relu0", "Relu", 1), ("add1", "Add", 2)]
-    assert [layer.name for layer in layers(small, [small.golden().inputs], "cuda")] == [
+    assert [layer.name for layer in layers(small, [small.golden().inputs], ["cuda"])["cuda"]] == [
         *("matmul0", "add0", "relu0", "matmul1", "add1"),
     ]
 
 
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_a_sound_model_is_on_the_line(small: Artifact, profile: str) -> None:
-    for layer in layers(small, [small.golden().inputs], profile):
+    for layer in layers(small, [small.golden().inputs], [profile])[profile]:
         assert abs(layer.sqnr_db - layer.expected_db) < 3
 
 
@@ -31,9 +31,9 @@ def test_no_reference_no_explanation(cli: Cli, target: Path, onnx_file: Path) ->
     assert cli("checkpoint", onnx_file, "--out", target, "--no-residual").code == 0
     bare = Artifact.open(target)
     with pytest.raises(ArtifactError, match="--no-residual and keeps no fp32 reference"):
-        layers(bare, [bare.golden().inputs], "cpu")
+        layers(bare, [bare.golden().inputs], ["cpu"])["cpu"]
 
 
 def test_a_profile_that_is_not_there_is_named(small: Artifact) -> None:
     with pytest.raises(ArtifactError, match="no ONNX profile 'torchscript' to look into; it has cpu, cuda"):
-        layers(small, [small.golden().inputs], "torchscript")
+        layers(small, [small.golden().inputs], ["torchscript"])["torchscript"]

@@ -1,0 +1,292 @@
+"""The layer at which a profile leaves the expected line, and the nodes to keep in fp32 so that its output is mended.
+
+The first is found by following the noise of an output upstream. The others are found by trying, each time with the
+profile built anew in memory: the node that left the line, with the nodes before it whose rounding it amplifies, level
+by level; then, if that is not enough, the nodes on the way one by one. What turns out not to be needed is taken out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise, takewhile
+
+import onnx_ir as ir
+
+from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
+from bf16kit.numerics import to_bf16, to_fp32
+from bf16kit.runtime.externaldata import REBUILT
+from converter.formats.onnx import build
+from converter.graph.initializers import stays_inline
+from converter.graph.operators import EXACT, WEIGHTED
+from converter.graph.step import run
+from converter.model import Array, Feeds
+from converter.passes import prepare
+from converter.plan import make_plan, narrowed
+from converter.plan.profiles import PROFILES
+from converter.proof.emulate import Emulate
+from converter.proof.expectation import operands
+from converter.proof.explain import Trace, decibels
+from converter.proof.probing import Graph, compare
+
+# dB below the expected line that a value has left it: MiniLM stays within 1.5, cancellation of one bit costs 6
+# (docs/decisions has the numbers of more models).
+MARGIN = 6.0
+
+_LEVELS = 5  # of rounding before a node that are tried
+_SINGLES = 12  # nodes on the way that are tried one by one
+_MOST = 24  # nodes that a remedy may name
+_GAIN = 1.0  # dB that one more node must bring
+_WORTH = 3.0  # dB that a remedy must bring
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What mends the worst output: the nodes to keep, and its SQNR in dB as it is and as it was with them kept."""
+
+    nodes: tuple[str, ...]
+    output: str
+    before_db: float
+    after_db: float
+
+    @property
+    def pattern(self) -> str:
+        """The nodes as one regular expression for ``--keep-fp32``."""
+        names = "|".join(re.escape(name) for name in self.nodes)
+        return f"^{names}$" if len(self.nodes) == 1 else f"^({names})$"
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """An output that needs mending, from where its noise comes, and the SQNR in dB to reach.
+
+    ``path`` holds values up the graph, the output first, each the one farthest below the line that the one before is
+    computed from. ``node`` is where the path left the line, None when it never did; ``readers`` is what computes the
+    next value of the path from it.
+    """
+
+    output: ir.Value
+    path: tuple[ir.Value, ...]
+    goal: float
+    node: ir.Node | None = None
+    readers: tuple[ir.Node, ...] = ()
+
+
+def departure(trace: Trace, budget: Budget) -> Departure | None:
+    """That of the worst output that is off the line, or over ``budget`` in relative_l2; None when none is."""
+    bound = budget.bounds.get("relative_l2", math.inf)
+    allowed = -20 * math.log10(bound) if 0 < bound < math.inf else -math.inf
+    found = []
+    for output in trace.graph.outputs:
+        goal = max(trace.line(output) - MARGIN, allowed)
+        if trace.has(output) and trace.sqnr(output) < goal:
+            path = _path(trace, output)
+            found.append(Departure(output, path, goal, *_leaves(trace, path)))
+    return max(found, key=lambda each: each.goal - trace.sqnr(each.output), default=None)
+
+
+def find(trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], found: Departure) -> Remedy | None:
+    """The smallest set found of nodes that, kept in fp32, bring the output to its goal, or nearest to it.
+
+    None when keeping what was tried gains less than 3 dB. Raises what :func:`converter.passes.prepare` and running a
+    graph raise.
+    """
+    if found.node is None:
+        return None
+    trials = _Trials(trace, artifact, profile, feeds, found.output)
+    before = trace.sqnr(found.output)
+    before_it = _levels(trace, [found.node], trials.known)
+    around_it = _levels(trace, [found.node, *found.readers], trials.known)  # a bf16 reader rounds what it reads
+    best = _best(trials, chain(before_it, around_it), found.goal)
+    if trials.sqnr(best) < found.goal:
+        best = _grown(trials, best, _on_the_way(trace, found.path, trials.known), found.goal)
+    reached = trials.sqnr(best)
+    if reached < before + _WORTH:
+        return None
+    best = trials.pruned(best, min(found.goal, reached - _GAIN / 2))
+    return Remedy(best, found.output.name or "", before, trials.sqnr(best))
+
+
+def _best(trials: _Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple[str, ...]:
+    """The first of ``sets`` that reaches ``goal``, or else the one that gets nearest."""
+    best: tuple[str, ...] = ()
+    for nodes in sets:
+        if trials.sqnr(nodes) > trials.sqnr(best) + _GAIN:
+            best = nodes
+        if trials.sqnr(best) >= goal:
+            break
+    return best
+
+
+def _grown(trials: _Trials, chosen: tuple[str, ...], names: Iterable[str], goal: float) -> tuple[str, ...]:
+    """``chosen`` with those of ``names`` that bring most, one after the other, until ``goal`` is reached."""
+    order = sorted(names, key=lambda name: trials.sqnr((*chosen, name)), reverse=True)
+    for name in order:
+        if trials.sqnr(chosen) >= goal:
+            break
+        if name not in chosen and trials.sqnr((*chosen, name)) > trials.sqnr(chosen) + _GAIN:
+            chosen = (*chosen, name)
+    return chosen
+
+
+def _path(trace: Trace, output: ir.Value) -> tuple[ir.Value, ...]:
+    path = [output]
+    while sources := _between(trace, path[-1])[1]:
+        path.append(max(sources, key=lambda source: _below(trace, source)))
+    return tuple(path)
+
+
+def _leaves(trace: Trace, path: Sequence[ir.Value]) -> tuple[ir.Node | None, tuple[ir.Node, ...]]:
+    """Where the last stretch below the line before the output begins, and what reads it.
+
+    Among nodes that were one it is the product.
+
+    A stretch lasts as long as values lie below by half the margin: one on the edge does not part it.
+    """
+    below = [_below(trace, value) for value in path]
+    begin = next((index for index, fall in enumerate(below) if fall > MARGIN), None)
+    if begin is None:
+        return None, ()
+    stretch = takewhile(lambda index: below[index] > MARGIN / 2, range(begin, len(path)))
+    first = max(index for index in stretch if below[index] > MARGIN)
+    nodes, _ = _between(trace, path[first])
+    readers = _between(trace, path[first - 1])[0] if first else ()
+    return next((node for node in nodes if node.op_type in WEIGHTED), nodes[0]), tuple(readers)
+
+
+def _on_the_way(trace: Trace, path: Sequence[ir.Value], known: Collection[str]) -> list[str]:
+    """The rounding nodes that give the values of ``path``, those first whose results fall most: a few."""
+    falls: dict[str, float] = {}
+    for value, source in pairwise(path):
+        for node in _between(trace, value)[0]:
+            if (name := node.name or "") in known and _rounds(trace, node):
+                falls[name] = _below(trace, value) - _below(trace, source)
+    return sorted(falls, key=lambda name: -falls[name])[:_SINGLES]
+
+
+def _below(trace: Trace, value: ir.Value) -> float:
+    """dB below the line; a value that only the reference has, and an exact one, are not below it."""
+    return trace.line(value) - trace.sqnr(value) if trace.has(value) else 0.0
+
+
+def _between(trace: Trace, value: ir.Value) -> tuple[list[ir.Node], list[ir.Value]]:
+    """The nodes that give ``value``, and what they read: back to the nearest values that both graphs have."""
+    nodes: list[ir.Node] = []
+    sources: list[ir.Value] = []
+    waiting = [value]
+    while waiting:
+        node = waiting.pop().producer()
+        if node is None or node in nodes:
+            continue
+        nodes.append(node)
+        for operand in operands(node):
+            (sources if trace.has(operand) else waiting).append(operand)
+    return nodes, sources
+
+
+def _levels(trace: Trace, nodes: Sequence[ir.Node], known: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Growing sets: ``nodes``, with those before them up to the nearest that round, with those before these …"""
+    chosen: dict[ir.Node, None] = dict.fromkeys(nodes)
+    edge = list(nodes)
+    for _ in range(_LEVELS):
+        names = tuple(name for n in chosen if (name := n.name or "") in known and _rounds(trace, n))
+        if len(names) > _MOST:
+            return
+        if names:
+            yield names
+        edge = list(dict.fromkeys(found for n in edge for found in _rounding_before(trace, n, chosen)))
+        if not edge:
+            return
+
+
+def _rounding_before(trace: Trace, node: ir.Node, seen: dict[ir.Node, None]) -> Iterator[ir.Node]:
+    """The nearest nodes upstream of ``node`` that bring noise; all that is passed on the way is added to ``seen``."""
+    waiting = [node]
+    while waiting:
+        for value in operands(waiting.pop()):
+            producer = value.producer()
+            if producer is None or producer in seen:
+                continue
+            seen[producer] = None
+            if _rounds(trace, producer) and producer.op_type not in EXACT:
+                yield producer
+            else:
+                waiting.append(producer)
+
+
+def _rounds(trace: Trace, node: ir.Node) -> bool:
+    rounded = trace.rounded
+    return node.name in rounded.nodes or any(v is not None and v.name in rounded.tensors for v in node.inputs)
+
+
+class _Trials:
+    """A profile built anew in memory, with other nodes in fp32, and the SQNR of one output."""
+
+    def __init__(
+        self, trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], output: ir.Value
+    ) -> None:
+        self._trace = trace
+        self._artifact = artifact
+        self._feeds = feeds
+        self._output = output.name or ""
+        self._profile = replace(PROFILES[profile], uses_kernel=False)
+        self._prepared = prepare(_whole(trace.reference))
+        self._tried: dict[tuple[str, ...], float] = {}
+        self.known = frozenset(entry.name for entry in artifact.manifest.plan.nodes[profile])
+
+    def sqnr(self, keep: tuple[str, ...]) -> float:
+        if keep not in self._tried:
+            powers = compare(self._trace.reference, self._candidate(keep), self._feeds, {self._output})
+            self._tried[keep] = decibels(powers[self._output].ratio)
+        return self._tried[keep]
+
+    def pruned(self, keep: tuple[str, ...], goal: float) -> tuple[str, ...]:
+        """``keep`` without those that ``goal`` dB do not need; the products, which cost most, are asked first."""
+        products = {node.name for node in self._trace.graph if node.op_type in WEIGHTED}
+        for name in sorted(keep, key=lambda name: name not in products):
+            fewer = tuple(other for other in keep if other != name)
+            if fewer and self.sqnr(fewer) >= goal:
+                keep = fewer
+        return keep
+
+    def _candidate(self, keep: Iterable[str]) -> Graph:
+        plan = make_plan(
+            self._prepared,
+            keep_fp32=[*self._patterns("keep_fp32"), *(f"^{re.escape(name)}$" for name in keep)],
+            bf16=self._patterns("bf16"),
+            profiles=[self._profile.name],
+        )
+        model = build(self._prepared, plan, self._profile)
+        narrow = narrowed(plan.tensors)
+        weights: dict[str, Array] = {}
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            if tensor is not None and not stays_inline(tensor):
+                weights[name] = _rounded(tensor.numpy()) if name in narrow else tensor.numpy()
+                value.type = ir.TensorType(ir.DataType.from_numpy(weights[name].dtype))
+                value.const_value = _elsewhere(name, weights[name])
+        return Graph(run([Emulate()], model), self._artifact.path, weights)
+
+    def _patterns(self, option: str) -> list[str]:
+        given = self._artifact.manifest.options.get(option)
+        return [str(pattern) for pattern in given] if isinstance(given, list) else []
+
+
+def _whole(reference: Graph) -> ir.Model:
+    """The reference with its weights: what the conversion prepared once."""
+    model = reference.model.clone()
+    for name, array in reference.external.items():
+        model.graph.initializers[name].const_value = ir.tensor(array, name=name)
+    return model
+
+
+def _rounded(weight: Array) -> Array:
+    return to_fp32(to_bf16(weight))
+
+
+def _elsewhere(name: str, array: Array) -> ir.TensorProtocol:
+    dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
+    return ir.ExternalTensor(REBUILT, 0, array.nbytes, dtype, shape=shape, name=name)

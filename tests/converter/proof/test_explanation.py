@@ -1,0 +1,63 @@
+"""``bf16-convert explain`` as its users meet it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+import troubled
+from converting import ONNX_ONLY, Cli
+
+from bf16kit.artifact import Artifact
+
+
+def test_a_sound_artifact_is_on_the_line(cli: Cli, small: Artifact) -> None:
+    said = cli("explain", small.path).published().out
+    assert "Profile cpu: SQNR of" in said
+    assert "Profile cuda: SQNR of" in said
+    assert said.count("Every output is on the expected line") == 2
+
+
+def test_the_text_ends_with_the_option_to_pass(cli: Cli, target: Path, tmp_path: Path) -> None:
+    onnx.save(troubled.cancellation(), tmp_path / "m.onnx")
+    arguments = (tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--allow-over-budget", "--no-search")
+    cli("checkpoint", *arguments).published()
+    said = cli("explain", target, "--profile", "cpu").published().out
+    assert "leaves the expected line at difference (Sub)" in said
+    assert "left and right would bring output y from" in said
+    assert "below the line" in said
+    assert said.rstrip().endswith("--keep-fp32 '^(left|right)$'")
+
+
+def test_json_has_every_layer(cli: Cli, small: Artifact) -> None:
+    said = json.loads(cli("explain", small.path, "--profile", "cpu", "--json").published().out)
+    assert said["samples"] == "the golden samples"
+    layers = said["profiles"][0]["layers"]
+    assert [layer["name"] for layer in layers] == ["relu0", "add1"]
+    assert layers[0].keys() == {"name", "op", "weight", "depth", "sqnr_db", "expected_db"}
+
+
+def test_samples_can_be_given(cli: Cli, small: Artifact) -> None:
+    assert "on feeders:three" in cli("explain", small.path, "--samples", "feeders:three").published().out
+
+
+def test_without_a_residual_there_is_nothing_to_compare_with(cli: Cli, target: Path, onnx_file: Path) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--no-residual", *ONNX_ONLY).published()
+    cli("explain", target).refused(2, "--no-residual and keeps no fp32 reference", "convert the checkpoint again")
+
+
+def test_a_profile_that_the_artifact_lacks(cli: Cli, target: Path, onnx_file: Path) -> None:
+    cli("checkpoint", onnx_file, "--out", target, "--profile", "cpu", *ONNX_ONLY).published()
+    cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+def test_a_conversion_measures_its_layers(small: Artifact, profile: str) -> None:
+    measurements = small.measurements()
+    assert measurements is not None
+    layers = measurements.profiles[profile].layers
+    assert layers is not None
+    assert layers.measured == len(layers.rows) > 1
+    assert all(row.sqnr_db > 45 for row in layers.rows)

@@ -1,0 +1,72 @@
+"""Where a profile leaves the expected line, and what mends it: on models of which both are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+import troubled
+from converting import ONNX_ONLY, Cli
+from onnx import ModelProto
+
+import graphs
+from bf16kit.artifact import Artifact
+from converter.proof.remedy import Remedy
+
+PUBLISHED_ANYHOW = (*ONNX_ONLY, "--allow-over-budget", "--no-search")
+
+
+def explained(cli: Cli, model: ModelProto, target: Path, profile: str) -> dict[str, object]:
+    source = target.parents[2] / "model.onnx"
+    onnx.save(model, source)
+    cli("checkpoint", source, "--out", target, *PUBLISHED_ANYHOW).published()
+    said = cli("explain", target, "--profile", profile, "--json").published().out
+    (found,) = json.loads(said)["profiles"]
+    return dict(found)
+
+
+def drift(path: Path, profile: str) -> float:
+    return Artifact.open(path).manifest.drift[profile].outputs["y"]["relative_l2"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "guilty", "kept"),
+    [
+        (troubled.cancellation(), "cpu", "difference", {"left", "right"}),
+        (troubled.cancellation(), "cuda", "difference", {"left", "right", "difference"}),
+        (troubled.offset(), "cuda", "lower", {"raise", "lower"}),
+        (troubled.overflow(), "cuda", "explode", {"explode", "shrink"}),
+        (troubled.sharp_softmax(), "cpu", "softmax", {"query", "key"}),
+        (troubled.sharp_softmax(), "cuda", "softmax", {"query", "key", "scores", "softmax"}),
+    ],
+)
+def test_the_guilty_node_is_named_and_the_pattern_mends_it(
+    cli: Cli, target: Path, model: ModelProto, profile: str, guilty: str, kept: set[str]
+) -> None:
+    """Converting again with the pattern that was printed brings drift down, to what was foretold."""
+    found = explained(cli, model, target, profile)
+    assert isinstance(found["leaves"], dict)
+    assert isinstance(found["remedy"], dict)
+    assert found["leaves"]["name"] == guilty
+    assert set(found["remedy"]["nodes"]) == kept
+
+    mended = target.with_name("2")
+    source = target.parents[2] / "model.onnx"
+    pattern = found["remedy"]["keep_fp32"]
+    cli("checkpoint", source, "--out", mended, *PUBLISHED_ANYHOW, "--keep-fp32", pattern).published()
+    foretold = 10 ** (-found["remedy"]["after_db"] / 20)
+    assert drift(mended, profile) < drift(target, profile) / 2
+    assert drift(mended, profile) == pytest.approx(foretold, rel=0.5), "the samples differ: golden ones, and all"
+
+
+def test_nothing_is_blamed_where_rounding_does_what_it_should(cli: Cli, target: Path) -> None:
+    found = explained(cli, graphs.mlp((64,) * 9), target, "cuda")
+    assert (found["ails"], found["leaves"], found["remedy"]) == (False, None, None)
+
+
+def test_names_are_matched_as_they_are() -> None:
+    remedy = Remedy(("/model/a.1", "b"), "y", 0.0, 40.0)
+    assert remedy.pattern == r"^(/model/a\.1|b)$"
+    assert Remedy(("a+",), "y", 0.0, 40.0).pattern == r"^a\+$"
