@@ -7,7 +7,10 @@ scale has to be kept for ``restore``. So only rules that move or drop data are a
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.errors import ConversionError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -48,7 +51,7 @@ def simplify(model: ir.Model) -> None:
     from onnxscript.rewriter.rules import common as rules
 
     # Copies: a rule keeps the last graph it looked at, and these are the library's own, which live as long as it does.
-    applied = copy.deepcopy([getattr(rules, name) for name in _RULES if hasattr(rules, name)])
+    applied = copy.deepcopy([_rule(rules, name) for name in _RULES])
     common.InlinePass()(model)
     for _ in range(_ROUNDS):
         optimizer.fold_constants_ir(model, onnx_shape_inference=True)
@@ -60,3 +63,14 @@ def simplify(model: ir.Model) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
+
+
+def _rule(rules: Any, name: str) -> Any:
+    """The rule called ``name``: without one of them models would convert, and worse, with nobody the wiser."""
+    try:
+        return getattr(rules, name)
+    except AttributeError:
+        raise ConversionError(
+            f"the installed onnxscript {version('onnxscript')} has no rewrite rule {name!r}; install the version in"
+            " constraints.txt"
+        ) from None
