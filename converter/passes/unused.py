@@ -1,19 +1,17 @@
-"""Initializers that nothing uses any more: folded statistics, replaced biases."""
+"""What nothing uses any more: folded statistics, replaced biases, nodes whose answers nobody reads."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from converter.graph.step import Step
 
 
 class DropUnused(Step):
-    """Remove initializers of the main graph without a use."""
+    """Remove nodes and initializers without a use, in the main graph and in bodies."""
 
-    name = "drop unused initializers"
+    name = "drop what is unused"
 
     def apply(self, model: ir.Model) -> bool:
-        unused = [n for n, v in model.graph.initializers.items() if not v.uses() and not v.is_graph_output()]
-        for name in unused:
-            model.graph.initializers.pop(name)
-        return bool(unused)
+        return RemoveUnusedNodesPass()(model).modified

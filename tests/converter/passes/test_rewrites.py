@@ -16,6 +16,7 @@ from converter.graph.types import InferTypes
 from converter.passes.identities import RemoveIdentities
 from converter.passes.inlining import InlineFunctions
 from converter.passes.sharing import ShareEqualWeights
+from converter.passes.unused import DropUnused
 
 
 def _clip(bounds: list[str]) -> ModelProto:
@@ -67,6 +68,16 @@ def test_identities_dropouts_and_casts_to_the_same_dtype_go() -> None:
     model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["Relu"]
     assert [value.name for value in model.graph.outputs] == ["y"]
+
+
+def test_nodes_and_initializers_without_a_use_go() -> None:
+    proto = graphs.mlp()
+    proto.graph.initializer.append(graphs.initializer("nobody_s", graphs.values(3)))
+    proto.graph.node.append(helper.make_node("Mul", ["a0", "factor"], ["unread"], name="dead"))
+    proto.graph.initializer.append(graphs.initializer("factor", graphs.values(1)))
+    model = run([DropUnused()], ir.from_proto(proto))
+    assert "dead" not in [node.name for node in model.graph]
+    assert sorted(model.graph.initializers) == ["b0", "b1", "w0", "w1"]
 
 
 def test_an_identity_between_two_edges_stays() -> None:
