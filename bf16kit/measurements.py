@@ -194,6 +194,13 @@ class Measurements(_Entry):
         fields = self.model_dump(mode="json")
         return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
+    def fitted(self) -> Measurements:
+        """This; without layers, search and tensors where names without end would make the file too large to be read."""
+        if len(self.dumps()) <= MAX_BYTES:
+            return self
+        profiles = {name: ProfileMeasurements(outputs=entry.outputs) for name, entry in self.profiles.items()}
+        return Measurements(profiles=profiles, ranges=Ranges(measured=self.ranges.measured, tensors={}))
+
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Measurements:
         """The measurements in ``data``, read from ``where`` (for messages); ArtifactError when it holds none."""

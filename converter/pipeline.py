@@ -344,6 +344,7 @@ def _publish(
     progress: Progress,
 ) -> Artifact:
     with progress.step("publishing"):
+        measurements = measurements.fitted()
         (stage.path / MEASUREMENTS).write_bytes(measurements.dumps())
         manifest = manifest.model_copy(update={"measurements": MEASUREMENTS, "schema_version": SCHEMA_VERSION})
         if options.report:

@@ -151,3 +151,14 @@ def test_a_damaged_file_is_refused_or_read_and_nothing_else(data: st.DataObject)
     except ArtifactError:
         return
     assert Measurements.loads(found.dumps(), "m").dumps() == found.dumps()
+
+
+def test_names_without_end_cost_rows_and_not_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "x" * 10_000
+    measured = _measured().model_copy(update={"ranges": ranges({name: Census(count=1)})})
+    assert measured.fitted() is measured
+    monkeypatch.setattr(measurements, "MAX_BYTES", 8_000)
+    fitted = measured.fitted()
+    assert Measurements.loads(fitted.dumps(), "m") == fitted
+    assert (fitted.ranges.measured, fitted.ranges.tensors, fitted.profiles["cpu"].layers) == (1, {}, None)
+    assert fitted.profiles["cpu"].outputs == measured.profiles["cpu"].outputs
