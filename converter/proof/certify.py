@@ -201,7 +201,9 @@ def _verified(profile: str, entry: ProfileEntry, run: Run) -> ProfileEntry:
     if run.emulated:
         note = "emulated on the CPU, not verified on a device"
         return entry.model_copy(update={"verified": "emulated", "note": note})
-    note = run.note or (f"when verified: {how(run.info)}" if how(run.info) else "")
+    # Not the kernel's path, which is this machine's: the same input gives the same bytes. `verify` tells it.
+    seen = "on the CPU kernel" if run.info.kernel else run.info.note
+    note = run.note or (f"when verified: {seen}" if seen else "")
     return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
 
 

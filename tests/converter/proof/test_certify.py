@@ -24,16 +24,18 @@ def layers(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
-def test_the_kernel_that_ran_is_in_the_manifest_the_report_and_what_inspect_shows(
+def test_that_the_kernel_ran_is_in_the_manifest_the_report_and_what_inspect_shows_and_its_path_in_what_verify_says(
     cli: Cli, layers: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(kernel.VARIABLE, "portable")
     out = cli("checkpoint", layers, "--out", target, "--profile", "cpu", "--format", "onnx").published().out
-    said = "when verified: on the CPU kernel, path portable"
+    said = "when verified: on the CPU kernel"
     assert Artifact.open(target).manifest.profiles["cpu"].note == said
     assert said in (target / "report.html").read_text("utf-8")
     assert said in cli("inspect", target).published().out
     assert "no CPU kernel" not in out
+    assert "portable" not in (target / "manifest.json").read_text("utf-8")
+    assert "cpu ran: on the CPU kernel, path portable" in cli("verify", target).published().out
 
 
 def test_without_the_kernel_one_note_tells_the_reason_the_cost_and_the_remedy(

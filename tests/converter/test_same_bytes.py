@@ -1,0 +1,82 @@
+"""The same input gives the same bytes: in another process, with other hashes, after other imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from converting import MLP, SUPPORT
+
+from bf16kit.runtime import kernel
+
+CONVERT = """
+import sys
+if sys.argv[1] == "torch":
+    import torch, transformers, scipy
+from converter.cli import run
+sys.exit(run(sys.argv[2:]))
+"""
+UNLIKE = (
+    {"PYTHONHASHSEED": "1"},
+    {"PYTHONHASHSEED": "2", "torch": "first"},
+    {"PYTHONHASHSEED": "3", "TZ": "Asia/Tokyo"},
+)
+
+MEASURED = {"manifest.json", "measurements.json", "report.html"}
+
+
+def convert(target: Path, arguments: tuple[str | Path, ...], environment: dict[str, str]) -> dict[str, bytes]:
+    """Every file of what a process of its own publishes."""
+    first = "torch" if environment.pop("torch", "") else "none"
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(SUPPORT), str(root)])
+    command = [sys.executable, "-c", CONVERT, first, "checkpoint", *map(str, arguments), "--out", str(target)]
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {file.name: file.read_bytes() for file in target.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torch"])
+def test_three_processes_that_are_not_alike_publish_the_same_bytes(
+    kind: str, tmp_path: Path, onnx_file: Path, mlp_file: Path
+) -> None:
+    arguments = (onnx_file,) if kind == "onnx" else (mlp_file, *MLP)
+    first, *others = (
+        convert(tmp_path / str(index) / "m" / "1", arguments, dict(environment))
+        for index, environment in enumerate(UNLIKE)
+    )
+    for other in others:
+        assert other.keys() == first.keys()
+        assert [name for name in first if other[name] != first[name]] == []
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_the_path_of_the_kernel_that_verified_an_artifact_is_not_in_it(tmp_path: Path, onnx_file: Path) -> None:
+    """What was measured may differ in its last digits: the portable path rounds products that the others do not. Those
+    that have fused multiply-add give the same bits, and no file differs."""
+    paths = [path for path in kernel.PATHS if runs(path)]
+    found = {path: convert(tmp_path / path / "m" / "1", (onnx_file,), {kernel.VARIABLE: path}) for path in paths}
+    fused = [files for path, files in found.items() if path != "portable"]
+    assert all(files == fused[0] for files in fused)
+    first, *others = found.values()
+    for other in others:
+        assert {name for name in first if other.get(name) != first[name]} <= MEASURED
+        assert but_for_what_was_measured(other) == but_for_what_was_measured(first)
+
+
+def but_for_what_was_measured(files: dict[str, bytes]) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(files["manifest.json"])
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name not in MEASURED}
+    return {key: value for key, value in manifest.items() if key not in ("drift", "digest")}
+
+
+def runs(path: str) -> bool:
+    program = "from bf16kit.runtime.kernel import available; available()"
+    env = {**os.environ, kernel.VARIABLE: path}
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=False).returncode == 0
