@@ -30,7 +30,10 @@ def read(options: Options, advance: Advance) -> Source:
     kind = recognise(options.source)
     if options.with_past and kind is not Kind.HUGGING_FACE:
         raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
-    return READERS[kind](options, kind, advance)
+    source = READERS[kind](options, kind, advance)
+    if "__metadata__" in source.checkpoint.tensors:
+        raise SourceError(f"{options.source}: has a tensor called '__metadata__', which no safetensors file can hold")
+    return source
 
 
 def _read_onnx(options: Options, _kind: Kind, advance: Advance) -> Source:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bf16kit.errors import SourceError
 from converter.model import Array
 from converter.process.quiet import first_line, quiet
+from converter.sources import torch_records
 from converter.sources.detect import Kind
 
 if TYPE_CHECKING:
@@ -36,7 +37,19 @@ def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, 
 
     if isinstance(loaded, torch.nn.Module):
         return _to_numpy(path, loaded.state_dict()), loaded
-    return _to_numpy(path, _state_dict(path, loaded)), None
+    state = _state_dict(path, loaded)
+    if kind is Kind.TORCH_ZIP and not trust_pickle:  # what a trusted pickle builds need not lie in the file
+        torch_records.check(path, _storages(state))
+    return _to_numpy(path, state), None
+
+
+def _storages(state: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Address and size of the memory behind every tensor of ``state`` that has any."""
+    import torch
+
+    dense = (t for t in state.values() if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    storages = (tensor.untyped_storage() for tensor in dense if tensor.device.type == "cpu")
+    return {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
 
 
 def _load(path: Path, *, mapped: bool, trust_pickle: bool) -> Any:

@@ -1,19 +1,76 @@
-"""``python -m fuzzing KIND FIRST COUNT``: a slice of a campaign; faults as they come, the tally as JSON at the end."""
+"""``python -m fuzzing``: 20,000 mutants in slices, as many at a time as there are cores, and the page that says how they
+ended. A slice that has its result is not run again, so a campaign that was stopped goes on where it was.
+
+``python -m fuzzing KIND FIRST COUNT RESULT`` runs one slice.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, zip_longest
 from pathlib import Path
 
-from fuzzing.campaign import Tally, run
+from fuzzing import page
+
+SHARES = {"onnx": 0.4, "safetensors": 0.3, "torch": 0.3}
+SLICE = 250
 
 
 def main(arguments: list[str]) -> int:
-    kind, first, count, result = arguments[0], int(arguments[1]), int(arguments[2]), Path(arguments[3])
+    if arguments[:1] and arguments[0] in SHARES:
+        return _slice(arguments[0], int(arguments[1]), int(arguments[2]), Path(arguments[3]))
+    parser = argparse.ArgumentParser(prog="python -m fuzzing")
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--results", type=Path, default=Path("build/fuzz"), help="a file for each slice")
+    parser.add_argument("--page", type=Path, default=Path("docs/reliability-converter.md"))
+    given = parser.parse_args(arguments)
+    given.results.mkdir(parents=True, exist_ok=True)
+    slices = _slices(given.count, given.results / page.commit())
+    with ThreadPoolExecutor(given.jobs) as pool:
+        done = list(pool.map(_apart, slices))
+    tallies = [json.loads(result.read_text()) for _, _, _, result in slices if result.is_file()]
+    given.page.write_text(page.of(tallies))
+    faults = sum(len(tally["faults"]) for tally in tallies)
+    print(f"{sum(tally['count'] for tally in tallies)} mutants, {faults} faults: {given.page}")
+    return bool(faults) or not all(done)
+
+
+def _slices(count: int, results: Path) -> list[tuple[str, int, int, Path]]:
+    """The kinds by turns, so that a campaign that is cut short has seen something of each."""
+    results.mkdir(exist_ok=True)
+    by_kind = [
+        [
+            (kind, first, min(SLICE, round(count * share) - first + 1), results / f"{kind}-{first}.json")
+            for first in range(1, round(count * share) + 1, SLICE)
+        ]
+        for kind, share in SHARES.items()
+    ]
+    return [found for found in chain(*zip_longest(*by_kind)) if found is not None]
+
+
+def _apart(given: tuple[str, int, int, Path]) -> bool:
+    """A slice in a process of its own; whether it has its result."""
+    kind, first, count, result = given
+    if not result.is_file():
+        with result.with_suffix(".log").open("wb") as log:
+            command = [sys.executable, "-m", "fuzzing", kind, str(first), str(count), str(result)]
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        print(f"{kind} {first} to {first + count - 1}: {'done' if result.is_file() else 'FAILED'}", flush=True)
+    return result.is_file()
+
+
+def _slice(kind: str, first: int, count: int, result: Path) -> int:
+    from fuzzing.campaign import Tally, run
+
     started, shown = time.monotonic(), 0
 
     def note(tally: Tally) -> None:
@@ -21,17 +78,19 @@ def main(arguments: list[str]) -> int:
         for fault in tally.faults[shown:]:
             print("FAULT", fault, flush=True)
         shown = len(tally.faults)
-        if tally.count % 100 == 0:
+        if tally.count % 50 == 0:
             rate = tally.count / (time.monotonic() - started)
             print(f"{kind}: {tally.count} of {count}, {rate:.1f}/s, {dict(tally.ends)}", flush=True)
 
-    home = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    work = Path(tempfile.mkdtemp(prefix="bf16kit-fuzz-", dir=home))
+    memory = Path("/dev/shm")
+    work = Path(tempfile.mkdtemp(prefix="bf16kit-fuzz-", dir=memory if memory.is_dir() else None))
     try:
         tally = run(kind, range(first, first + count), work / "cases", note)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    result.write_text(json.dumps(tally.__dict__, indent=1))
+    part = result.with_suffix(".part")
+    part.write_text(json.dumps(tally.__dict__, indent=1))
+    part.rename(result)
     return bool(tally.faults)
 
 

@@ -17,9 +17,9 @@ from fuzzing.canary import Canary
 from fuzzing.mutate import Mutant, mutant
 from fuzzing.seed import Seed, seeds
 
-_CONVERTED_SHARE = 0.1  # of weights files: exporting a module takes a second, so the others are read and fitted only
+CONVERTED_SHARE = 0.1  # of weights files: exporting a module takes a second, so the others are read and fitted only
 _ASKS_FOR_INPUTS = "does not say what its model's inputs are"
-COMMON = ("--format", "onnx", "--no-report")
+COMMON = ("--format", "onnx", "--no-report", "--no-search")
 
 
 @dataclass
@@ -87,7 +87,7 @@ def run(kind: str, numbers: Iterable[int], work: Path, note: Callable[[Tally], N
         canary.disturbed("")
         for number in numbers:
             one = mutant(found, number, str(canary.path))
-            full = kind == "onnx" or Random(number).random() < _CONVERTED_SHARE
+            full = kind == "onnx" or Random(number).random() < CONVERTED_SHARE
             end, faults, outcome = _attempt(one, work, full=full)
             faults += canary.disturbed("case")
             tally.add(one, end, outcome, faults)

@@ -1,0 +1,47 @@
+"""Whether the tensors of a torch zip file lie where its records are.
+
+torch maps the file and takes from each record as many bytes as the pickle asks for, looking neither at how many it has
+nor at whether they are compressed: what a lie leads to are the bytes of other records, and no error.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+
+from bf16kit.errors import SourceError
+
+_NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
+
+
+def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
+    """``storages`` are the address and the size of each storage that torch mapped from ``path``.
+
+    Raises :class:`SourceError` unless each is a whole record, of its size and at its distance from the others.
+    """
+    if not storages:
+        return
+    try:
+        records = _records(path)
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise SourceError(f"{path}: is a truncated or damaged zip archive ({error})") from error
+    first, size = min(storages)
+    for offset, nbytes in records:
+        if nbytes == size and {(address - first + offset, length) for address, length in storages} <= records:
+            return
+    raise SourceError(f"{path}: damaged: its tensors are said to be of other sizes than the records that hold them")
+
+
+def _records(path: Path) -> set[tuple[int, int]]:
+    """Offset and size of every record's bytes."""
+    found = set()
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
+            file.seek(info.header_offset)
+            header = file.read(_LOCAL_HEADER)
+            lengths = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
+            found.add((info.header_offset + _LOCAL_HEADER + sum(lengths), info.file_size))
+    return found

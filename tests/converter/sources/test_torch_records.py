@@ -1,0 +1,67 @@
+"""Torch files whose records are not what their pickles say: mapped as they are they would give other tensors' bytes."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bf16kit.errors import SourceError
+from converter.sources.detect import Kind
+from converter.sources.torch_file import read_file
+
+Change = Callable[[str, bytes], bytes]
+
+
+def _saved(path: Path, state: dict[str, torch.Tensor]) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def _rewritten(path: Path, change: Change, method: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    changed = path.with_name("changed.pt")
+    with zipfile.ZipFile(changed, "w", method) as archive:
+        for name, content in records.items():
+            archive.writestr(name, change(name, content))
+    return changed
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return {name: array.tolist() for name, array in read_file(path, Kind.TORCH_ZIP, trust_pickle=False)[0].items()}
+
+
+STATE = {"a": torch.arange(4.0), "b": torch.arange(100.0), "none": torch.zeros(0)}
+
+
+def test_what_another_zip_writer_wrote_without_compressing_is_read(tmp_path: Path) -> None:
+    path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content)
+    assert _read(path) == {name: tensor.tolist() for name, tensor in STATE.items()}
+
+
+def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(20.0)
+    read = _read(_saved(tmp_path / "m.pt", {"a": whole[3:7], "b": whole.view(4, 5).T}))
+    assert read == {"a": [3.0, 4.0, 5.0, 6.0], "b": whole.view(4, 5).T.tolist()}
+
+
+@pytest.mark.parametrize("record", ["/data/0", "/data/1"])
+@pytest.mark.parametrize("change", [lambda data: data[:-4], lambda data: data + bytes(4), lambda data: b""])
+def test_a_record_of_another_length_than_its_tensor_is_damage(
+    tmp_path: Path, record: str, change: Callable[[bytes], bytes]
+) -> None:
+    path = _saved(tmp_path / "m.pt", STATE)
+    changed = _rewritten(path, lambda name, content: change(content) if name.endswith(record) else content)
+    with pytest.raises(SourceError, match=r"changed\.pt: "):
+        _read(changed)
+
+
+def test_compressed_records_are_refused_and_not_read_as_they_lie(tmp_path: Path) -> None:
+    path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content, zipfile.ZIP_DEFLATED)
+    with pytest.raises(SourceError, match="is compressed, which torch never does"):
+        _read(path)

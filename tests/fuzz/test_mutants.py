@@ -1,0 +1,32 @@
+"""Damaged sources end in a clear error or a right artifact, and touch nothing outside; `make fuzz` has the other 20,000."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_mutants_end_well(tmp_path: Path, kind: str) -> None:
+    """In a process of its own: it forks, which a process with threads must not."""
+    result = tmp_path / "result.json"
+    first = 1_000_001  # other ones than the campaign's
+    done = subprocess.run(
+        [sys.executable, "-m", "fuzzing", kind, str(first), str(COUNTS[kind]), str(result)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.is_file(), done.stdout + done.stderr
+    tally = json.loads(result.read_text())
+    assert not tally["faults"], "\n".join(tally["faults"])
+    assert tally["count"] == COUNTS[kind]
+    assert sum(count for end, count in tally["ends"].items() if end.startswith("refused")) > COUNTS[kind] / 4
+    assert tally["ends"].get("converted", 0) > 0
