@@ -1,4 +1,4 @@
-"""Damaged sources end in a clear error or a right artifact, and touch nothing outside; `make fuzz` has the other 20,000."""
+"""Damaged sources end in a clear error or a right artifact, and touch nothing outside; `make fuzz` has 20,000."""
 
 from __future__ import annotations
 

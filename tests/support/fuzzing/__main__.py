@@ -1,5 +1,6 @@
-"""``python -m fuzzing``: 20,000 mutants in slices, as many at a time as there are cores, and the page that says how they
-ended. A slice that has its result is not run again, so a campaign that was stopped goes on where it was.
+"""``python -m fuzzing``: 20,000 mutants in slices, one on each core, and the page that says how they ended.
+
+A slice that has its result is not run again, so a campaign that was stopped goes on where it was.
 
 ``python -m fuzzing KIND FIRST COUNT RESULT`` runs one slice.
 """

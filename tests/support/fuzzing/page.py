@@ -12,20 +12,21 @@ Written by `make fuzz`, on commit {commit}.
 
 ## Damaged sources
 {total} mutants of valid ONNX, safetensors and torch files ({seeds}), made by number, so that each can be made again:
-bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes, external locations and offsets, names,
-cycles, attributes, opsets, bodies in bodies, loops without end, header lengths, duplicate keys, zip tables, pickles with
-forbidden globals, links. Each is converted by `bf16-convert` in a process of its own, of which every file that it opens is
-watched (audit hooks; inotify on files beside the source for what native libraries do). It ends well when
+bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes, external locations and
+offsets, names, cycles, attributes, opsets, bodies in bodies, loops without end, header lengths, duplicate keys, zip
+tables, pickles with forbidden globals, links. Each is converted by `bf16-convert` in a process of its own, of which
+every file that it opens is watched (audit hooks; inotify on files beside the source for what native libraries do). It
+ends well when
 
-* it is converted, restored, and the tensors given back are the mutant's own, as another reader finds them, bit for bit; or
-* it is refused with exit code 1, 2 or 3 and one message of at most {longest} characters that names a file or a tensor,
-  without a traceback, a library's inside or the word bug, and nothing is left behind;
+* it is converted, restored, and the tensors given back are the mutant's own, as another reader finds them, bit for bit;
+* or it is refused with exit code 1, 2 or 3 and one message of at most {longest} characters that names a file or a
+  tensor, without a traceback, a library's inside or the word bug, and nothing is left behind.
 
-and in either case takes at most {seconds} s of processor time and {memory} GiB beyond what the program itself takes, and
-neither reads nor writes outside. Of the weights files that can be read {share:.0%} are converted; the others are read, compared and
-fitted into their module, and end there, for want of `--input`: exporting a module takes a second.
+In either case it takes at most {seconds} s of processor time and {memory} GiB beyond what the program itself takes, and
+neither reads nor writes outside. Of the weights files that can be read {share:.0%} are converted; the others are read,
+compared and fitted into their module, and end there, for want of `--input`: exporting a module takes a second.
 
-| kind | mutants | converted | read and fitted | refused, exit 1 | exit 2 | exit 3 | ended otherwise |
+| kind | mutants | converted | read and fitted | exit 1 | exit 2 | exit 3 | ended otherwise |
 |---|---|---|---|---|---|---|---|
 """
 
@@ -34,13 +35,13 @@ _TAIL = """
 |---|---|---|---|
 {costs}
 {faults}
-What is not damage is not bounded by the converter: a sound model that asks for much memory, or whose loops turn on and on
-by what they compute, gets it. Run strangers' models under limits of the system (`ulimit`, a container).
+What is not damage is not bounded by the converter: a sound model that asks for much memory, or whose loops turn on and
+on by what they compute, gets it. Run strangers' models under limits of the system (`ulimit`, a container).
 
 ## SIGKILL
-`tests/fuzz/test_killed.py` kills conversions over a published artifact at 50 moments, and restores over a file at 50 more,
-spread over the steps of the run and closest around publishing. Each time what is there is, byte for byte, the old one or the new
-one; beside it are only hidden temporary files, which the next run removes.
+`tests/fuzz/test_killed.py` kills conversions over a published artifact at 50 moments, and restores over a file at 50
+more, spread over the steps of the run and closest around publishing. Each time what is there is, byte for byte, the old
+one or the new one; beside it are only hidden temporary files, which the next run removes.
 """
 
 
