@@ -22,7 +22,7 @@ from pathlib import Path
 from fuzzing import page
 
 SHARES = {"onnx": 0.4, "safetensors": 0.3, "torch": 0.3}
-SLICE = 250
+SLICE = 1000
 
 
 def main(arguments: list[str]) -> int:
