@@ -209,9 +209,9 @@ def _constants(graph: GraphProto) -> Mapping[str, TensorProto]:
 
 def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]) -> None:
     """:class:`ConversionError` for a Loop or Range that constants make turn, or count, longer than anybody waits."""
-    numbers = [_number(constants.get(name)) for name in node.input[:3]]
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Range", "Loop"):
         return
+    numbers = [_number(constants.get(name)) for name in node.input[:3]]
     if node.op_type == "Range" and len(numbers) == 3:
         start, limit, delta = numbers
         if start is not None and limit is not None and delta and (limit - start) // delta > _LONGEST_RANGE:
@@ -224,11 +224,14 @@ def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]
             raise ConversionError(f"{path}: Loop {_quoted(node.name)} {why}")
 
 
-def _number(tensor: TensorProto | None) -> int | None:
-    """The value of an integer or bool constant of one element that lies in the graph."""
+def _number(tensor: TensorProto | None) -> float | None:
+    """The value of a finite constant of one element that lies in the graph, a whole one as an int."""
     if tensor is None or tensor.data_location == TensorProto.EXTERNAL or math.prod(tensor.dims) != 1:
         return None
-    return int(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])
+    value = onnx.numpy_helper.to_array(tensor).reshape(-1)[0]
+    if value.dtype.kind in "iub":
+        return int(value)
+    return float(value) if value.dtype.kind == "f" and math.isfinite(value) else None
 
 
 def _keeps_going(node: NodeProto) -> bool:

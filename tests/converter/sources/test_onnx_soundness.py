@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper
 
@@ -178,3 +179,15 @@ def test_a_range_that_shape_inference_would_count_through_for_hours_is_refused(t
     model = graphs.model([node], [], [graphs.edge("y", ["n"], TensorProto.INT64)], numbers)
     with pytest.raises(ConversionError, match="Range 'r' counts to 1099511627776"):
         onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_constants_that_are_no_numbers_are_nobodys_end(tmp_path: Path, number: float) -> None:
+    """Masks are made of them: Where(mask, x, −inf)."""
+    odd = graphs.initializer("odd", np.array(number, np.float32))
+    nodes = [
+        helper.make_node("Max", ["x", "odd"], ["y"], name="m"),
+        helper.make_node("Range", ["odd", "odd", "odd"], ["z"], name="r"),
+    ]
+    proto = graphs.model(nodes, [graphs.edge("x", [4])], [graphs.edge("y", [4]), graphs.edge("z", ["n"])], [odd])
+    onnx_soundness.check(tmp_path / "m.onnx", proto)
