@@ -152,8 +152,11 @@ class Artifact:
             raise ArtifactDamaged(f"{self.path}: the scale of tensor {entry.name!r}: {error}") from None
 
     def _checkpoint_tensor(self, entry: CheckpointEntry) -> Array:
-        stored_as = self._entry(entry.tensor).dtype
-        array = self.tensor(entry.tensor) if stored_as == entry.dtype else self.restore(entry.tensor)
+        stored = self._entry(entry.tensor)
+        if stored.dtype == entry.dtype and stored.residual is None:
+            array = self.tensor(entry.tensor)
+        else:
+            array = _as_it_was(self.restore(entry.tensor), entry.dtype)
         if entry.permutation is None:
             return array
         return np.ascontiguousarray(array.transpose(entry.permutation))
@@ -165,6 +168,14 @@ class Artifact:
             mapped = np.memmap(self.file(name), np.uint8, mode="r")
             self._maps[name] = mapped.view(np.ndarray)
         return self._maps[name][segment.offset : segment.offset + segment.bytes]
+
+
+def _as_it_was(restored: NDArray[np.float32], dtype: str) -> Array:
+    """Undo the widening from ``dtype``: of an fp32 number that was bf16, the upper half, NaNs and all."""
+    if dtype == "bfloat16":
+        upper = (np.ascontiguousarray(restored).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return upper.view(BY_NAME["bfloat16"].numpy)
+    return restored.astype(BY_NAME[dtype].numpy, copy=False)
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -33,6 +33,12 @@ def _known_dtype(dtype: str) -> str:
 
 FileName = Annotated[str, AfterValidator(plain_name)]
 DTypeName = Annotated[str, AfterValidator(_known_dtype)]
+# What is stored at another dtype than the checkpoint's: rounded to bf16, or widened to fp32, which is exact.
+_RESTORES = {
+    "float32": ("bfloat16",),
+    "float16": ("bfloat16", "float32"),
+    "bfloat16": ("float32",),
+}
 Size = Annotated[int, Field(ge=0)]
 # What a manifest holds: frozen, and of no keys but those declared.
 STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -95,7 +101,10 @@ class TensorEntry(_Entry):
 
 
 class CheckpointEntry(_Entry):
-    """One tensor of the source checkpoint: stored tensor ``tensor``, restored, its axes permuted by ``permutation``."""
+    """One tensor of the source checkpoint: stored tensor ``tensor``, restored, its axes permuted by ``permutation``.
+
+    Restoring gives fp32; a ``dtype`` of float16 or bfloat16 says that this was widened from it, exactly.
+    """
 
     name: str
     dtype: DTypeName
@@ -126,5 +135,5 @@ def check_source(entry: CheckpointEntry, tensors: dict[str, TensorEntry]) -> Non
         raise ValueError(
             f"checkpoint tensor {entry.name!r}: {entry.shape} is not {tensor.shape} permuted by {entry.permutation}"
         )
-    if entry.dtype != tensor.dtype and (entry.dtype, tensor.dtype) != ("float32", "bfloat16"):
+    if entry.dtype != tensor.dtype and tensor.dtype not in _RESTORES.get(entry.dtype, ()):
         raise ValueError(f"checkpoint tensor {entry.name!r}: {tensor.dtype} does not restore {entry.dtype}")

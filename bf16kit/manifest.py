@@ -144,12 +144,18 @@ class Source(_Entry):
     tensors: Size
 
 
+def _is_packed(tensor: TensorEntry) -> bool:
+    """Whether the residual of ``tensor`` has less than whole low halves."""
+    return tensor.residual is not None and tensor.residual.bytes < tensor.bytes
+
+
 def _needed(fields: dict[str, Any]) -> int:
     """The oldest schema version that can say what ``fields`` say: old readers refuse only what they would misread."""
     plan: Plan = fields.get("plan") or Plan()
     coded = any(entry.code for entries in (plan.tensors, *plan.nodes.values()) for entry in entries)
     quantiles = any("." in bound for bound in fields.get("budget", {}))
-    if coded or quantiles or any(fields.get(name) for name in _SINCE_3):
+    packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
+    if coded or quantiles or packed or any(fields.get(name) for name in _SINCE_3):
         return 3
     return 2 if any(tensor.panels is not None for tensor in fields.get("tensors", [])) else 1
 

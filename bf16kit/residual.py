@@ -10,7 +10,8 @@ in float64 and rounded to fp32 once. ``signed(low)`` is right unless W was a tie
 the distance to 17 bits: those elements are *crossed*, and take 65536 more or less, whichever is on the other side of P.
 Whatever is farther away still (flushed subnormals, some NaNs) is kept *verbatim*, index and bits.
 
-A segment, little-endian: the low halves; the crossed elements, as indices or as a compressed bitmap, whichever is
+A segment, little-endian: the low halves, of which tensors widened from fp16 or bf16 keep the bits that can be other
+than zero (:mod:`bf16kit.lowbits`); the crossed elements, as indices or as a compressed bitmap, whichever is
 smaller; the verbatim indices, then their bits; a footer of :data:`_FOOTER`. All of it streams: encoding and decoding
 need little memory beyond their result.
 """
@@ -26,12 +27,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit import lowbits
 from bf16kit.errors import ArtifactDamaged
 from bf16kit.native import loops
 from bf16kit.numerics import BF16, Bf16Array
 
-_FOOTER = struct.Struct("<QQQB3x4s")  # elements, bytes of the crossed part, verbatim elements, form of crossed, magic
-_MAGIC = b"RES1"
+# elements, bytes of the crossed part, verbatim elements, form of crossed, bits kept of each low half, magic
+_FOOTER = struct.Struct("<QQQBB2x4s")
+_WHOLE, _MAGIC, _MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
 _INDICES, _BITMAP = 0, 1
 _CHUNK = 1 << 18  # elements: what is computed of them stays in the cache
 _NAN = 0x7FC00000
@@ -73,25 +76,28 @@ def encode_chunks(fp32: NDArray[np.float32], bf16: Bf16Array, scale: Scale | Non
 class Encoder:
     """A segment made as its tensor, of ``shape``, comes by: the pieces of all :meth:`rows`, then of :meth:`finish`.
 
-    ValueError when ``scale`` does not fit ``shape``.
+    ``low_bits`` is how many upper bits of a low half may be other than zero, fewer than 16 only without a scale.
+    ValueError when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
     """
 
-    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = _WHOLE) -> None:
         _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
+        self._low_bits = low_bits
+        self._rest = np.empty(0, np.uint16)  # low halves that do not fill a group yet
         self._count = 0
         self._crossed: list[tuple[int, NDArray[np.uint32]]] = []  # where a block starts, and which of its elements
         self._verbatim: list[NDArray[np.int64]] = []
         self._bits: list[NDArray[np.uint32]] = []
 
-    def rows(self, fp32: NDArray[np.float32], bf16: Bf16Array) -> Iterator[memoryview]:
+    def rows(self, fp32: NDArray[np.float32], bf16: Bf16Array) -> Iterator[Piece]:
         """The low halves of the next rows, C-contiguous."""
         words = np.require(fp32, requirements=["C", "A"]).reshape(-1).view(np.uint32)
         stored = bf16.reshape(-1).view(np.uint16)
         for start in range(0, words.size, _CHUNK):
             yield self._block(words[start : start + _CHUNK], stored[start : start + _CHUNK])
 
-    def _block(self, words: NDArray[np.uint32], stored: NDArray[np.uint16]) -> memoryview:
+    def _block(self, words: NDArray[np.uint32], stored: NDArray[np.uint16]) -> Piece:
         compiled = loops()
         if self._scale is None and compiled is not None:
             low, odd = compiled.part(words, stored)
@@ -107,7 +113,15 @@ class Encoder:
         self._verbatim.append(odd[~cross] + self._count)
         self._bits.append(words[odd[~cross]])
         self._count += words.size
-        return low.astype("<u2", copy=False).view(np.uint8).data
+        return self._packed(low)
+
+    def _packed(self, low: NDArray[np.uint16]) -> Piece:
+        if self._low_bits == _WHOLE:
+            return low.astype("<u2", copy=False).view(np.uint8).data
+        low = np.concatenate([self._rest, low])
+        whole = low.size // 8 * 8
+        self._rest = low[whole:]
+        return lowbits.pack(low[:whole], self._low_bits)
 
     def _predicted(self, stored: NDArray[np.uint16]) -> NDArray[np.uint32]:
         if self._scale is None:
@@ -116,12 +130,14 @@ class Encoder:
 
     def finish(self) -> Iterator[bytes]:
         """The rest of the segment."""
+        yield lowbits.pack(self._rest, self._low_bits)
         form, crossing = _smaller(self._crossed, self._count)
         yield crossing
         verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
         yield verbatim.astype("<u8").tobytes()
         yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
-        yield _FOOTER.pack(self._count, len(crossing), verbatim.size, form, _MAGIC)
+        bits, magic = (0, _MAGIC) if self._low_bits == _WHOLE else (self._low_bits, _MAGIC_PACKED)
+        yield _FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
 
 
 def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = None) -> NDArray[np.float32]:
@@ -214,16 +230,18 @@ class _Parts:
     def read(cls, segment: memoryview, count: int) -> _Parts:
         if len(segment) < _FOOTER.size:
             raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes is shorter than its footer")
-        elements, crossing, verbatim, form, magic = _FOOTER.unpack(segment[-_FOOTER.size :])
-        if magic != _MAGIC or form not in (_INDICES, _BITMAP):
+        elements, crossing, verbatim, form, bits, magic = _FOOTER.unpack(segment[-_FOOTER.size :])
+        packed = magic == _MAGIC_PACKED and bits < _WHOLE
+        if not (packed or (magic == _MAGIC and bits == 0)) or form not in (_INDICES, _BITMAP):
             raise ArtifactDamaged("residual: a segment does not end in a residual footer")
         if elements != count:
             raise ArtifactDamaged(f"residual: a segment holds {elements} elements, its tensor has {count}")
-        ends = np.cumsum([2 * elements, crossing, 8 * verbatim, 4 * verbatim], dtype=object)
+        size = lowbits.packed_size(elements, bits) if packed else 2 * elements
+        ends = np.cumsum([size, crossing, 8 * verbatim, 4 * verbatim], dtype=object)
         if ends[-1] != len(segment) - _FOOTER.size:
             raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes does not hold what its footer says")
         parts = cls(
-            low=np.frombuffer(segment[: ends[0]], "<u2"),
+            low=lowbits.unpack(segment[:size], count, bits) if packed else np.frombuffer(segment[:size], "<u2"),
             form=form,
             crossing=segment[ends[0] : ends[1]],
             verbatim=np.frombuffer(segment[ends[1] : ends[2]], "<u8"),

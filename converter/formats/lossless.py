@@ -19,7 +19,7 @@ from bf16kit.errors import ArtifactDamaged, ConversionError
 from bf16kit.manifest import RESIDUAL, TensorEntry
 from bf16kit.numerics import Subnormals
 from converter.formats.weights import StoredWeights
-from converter.graph.equality import same_bits
+from converter.graph.equality import in_fp32, same_bits
 from converter.graph.initializers import const
 from converter.passes import Prepared
 
@@ -85,6 +85,8 @@ def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance
         source = checkpoint.get(name)
         if source is None:
             raise _fault(name, "would be restored, but is not in the checkpoint")
+        if source.dtype == np.float64 and array.dtype == np.float32:
+            source = in_fp32(source)  # narrowed before anything else, with a note; fp32 is what is given back
         _check_same(name, source, array, "is not restored bit for bit")
         advance(source.nbytes)
 

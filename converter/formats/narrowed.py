@@ -45,9 +45,14 @@ class Narrowing:
             yield rows, array
             self.done(array.nbytes)
 
-    def residual(self, original: ir.TensorProtocol, scale: Scale | None) -> Iterator[bytes | memoryview]:
-        """The segment that restores ``original``, which is ``tensor`` without the ``scale`` folded into it."""
-        encoder = Encoder(self.bf16.shape, scale)
+    def residual(
+        self, original: ir.TensorProtocol, scale: Scale | None, low_bits: int = 16
+    ) -> Iterator[bytes | memoryview]:
+        """The segment that restores ``original``, which is ``tensor`` without the ``scale`` folded into it.
+
+        ``low_bits`` is how many bits of its low halves may be other than zero.
+        """
+        encoder = Encoder(self.bf16.shape, scale, 16 if scale is not None else low_bits)
         for rows, array in self.blocks():
             words = array if original is self.tensor else np.asarray(rows_of(original.numpy(), rows), order="C")
             yield from encoder.rows(words, rows_of(self.bf16, rows))

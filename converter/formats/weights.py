@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bf16kit import lowbits
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import RESIDUAL, CheckpointEntry, Plan, Segment, TensorEntry
 from bf16kit.numerics import BF16, Census, Subnormals, census
@@ -76,7 +77,8 @@ def write_weights(
     narrow = narrowed(plan.tensors)
     done = progress or (lambda _: None)
     with writer(BF16_FILE) as bf16_file, writer(FP32_FILE) as fp32_file:
-        store = _Store(prepared, bf16_file, fp32_file, panels, done, Rounding(subnormals, saturate))
+        low_bits = _low_bits(prepared, checkpoint)
+        store = _Store(prepared, bf16_file, fp32_file, panels, done, Rounding(subnormals, saturate), low_bits)
         if not residual:
             store.profiles(narrow, None)
             return store.result((), narrow)
@@ -97,6 +99,7 @@ class _Store:
     panels: Mapping[str, int]
     done: Progress
     rounding: Rounding
+    low_bits: Mapping[str, int]
     census: dict[str, Census] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -128,7 +131,8 @@ class _Store:
         for name, array in checkpoint.items():
             match = self.prepared.matches.get(name)
             if match is not None:
-                entries.append(_checkpoint_entry(name, array, match.initializer, match.permutation))
+                dtype = np.dtype(np.float32) if match.narrowed else array.dtype
+                entries.append(_checkpoint_entry(name, array, match.initializer, match.permutation, dtype))
                 continue
             twins = passengers.setdefault(fingerprint(array), [])
             stored = next((other for twin, other in twins if same_bits(twin, array)), None)
@@ -154,7 +158,7 @@ class _Store:
                 pass
         else:
             scale = self._scale(name)
-            segment = residual.append_chunks(passing.residual(original, scale))
+            segment = residual.append_chunks(passing.residual(original, scale, self.low_bits.get(name, 16)))
         self.census[name] = passing.census
         written = self.bf16_file.append_chunks(strips(bf16, axis))
         entry = _entry(name, bf16, BF16_FILE, written, axis)
@@ -198,6 +202,11 @@ class _Store:
         self.tensors[name] = _entry(name, array, file_name, file.append(array))
 
 
+def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, int]:
+    """How many bits of its low halves an initializer needs that is a tensor of the checkpoint, widened."""
+    return {match.initializer: lowbits.needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
+
+
 def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     """The initializers of a graph that are stored outside it."""
     found = {}
@@ -230,11 +239,15 @@ def _entry(
 
 
 def _checkpoint_entry(
-    name: str, array: NDArray[Any], tensor: str, permutation: tuple[int, ...] | None
+    name: str,
+    array: NDArray[Any],
+    tensor: str,
+    permutation: tuple[int, ...] | None,
+    dtype: np.dtype[Any] | None = None,
 ) -> CheckpointEntry:
     return CheckpointEntry(
         name=name,
-        dtype=_dtype(name, array),
+        dtype=_dtype(name, array if dtype is None else np.empty(0, dtype)),
         shape=list(array.shape),
         tensor=tensor,
         permutation=None if permutation is None else list(permutation),

@@ -13,26 +13,41 @@ from numpy.typing import NDArray
 
 _ROWS_BYTES = 1 << 22
 _PROBES = 64
+OTHER_FLOATS = ("float16", "bfloat16", "float64")  # what fp32 graphs are made of when their checkpoint is not fp32
 
 Array = NDArray[Any]
 Fingerprint = tuple[str, tuple[int, ...], bytes]
 
 
-def fingerprint(array: Array) -> Fingerprint:
+def fingerprint(array: Array, *, as_fp32: bool = False) -> Fingerprint:
     """dtype, shape, and up to 64 elements spread over ``array``: equal for equal tensors, cheap for large ones.
+
+    With ``as_fp32`` that of ``array`` in fp32.
 
     The probes lie at prime-ish strides so that they do not all fall into one column; transposed views cost no copy.
     """
     count = min(_PROBES, array.size)
     flat = (np.arange(count, dtype=np.int64) * (array.size // max(count, 1)) + np.arange(count)) % max(array.size, 1)
     picked = array[np.unravel_index(flat, array.shape)] if array.size and array.ndim else array.reshape(-1)
-    return array.dtype.str + array.dtype.name, array.shape, np.ascontiguousarray(picked).tobytes()
+    picked = in_fp32(picked) if as_fp32 else picked
+    return picked.dtype.str + picked.dtype.name, array.shape, np.ascontiguousarray(picked).tobytes()
 
 
-def same_bits(a: Array, b: Array) -> bool:
-    """Whether two arrays have the same dtype, shape and bits (NaN equals itself, 0 differs from −0)."""
-    if a.dtype != b.dtype or a.shape != b.shape:
+def in_fp32(array: Array) -> Array:
+    """``array`` in fp32, as torch and every other reader of checkpoints makes it: exact from fp16 and bf16."""
+    with np.errstate(over="ignore"):  # whoever reads an fp64 checkpoint has looked for what fp32 cannot hold
+        return array.astype(np.float32)
+
+
+def same_bits(a: Array, b: Array, *, as_fp32: bool = False) -> bool:
+    """Whether two arrays have the same dtype, shape and bits (NaN equals itself, 0 differs from −0).
+
+    With ``as_fp32`` whether ``a`` in fp32 and ``b`` have.
+    """
+    if a.shape != b.shape or (np.dtype(np.float32) if as_fp32 else a.dtype) != b.dtype:
         return False
+    if as_fp32:
+        return _same_in_fp32(a, b)
     if a.dtype == np.object_:
         return bool(np.array_equal(a, b))
     if a.ndim == 0:
@@ -41,5 +56,15 @@ def same_bits(a: Array, b: Array) -> bool:
     bits = np.dtype(f"u{a.dtype.itemsize}") if a.dtype.itemsize in (1, 2, 4, 8) else a.dtype
     return all(
         np.array_equal(a[start : start + rows].view(bits), b[start : start + rows].view(bits))
+        for start in range(0, len(a), rows)
+    )
+
+
+def _same_in_fp32(a: Array, b: Array) -> bool:
+    if a.ndim == 0:
+        return in_fp32(a).tobytes() == b.tobytes()
+    rows = max(1, _ROWS_BYTES // max(1, b.nbytes // max(1, len(b))))
+    return all(
+        np.array_equal(in_fp32(a[start : start + rows]).view(np.uint32), b[start : start + rows].view(np.uint32))
         for start in range(0, len(a), rows)
     )

@@ -7,20 +7,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
+from converter.graph.equality import OTHER_FLOATS, Array, Fingerprint, fingerprint, same_bits
 from converter.graph.initializers import stays_inline
 from converter.graph.names import FreshNames, values_of
+
+_Found = tuple[ir.Value, tuple[int, ...] | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A checkpoint tensor is ``initializer``, its axes permuted by ``permutation`` (None: as it is)."""
+    """A checkpoint tensor is ``initializer``, its axes permuted by ``permutation`` (None: as it is).
+
+    ``narrowed`` when it was fp64: the initializer is fp32, and so is what it restores. fp16 and bf16 are widened, which
+    is exact and can be undone.
+    """
 
     initializer: str
     permutation: tuple[int, ...] | None = None
+    narrowed: bool = False
 
 
 def match(graph: ir.Graph, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, Match]:
@@ -30,13 +38,13 @@ def match(graph: ir.Graph, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, 
     Initializers that stay inline in the graph are not looked at: nobody could read them back from a weights file.
     """
     index = _index(graph)
-    found: dict[str, tuple[ir.Value, tuple[int, ...] | None]] = {}
+    found: dict[str, _Found] = {}
     for name, array in checkpoint.items():
         hit = _lookup(array, index)
         if hit is not None:
             found[name] = hit
-    _rename(graph, {name: value for name, (value, _) in found.items()})
-    return {name: Match(value.name or "", order) for name, (value, order) in found.items()}
+    _rename(graph, {name: value for name, (value, *_) in found.items()})
+    return {name: Match(value.name or "", order, narrowed) for name, (value, order, narrowed) in found.items()}
 
 
 def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, Array]]]:
@@ -49,13 +57,12 @@ def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, Array]]]:
     return index
 
 
-def _lookup(
-    array: Array, index: Mapping[Fingerprint, list[tuple[ir.Value, Array]]]
-) -> tuple[ir.Value, tuple[int, ...] | None] | None:
-    for view, order in _views(array):
-        for value, candidate in index.get(fingerprint(view), ()):
-            if same_bits(view, candidate):
-                return value, order
+def _lookup(array: Array, index: Mapping[Fingerprint, list[tuple[ir.Value, Array]]]) -> _Found | None:
+    for as_fp32 in (False, True) if array.dtype.name in OTHER_FLOATS else (False,):
+        for view, order in _views(array):
+            for value, candidate in index.get(fingerprint(view, as_fp32=as_fp32), ()):
+                if same_bits(view, candidate, as_fp32=as_fp32):
+                    return value, order, as_fp32 and array.dtype == np.float64
     return None
 
 

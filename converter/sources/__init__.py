@@ -53,31 +53,35 @@ def _read_onnx(options: Options, _kind: Kind, advance: Advance) -> Source:
 
 
 def _read_huggingface(options: Options, _kind: Kind, advance: Advance) -> Source:
-    from converter.sources import huggingface
+    from converter.sources import huggingface, precisions
 
     if options.model is not None:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
     tensors, files = huggingface.read_tensors(options.source)
+    precisions.check_range(options.source, tensors)
     checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors)
     loaded = huggingface.load(options, tensors)
     source = _exported(checkpoint, loaded.model, loaded.sampler, ("transformers",))
     outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
-    return replace(source, outputs=outputs, notes=loaded.notes)
+    notes = (*loaded.notes, *precisions.notes(tensors, residual=options.residual))
+    return replace(source, outputs=outputs, notes=notes)
 
 
 def _read_weights(options: Options, kind: Kind, advance: Advance) -> Source:
     """Weights without a graph: an architecture is built, or was saved with them."""
-    from converter.sources import statedict
+    from converter.sources import precisions, statedict
     from converter.sources.torch.onnx_export import adapt
 
     tensors, files, module = _tensors(options, kind)
     if not tensors:
         raise SourceError(f"{options.source}: holds no tensors")
+    precisions.check_range(options.source, tensors)
     if module is None:
-        module = statedict.build(options)
+        module = statedict.in_fp32(statedict.build(options))
         statedict.fit(module, tensors)
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors)
-    return _exported(checkpoint, adapt(module, _inputs_of(options)), None)
+    source = _exported(checkpoint, adapt(statedict.in_fp32(module), _inputs_of(options)), None)
+    return replace(source, notes=precisions.notes(tensors, residual=options.residual))
 
 
 _FORMATS: Mapping[Kind, str] = {

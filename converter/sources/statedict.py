@@ -39,6 +39,14 @@ def build(options: Options) -> torch.nn.Module:
     return module
 
 
+def in_fp32(module: torch.nn.Module) -> torch.nn.Module:
+    """``module``, its parameters brought to fp32, in place, where any is of another floating precision."""
+    import torch
+
+    others = (torch.float16, torch.bfloat16, torch.float64)
+    return module.float() if any(parameter.dtype in others for parameter in module.parameters()) else module
+
+
 def fit(module: torch.nn.Module, tensors: Mapping[str, Array]) -> None:
     """Copy ``tensors`` into ``module``, in its own dtypes.
 

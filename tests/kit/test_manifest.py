@@ -243,7 +243,7 @@ class TestConsistency:
             ({"permutation": None}, r"\[3, 2\] is not \[2, 3\] permuted by None"),
             ({"permutation": [0, 0]}, "permuted"),
             ({"permutation": [1, 2]}, "permuted"),
-            ({"dtype": "float16"}, "bfloat16 does not restore float16"),
+            ({"dtype": "float64"}, "bfloat16 does not restore float64"),
         ],
     )
     def test_a_checkpoint_tensor_comes_from_a_stored_one(self, changes: dict[str, Any], message: str) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converter.graph.equality import Fingerprint, fingerprint, same_bits
+from converter.graph.equality import OTHER_FLOATS, Fingerprint, fingerprint, in_fp32, same_bits
+from converter.graph.initializers import Computed, rows_of
 from converter.graph.names import FreshNames, all_value_names
 from converter.model import Array
 
@@ -22,13 +23,13 @@ _WRAPPER = "module."  # what `Positional` puts before the names of parameters
 def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
     """Make every initializer a view of the checkpoint tensor it equals, transposed or not, or a copy if there is none.
 
+    One that equals an fp16, bf16 or fp64 tensor in fp32 is made of it whenever it is read.
+
     In place. Afterwards nothing in the graph refers to the module's parameters, which may change or go.
     """
-    import onnx_ir as ir
-
     known: dict[Fingerprint, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        known[fingerprint(tensor)].append(name)
+        known[fingerprint(tensor, as_fp32=_is_other(tensor))].append(name)
     names = FreshNames(all_value_names(model))
     for value in list(model.graph.initializers.values()):
         if value.const_value is None:
@@ -38,7 +39,7 @@ def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
         wanted = found or _own_name(value.name or "", tensors)
         if wanted != value.name and wanted not in model.graph.initializers:
             value.name = names.make(wanted)  # an input or a node's output may be called like a parameter
-        value.const_value = ir.Tensor(array.copy() if view is None else view, name=value.name)
+        value.const_value = _tensor(array.copy() if view is None else view, value.const_value, value.name)
 
 
 def _lookup(
@@ -49,9 +50,23 @@ def _lookup(
     for transposed in (False, True) if array.ndim == 2 else (False,):
         wanted = array.T if transposed else array
         for name in known.get(fingerprint(wanted), ()):
-            if same_bits(wanted, tensors[name]):
+            if same_bits(tensors[name], wanted, as_fp32=_is_other(tensors[name])):
                 return name, tensors[name].T if transposed else tensors[name]
     return None, None
+
+
+def _is_other(tensor: Array) -> bool:
+    return tensor.dtype.name in OTHER_FLOATS
+
+
+def _tensor(array: Array, like: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+    import onnx_ir as ir
+
+    if not _is_other(array) or like.dtype is not ir.DataType.FLOAT:
+        return ir.Tensor(array, name=name)
+    computed = Computed(lambda rows: in_fp32(rows_of(array, rows)), like)
+    computed.name = name
+    return computed
 
 
 def _own_name(name: str, tensors: Mapping[str, Array]) -> str:

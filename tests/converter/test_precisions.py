@@ -1,0 +1,76 @@
+"""Checkpoints that are bf16, fp16 and fp64: what they weigh as artifacts, what restore gives back, what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import Mlp, seeded
+from converting import Cli
+from safetensors.torch import save_file
+
+from bf16kit.artifact import Artifact
+from bf16kit.tensors import BY_NAME
+
+ARGUMENTS = ("--model", "architectures:Mlp", "--model-args", '{"width": 64, "hidden": 1024, "classes": 128}')
+INPUT = ("--input", "x:float32:batch,64", "--format", "onnx", "--profile", "cpu", "--no-report")
+
+
+def saved(path: Path, dtype: str, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A state dict at ``dtype``, as safetensors; 0.8 MB in fp32."""
+    state = seeded(Mlp(64, 1024, 128)).state_dict()
+    state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in state.items()} | changed
+    save_file(state, path)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "restored", "said"),
+    [
+        ("float32", 1.03, "float32", ""),
+        ("bfloat16", 1.03, "bfloat16", ""),
+        ("float16", 1.25, "float16", "4 of the checkpoint's tensors are fp16: bf16 has 8 of their 11 bits"),
+        ("float64", 0.52, "float32", "4 of the checkpoint's tensors are fp64: the model computes in fp32"),
+    ],
+)
+def test_what_an_artifact_weighs_and_gives_back(
+    cli: Cli, tmp_path: Path, target: Path, dtype: str, bound: float, restored: str, said: str
+) -> None:
+    """fp16 takes 2 bytes as bf16 and 3 bits more, plus its ties: 1.21 times itself at best."""
+    state = saved(tmp_path / "model.safetensors", dtype)
+    done = cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *ARGUMENTS, *INPUT).published()
+    assert said in done.out
+    assert ("fp16" in done.out, "fp64" in done.out) == (dtype == "float16", dtype == "float64")
+    artifact = Artifact.open(target)
+    weights = sum(artifact.manifest.files[name].bytes for name in ("weights.bf16", "weights.fp32", "residual.bin"))
+    assert weights / artifact.manifest.source.bytes <= bound
+    assert artifact.manifest.schema_version == 3
+    bits = np.dtype(f"u{BY_NAME[restored].numpy.itemsize}")
+    for name, array in artifact.checkpoint_tensors():
+        expected = state[name].to(getattr(torch, restored)).view(getattr(torch, f"int{8 * bits.itemsize}"))
+        assert array.dtype.name == restored
+        np.testing.assert_array_equal(array.view(bits), expected.numpy().view(bits))
+    if dtype == "bfloat16":
+        drift = artifact.manifest.drift["cpu"].outputs["output"]["relative_l2"]
+        assert drift["worst"] < 1e-5  # the weights are what they were; sums come in another order
+
+
+def test_a_number_beyond_fp32_is_refused_by_name(cli: Cli, tmp_path: Path, target: Path) -> None:
+    large = torch.zeros(128, dtype=torch.float64)
+    large[3] = 1e39
+    saved(tmp_path / "model.safetensors", "float64", **{"down.bias": large})
+    said = "tensor 'down.bias' is fp64 and holds a number beyond fp32's largest"
+    cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *ARGUMENTS, *INPUT).refused(2, said)
+
+
+def test_subnormals_that_are_flushed_come_back_all_the_same(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """What was bf16 is then not stored as it was; the residual has what is missing."""
+    state = saved(tmp_path / "model.safetensors", "bfloat16")
+    state["down.weight"][0, :5] = torch.tensor([1e-39, -1e-40, 0.0, -0.0, 1.0])
+    save_file(state, tmp_path / "model.safetensors")
+    arguments = (*ARGUMENTS, *INPUT, "--subnormals", "flush")
+    cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *arguments).published()
+    found = dict(Artifact.open(target).checkpoint_tensors())["down.weight"]
+    np.testing.assert_array_equal(found.view(np.uint16), state["down.weight"].view(torch.int16).numpy().view(np.uint16))

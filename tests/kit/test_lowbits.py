@@ -1,0 +1,54 @@
+"""The bits of a low half that can be other than zero, packed; and what that makes of a residual."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bf16kit import lowbits
+from bf16kit.errors import ArtifactDamaged
+from bf16kit.numerics import to_bf16
+from bf16kit.residual import Encoder, decode
+
+
+@given(st.integers(0, 15), st.integers(0, 70), st.integers(0, 2**32 - 1))
+def test_packing_is_undone(count: int, elements: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    low = (random.integers(0, 1 << count, elements) << (16 - count)).astype(np.uint16)
+    packed = lowbits.pack(low, count)
+    assert len(packed) == lowbits.packed_size(elements, count)
+    np.testing.assert_array_equal(lowbits.unpack(memoryview(packed), elements, count), low)
+
+
+def test_the_bytes_of_a_group_are_its_bits_from_the_lowest_kept_one() -> None:
+    low = np.array([0x2000, 0x4000, 0x8000, 0xE000, 0, 0, 0, 0, 0x2000], np.uint16)
+    assert lowbits.pack(low, 3) == bytes([0b1001, 0b1010, 0b1100, 1, 0, 0])
+
+
+def test_a_bit_that_would_be_lost_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 3 bits"):
+        lowbits.pack(np.array([0x1000], np.uint16), 3)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float16", 2.45), ("bfloat16", 2.01)])
+def test_every_number_that_was_narrower_comes_back_in_few_bytes(dtype: str, most: float) -> None:
+    """All 65,536 patterns, infinities, NaNs and subnormals among them, in blocks that are no multiple of eight."""
+    source = np.arange(1 << 16, dtype=np.uint16).view(np.float16 if dtype == "float16" else ml_dtypes.bfloat16)
+    source = np.random.default_rng(0).permutation(source)
+    fp32 = source.astype(np.float32)
+    bf16 = to_bf16(fp32)
+    encoder = Encoder(fp32.shape, low_bits=lowbits.needed(dtype))
+    cuts = [0, 5, 12, 4099, fp32.size]
+    pieces = [p for a, b in itertools.pairwise(cuts) for p in encoder.rows(fp32[a:b], bf16[a:b])]
+    segment = b"".join([*map(bytes, pieces), *encoder.finish()])
+    np.testing.assert_array_equal(decode(segment, bf16).view(np.uint32), fp32.view(np.uint32))
+    finite = np.isfinite(fp32) & (np.abs(fp32) < 65504)
+    assert (bf16.nbytes + len(segment)) / fp32.size <= most + 12 * (~finite).mean()
+    damaged = segment[:-8] + bytes([17]) + segment[-7:]
+    with pytest.raises(ArtifactDamaged):
+        decode(damaged, bf16)
