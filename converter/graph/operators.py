@@ -29,7 +29,10 @@ EXACT = MOVEMENT | {"Abs", "Max", "Min", "MaxPool", "GlobalMaxPool", "Neg", "Rel
 # Operators that look at a tensor's shape alone, whatever it holds. Not Size: ONNX Runtime's wants a dtype it knows.
 SHAPE_ONLY = frozenset({"Shape"})
 # What torch.autocast computes in fp32, too: small work, and rounding its scale and bias shows in all that follows.
-NORMALISATIONS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
+NORMALISATIONS = frozenset(
+    {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
+    | {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 # Type variables that are not the data's: LayerNormalization's mean and inverse deviation stay fp32.

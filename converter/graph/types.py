@@ -16,11 +16,29 @@ _SEQUENCES = frozenset(
 ) | {"SplitToSequence"}
 
 
+# Operators that ONNX's inference does not know, whose first output has the floating type that all their data has. Those
+# in _SAME_SHAPE have their first input's shape, too.
+_SAME_SHAPE = {
+    "com.microsoft": frozenset(
+        {"BiasAdd", "BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "GroupNorm", "QuickGelu", "RotaryEmbedding"}
+    )
+    | {"SkipGroupNorm", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"},
+    "ai.onnx.ml": frozenset({"Normalizer", "Scaler"}),
+}
+_SAME_TYPE = {
+    "com.microsoft": frozenset(
+        {"Attention", "FusedConv", "FusedGemm", "FusedMatMul", "GroupQueryAttention", "MultiHeadAttention", "NhwcConv"}
+    ),
+    "ai.onnx.ml": frozenset[str](),
+}
+_ROUNDS = 4  # what ONNX infers types an operator of another domain, which lets ONNX infer what follows
+
+
 class InferTypes(Step):
     """Run ONNX's shape inference over the model; weights are not serialised for it.
 
-    What stays unknown (outputs of operators outside ONNX, sequences) is treated as "not fp32" by the plan and left
-    alone.
+    Operators of com.microsoft and ai.onnx.ml that give what they are given are inferred here. What stays unknown
+    (outputs of other domains, sequences) is treated as "not fp32" by the plan and left alone.
     """
 
     name = "infer types"
@@ -31,10 +49,32 @@ class InferTypes(Step):
                 value.type = value.type or ir.TensorType(value.const_value.dtype)
                 value.shape = value.shape or ir.Shape(dims(value.const_value))
         untyped = [value for graph in model.graphs() for value in values_of(graph) if value.type is None]
+        infer = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)
         with quiet():  # where it cannot infer, it logs a traceback and leaves the model as it is
-            modified = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model).modified
+            modified = infer(model).modified
+            for _ in range(_ROUNDS):
+                if not _infer_foreign(model):
+                    break
+                modified = infer(model).modified or modified
         _forget_sequences(untyped)
         return modified
+
+
+def _infer_foreign(model: ir.Model) -> bool:
+    """Type what operators of known foreign domains give; whether anything was learnt."""
+    learnt = False
+    for node in model.graph.all_nodes():
+        same_shape = node.op_type in _SAME_SHAPE.get(node.domain, ())
+        if not same_shape and node.op_type not in _SAME_TYPE.get(node.domain, ()):
+            continue
+        output, data = node.outputs[0], node.inputs[0]
+        types = (value.dtype for value in node.inputs if value is not None and value.dtype is not None)
+        dtype = next((dtype for dtype in types if dtype.is_floating_point()), None)
+        if output.dtype is None and dtype is not None:
+            output.type, learnt = ir.TensorType(dtype), True
+        if same_shape and output.shape is None and data is not None and data.shape is not None:
+            output.shape, learnt = data.shape, True
+    return learnt
 
 
 def untyped(model: ir.Model) -> list[ir.Node]:

@@ -1,30 +1,53 @@
-"""What shape inference cannot tell is said, for it costs bf16."""
+"""Dtypes of everything in a graph, and shapes where they can be known: operators of other domains included."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import onnx
-from converting import ONNX_ONLY, Cli
-from onnx import helper
+import onnx_ir as ir
+from onnx import ModelProto, helper
 
 import graphs
+from converter.graph.names import values_of
+from converter.graph.step import run
+from converter.graph.types import InferTypes
 
 
-def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_path: Path) -> None:
-    """com.microsoft's operators have no schema that inference could use."""
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
-        helper.make_node("QuickGelu", ["m"], ["g"], name="activation", domain="com.microsoft"),
-        helper.make_node("MatMul", ["g", "v"], ["y"], name="second"),
-    ]
-    held = [graphs.initializer("w", graphs.values(32, 32)), graphs.initializer("v", graphs.values(32, 32, seed=1))]
-    model = graphs.model(nodes, [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 32])], held)
-    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    onnx.save(model, tmp_path / "unknown.onnx")
-    out = cli("checkpoint", tmp_path / "unknown.onnx", "--out", target, *ONNX_ONLY).published().out
-    assert "the types of what 1 of 3 nodes give could not be inferred, first of 'activation' (QuickGelu)" in out
+def _untyped(proto: ModelProto) -> list[str]:
+    model = run([InferTypes()], ir.from_proto(proto))
+    return [value.name or "" for value in values_of(model.graph) if value.dtype is None]
 
 
-def test_nothing_is_said_where_all_types_are_known(cli: Cli, onnx_file: Path, target: Path) -> None:
-    assert "could not be inferred" not in cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out
+def _chain(*ops: str, domain: str) -> ModelProto:
+    """x [batch, 16] → MatMul → each of ``ops`` in turn, with a Relu between any two → y."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["v0"])]
+    for place, op in enumerate(ops):
+        nodes.append(helper.make_node(op, [f"v{place}"], [f"u{place}"], domain=domain))
+        nodes.append(helper.make_node("Relu", [f"u{place}"], [f"v{place + 1}"]))
+    nodes.append(helper.make_node("Identity", [f"v{len(ops)}"], ["y"]))
+    edges = [graphs.edge("x", ["batch", 16])], [graphs.edge("y", ["batch", 16])]
+    proto = graphs.model(nodes, *edges, [graphs.initializer("w", graphs.values(16, 16))])
+    proto.opset_import.append(helper.make_opsetid(domain, 1))
+    return proto
+
+
+def test_what_com_microsoft_and_ai_onnx_ml_give_is_inferred_with_all_that_follows() -> None:
+    for domain, ops in (("com.microsoft", ("Gelu", "QuickGelu", "FastGelu")), ("ai.onnx.ml", ("Scaler", "Normalizer"))):
+        proto = _chain(*ops, domain=domain)
+        model = run([InferTypes()], ir.from_proto(proto))
+        assert _untyped(proto) == []
+        shapes = {value.name: value.shape for value in values_of(model.graph)}
+        assert shapes["u1"] == shapes["v2"] == ir.Shape(["batch", 16])
+
+
+def test_a_weight_tells_the_type_of_a_product_of_another_domain() -> None:
+    proto = graphs.model(
+        [
+            helper.make_node("Spell", ["x"], ["unknown"], domain="com.example"),
+            helper.make_node("FusedMatMul", ["unknown", "w"], ["m"], domain="com.microsoft"),
+            helper.make_node("Relu", ["m"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 16])],
+        [graphs.initializer("w", graphs.values(16, 16))],
+    )
+    proto.opset_import.extend([helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("com.example", 1)])
+    assert _untyped(proto) == ["unknown"]  # nobody knows what the other one gives: it is left alone

@@ -196,7 +196,11 @@ def test_fp16_parts_stay_as_they_are_and_are_given_back(cli: Cli, tmp_path: Path
 @pytest.mark.parametrize("opset", [12, 17, 22])
 def test_com_microsofts_operators_are_converted(cli: Cli, target: Path, opset: int) -> None:
     proto = _opset(contrib(), opset)
-    assert_same(convert(cli, proto, target), proto, {"x": graphs.values(2, 3, 16, seed=9)}, tolerance=0.1)
+    artifact = convert(cli, proto, target)
+    assert_same(artifact, proto, {"x": graphs.values(2, 3, 16, seed=9)}, tolerance=0.1)
+    precision = {entry.name: entry.precision for entry in artifact.manifest.plan.nodes["cuda"]}
+    assert precision["scaled"] == precision["matmul"] == "bf16"
+    assert precision["norm"] == "fp32"
 
 
 def test_strings_go_in_and_come_out(cli: Cli, target: Path) -> None:
