@@ -21,6 +21,8 @@ from bench.workspace import Workspace
 NAMES = (
     "artifact_size",
     "conversion_memory",
+    "conversion_large",
+    "conversion_speed",
     "rounding_speed",
     "drift_minilm",
     "startup",

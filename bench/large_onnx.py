@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, save_model
 
 WIDTH = 4096
 _TABLE_ROWS = 16384  # 268 MB a table
+LARGEST = 4 * _TABLE_ROWS * WIDTH  # bytes of its largest tensor
 _PRODUCTS = 4  # of [WIDTH, WIDTH], 67 MB each, to every table: as much of one kind as of the other
 
 

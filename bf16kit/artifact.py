@@ -10,19 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit import panels
 from bf16kit.errors import ArtifactDamaged, ArtifactError
 from bf16kit.manifest import MANIFEST, RESIDUAL, CheckpointEntry, FileEntry, Manifest, Segment, TensorEntry, plain_name
 from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
-from bf16kit.residual import Scale, decode
+from bf16kit.residual import Decoder, Scale
 from bf16kit.tensors import BY_NAME
 
 Array = NDArray[Any]
+_BLOCK = 4 << 20  # bytes of bf16 that are put together from panels at a time
 _MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
 
 
@@ -91,22 +94,45 @@ class Artifact:
         matrix.flags.writeable = False
         return matrix
 
-    def restore(self, name: str) -> NDArray[np.float32]:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(self._entry(name).shape)
+
+    def restore(self, name: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """The tensor in fp32, bit for bit as it was before rounding; a tensor stored as fp32 is returned as stored.
+
+        A rounded one is written to ``out``, of its shape and C-contiguous, where that is given. It takes little memory
+        beyond that of the result.
 
         Raises ArtifactError when the artifact was converted without its residual.
         """
         entry = self._entry(name)
-        stored = self.tensor(name)
         if entry.dtype == "float32":
-            return stored
+            return self.tensor(name)
         if entry.dtype != "bfloat16":
             raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was never rounded")
         if entry.residual is None:
             raise ArtifactError(
                 f"{self.path}: no residual of tensor {name!r}, fp32 cannot be restored; convert without --no-residual"
             )
-        return decode(self._bytes(RESIDUAL, entry.residual).data, stored, self._scale(entry))
+        shape = tuple(entry.shape)
+        decoder = Decoder(self._bytes(RESIDUAL, entry.residual).data, shape, self._scale(entry))
+        restored = np.empty(shape, np.float32) if out is None else out
+        for rows, stored in self._blocks(entry):
+            decoder.rows(stored, restored[rows])
+        return restored
+
+    def _blocks(self, entry: TensorEntry) -> Iterator[tuple[slice | EllipsisType, Array]]:
+        """A bf16 tensor: whole where it is mapped in C order, some rows at a time where it lies in panels."""
+        if entry.panels is None:
+            yield ..., self.tensor(entry.name)
+            return
+        flat = self._bytes(entry.file, Segment(offset=entry.offset, bytes=entry.bytes)).view(BY_NAME["bfloat16"].numpy)
+        height, width = entry.shape
+        step = max(1, _BLOCK // max(1, 2 * width) // panels.WIDTH) * panels.WIDTH
+        for start in range(0, height, step):
+            stop = min(start + step, height)
+            yield slice(start, stop), panels.rows(flat, entry.shape, entry.panels, start, stop)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Array]]:
         """Every tensor of the source checkpoint, bit for bit, C-contiguous, one at a time in the manifest's order."""

@@ -69,6 +69,24 @@ def unpack(flat: Array, shape: Sequence[int], axis: int) -> Array:
     return matrix
 
 
+def rows(flat: Array, shape: Sequence[int], axis: int, start: int, stop: int) -> Array:
+    """Rows ``start`` to ``stop`` of what :func:`unpack` gives, without the others."""
+    height, width = shape
+    block = np.empty((stop - start, width), flat.dtype)
+    if axis == 1:
+        for first in range(0, width, WIDTH):
+            wide = min(WIDTH, width - first)
+            panel = flat[height * first :][: height * wide].reshape(height, wide)
+            block[:, first : first + WIDTH] = panel[start:stop]
+        return block
+    for first in range(start - start % WIDTH, stop, WIDTH):
+        wide = min(WIDTH, height - first)
+        panel = flat[width * first :][: width * wide].reshape(width, wide)
+        here = slice(max(start, first), min(stop, first + WIDTH))
+        block[here.start - start : here.stop - start] = panel[:, here.start - first : here.stop - first].T
+    return block
+
+
 def _columns(matrix: Array, axis: int) -> Array:
     """``matrix`` as ``[K, N]``: a view, so that what is assigned to it is in ``matrix``."""
     if matrix.ndim != 2 or axis not in (0, 1):

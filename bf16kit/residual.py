@@ -18,6 +18,7 @@ need little memory beyond their result.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -147,23 +148,47 @@ def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = N
     """
     if bf16.dtype != BF16:
         raise ValueError(f"a residual restores from bfloat16, got {bf16.dtype.name}")
-    parts = _Parts.read(memoryview(segment).cast("B"), bf16.size)
-    _check_scale(scale, bf16.shape)
-    restored = np.empty(bf16.size, np.uint32)
-    stored = np.require(bf16, requirements=["C", "A"]).reshape(-1)
-    crossed, compiled = parts.crossed(), loops()
-    for start in range(0, stored.size, _CHUNK):
-        chunk, low = stored[start : start + _CHUNK], parts.low[start : start + _CHUNK]
-        place = restored[start : start + _CHUNK]
-        if scale is None and compiled is not None and low.flags.aligned:
-            compiled.join(chunk.view(np.uint16), low, place)
-        elif scale is None:
-            place[...] = _near(_widened(chunk.view(np.uint16)), low)
+    restored = np.empty(bf16.shape, np.float32)
+    decoder = Decoder(segment, bf16.shape, scale)
+    decoder.rows(np.require(bf16, requirements=["C", "A"]), restored)
+    return restored
+
+
+class Decoder:
+    """A tensor of ``shape`` restored from ``segment`` a block of rows at a time, in order.
+
+    Raises :class:`~bf16kit.errors.ArtifactDamaged` when the segment is malformed or does not fit ``shape``, ValueError
+    when ``scale`` does not.
+    """
+
+    def __init__(self, segment: bytes | memoryview, shape: tuple[int, ...], scale: Scale | None = None) -> None:
+        self._parts = _Parts.read(memoryview(segment).cast("B"), math.prod(shape))
+        _check_scale(scale, shape)
+        self._shape, self._scale = shape, scale
+        self._crossed = self._parts.crossed()
+        self._count = 0
+
+    def rows(self, bf16: Bf16Array, out: NDArray[np.float32]) -> None:
+        """Restore the next rows, stored as ``bf16``, into ``out`` of the same shape; both C-contiguous."""
+        stored, words = bf16.reshape(-1), out.reshape(-1).view(np.uint32)
+        for start in range(0, stored.size, _CHUNK):
+            self._block(stored[start : start + _CHUNK], words[start : start + _CHUNK])
+
+    def _block(self, stored: Bf16Array, words: NDArray[np.uint32]) -> None:
+        start, stop = self._count, self._count + stored.size
+        low, compiled = self._parts.low[start:stop], loops()
+        if self._scale is not None:
+            words[...] = _near(_unscaled(stored, self._scale, start, self._shape), low)
+        elif compiled is not None and low.flags.aligned:
+            compiled.join(stored.view(np.uint16), low, words)
         else:
-            place[...] = _near(_unscaled(chunk, scale, start, bf16.shape), low)
-    restored[crossed] = _crossed(restored[crossed], parts.low[crossed])
-    restored[parts.verbatim] = parts.bits
-    return restored.view(np.float32).reshape(bf16.shape)
+            words[...] = _near(_widened(stored.view(np.uint16)), low)
+        first, last = np.searchsorted(self._crossed, (start, stop))
+        here = self._crossed[first:last] - start
+        words[here] = _crossed(words[here], low[here])
+        first, last = np.searchsorted(self._parts.verbatim, np.array((start, stop), np.uint64))
+        words[self._parts.verbatim[first:last].astype(np.int64) - start] = self._parts.bits[first:last]
+        self._count = stop
 
 
 def _check_scale(scale: Scale | None, shape: tuple[int, ...]) -> None:

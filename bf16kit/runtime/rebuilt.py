@@ -49,7 +49,8 @@ def _write(gathering: Gathering, artifact: Artifact, mapped: Array) -> None:
     for move in gathering.moves:
         place = mapped[move.target : move.target + move.nbytes]
         if move.location == REBUILT:
-            place.view(np.float32)[...] = reader.restore(move.name).reshape(-1)
+            shape = reader.shape(move.name)
+            reader.restore(move.name, place.view(np.float32).reshape(shape))
         else:
             stored = np.memmap(artifact.file(move.location), np.uint8, mode="r")
             place[...] = stored[move.offset : move.offset + move.nbytes]

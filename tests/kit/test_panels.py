@@ -97,3 +97,13 @@ def test_strips_are_the_bytes_of_the_panels(
     for size in (1, 4 << 20):
         monkeypatch.setattr(panels, "_STRIP", size)
         assert b"".join(strips(matrix, axis)) == expected
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("shape", [(5, 70), (70, 5), (97, 40), (1, 1), (3, 0)])
+def test_some_rows_are_those_of_the_matrix(shape: tuple[int, int], axis: int) -> None:
+    matrix = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
+    flat = pack(matrix, axis)
+    for start in range(shape[0]):
+        for stop in range(start, shape[0] + 1):
+            np.testing.assert_array_equal(panels.rows(flat, shape, axis, start, stop), matrix[start:stop])
