@@ -30,7 +30,7 @@ from converter.proof.spool import Spool
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_OTHER = 16  # samples of the arithmetic that this machine's CPU would not use
+_OTHER = 8  # samples of the arithmetic that this machine's CPU would not use
 
 
 @dataclass(slots=True)

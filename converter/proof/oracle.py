@@ -3,7 +3,7 @@
 Drift says how far a profile is from the reference; this says that the reference is the model that was given. Both
 compute in fp32, in another order, so their answers differ by fp32 noise and no more. :data:`FLOOR` is noise that any
 model may have. A model that amplifies noise may differ more: how much is measured by nudging its weights (``nudge``),
-but only where the floor does not do. docs/decisions/0014-the-oracle.md has the numbers.
+but only where the floor does not do. docs/decisions/0017-the-oracle.md has the numbers.
 """
 
 from __future__ import annotations
