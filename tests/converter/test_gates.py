@@ -22,10 +22,10 @@ from onnx import helper
 
 import graphs
 from bf16kit.manifest import FileEntry
-from bf16kit.panels import pack
-from bf16kit.residual import encode_chunks
+from bf16kit.panels import strips
+from bf16kit.residual import Encoder
 from bf16kit.weightfile import WeightWriter
-from converter.formats import autocast, weights
+from converter.formats import autocast, narrowed, weights
 from converter.formats import onnx as writing
 from converter.graph.names import FreshNames, all_value_names
 from converter.passes import batchnorm, clip, masks, matching, sharing
@@ -234,12 +234,13 @@ def test_checkpoint_tensors_matched_to_a_wrong_weight_are_refused(
 
 def test_a_residual_that_lost_its_low_bits_is_refused(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
     """The reference is decoded from the same residual: drift is as ever."""
+    rows = Encoder.rows
 
-    def coarse(fp32: Array, bf16: Array, scale: Any = None) -> Iterator[Any]:
+    def coarse(encoder: Encoder, fp32: Array, bf16: Array) -> Iterator[Any]:
         words = np.ascontiguousarray(fp32).view(np.uint32) & np.uint32(0xFFFFFFFC)
-        return encode_chunks(words.view(np.float32), bf16, scale)
+        return rows(encoder, words.view(np.float32), bf16)
 
-    monkeypatch.setattr(weights, "encode_chunks", coarse)
+    monkeypatch.setattr(Encoder, "rows", coarse)
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "tensor 'w0' is not restored bit for bit")
 
@@ -260,17 +261,20 @@ def test_rounding_that_is_not_to_nearest_even_is_refused(
     cli: Cli, wide: Path, target: Path, monkeypatch: Patch, rounded: Callable[[Array], Array], given: tuple[str, ...]
 ) -> None:
     """With its residual such a weight restores bit for bit all the same."""
-    monkeypatch.setattr(weights, "to_bf16", lambda x, **_options: rounded(np.ascontiguousarray(x)))
+
+    def wrong(x: Array, *, out: Array, **_options: Any) -> None:
+        out[...] = rounded(np.ascontiguousarray(x))
+
+    monkeypatch.setattr(narrowed, "to_bf16", wrong)
     done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY, *given)
     _refused(done, target, 3, "tensor 'w0' has", "bf16 values that are not the source's, rounded")
 
 
 def test_panels_packed_in_a_wrong_order_are_refused(cli: Cli, wide: Path, target: Path, monkeypatch: Patch) -> None:
+    def rolled(matrix: Array, axis: int | None) -> Iterator[memoryview]:
+        return strips(matrix if axis is None else np.roll(matrix, 1, axis), axis)
 
-    def rolled(matrix: Array, axis: int) -> Array:
-        return pack(np.roll(matrix, 1, axis), axis)
-
-    monkeypatch.setattr(weights, "pack", rolled)
+    monkeypatch.setattr(weights, "strips", rolled)
     _refused(cli("checkpoint", wide, "--out", target, *ONNX_ONLY), target, 3, "tensor 'w0'")
 
 
