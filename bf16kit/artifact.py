@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +22,8 @@ from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
 from bf16kit.residual import Decoder, Scale
 from bf16kit.tensors import BY_NAME
+from bf16kit.tensors import Array as Array
 
-Array = NDArray[Any]
 _BLOCK = 4 << 20  # bytes of bf16 that are put together from panels at a time
 _MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
 

@@ -13,16 +13,14 @@ holds the columns of the product.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from bf16kit.tensors import Array as Array
 
 WIDTH = 32  # columns: two registers of 16 fp32, and 64 bytes of bf16, a cache line, per step down K
 
 _STRIP = 4 << 20  # bytes of panels that are put together at a time
-
-Array = NDArray[Any]
 
 
 def pack(matrix: Array, axis: int) -> Array:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bf16kit.errors import InvalidRequest
 
+Array = NDArray[Any]  # of any dtype and shape: every module's, from here
 Kind = Literal["logits", "embedding", "regression", "other"]
 
 

@@ -6,18 +6,16 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from bf16kit.errors import SourceError
+from bf16kit.tensors import Array as Array
 from bf16kit.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-Array = NDArray[Any]
 Feeds = dict[str, Array]
 Sampler = Callable[[int, int], Iterator[Feeds]]  # (seed, count) → plausible feeds
 FP32_ROUNDOFF = 2.0**-24

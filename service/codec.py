@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bf16kit import numerics
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_OIP, DType, TensorSpec
-
-Array = NDArray[Any]
+from bf16kit.tensors import Array as Array
 
 _LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor
 _MAX_EXTENT = 2**31 - 1  # of the dimensions of an empty tensor: they cost nothing on the wire, but may inside the model

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-from numpy.typing import NDArray
+from typing import Literal, Protocol
 
 from bf16kit.runtime import RuntimeInfo
+from bf16kit.tensors import Array as Array
 from bf16kit.tensors import TensorSpec
 
-Array = NDArray[Any]
 State = Literal["loading", "ready", "unavailable"]
 
 

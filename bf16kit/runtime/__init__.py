@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bf16kit.tensors import Array as Array
 from bf16kit.tensors import TensorSpec
 
-Array = NDArray[Any]
 Accumulation = Literal["fp32", "bf16", "unknown"]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +17,12 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged, ConversionError
 from bf16kit.manifest import RESIDUAL, TensorEntry
 from bf16kit.numerics import Subnormals
+from bf16kit.tensors import Array as Array
 from converter.formats.weights import StoredWeights
 from converter.graph.equality import in_fp32, same_bits
 from converter.graph.initializers import const
 from converter.passes import Prepared
 
-Array = NDArray[Any]
 Advance = Callable[[int], None]
 
 _BLOCK = 1 << 18  # elements

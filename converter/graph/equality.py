@@ -6,16 +6,14 @@ exact: candidates are found by a fingerprint of a few elements, then compared bi
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+
+from bf16kit.tensors import Array as Array
 
 _ROWS_BYTES = 1 << 22
 _PROBES = 64
 OTHER_FLOATS = ("float16", "bfloat16", "float64")  # what fp32 graphs are made of when their checkpoint is not fp32
 
-Array = NDArray[Any]
 Fingerprint = tuple[str, tuple[int, ...], bytes]
 
 
