@@ -6,6 +6,7 @@ These are torch.autocast's rules, with the weights rounded once here rather than
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +28,14 @@ class Edges(torch.nn.Module):
 def narrow(module: torch.nn.Module) -> torch.nn.Module:
     """Round ``module``'s matrices and their biases to bf16, in place; 1-D parameters of norms stay fp32.
 
-    Kernels that want input and parameters of one dtype (norms on CUDA) get fp32 in, and tables give fp32 out.
+    Kernels that want input and parameters of one dtype (norms on CUDA) get fp32 in, and tables give fp32 out. Recurrent
+    layers stay fp32 as a whole: torch has no bf16 kernel for them on many CPUs, and a state that is rounded at every
+    step would drift with the length.
     """
     for part in module.modules():
+        if isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase):
+            part.forward = _in_fp32(part.forward)
+            continue
         own = list(part.named_parameters(recurse=False))
         has_matrix = any(parameter.ndim > 1 for _, parameter in own)
         if has_matrix:
@@ -42,11 +48,21 @@ def narrow(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def widened(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return forward(*(_widen(value) for value in inputs), **{key: _widen(v) for key, v in named.items()})
+
+    return widened
+
+
 def _rounded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else tensor
 
 
 def _widen(value: Any) -> Any:
+    if isinstance(value, tuple | list):  # an LSTM's state; a packed sequence stays what it is
+        return type(value)(map(_widen, value)) if type(value) in (tuple, list) else value
     return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import Cnn, Mlp, Tied, seeded
+from torch import nn
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.torchscript import TorchScriptRuntime
@@ -84,3 +85,47 @@ def test_a_module_that_cannot_run_in_bf16_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="torch cannot trace the model in bf16: TypeError: float32 or nothing"):
         narrow_and_trace(adapt(Picky(), X), tmp_path / "m.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+class Recurrent(nn.Module):
+    """x [batch, steps, 16] → two projections around a recurrent layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.up, self.layer, self.down = nn.Linear(16, 16), layer, nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.layer(self.up(x))[0])
+        return result
+
+
+class Stepped(nn.Module):
+    """An LSTM's cell, stepped by hand with its state in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        state = None
+        for step in range(3):
+            state = self.cell(x[:, step], state)
+        return state[0][:, None], None  # type: ignore[index]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("layer", [nn.LSTM(16, 16, batch_first=True), nn.GRU(16, 16, batch_first=True), Stepped()])
+def test_recurrent_layers_stay_fp32_among_bf16_ones(tmp_path: Path, layer: nn.Module, native: bool) -> None:
+    """torch has no bf16 kernel for them on many CPUs: the module would not run at all."""
+    inputs = (TensorSpec("x", "float32", ("batch", 3, 16)),)
+    module = seeded(Recurrent(layer))
+    x = np.random.default_rng(0).standard_normal((4, 3, 16)).astype(np.float32)
+    with torch.no_grad():
+        expected = module(torch.from_numpy(x)).numpy()
+    narrow_and_trace(adapt(module, inputs), tmp_path / "m.pt")
+    outputs = (TensorSpec("output", "float32", expected.shape),)
+    runtime = TorchScriptRuntime(tmp_path / "m.pt", inputs, outputs, native_bf16=native)
+    found = runtime.run({"x": x})["output"]
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1.5e-2
+    dtypes = {name: tensor.dtype for name, tensor in state_dict(tmp_path / "m.pt").items()}
+    assert all((dtype is torch.float32) == ("layer" in name) for name, dtype in dtypes.items())
