@@ -83,10 +83,10 @@ def _lowest_if_mask(array: Array) -> float:
     if not is_float(array) or array.size == 0:
         return math.nan
     flat = array.reshape(-1)
-    with np.errstate(invalid="ignore"):
-        sampled = np.abs(flat[:: max(1, flat.size // _SAMPLED)].astype(np.float64))
-        scale = float(np.median(sampled[np.isfinite(sampled)])) if np.isfinite(sampled).any() else 0.0
     lowest = min((float(x.min(initial=np.inf)) for x, _ in _blocks(flat, flat, finite=True)), default=math.inf)
+    sampled = _limited(flat[:: max(1, flat.size // _SAMPLED)])
+    others = np.abs(sampled[np.isfinite(sampled) & (sampled != lowest)])
+    scale = float(np.median(others)) if others.size else abs(lowest)
     return lowest if lowest < -_MASKED * max(scale, _TINY) else math.nan
 
 

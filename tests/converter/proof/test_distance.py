@@ -1,0 +1,61 @@
+"""How far answers are apart that should be the same but for fp32 noise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from converter.proof.distance import INCOMPARABLE, SAME, between
+from converter.proof.nudge import ULPS, nudge
+
+X = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
+
+
+def test_the_difference_is_relative_to_the_larger_norm() -> None:
+    found = between(X, 2 * X)
+    assert found.relative_l2 == pytest.approx(0.5)
+    assert found.max_abs == pytest.approx(float(np.abs(X).max()))
+    assert between(np.zeros(3), np.array([0, 1e-9, 0])).relative_l2 == 1
+    assert between(X, X.copy()) == SAME
+    assert between(X.astype(np.float16), X).relative_l2 < 1e-3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_has_to_be_so_in_both_at_the_same_place(value: float) -> None:
+    other = X.copy()
+    other[1, 2] = value
+    assert between(X, other) == INCOMPARABLE
+    assert between(other, X) == INCOMPARABLE
+    assert between(other, other.copy()) == SAME
+
+
+def test_masked_logits_do_not_hide_the_others() -> None:
+    masked = np.where(np.arange(100) % 2, X, np.float32(-1e9))
+    wrong = np.where(np.arange(100) % 2, X * np.float32(1.01), np.float32(-1e9))
+    assert between(masked, wrong).relative_l2 == pytest.approx(0.01, rel=0.02)
+    clamped = np.where(masked < -1e8, np.float32(-3.3895314e38), masked)
+    lowest = np.where(masked < -1e8, np.float32(-3.4028235e38), masked)
+    assert between(lowest, clamped) == SAME
+
+
+def test_other_shapes_and_other_words_are_as_far_as_can_be() -> None:
+    assert between(X, X[:2]) == INCOMPARABLE
+    words = np.array([b"a", b"b"], object)
+    assert between(words, words.copy()) == SAME
+    assert between(words, words[::-1]) == INCOMPARABLE
+
+
+def test_nudging_moves_by_ulps_and_never_over_the_edges() -> None:
+    edges = np.array([0, -0.0, 1e-45, np.finfo(np.float32).max, np.inf, np.nan], np.float32)
+    values = np.concatenate([X.reshape(-1), edges])
+    moved = nudge(values, np.random.default_rng(1))
+    distance = np.abs(moved.view(np.int32).astype(np.int64) - values.view(np.int32))
+    assert distance[:400].max() == ULPS
+    assert distance[400:].max() == 0
+    assert (moved[:400] != values[:400]).mean() > 0.9
+    coarse = nudge(X, np.random.default_rng(1), 2.0**-11)
+    assert 1e-3 < np.abs(coarse / X - 1).max() < 2e-2
+    integers = np.arange(3)
+    assert nudge(integers, np.random.default_rng(1)) is integers

@@ -1,0 +1,85 @@
+"""What a source answers itself, and which kinds of source can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from architectures import Mlp, seeded
+from onnx import TensorProto, helper
+
+import graphs
+from bf16kit.errors import RuntimeFailure
+from bf16kit.tensors import TensorSpec
+from converter import sources
+from converter.model import FP32_ROUNDOFF
+from converter.sources import detect, oracles
+from converter.sources.detect import Kind
+from converter.sources.torch.onnx_export import adapt
+
+X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+SPEC = (TensorSpec("x", "float32", ("batch", 16)),)
+
+
+def test_each_kind_has_a_reader_or_is_said_to_come_later() -> None:
+    assert set(sources.READERS) == set(Kind) - detect._LATER
+
+
+def test_a_module_answers_without_touching_its_feed_or_torchs_settings() -> None:
+    module = seeded(Mlp())
+    oracle = oracles.of_module(adapt(module, SPEC))
+    feed = X.copy()
+    feed.flags.writeable = False
+    torch.set_float32_matmul_precision("medium")
+    try:
+        (answer,) = oracle([{"x": feed}])
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with torch.no_grad():
+        np.testing.assert_array_equal(answer["output"], module(torch.from_numpy(X)).numpy())
+
+
+class Picky(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 3:
+            raise ValueError("three rows are too many")
+        return super().forward(x)
+
+
+def test_a_module_that_fails_says_so_in_one_line() -> None:
+    oracle = oracles.of_module(adapt(seeded(Picky()), SPEC))
+    with pytest.raises(RuntimeFailure, match="the torch module failed on it: ValueError: three rows are too many"):
+        oracle([{"x": X}])
+
+
+def test_a_file_answers_as_it_lies_on_the_disk(tmp_path: Path) -> None:
+    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
+    oracle = oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))
+    weights = graphs.weights_of(graphs.mlp())
+    (answer,) = oracle([{"x": X}])
+    expected = np.maximum(X @ weights["w0"] + weights["b0"], 0) @ weights["w1"] + weights["b1"]
+    np.testing.assert_allclose(answer["y"], expected, rtol=1e-5, atol=1e-6)
+    assert oracle.roundoff == FP32_ROUNDOFF
+
+
+def test_a_file_that_onnx_runtime_does_not_load_fails(tmp_path: Path) -> None:
+    node = helper.make_node("NoSuchOperator", ["x"], ["y"])
+    onnx.save(graphs.model([node], [graphs.edge("x", [1])], [graphs.edge("y", [1])]), tmp_path / "m.onnx")
+    with pytest.raises(RuntimeFailure, match=r"cannot load m\.onnx"):
+        oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))([{"x": np.ones(1, np.float32)}])
+
+
+def test_a_file_of_half_precision_edges_is_given_its_own_dtypes(tmp_path: Path) -> None:
+    half = TensorProto.FLOAT16
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+    model = graphs.model(nodes, [graphs.edge("x", ["n", 16], half)], [graphs.edge("y", ["n", 16], half)])
+    onnx.save(model, tmp_path / "m.onnx")
+    oracle = oracles.of_onnx(tmp_path / "m.onnx", ir.load(tmp_path / "m.onnx"))
+    (answer,) = oracle([{"x": X}])
+    np.testing.assert_array_equal(answer["y"], X.astype(np.float16) * np.float16(2))
+    assert oracle.roundoff == 2.0**-11
