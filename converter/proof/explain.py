@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, RuntimeFailure
-from bf16kit.measurements import MOST_LAYERS, LayerEntry, Layers, thin
+from bf16kit.measurements import MOST_DB, MOST_LAYERS, LayerEntry, Layers, thin
 from bf16kit.runtime.rebuilt import rebuilt
 from converter.graph.operators import label
 from converter.model import Feeds
@@ -26,7 +26,6 @@ from converter.proof.expectation import Rounded
 from converter.proof.probing import Graph, Power, compare
 
 _FEEDS = 2  # samples on which a conversion measures its layers: they vary little between samples
-MOST = 200.0  # dB; what is exact, or infinitely far, is given as ±MOST, so that every figure is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class LayerSqnr:
     ``name`` is the node's in the source's graph, ``weight`` that of the first weight it reads ("" for none). ``depth``
     counts the products on the longest way to it. ``sqnr_db`` is 10·log10(Σr² / Σ(c−r)²), r the fp32 reference's values
     and c the profile's; ``expected_db`` is the expected line (:mod:`converter.proof.expectation`). Both are within
-    ±:data:`MOST`, which stand for exact and infinitely far.
+    ±:data:`~bf16kit.measurements.MOST_DB`, which stand for exact and infinitely far.
     """
 
     name: str
@@ -85,7 +84,7 @@ def tables(
 
 
 def _entry(each: LayerSqnr) -> LayerEntry:
-    return LayerEntry(name=each.name, op=each.op, depth=each.depth, sqnr_db=each.sqnr_db, expected_db=each.expected_db)
+    return LayerEntry(**asdict(each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +167,10 @@ def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile:
 
 
 def decibels(ratio: float) -> float:
-    """Noise ÷ signal as an SQNR in dB, within ±:data:`MOST`."""
+    """Noise ÷ signal as an SQNR in dB, within ±:data:`~bf16kit.measurements.MOST_DB`."""
     if ratio == 0:
-        return MOST
-    return max(-MOST, min(MOST, 0.0 - 10 * math.log10(ratio))) if math.isfinite(ratio) else -MOST
+        return MOST_DB
+    return max(-MOST_DB, min(MOST_DB, 0.0 - 10 * math.log10(ratio))) if math.isfinite(ratio) else -MOST_DB
 
 
 def _profile_graph(artifact: Artifact, profile: str) -> ir.Model:
