@@ -114,7 +114,7 @@ def size(count: float) -> str:
 
 
 def _amount(done: int, total: int | None) -> str:
-    return size(done) if total is None else f"{size(done)} of {size(total)}"
+    return size(done) if total is None or done > total else f"{size(done)} of {size(total)}"
 
 
 def _left(done: int, total: int | None, elapsed: float) -> str:

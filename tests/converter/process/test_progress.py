@@ -40,6 +40,15 @@ def test_a_step_of_unknown_length_promises_no_time() -> None:
     assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
 
 
+def test_a_step_that_turns_out_longer_than_was_known_says_only_what_is_done() -> None:
+    """An ONNX file of a few kB may have gigabytes beside it."""
+    stream, clock = io.StringIO(), Clock()
+    with Lines(stream, clock).step("reading", 1000) as advance:
+        clock.now = 6.0
+        advance(1500)
+    assert stream.getvalue().splitlines()[-1] == "bf16-convert: reading: 1.5 kB"
+
+
 def test_a_stream_that_is_no_terminal_gets_lines() -> None:
     stream = io.StringIO()
     with on(stream) as progress:
