@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from converting import ONNX_ONLY, Cli, tree
+from converting import MLP, ONNX_ONLY, Cli, tree
 from failing import Failing, cancellation, lstm, offset, overflow, softmax
 from restored import assert_restored
 
@@ -88,6 +88,18 @@ def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_p
     done = cli(*command, "--bf16", "softmax", "--drop-failing-profiles").published()
     assert "left out, drift over budget: cuda" in done.out
     assert Artifact.open(target).manifest.profiles.keys() == {"cpu"}
+
+
+def test_nothing_is_searched_that_torchscript_would_fail_all_the_same(cli: Cli, mlp_file: Path, target: Path) -> None:
+    """Its islands are torch.autocast's. Where it may be dropped, the others are mended."""
+    command = ("checkpoint", mlp_file, "--out", target, *MLP, "--no-report", "--budget", "relative_l2=1e-4")
+    refused = cli(*command).refused(1, "profile torchscript", "nothing published")
+    assert "searching" not in refused.err
+    done = cli(*command, "--drop-failing-profiles").published()
+    assert "left out, drift over budget: torchscript" in done.out
+    manifest = Artifact.open(target).manifest
+    assert manifest.profiles.keys() == {"cpu", "cuda"}
+    assert _islands(manifest)[1]
 
 
 def test_certification_has_the_last_word(

