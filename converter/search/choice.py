@@ -13,12 +13,12 @@ Units = frozenset[Unit]
 
 
 class Choice:
-    """Looks for a set; ``suffices`` tells of one whether it meets the budget. ``best`` is the smallest known to."""
+    """Looks for a set; ``suffices`` tells of one whether it meets the budget. ``sufficing`` are those known to."""
 
     def __init__(self, suffices: Callable[[Units], bool]) -> None:
         self._suffices = suffices
         self._known: dict[Units, bool] = {}
-        self.best: Units | None = None
+        self.sufficing: list[Units] = []
 
     def find(self, groups: Sequence[Group], tolerance: float) -> Units | None:
         """The set; None when not even all units suffice."""
@@ -52,8 +52,8 @@ class Choice:
     def _try(self, units: Units) -> bool:
         if units not in self._known:
             self._known[units] = self._suffices(units)
-            if self._known[units] and (self.best is None or cost(units) < cost(self.best)):
-                self.best = units
+            if self._known[units]:
+                self.sufficing.append(units)
         return self._known[units]
 
 

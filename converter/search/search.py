@@ -17,7 +17,7 @@ from converter.process.progress import Progress
 from converter.proof.judging import over
 from converter.proof.measure import Drifts
 from converter.search.candidates import bf16_alone, bf16_of, candidates
-from converter.search.choice import Choice, Units
+from converter.search.choice import Choice, Units, cost
 from converter.search.costs import Costs
 from converter.search.judged import Judged, ratio
 from converter.search.ranking import Group, Unit, rank
@@ -27,7 +27,7 @@ from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Wh
 Replan = Callable[[Islands, Profile], Plan]  # the plan of one profile with these islands
 
 _RANKING = 0.5  # of the time at most
-_SHARES = (1.0, 0.9, 0.8)  # of the budget, where a few samples were kinder than all are
+_SHARES = (0.97, 0.9, 0.8)  # of the budget, as a few samples may be kinder than all are
 _COARSE = 16.0  # how far below the error to look for its sources where the budget does not say it
 
 
@@ -59,7 +59,7 @@ def search(task: Task, progress: Progress) -> SearchResult:
         try:
             return finder.run()
         except OutOfTime:
-            return finder.out_of_time()
+            return finder.best_known()
         finally:
             finder.close()
 
@@ -80,7 +80,7 @@ class _Search:
         self._trials = Trials(self._base, self._bf16, task.edges, task.feeds, task.deadline, saturate=task.saturate)
         everything = frozenset(e.name for e in self._plan.tensors)
         self._costs = Costs.of(self._base, everything, self._trials.shapes())
-        self._choice = Choice(lambda _: False)
+        self._choices: list[Choice] = []
         self._groups: list[Group] = []
         self._ranked = True
         self._before = 0.0
@@ -107,26 +107,29 @@ class _Search:
 
     def _choose(self, samples: Sequence[int], tolerance: float) -> SearchResult:
         """Choose on a few ``samples``; where all of them do not bear it out, again with less of the budget."""
-        for share in _SHARES:
+        for share in _SHARES if len(samples) < len(self._task.feeds) else (1.0,):
             judged = Judged(self._task.budget.tightened(share), lambda units: self._drifts(units, samples))
-            self._choice = Choice(judged.suffices)
-            chosen = self._choice.find(self._groups, share * tolerance)
-            if chosen is None:
+            self._choices.append(Choice(judged.suffices))
+            found = self._choices[-1].find(self._groups, share * tolerance)
+            if found is None:
                 return self._hopeless()
-            found = chosen
             worth = {unit: judged.worth(found, unit) for unit in found}
             drifts = self._drifts(found)
             if not over(self._task.budget, drifts)[0]:
-                break
-        return self._result(found, worth, drifts)
+                return self._result(found, worth, drifts)
+        return self.best_known()
 
-    def out_of_time(self) -> SearchResult:
-        """The best that is known; an error when that is nothing."""
+    def best_known(self) -> SearchResult:
+        """The best that is known and that all samples bear out, which takes a few runs more; an error when none is."""
         self._ranked = False
-        best = self._choice.best
-        if best is None:
-            return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
-        return self._result(best, {})
+        self._trials.forget_deadline()
+        known = sorted({units for choice in self._choices for units in choice.sufficing}, key=_by_cost)
+        steps = {2**step - 1 for step in range(len(known).bit_length())} | {len(known) - 1}
+        for units in (known[step] for step in sorted(steps) if known):
+            drifts = self._drifts(units)
+            if not over(self._task.budget, drifts)[0]:
+                return self._result(units, {}, drifts)
+        return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
 
     def close(self) -> None:
         self._trials.close()
@@ -219,9 +222,13 @@ class _Search:
         return [unit for group in self._groups for unit in group.units]
 
 
+def _by_cost(units: Units) -> tuple[float, list[str]]:
+    return cost(units), sorted(f"{unit.kind} {unit.name}" for unit in units)
+
+
 _NOT_MINIMAL = (
-    "profile {}: the search for fp32 islands was out of time; what it found suffices, but may hold more than is needed"
-    " (--search-minutes)"
+    "profile {}: these islands suffice, but there may be more than are needed, because the search did not come to its"
+    " end; give it more --search-minutes"
 )
 
 

@@ -121,6 +121,10 @@ class Trials:
         found = self._runtime.run({**self._feeds[0], self._switch.input: self._positions(Bf16())}, names)
         return {node: tuple(int(n) for n in found[name]) for node, name in self._switch.shapes.items()}
 
+    def forget_deadline(self) -> None:
+        """Never raise :class:`OutOfTime` again."""
+        self._deadline = Deadline(math.inf)
+
     def close(self) -> None:
         self._runtime.close()
         self._expected.close()

@@ -19,6 +19,7 @@ from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES, Profile
 from converter.process.progress import Silent
 from converter.proof.measure import Drifts
+from converter.search import search as of_the_search
 from converter.search.result import SearchResult
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges, typical
@@ -145,11 +146,20 @@ class TestOutOfTime:
             assert nodes >= {"left", "right", "difference"}
             assert weights >= {"w1", "w2"}
             assert not result.complete
-            assert "may hold more than is needed" in result.notes[0]
+            assert "there may be more than are needed" in result.notes[0]
 
     @pytest.mark.parametrize("runs", [0, 3])
     def test_nothing_known_is_an_error_that_names_the_flag(self, runs: int) -> None:
         assert "--search-minutes" in _search(cancellation(), "cuda", self._after(runs)).error
+
+    def test_what_a_few_samples_bear_out_is_used_only_if_all_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Here the few are calm, and no islands at all suffice for them."""
+        monkeypatch.setattr(of_the_search, "typical", lambda _: (0, 2))
+        for runs in (40, 1000):
+            result = _search(overflow(), "cuda", self._after(runs))
+            assert not result.complete
+            assert _found(result)[0] >= {"scale"}
+            assert result.drift_now <= 1
 
     def test_a_deadline_that_is_not_reached_changes_nothing(self) -> None:
         assert _search(cancellation(), "cuda", self._after(100_000)) == _search(cancellation(), "cuda")
