@@ -10,27 +10,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise, takewhile
 
 import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
-from bf16kit.numerics import to_bf16, to_fp32
-from bf16kit.runtime.externaldata import REBUILT
-from converter.formats.onnx import build
-from converter.graph.initializers import stays_inline
 from converter.graph.operators import EXACT, WEIGHTED
-from converter.graph.step import run
-from converter.model import Array, Feeds
-from converter.passes import prepare
-from converter.plan import make_plan, narrowed
-from converter.plan.profiles import PROFILES
-from converter.proof.emulate import Emulate
+from converter.model import Feeds
 from converter.proof.expectation import operands
-from converter.proof.explain import Trace, decibels
-from converter.proof.probing import Graph, compare
+from converter.proof.explain import Trace
+from converter.proof.keeping import Trials
 
 # dB below the expected line that a value has left it: MiniLM stays within 1.5, cancellation of one bit costs 6
 # (docs/decisions has the numbers of more models).
@@ -96,7 +87,7 @@ def find(trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds],
     """
     if found.node is None:
         return None
-    trials = _Trials(trace, artifact, profile, feeds, found.output)
+    trials = Trials(trace, artifact, profile, feeds, found.output)
     before = trace.sqnr(found.output)
     before_it = _levels(trace, [found.node], trials.known)
     around_it = _levels(trace, [found.node, *found.readers], trials.known)  # a bf16 reader rounds what it reads
@@ -110,7 +101,7 @@ def find(trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds],
     return Remedy(best, found.output.name or "", before, trials.sqnr(best))
 
 
-def _best(trials: _Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple[str, ...]:
+def _best(trials: Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple[str, ...]:
     """The first of ``sets`` that reaches ``goal``, or else the one that gets nearest."""
     best: tuple[str, ...] = ()
     for nodes in sets:
@@ -121,7 +112,7 @@ def _best(trials: _Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tupl
     return best
 
 
-def _grown(trials: _Trials, chosen: tuple[str, ...], names: Iterable[str], goal: float) -> tuple[str, ...]:
+def _grown(trials: Trials, chosen: tuple[str, ...], names: Iterable[str], goal: float) -> tuple[str, ...]:
     """``chosen`` with those of ``names`` that bring most, one after the other, until ``goal`` is reached."""
     order = sorted(names, key=lambda name: trials.sqnr((*chosen, name)), reverse=True)
     for name in order:
@@ -220,73 +211,3 @@ def _rounding_before(trace: Trace, node: ir.Node, seen: dict[ir.Node, None]) -> 
 def _rounds(trace: Trace, node: ir.Node) -> bool:
     rounded = trace.rounded
     return node.name in rounded.nodes or any(v is not None and v.name in rounded.tensors for v in node.inputs)
-
-
-class _Trials:
-    """A profile built anew in memory, with other nodes in fp32, and the SQNR of one output."""
-
-    def __init__(
-        self, trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], output: ir.Value
-    ) -> None:
-        self._trace = trace
-        self._artifact = artifact
-        self._feeds = feeds
-        self._output = output.name or ""
-        self._profile = replace(PROFILES[profile], uses_kernel=False)
-        self._prepared = prepare(_whole(trace.reference))
-        self._tried: dict[tuple[str, ...], float] = {}
-        self.known = frozenset(entry.name for entry in artifact.manifest.plan.nodes[profile])
-
-    def sqnr(self, keep: tuple[str, ...]) -> float:
-        if keep not in self._tried:
-            powers = compare(self._trace.reference, self._candidate(keep), self._feeds, {self._output})
-            self._tried[keep] = decibels(powers[self._output].ratio)
-        return self._tried[keep]
-
-    def pruned(self, keep: tuple[str, ...], goal: float) -> tuple[str, ...]:
-        """``keep`` without those that ``goal`` dB do not need; the products, which cost most, are asked first."""
-        products = {node.name for node in self._trace.graph if node.op_type in WEIGHTED}
-        for name in sorted(keep, key=lambda name: name not in products):
-            fewer = tuple(other for other in keep if other != name)
-            if fewer and self.sqnr(fewer) >= goal:
-                keep = fewer
-        return keep
-
-    def _candidate(self, keep: Iterable[str]) -> Graph:
-        plan = make_plan(
-            self._prepared,
-            keep_fp32=[*self._patterns("keep_fp32"), *(f"^{re.escape(name)}$" for name in keep)],
-            bf16=self._patterns("bf16"),
-            profiles=[self._profile.name],
-        )
-        model = build(self._prepared, plan, self._profile)
-        narrow = narrowed(plan.tensors)
-        weights: dict[str, Array] = {}
-        for name, value in model.graph.initializers.items():
-            tensor = value.const_value
-            if tensor is not None and not stays_inline(tensor):
-                weights[name] = _rounded(tensor.numpy()) if name in narrow else tensor.numpy()
-                value.type = ir.TensorType(ir.DataType.from_numpy(weights[name].dtype))
-                value.const_value = _elsewhere(name, weights[name])
-        return Graph(run([Emulate()], model), self._artifact.path, weights)
-
-    def _patterns(self, option: str) -> list[str]:
-        given = self._artifact.manifest.options.get(option)
-        return [str(pattern) for pattern in given] if isinstance(given, list) else []
-
-
-def _whole(reference: Graph) -> ir.Model:
-    """The reference with its weights: what the conversion prepared once."""
-    model = reference.model.clone()
-    for name, array in reference.external.items():
-        model.graph.initializers[name].const_value = ir.tensor(array, name=name)
-    return model
-
-
-def _rounded(weight: Array) -> Array:
-    return to_fp32(to_bf16(weight))
-
-
-def _elsewhere(name: str, array: Array) -> ir.TensorProtocol:
-    dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
-    return ir.ExternalTensor(REBUILT, 0, array.nbytes, dtype, shape=shape, name=name)

@@ -13,6 +13,8 @@ from onnx import ModelProto
 
 import graphs
 from bf16kit.artifact import Artifact
+from converter.proof.explain import reference, trace
+from converter.proof.keeping import Trials
 from converter.proof.remedy import Remedy
 
 PUBLISHED_ANYHOW = (*ONNX_ONLY, "--allow-over-budget", "--no-search")
@@ -64,6 +66,22 @@ def test_the_guilty_node_is_named_and_the_pattern_mends_it(
 def test_nothing_is_blamed_where_rounding_does_what_it_should(cli: Cli, target: Path) -> None:
     found = explained(cli, graphs.mlp((64,) * 9), target, "cuda")
     assert (found["ails"], found["leaves"], found["remedy"]) == (False, None, None)
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+def test_a_trial_that_keeps_nothing_more_is_the_profile_itself(cli: Cli, target: Path, profile: str) -> None:
+    """Islands that a search found, and those the owner asked for, are islands in every trial."""
+    source = target.parents[2] / "model.onnx"
+    onnx.save(troubled.cancellation(), source)
+    cli("checkpoint", source, "--out", target, *ONNX_ONLY, "--keep-fp32", "^first$").published()
+    artifact = Artifact.open(target)
+    assert any(entry.code == "budget" for entry in artifact.manifest.plan.nodes["cuda"])
+    feeds = [artifact.golden().inputs]
+    with reference(artifact) as graph:
+        traced = trace(graph, artifact, feeds, profile)
+        (output,) = traced.graph.outputs
+        trials = Trials(traced, artifact, profile, feeds, output)
+        assert trials.sqnr(()) == pytest.approx(traced.sqnr(output), abs=0.5)
 
 
 def test_names_are_matched_as_they_are() -> None:

@@ -1,0 +1,104 @@
+"""A profile of an artifact built anew in memory with other nodes in fp32, and what that does to one output."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import PlanEntry
+from bf16kit.numerics import to_bf16, to_fp32
+from bf16kit.runtime.externaldata import REBUILT
+from converter.formats.onnx import build
+from converter.graph.initializers import stays_inline
+from converter.graph.operators import WEIGHTED
+from converter.graph.step import run
+from converter.model import Array, Feeds
+from converter.passes import prepare
+from converter.plan import make_plan, narrowed
+from converter.plan.decisions import Islands
+from converter.plan.profiles import PROFILES
+from converter.proof.emulate import Emulate
+from converter.proof.explain import Trace, decibels
+from converter.proof.probing import Graph, compare
+
+
+class Trials:
+    """A profile built anew in memory, with other nodes in fp32, and the SQNR of one output."""
+
+    def __init__(
+        self, trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], output: ir.Value
+    ) -> None:
+        self._trace = trace
+        self._artifact = artifact
+        self._feeds = feeds
+        self._output = output.name or ""
+        self._profile = replace(PROFILES[profile], uses_kernel=False)
+        self._prepared = prepare(_whole(trace.reference))
+        self._tried: dict[tuple[str, ...], float] = {}
+        plan = artifact.manifest.plan
+        self._islands = Islands(_searched(plan.nodes[profile]), _searched(plan.tensors))
+        self.known = frozenset(entry.name for entry in plan.nodes[profile])
+
+    def sqnr(self, keep: tuple[str, ...]) -> float:
+        if keep not in self._tried:
+            powers = compare(self._trace.reference, self._candidate(keep), self._feeds, {self._output})
+            self._tried[keep] = decibels(powers[self._output].ratio)
+        return self._tried[keep]
+
+    def pruned(self, keep: tuple[str, ...], goal: float) -> tuple[str, ...]:
+        """``keep`` without those that ``goal`` dB do not need; the products, which cost most, are asked first."""
+        products = {node.name for node in self._trace.graph if node.op_type in WEIGHTED}
+        for name in sorted(keep, key=lambda name: name not in products):
+            fewer = tuple(other for other in keep if other != name)
+            if fewer and self.sqnr(fewer) >= goal:
+                keep = fewer
+        return keep
+
+    def _candidate(self, keep: Iterable[str]) -> Graph:
+        plan = make_plan(
+            self._prepared,
+            keep_fp32=[*self._patterns("keep_fp32"), *(f"^{re.escape(name)}$" for name in keep)],
+            bf16=self._patterns("bf16"),
+            islands=self._islands,
+            profiles=[self._profile.name],
+        )
+        model = build(self._prepared, plan, self._profile)
+        narrow = narrowed(plan.tensors)
+        weights: dict[str, Array] = {}
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            if tensor is not None and not stays_inline(tensor):
+                weights[name] = _rounded(tensor.numpy()) if name in narrow else tensor.numpy()
+                value.type = ir.TensorType(ir.DataType.from_numpy(weights[name].dtype))
+                value.const_value = _elsewhere(name, weights[name])
+        return Graph(run([Emulate()], model), self._artifact.path, weights)
+
+    def _patterns(self, option: str) -> list[str]:
+        given = self._artifact.manifest.options.get(option)
+        return [str(pattern) for pattern in given] if isinstance(given, list) else []
+
+
+def _searched(entries: Iterable[PlanEntry]) -> dict[str, str]:
+    """What a search keeps in fp32 already, each with why."""
+    return {entry.name: entry.reason for entry in entries if entry.code == "budget"}
+
+
+def _whole(reference: Graph) -> ir.Model:
+    """The reference with its weights: what the conversion prepared once."""
+    model = reference.model.clone()
+    for name, array in reference.external.items():
+        model.graph.initializers[name].const_value = ir.tensor(array, name=name)
+    return model
+
+
+def _rounded(weight: Array) -> Array:
+    return to_fp32(to_bf16(weight))
+
+
+def _elsewhere(name: str, array: Array) -> ir.TensorProtocol:
+    dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
+    return ir.ExternalTensor(REBUILT, 0, array.nbytes, dtype, shape=shape, name=name)
