@@ -10,7 +10,7 @@ from bf16kit.errors import Bf16kitError, ConversionError, SourceError, UsageErro
 from bf16kit.tensors import TensorSpec
 from converter.graph.dimensions import is_named
 from converter.graph.names import values_of
-from converter.process.quiet import quiet, reason
+from converter.process.quiet import first_line, quiet, reason
 from converter.sources.edges import input_specs, output_specs
 
 if TYPE_CHECKING:
@@ -111,7 +111,14 @@ def _external_files(path: Path, model: ir.Model) -> list[Path]:
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         location = path.parent / tensor.location
-        if not location.resolve().is_relative_to(path.parent.resolve()):
+        try:
+            inside = location.resolve().is_relative_to(path.parent.resolve())
+            location.stat()  # names longer than any file's, files in files, links without end
+        except FileNotFoundError:
+            pass
+        except (OSError, RuntimeError) as error:
+            raise SourceError(f"{path}: the data of {tensor.name!r} cannot be read: {first_line(error)}") from None
+        if not inside:
             raise SourceError(f"{path}: {tensor.name!r} is in {tensor.location!r}, outside the model's directory")
         end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
         files[location] = max(end, files.get(location, 0))

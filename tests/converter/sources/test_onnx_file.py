@@ -111,6 +111,13 @@ def test_a_link_out_of_the_models_directory_is_refused(cli: Cli, tmp_path: Path,
     cli("checkpoint", external, "--out", target).refused(2, "outside the model's directory")
 
 
+@pytest.mark.parametrize("location", ["w" * 400, "m.onnx/w", "loop"])
+def test_external_data_where_no_file_can_be(cli: Cli, target: Path, external: Path, location: str) -> None:
+    (external.parent / "loop").symlink_to("loop")
+    _relocate(external, location)
+    cli("checkpoint", external, "--out", target).refused(2, "m.onnx: the data of 'w0' cannot be read")
+
+
 def test_external_data_that_is_missing_or_short(cli: Cli, tmp_path: Path, target: Path, external: Path) -> None:
     data = external.parent / "m.data"
     whole = data.read_bytes()
