@@ -18,6 +18,8 @@ from bf16kit.errors import ConversionError, SourceError
 _LARGEST = 2**47  # bytes of one tensor: more than any machine maps
 _SHOWN = 60  # characters of a name that a stranger chose
 _ENDLESS = 10**9  # turns of a Loop, from which on nobody waits for its end
+_MOST = 2**36  # elements of a value of constant shape
+_SHAPES = {"ConstantOfShape": 0, "Expand": 1}  # which input says the shape of the result
 _LONGEST_RANGE = 2**24  # numbers of a constant Range: shape inference counts through all of them
 
 # Elements that share a byte, by dtype; those of 6 bits are packed in more ways than one, and not counted.
@@ -212,6 +214,11 @@ def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("Range", "Loop"):
         return
     numbers = [_number(constants.get(name)) for name in node.input[:3]]
+    place = _SHAPES.get(node.op_type)
+    if place is not None and place < len(node.input):
+        shape = _shape_of(constants.get(node.input[place]))
+        if math.prod(max(size, 1) for size in shape) > _MOST:
+            raise ConversionError(f"{path}: {node.op_type} {_quoted(node.name)} makes a tensor of shape {shape[:6]}")
     if node.op_type == "Range" and len(numbers) == 3:
         start, limit, delta = numbers
         if start is not None and limit is not None and delta and (limit - start) // delta > _LONGEST_RANGE:
@@ -222,6 +229,13 @@ def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]
         if not bounded and (condition or not node.input[1]):
             why = f"turns {turns} times" if turns is not None else "never ends: its condition is always true"
             raise ConversionError(f"{path}: Loop {_quoted(node.name)} {why}")
+
+
+def _shape_of(tensor: TensorProto | None) -> list[int]:
+    """The shape that a constant says; [] where it is none."""
+    if tensor is None or tensor.data_location == TensorProto.EXTERNAL or tensor.data_type != TensorProto.INT64:
+        return []
+    return [int(size) for size in onnx.numpy_helper.to_array(tensor).reshape(-1)]
 
 
 def _number(tensor: TensorProto | None) -> float | None:

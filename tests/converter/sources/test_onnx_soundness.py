@@ -191,3 +191,12 @@ def test_constants_that_are_no_numbers_are_nobodys_end(tmp_path: Path, number: f
     ]
     proto = graphs.model(nodes, [graphs.edge("x", [4])], [graphs.edge("y", [4]), graphs.edge("z", ["n"])], [odd])
     onnx_soundness.check(tmp_path / "m.onnx", proto)
+
+
+@pytest.mark.parametrize(("op", "inputs"), [("Expand", ["x", "shape"]), ("ConstantOfShape", ["shape"])])
+def test_a_value_that_no_memory_holds_is_refused(tmp_path: Path, op: str, inputs: list[str]) -> None:
+    shape = helper.make_tensor("shape", TensorProto.INT64, [2], [2**20, 2**20])
+    node = helper.make_node(op, inputs, ["y"], name="n")
+    model = graphs.model([node], [graphs.edge("x", [1])], [graphs.edge("y")], [shape])
+    with pytest.raises(ConversionError, match=rf"{op} 'n' makes a tensor of shape \[1048576, 1048576\]"):
+        onnx_soundness.check(tmp_path / "m.onnx", model)
