@@ -211,7 +211,7 @@ def _constants(graph: GraphProto) -> Mapping[str, TensorProto]:
 
 def _check_end(path: Path, node: NodeProto, constants: Mapping[str, TensorProto]) -> None:
     """:class:`ConversionError` for a Loop or Range that constants make turn, or count, longer than anybody waits."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Range", "Loop"):
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Range", "Loop", *_SHAPES):
         return
     numbers = [_number(constants.get(name)) for name in node.input[:3]]
     place = _SHAPES.get(node.op_type)

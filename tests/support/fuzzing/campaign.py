@@ -109,7 +109,7 @@ def _attempt(one: Mutant, work: Path, *, full: bool) -> tuple[confined.End, list
             if outcome != "converted"
             else []
         )
-        if left:
+        if left and not end.signal:  # what died leaves its directory for the next run
             faults.append(f"left {', '.join(left)} behind")
         return end, faults, outcome
 
