@@ -1,4 +1,4 @@
-"""The demo's real model is within budget by a factor of three: nothing is searched, and nobody pays for a search."""
+"""The demo's real model is within budget: nothing is searched, and nobody pays for a search."""
 
 from __future__ import annotations
 
