@@ -22,7 +22,7 @@ from pathlib import Path
 from fuzzing import page
 
 SHARES = {"onnx": 0.4, "safetensors": 0.3, "torch": 0.3}
-SLICE = 1000
+SLICE = 500
 
 
 def main(arguments: list[str]) -> int:
@@ -37,9 +37,11 @@ def main(arguments: list[str]) -> int:
     given.results.mkdir(parents=True, exist_ok=True)
     slices = _slices(given.count, given.results / page.commit())
     with ThreadPoolExecutor(given.jobs) as pool:
-        done = list(pool.map(_apart, slices))
-    tallies = [json.loads(result.read_text()) for _, _, _, result in slices if result.is_file()]
-    given.page.write_text(page.of(tallies))
+        done = []
+        for finished in pool.map(_apart, slices):  # the page is there, and true, when the campaign is cut short
+            done.append(finished)
+            tallies = [json.loads(result.read_text()) for _, _, _, result in slices if result.is_file()]
+            given.page.write_text(page.of(tallies))
     faults = sum(len(tally["faults"]) for tally in tallies)
     print(f"{sum(tally['count'] for tally in tallies)} mutants, {faults} faults: {given.page}")
     return bool(faults) or not all(done)
