@@ -31,14 +31,14 @@ def folder(package: str) -> Path:
 
 
 def text_detection() -> Iterator[Feeds]:
-    """Pages of print, sides in multiples of 32."""
-    for seed, (width, height) in enumerate([(320, 224), (224, 320), (256, 192), (192, 256)]):
+    """Small pages of print, sides in multiples of 32."""
+    for seed, (width, height) in enumerate([(224, 128), (128, 192), (192, 160)]):
         yield {"x": pictures.channels_first(pictures.page(width, height, seed))}
 
 
 def text_recognition() -> Iterator[Feeds]:
     """Lines of print, 48 pixels high, two of one width at a time."""
-    for seed, width in enumerate([320, 240, 320, 400]):
+    for seed, width in enumerate([160, 240, 200]):
         rows = [pictures.channels_first(pictures.line(width, 48, 2 * seed + row)) for row in (0, 1)]
         yield {"x": np.concatenate(rows)}
 
