@@ -63,6 +63,11 @@ class Options:
         return not self.formats or "onnx" in self.formats
 
     @property
+    def onnx_profiles(self) -> tuple[Profile, ...]:
+        """The profiles to write as ONNX graphs."""
+        return self.profiles if self.wants_onnx else ()
+
+    @property
     def wants_torchscript(self) -> bool:
         return not self.formats or "torchscript" in self.formats
 

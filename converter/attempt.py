@@ -1,0 +1,146 @@
+"""One attempt at an artifact: weights and graphs written by a plan, read back, run, and held against the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import RESIDUAL, Manifest, Plan, ProfileEntry, SpecEntry
+from bf16kit.manifest import Source as SourceEntry
+from bf16kit.numerics import Census
+from bf16kit.publish import StagingArtifact
+from converter.cpukernel.products import panelled
+from converter.formats import lossless
+from converter.formats.agreement import check_graph
+from converter.formats.onnx import write_graphs
+from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
+from converter.graph.cuda_support import required
+from converter.model import Source
+from converter.options import Options
+from converter.passes import Prepared
+from converter.plan import make_plan, narrowed
+from converter.plan.decisions import Islands
+from converter.plan.profiles import PROFILES
+from converter.process import versions
+from converter.process.memory import release
+from converter.process.progress import Progress
+from converter.proof.certify import Certified, certify
+from converter.proof.oracle import Asked
+from converter.proof.samples import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What writing an artifact needs, as often as it has to be written; ``traced`` are the profiles there already."""
+
+    options: Options
+    source: Source
+    prepared: Prepared
+    traced: Mapping[str, ProfileEntry]
+    calibration: Samples
+    asked: Asked
+    stage: StagingArtifact
+    progress: Progress
+
+    def prove(self, islands: Islands) -> tuple[Certified, Mapping[str, Census]]:
+        """Write weights and graphs with these ``islands``, and run them; also what rounding the weights met."""
+        options, source, prepared, stage, progress = self.options, self.source, self.prepared, self.stage, self.progress
+        plan = make_plan(
+            prepared,
+            keep_fp32=options.keep_fp32,
+            bf16=options.bf16,
+            islands=islands,
+            profiles=options.onnx_profiles,
+        )
+        for name in (BF16_FILE, FP32_FILE, RESIDUAL):  # of an earlier attempt
+            (stage.path / name).unlink(missing_ok=True)
+        stored = _write_weights(options, source, prepared, plan, stage, progress)
+        with progress.step("writing graphs"):
+            profiles = {**self.traced, **_write_graphs(options, prepared, plan, stored, stage)}
+        manifest = _describe(options, source, plan, stored, profiles)
+        _check_lossless(options, source, prepared, stored, stage.draft(manifest), progress)
+        reference = None if options.residual else prepared.reference
+        census = stored.census
+        del stored
+        release()
+        return certify(stage, manifest, self.calibration, options, progress, self.asked, reference), census
+
+
+def _write_weights(
+    options: Options, source: Source, prepared: Prepared, plan: Plan, stage: StagingArtifact, progress: Progress
+) -> StoredWeights:
+    tensors = source.checkpoint.tensors
+    with progress.step("writing weights", write_total(prepared, tensors)) as advance:
+        return write_weights(
+            prepared,
+            plan,
+            tensors,
+            stage.writer,
+            subnormals=options.subnormals,
+            saturate=options.saturate,
+            residual=options.residual,
+            panels=_panels(options, prepared, plan),
+            progress=advance,
+        )
+
+
+def _panels(options: Options, prepared: Prepared, plan: Plan) -> dict[str, int]:
+    """The weights to store as panels: the cpu profile's kernel reads them so, other profiles put them together."""
+    return panelled(prepared.folded, narrowed(plan.tensors)) if "cpu" in options.onnx_profiles else {}
+
+
+def _write_graphs(
+    options: Options, prepared: Prepared, plan: Plan, stored: StoredWeights, stage: StagingArtifact
+) -> dict[str, ProfileEntry]:
+    files = write_graphs(prepared, plan, stored, stage.path, profiles=options.onnx_profiles, reference=options.residual)
+    for profile in options.onnx_profiles:
+        check_graph(stage.path / files[profile], plan.nodes[profile])
+    return {
+        profile: ProfileEntry(format="onnx", graph=name, precision=PROFILES[profile].precision, verified="no")
+        for profile, name in files.items()
+        if profile in PROFILES
+    }
+
+
+def _describe(
+    options: Options, source: Source, plan: Plan, stored: StoredWeights, profiles: dict[str, ProfileEntry]
+) -> Manifest:
+    """The manifest as far as it is known before anything ran."""
+    checkpoint = source.checkpoint
+    return Manifest(
+        model=options.target.model,
+        inputs=[SpecEntry.of(spec) for spec in source.inputs],
+        outputs=[SpecEntry.of(spec) for spec in source.outputs],
+        profiles=profiles,
+        reference="reference.onnx" if options.residual else None,
+        tensors=sorted(stored.tensors.values(), key=lambda entry: entry.name),
+        checkpoint=list(stored.checkpoint),
+        plan=plan,
+        requires=required(profiles),
+        budget=options.budget.as_dict(),
+        source=SourceEntry(
+            format=checkpoint.format,
+            sha256=checkpoint.sha256,
+            bytes=checkpoint.nbytes,
+            tensors=len(checkpoint.tensors),
+        ),
+        tools=versions.versions(source.tools),
+        seed=options.seed,
+        options=options.recorded(),
+    )
+
+
+def _check_lossless(
+    options: Options,
+    source: Source,
+    prepared: Prepared,
+    stored: StoredWeights,
+    draft: Artifact,
+    progress: Progress,
+) -> None:
+    """Read the weights' files back and compare them with the source, bit by bit."""
+    tensors = source.checkpoint.tensors
+    rounding = lossless.Rounding(options.subnormals, options.saturate)
+    with progress.step("comparing with the source", lossless.total(draft, tensors)) as advance:
+        lossless.check(draft, prepared, stored, tensors, rounding, advance)

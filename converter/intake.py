@@ -1,0 +1,124 @@
+"""The first part of a conversion: the source is read and asked, traced for TorchScript, and prepared for narrowing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from bf16kit.errors import ConversionError
+from bf16kit.manifest import ProfileEntry
+from bf16kit.publish import StagingArtifact
+from converter import sources
+from converter.graph.cuda_support import stand_in
+from converter.graph.types import untyped
+from converter.model import Source
+from converter.options import Options
+from converter.passes import Prepared
+from converter.plan.profiles import PROFILES
+from converter.process.memory import release
+from converter.process.progress import Progress
+from converter.proof import samples
+from converter.proof.judging import check_budget, with_kinds
+from converter.proof.oracle import Asked, ask
+from converter.proof.preparation import check_prepared
+from converter.proof.random_samples import generate
+from converter.proof.samples import Samples
+from converter.sources.onnx_file import name_inputs
+
+TORCHSCRIPT_FILE = "model.torchscript.pt"
+
+
+def read(options: Options, progress: Progress) -> Source:
+    """The source, its outputs of the kinds that ``--output`` gave them, and notes on it.
+
+    Raises what reading raises, and :class:`~bf16kit.errors.UsageError` for a bound that none of the outputs can be
+    judged by.
+    """
+    total = sources.nbytes(options.source)
+    with progress.step(f"reading {options.source.name}", total) as advance:
+        source = sources.read(options, advance)
+    source.outputs = with_kinds(source.outputs, options.outputs)
+    source.notes = (*check_budget(options.budget, source.outputs), *source.notes)
+    return source
+
+
+def draw_samples(options: Options, source: Source) -> Samples:
+    """The samples asked for, or random ones. What they show of the dimensions of an ONNX file is believed from here on,
+    unless ``--input`` said what they are."""
+    oracle = source.oracle
+    runs = None if oracle is None else lambda feeds: deque(oracle.answers(feeds), maxlen=0)
+    if options.samples is None:
+        return generate(source.inputs, source.graph, source.sampler, options.seed, runs)
+    strange = source.checkpoint.format == "onnx" and not options.inputs
+    found = samples.load(options.samples, source.inputs, runs if strange else None)
+    if found.inputs:
+        source.inputs = found.inputs
+        name_inputs(source.graph, found.inputs)
+    return found
+
+
+def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> Asked:
+    """What the source itself answers, before narrowing and folding change it; its oracle is let go of afterwards."""
+    with progress.step("asking the source itself"):
+        asked = ask(source, calibration.feeds, stage.path)
+    source.oracle = None
+    return asked
+
+
+def trace(
+    options: Options, source: Source, stage: StagingArtifact, progress: Progress, notes: list[str]
+) -> dict[str, ProfileEntry]:
+    """Write the TorchScript module, if there is to be one, and let go of the torch module it was traced from."""
+    module, source.module = source.module, None
+    if not options.wants_torchscript:
+        return {}
+    try:
+        if module is None:
+            raise ConversionError(
+                f"TorchScript is not written from {source.checkpoint.format}, which torch cannot trace"
+            )
+        from converter.formats.torchscript import narrow_and_trace
+
+        with progress.step("tracing TorchScript"):
+            narrow_and_trace(module, stage.path / TORCHSCRIPT_FILE)
+    except ConversionError as error:
+        if options.insists_on_torchscript:
+            raise
+        notes.append(f"no TorchScript: {error}")
+        return {}
+    if options.keep_fp32 or options.bf16:
+        notes.append(
+            "--keep-fp32 and --bf16 speak of ONNX nodes; the TorchScript module follows torch.autocast's rules"
+        )
+    return {"torchscript": ProfileEntry(format="torchscript", graph=TORCHSCRIPT_FILE, precision="bf16", verified="no")}
+
+
+def unknown(options: Options, prepared: Prepared) -> Iterator[str]:
+    """What is not known of the graph or of the device, and what that costs."""
+    nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
+    if nodes:
+        yield (
+            f"the types of what {len(nodes)} of {all_nodes} nodes give could not"
+            f" be inferred, first of {nodes[0].name!r} ({nodes[0].op_type}): they, and what reads them, stay in fp32"
+        )
+    sentence = stand_in() if "cuda" in options.onnx_profiles else None
+    if sentence is not None:
+        yield sentence
+
+
+def check_base(
+    options: Options,
+    source: Source,
+    prepared: Prepared,
+    asked: Asked,
+    calibration: Samples,
+    stage: StagingArtifact,
+    progress: Progress,
+) -> None:
+    """Run the graph that the profiles start from; that of cuda has been through the steps of the others, too."""
+    profiles = options.onnx_profiles
+    if profiles:
+        base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)
+        with progress.step("checking the prepared graph"):
+            check_prepared(asked, prepared, base, (source.inputs, source.outputs), calibration.feeds, stage.path)
+            release()

@@ -1,0 +1,65 @@
+"""The last part of a conversion: what was measured is written down, every digest checked, the artifact renamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactDamaged, ConversionError
+from bf16kit.manifest import MEASUREMENTS, SCHEMA_VERSION, Manifest
+from bf16kit.measurements import Layers, Measurements, ProfileMeasurements, ranges, sample_columns
+from bf16kit.numerics import Census
+from bf16kit.publish import StagingArtifact
+from converter.options import Options
+from converter.process.progress import Progress
+from converter.proof.certify import Certified
+from converter.report import page
+from converter.search.mending import Mending
+
+
+def measured(
+    manifest: Manifest,
+    certified: Certified,
+    layers: Mapping[str, Layers],
+    census: Mapping[str, Census],
+    mending: Mending,
+) -> Measurements:
+    """What ``measurements.json`` keeps of the profiles that are published."""
+    columns = sample_columns(certified.drifts)
+    searches = {profile: result.entry() for profile, result in mending.results.items()}
+    profiles = {
+        profile: ProfileMeasurements(outputs=columns[profile], layers=layers.get(profile), search=searches.get(profile))
+        for profile in manifest.drift
+    }
+    return Measurements(profiles=profiles, ranges=ranges(census))
+
+
+def _check_digests(draft: Artifact) -> None:
+    """Hash what lies on the disk: the manifest's digests were made while it was written, or kept since."""
+    try:
+        draft.verify()
+    except ArtifactDamaged as error:
+        raise ConversionError(f"what was written is not what the manifest says, nothing published: {error}") from error
+
+
+def publish(
+    options: Options,
+    stage: StagingArtifact,
+    manifest: Manifest,
+    measurements: Measurements,
+    notes: Sequence[str],
+    progress: Progress,
+) -> Artifact:
+    """Write measurements and report into ``stage``, check every digest against the disk, and rename it into place.
+
+    Raises :class:`~bf16kit.errors.ConversionError` when a file is not what the manifest says.
+    """
+    with progress.step("publishing"):
+        measurements = measurements.fitted()
+        (stage.path / MEASUREMENTS).write_bytes(measurements.dumps())
+        manifest = manifest.model_copy(update={"measurements": MEASUREMENTS, "schema_version": SCHEMA_VERSION})
+        if options.report:
+            files = stage.draft(manifest).manifest.files
+            page.write(stage.path / page.NAME, manifest, files, notes, measurements)
+        _check_digests(stage.draft(manifest))
+        return stage.publish(manifest)
