@@ -38,7 +38,7 @@ def text_detection() -> Iterator[Feeds]:
 
 def text_recognition() -> Iterator[Feeds]:
     """Lines of print, 48 pixels high, two of one width at a time."""
-    for seed, width in enumerate([160, 240, 200]):
+    for seed, width in enumerate([320, 240, 320]):
         rows = [pictures.channels_first(pictures.line(width, 48, 2 * seed + row)) for row in (0, 1)]
         yield {"x": np.concatenate(rows)}
 
