@@ -53,7 +53,6 @@ _SMALL_IMAGES = {"image_size": 32}
 # name: (class, config class, config, preprocessor_config.json or None)
 MODELS: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {
     "bert": ("BertModel", "BertConfig", _BERT, None),
-    "bert-mlm": ("BertForMaskedLM", "BertConfig", _BERT, None),
     "roberta": ("RobertaForSequenceClassification", "RobertaConfig", _BERT | {"pad_token_id": 1}, None),
     "distilbert": (
         "DistilBertForQuestionAnswering",
@@ -77,12 +76,6 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any] | None]] = {
             "position_biased_input": False,
             "type_vocab_size": 0,
         },
-        None,
-    ),
-    "deberta": (
-        "DebertaModel",
-        "DebertaConfig",
-        _BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0},
         None,
     ),
     "gpt2": (
