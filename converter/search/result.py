@@ -99,11 +99,11 @@ class SearchResult:
         rows = [f"\n  {i.kind} {i.name} ({i.op}){': ' if i.worth() else ''}{i.worth()}" for i in self.islands[:_SHOWN]]
         if len(self.islands) > _SHOWN:
             rows.append(f"\n  and {len(self.islands) - _SHOWN} more, in the plan")
-        shares = f"bf16 are {self.bytes_now:.1%} of the weights' bytes ({self.bytes_before:.1%} before)"
+        shares = f"{self.bytes_now:.1%} of the weights' bytes ({self.bytes_before:.1%} before)"
         if self.flops_before:
             shares += f" and {self.flops_now:.1%} of the arithmetic ({self.flops_before:.1%} before)"
         count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
-        found = f"profile {self.profile} was over budget; {count} in fp32 mended that: {shares}{''.join(rows)}"
+        found = f"profile {self.profile} was over budget; {count} in fp32 mended that: bf16 now holds {shares}{''.join(rows)}"
         return [found, *filter(None, [self.blame]), *self.notes]
 
     def _reasons(self, kind: str) -> dict[str, str]:
