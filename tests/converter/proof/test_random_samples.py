@@ -95,7 +95,7 @@ def test_the_samples_say_where_they_came_from() -> None:
         return iter([{"x": np.zeros((1, 16), np.float32)}] * count)
 
     given = generate(input_specs(model), model, sampler, seed=7)  # type: ignore[arg-type]
-    assert given.origin == "random token sequences (seed 7)"
+    assert given.origin == "random inputs of the kind that the model takes (seed 7)"
 
 
 def test_an_integer_that_is_compared_with_constants_takes_one_of_them() -> None:
