@@ -103,8 +103,8 @@ class SearchResult:
         if self.flops_before:
             shares += f" and {self.flops_now:.1%} of the arithmetic ({self.flops_before:.1%} before)"
         count = "1 island" if len(self.islands) == 1 else f"{len(self.islands)} islands"
-        found = f"profile {self.profile} was over budget; {count} in fp32 mended that: bf16 now holds {shares}{''.join(rows)}"
-        return [found, *filter(None, [self.blame]), *self.notes]
+        found = f"profile {self.profile} was over budget; {count} in fp32 mended that: bf16 now holds {shares}"
+        return [found + "".join(rows), *filter(None, [self.blame]), *self.notes]
 
     def _reasons(self, kind: str) -> dict[str, str]:
         return {island.name: island.reason(self.profile) for island in self.islands if island.kind == kind}

@@ -77,7 +77,8 @@ def conversions(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Converted]]:
     """The models of the tests that were chosen, converted by two processes: almost all of it is torch's exporter."""
-    chosen = [item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")]
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = [item.callspec.params["name"] for item in here]
     names = [name for name in hfzoo.MODELS if name in chosen]
     root = tmp_path_factory.mktemp("zoo")
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

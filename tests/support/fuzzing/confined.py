@@ -92,6 +92,7 @@ def _confined(action: Callable[[Callable[[], None]], Any], inside: Path, said: P
         os.chdir(inside)
         (inside / "out" / "tmp").mkdir()
         tempfile.tempdir = os.environ["TMPDIR"] = str(inside / "out" / "tmp")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.tempdir  # torch keeps the one it found before the fork
         watch = Watch(inside)
         _limit()
         result = None
