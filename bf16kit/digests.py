@@ -23,17 +23,13 @@ class Digests:
 
     def entry(self, path: Path) -> FileEntry:
         """Digest and size of ``path``, read when it is new or has changed."""
+        stamp = _stamp(path)  # from before reading: what changes meanwhile is read again
         known = self._known.get(path)
-        if known is not None and known[0] == _stamp(path):
+        if known is not None and known[0] == stamp:
             return known[1]
-        return self.learn(path, None)
-
-    def learn(self, path: Path, entry: FileEntry | None) -> FileEntry:
-        """Remember what ``path`` is now: the ``entry`` that whoever wrote it knows, or what reading it gives."""
-        stamp = _stamp(path)
         _outwait(stamp)
-        entry = entry or _read(path)
-        self._known[path] = (stamp, entry)  # the stamp from before reading: what changed meanwhile is read again
+        entry = _read(path)
+        self._known[path] = (stamp, entry)
         return entry
 
 

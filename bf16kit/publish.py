@@ -59,7 +59,7 @@ class StagingArtifact:
         self._digests = Digests()
 
     def writer(self, name: str) -> WeightWriter:
-        """A new file of tensors; it is hashed as it is written, and closed here at the latest when it is published."""
+        """A new file of tensors, closed here at the latest when it is published."""
         writer = WeightWriter(self.path / plain_name(name))
         self._writers[name] = writer
         return writer
@@ -97,11 +97,13 @@ class StagingArtifact:
         return {path.name: self._entry(path) for path in sorted(self.path.iterdir()) if path.name != MANIFEST}
 
     def _entry(self, path: Path) -> FileEntry:
-        """Digest and size of a file: known to its writer, read otherwise, and again when it changed since."""
+        """Digest and size of a file as it lies on the disk, read once unless it changes."""
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path}: an artifact holds regular files only")
         writer = self._writers.pop(path.name, None)
-        return self._digests.entry(path) if writer is None else self._digests.learn(path, writer.close())
+        if writer is not None:
+            writer.close()
+        return self._digests.entry(path)
 
     def _rename(self) -> None:
         _check_target(self.target, self._force)

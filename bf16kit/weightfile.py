@@ -1,8 +1,7 @@
-"""Writing weights: tensors appended to one file, aligned for mapping, hashed on the way so none is read twice."""
+"""Writing weights: tensors appended to one file, aligned for mapping."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -11,10 +10,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.manifest import FileEntry, Segment
+from bf16kit.manifest import Segment
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
-_PIECE = 1 << 20  # bytes: hashed while still in the cache that writing them filled
 
 
 class WeightWriter:
@@ -23,7 +21,6 @@ class WeightWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("xb")
-        self._hash = hashlib.sha256()
         self._position = 0
 
     def append(self, array: NDArray[Any]) -> Segment:
@@ -38,10 +35,9 @@ class WeightWriter:
             self._write(chunk)
         return Segment(offset=start, bytes=self._position - start)
 
-    def close(self) -> FileEntry:
-        """Close the file; its digest and size. May be called again."""
+    def close(self) -> None:
+        """Close the file. May be called again."""
         self._file.close()
-        return FileEntry(sha256=self._hash.hexdigest(), bytes=self._position)
 
     def __enter__(self) -> Self:
         return self
@@ -51,11 +47,8 @@ class WeightWriter:
 
     def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            self._file.write(piece)
-            self._hash.update(piece)
-            self._position += len(piece)
+        self._file.write(view)
+        self._position += len(view)
 
 
 def raw(array: NDArray[Any]) -> memoryview:
