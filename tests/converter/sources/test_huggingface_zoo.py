@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import zooconversion
 
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
-from converter.cli import run
 from converter.process.quiet import quiet
 from converter.sources.safetensors_file import read_file
 
@@ -61,47 +58,24 @@ EXPECTED: dict[str, tuple[Edges, set[str], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Converted:
-    """How the conversion of one model ended, and where the model and the artifact are."""
-
-    code: int
-    out: str
-    err: str
-    directory: Path
-    target: Path
-
-
 @pytest.fixture(scope="module")
 def conversions(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Converted]]:
+) -> Iterator[Callable[[str], zooconversion.Converted]]:
     """The models of the tests that were chosen, converted by two processes: almost all of it is torch's exporter."""
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     chosen = [item.callspec.params["name"] for item in here]
     names = [name for name in hfzoo.MODELS if name in chosen]
     root = tmp_path_factory.mktemp("zoo")
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        futures = {name: pool.submit(convert, name, root) for name in names}
+        futures = {name: pool.submit(zooconversion.convert, name, root) for name in names}
         yield lambda name: futures[name].result()
-
-
-def convert(name: str, root: Path) -> Converted:
-    torch.set_num_threads(1)
-    directory, target = root / name, root / "repository" / name / "1"
-    out, err = io.StringIO(), io.StringIO()
-    arguments = ("--format", "onnx", "--profile", "cpu", "--no-report")
-    with quiet():
-        hfzoo.save(name, directory)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(["checkpoint", str(directory), "--out", str(target), *arguments])
-    return Converted(code, out.getvalue(), err.getvalue(), directory, target)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hfzoo.MODELS)
 def test_a_model_converts_as_a_whole_and_answers_as_its_module(
-    conversions: Callable[[str], Converted], name: str
+    conversions: Callable[[str], zooconversion.Converted], name: str
 ) -> None:
     inputs, outputs, left_out = EXPECTED[name]
     said = conversions(name)
