@@ -42,15 +42,16 @@ def read(options: Options, progress: Progress) -> Source:
     return source
 
 
-def draw_samples(options: Options, source: Source) -> Samples:
+def draw_samples(options: Options, source: Source, progress: Progress) -> Samples:
     """The samples asked for, or random ones. What they show of the dimensions of an ONNX file is believed from here on,
     unless ``--input`` said what they are."""
     oracle = source.oracle
     runs = None if oracle is None else lambda feeds: deque(oracle.answers(feeds), maxlen=0)
-    if options.samples is None:
-        return generate(source.inputs, source.graph, source.sampler, options.seed, runs)
-    strange = source.checkpoint.format == "onnx" and not options.inputs
-    found = samples.load(options.samples, source.inputs, runs if strange else None)
+    with progress.step("checking the samples"):
+        if options.samples is None:
+            return generate(source.inputs, source.graph, source.sampler, options.seed, runs)
+        strange = source.checkpoint.format == "onnx" and not options.inputs
+        found = samples.load(options.samples, source.inputs, runs if strange else None)
     if found.inputs:
         source.inputs = found.inputs
         name_inputs(source.graph, found.inputs)

@@ -42,7 +42,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
     with naming(options.source), staging(options.target.path, force=options.force) as stage:
         source = intake.read(options, progress)
         notes += source.notes
-        calibration = intake.draw_samples(options, source)
+        calibration = intake.draw_samples(options, source, progress)
         if not options.samples:
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
         asked = intake.ask_source(source, calibration, stage, progress)
