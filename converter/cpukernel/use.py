@@ -25,7 +25,7 @@ class UseKernel(Step):
     flat here, k·n elements, which nothing but the kernel reads. A node keeps its product's name, and gives what the
     last node that it takes the place of gave, under the same name.
 
-    Requires: types are known, bf16 weights have not been widened. Ensures: whoever reads panels is the kernel.
+    Requires: types are known, bf16 weights have not been widened. Ensures: only the kernel reads panels.
     """
 
     name = "use the CPU kernel"

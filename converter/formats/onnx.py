@@ -90,7 +90,8 @@ def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTen
 
 
 def _rebuilt(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
-    """What was rounded is rebuilt in memory and fed from there: its file does not exist. What came as bf16 was not."""
+    """The reference's tensor: a rounded one is rebuilt at load, in a file that is not among the artifact's; others are
+    read where they are stored."""
     entry = stored.tensors[name]
     if entry.residual is None:
         return _stored(stored, name, shape)
