@@ -97,6 +97,9 @@ def command() -> None:
     """
 
 
+_samples = click.option(
+    "--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run.  [default: the golden samples]"
+)
 _debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
@@ -234,7 +237,7 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
 
 @command.command()
 @click.argument("artifact", type=_PATH)
-@click.option("--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run.  [default: the golden samples]")
+@_samples
 @click.option(
     "--profile",
     "profiles",
@@ -258,7 +261,7 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
 
 @command.command()
 @click.argument("artifact", type=_PATH)
-@click.option("--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run.  [default: the golden samples]")
+@_samples
 @click.option(
     "--profile",
     "profiles",
