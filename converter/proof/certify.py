@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
 from bf16kit.errors import RuntimeFailure
 from bf16kit.manifest import SCHEMA_VERSION, DriftEntry, Manifest, ProfileEntry, SpecEntry
 from bf16kit.publish import StagingArtifact
@@ -35,26 +36,37 @@ _OTHER = 8  # samples of the arithmetic that this machine's CPU would not use
 
 @dataclass(slots=True)
 class Certified:
-    """What running an artifact showed: its manifest with drift and batch axis, the drift of every sample by profile,
-    and, in words, where each profile is over budget."""
+    """What running an artifact showed: its manifest with drift and batch axis, how each profile ran, and, in words,
+    where each is over budget."""
 
     manifest: Manifest
-    drifts: dict[str, Drifts] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
     over: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def drifts(self) -> dict[str, Drifts]:
+        """The drift of every sample that was run, by profile."""
+        return {profile: measure.joined(run.drifts) for profile, run in self.runs.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """How far a profile's answers are from the reference's, one entry per answer, and how it ran.
 
-    ``note`` is what people should know of it; "" where it is what ``info`` says.
+    Every ``step``-th sample was answered, the first among them. ``note`` is what people should know of it; "" where it
+    is what ``info`` says.
     """
 
     drifts: list[Drifts]
     info: RuntimeInfo
     emulated: bool
     note: str = ""
+    step: int = 1
+
+    def by_sample(self) -> dict[int, Drifts]:
+        """The drift of each answer by the number of its sample."""
+        return {self.step * place: found for place, found in enumerate(self.drifts)}
 
 
 def certify(
@@ -90,9 +102,6 @@ def certify(
         release()
     manifest = manifest.model_copy(update={"oracle": checked, "schema_version": SCHEMA_VERSION})
     manifest = _with_edges(_as_seen(manifest, samples.feeds, expected), axis)
-    manifest = _with_golden(stage, manifest, samples.feeds[0], expected[0])
-    if manifest.golden is not None:
-        golden.check(stage.draft(manifest), samples.feeds[0], expected[0])
     certified = Certified(manifest, notes=list(oracle.remarks(checked)))
     if axis is None:
         certified.notes.append("no batch axis: two samples run together were not seen to give what they give apart")
@@ -100,6 +109,7 @@ def certify(
         with progress.step(f"measuring the drift of {profile}"):
             _certify_profile(certified, stage, profile, samples, expected, options)
         release()
+    _keep_golden(certified, stage, samples.feeds, expected, options.budget)
     expected.close()
     return certified
 
@@ -135,7 +145,7 @@ def _certify_profile(
         return
     if run.info.advice:
         certified.notes.append(f"{run.info.note}: {run.info.advice}")
-    certified.drifts[profile] = measure.joined(run.drifts)
+    certified.runs[profile] = run
     summaries = measure.summarise(run.drifts)
     count = next(iter(summaries.values())).samples
     entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
@@ -145,8 +155,7 @@ def _certify_profile(
             "profiles": manifest.profiles | {profile: _verified(profile, manifest.profiles[profile], run)},
         }
     )
-    found, where = over(options.budget, run.drifts)
-    certified.over[profile] = [f"profile {profile}, {breach}{where}" for breach in found]
+    certified.over[profile] = [f"profile {profile}, {breach}" for breach in over(options.budget, run.drifts)]
 
 
 def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
@@ -184,7 +193,9 @@ def _worse_arithmetic(run: Run, artifact: Artifact, feeds: Sequence[Feeds], expe
     worse = info if other_is_worse else run.info
     some = f" on {len(found)} of {len(feeds)} samples" if step > 1 and other_is_worse else ""
     note = f"when verified: run in both arithmetics; the drift is that of {names[worse.precision]}{some}, the worse"
-    return Run(found if other_is_worse else run.drifts, run.info, run.emulated, note)
+    if other_is_worse:
+        return Run(found, run.info, run.emulated, note, step)
+    return Run(run.drifts, run.info, run.emulated, note)
 
 
 def _mean(found: Sequence[Drifts]) -> float:
@@ -231,8 +242,24 @@ def _with_edges(manifest: Manifest, axis: int | None) -> Manifest:
     return manifest.model_copy(update={"batch_axis": axis, "outputs": [SpecEntry.of(spec) for spec in outputs]})
 
 
-def _with_golden(stage: StagingArtifact, manifest: Manifest, feeds: Feeds, outputs: Feeds) -> Manifest:
+def _keep_golden(
+    certified: Certified, stage: StagingArtifact, feeds: Sequence[Feeds], expected: Sequence[Feeds], budget: Budget
+) -> None:
+    """Write the golden samples, and read them back. A profile that is within ``budget`` on all samples and not on these
+    is over it all the same: a server judges it by these, and would never call it ready."""
+    manifest = certified.manifest
     if any(entry.dtype == "string" for entry in (*manifest.inputs, *manifest.outputs)):
-        return manifest  # safetensors has no strings
-    golden.write(stage.path / golden.NAME, feeds, outputs)
-    return manifest.model_copy(update={"golden": golden.NAME})
+        return  # safetensors has no strings
+    answered = {p: run.by_sample() for p, run in certified.runs.items() if not certified.over[p]}
+    number = golden.choose(budget, answered.values())
+    if number:
+        certified.notes.append(
+            f"the golden samples, by which a server judges each start, are sample {number}: the first that every"
+            " profile answers within budget by itself"
+        )
+    for profile, drifts in answered.items():
+        breaches = over(budget, [drifts[number]])
+        certified.over[profile] = [f"profile {profile}, {each}, on the golden samples alone" for each in breaches]
+    golden.write(stage.path / golden.NAME, feeds[number], expected[number])
+    certified.manifest = manifest.model_copy(update={"golden": golden.NAME})
+    golden.check(stage.draft(certified.manifest), feeds[number], expected[number])

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
 from bf16kit.errors import ConversionError
 from converter.graph.equality import same_bits
 from converter.model import Feeds
+from converter.proof.judging import over
+from converter.proof.measure import Drifts
 
 NAME = "golden.safetensors"
+
+
+def choose(budget: Budget, answered: Collection[Mapping[int, Drifts]]) -> int:
+    """The number of the first sample that all profiles answer within ``budget``; 0 when there is none.
+
+    ``answered`` has the drift of each profile by the number of the sample. A budget bounds the mean of many samples; a
+    server judges one, and a model that cancels most of one sample's signal is none the worse for it.
+    """
+    shared = set.intersection(*map(set, answered)) if answered else set()
+    return next((n for n in sorted(shared) if not any(over(budget, [found[n]]) for found in answered)), 0)
 
 
 def write(path: Path, feeds: Feeds, outputs: Feeds) -> None:

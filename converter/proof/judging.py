@@ -17,6 +17,7 @@ from converter.proof import measure
 from converter.proof.measure import Drifts
 
 _LOGITS_ONLY = "top1_agreement"
+_KEEP = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
 _Entry = TypeVar("_Entry")
 
 
@@ -56,18 +57,10 @@ def breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]
     ]
 
 
-def over(budget: Budget, drifts: Sequence[Drifts]) -> tuple[list[Breach], str]:
-    """Where ``drifts``, one entry per answer, are over ``budget``, and on which of the samples, in words.
-
-    The first answer alone is what a server will judge: a mean within budget must not hide a model that would never
-    become ready.
-    """
-    for judged, where in ((drifts, ""), (drifts[:1], ", on the golden samples alone")):
-        summaries = measure.summarise(judged)
-        found = [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
-        if found:
-            return found, where
-    return [], ""
+def over(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
+    """Where ``drifts``, one entry per answer, are over ``budget``."""
+    summaries = measure.summarise(drifts)
+    return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
 
 
 def check_judged(budget: Budget, manifest: Manifest) -> None:
@@ -94,12 +87,22 @@ def judge(
     if options.drop_failing_profiles and manifest.profiles.keys() - over.keys():
         dropped = f"left out, drift over budget: {', '.join(sorted(over))}{listed}"
         return without(stage, manifest, over.keys()), [dropped]
-    remedies = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX), leave a profile or format out, raise the"
-    if options.drop_failing_profiles:
-        remedies = f"Every profile is over budget, so that none could be dropped. {remedies}"
-    raise BudgetExceeded(
-        f"drift over budget, nothing published:{listed}\n{remedies} --budget, or pass --allow-over-budget"
-    )
+    raise BudgetExceeded(f"drift over budget, nothing published:{listed}\n{_remedies(over.keys(), manifest, options)}")
+
+
+def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
+    """What the owner of a model can do about profiles over budget. No flag mends TorchScript's."""
+    others = "raise the --budget, or pass --allow-over-budget"
+    if options.drop_failing_profiles:  # or there would be one left
+        return f"Every profile is over budget, so that none could be dropped. {_KEEP}, {others}"
+    scripts = [name for name in failing if manifest.profiles[name].format == "torchscript"]
+    if len(scripts) < len(failing):
+        leave = "leave profiles out (--profile, --format, or --drop-failing-profiles for all that fail)"
+        return f"{_KEEP}, {leave}, {others}"
+    leave = "leave it out with --format onnx or --drop-failing-profiles"
+    if manifest.profiles.keys() == set(failing):
+        leave = "convert to ONNX instead (--format onnx), whose fp32 islands are searched for"
+    return f"No search mends TorchScript, which rounds where torch.autocast does: {leave}, {others}"
 
 
 def without(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:

@@ -39,7 +39,7 @@ class Judged:
     def _of(self, units: Units) -> tuple[list[Breach], dict[str, DriftSummary]]:
         if units not in self._known:
             drifts = self._drifts(units)
-            self._known[units] = over(self._budget, drifts)[0], measure.summarise(drifts)
+            self._known[units] = over(self._budget, drifts), measure.summarise(drifts)
         return self._known[units]
 
 

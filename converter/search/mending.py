@@ -53,13 +53,9 @@ class Mending:
 
     def _wanted(self, certified: Certified) -> Sequence[str]:
         """The profiles to search for, weights first. TorchScript's islands are torch.autocast's: nothing mends it."""
-        options = self._options
-        if not options.search or options.allow_over_budget:
+        if not self._options.search or self._options.allow_over_budget:
             return ()
-        failing = [name for name, words in certified.over.items() if words]
-        if any(name not in PROFILES for name in failing) and not options.drop_failing_profiles:
-            return ()
-        return [name for name in PROFILES if name in failing]
+        return [name for name in PROFILES if certified.over.get(name)]
 
     def _mended(self, name: str, certified: Certified) -> bool:
         """Whether there are new islands for the profile ``name``."""

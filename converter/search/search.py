@@ -89,7 +89,7 @@ class _Search:
         """The result. Raises :class:`OutOfTime`."""
         units = candidates(self._base, self._plan, self._task.profile, self._costs)
         before = self._trials.drifts(self._bf16)
-        breaches, _ = over(self._task.budget, before)
+        breaches = over(self._task.budget, before)
         if not breaches or not units:
             return self._result(frozenset(), {})
         self._before = ratio(self._task.budget, before)
@@ -115,7 +115,7 @@ class _Search:
                 return self._hopeless()
             worth = {unit: judged.worth(found, unit) for unit in found}
             drifts = self._drifts(found)
-            if not over(self._task.budget, drifts)[0]:
+            if not over(self._task.budget, drifts):
                 return self._result(found, worth, drifts)
         return self.best_known()
 
@@ -127,7 +127,7 @@ class _Search:
         steps = {2**step - 1 for step in range(len(known).bit_length())} | {len(known) - 1}
         for units in (known[step] for step in sorted(steps) if known):
             drifts = self._drifts(units)
-            if not over(self._task.budget, drifts)[0]:
+            if not over(self._task.budget, drifts):
                 return self._result(units, {}, drifts)
         return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
 
@@ -184,7 +184,7 @@ class _Search:
         weights = [unit for unit in found if unit.kind == "weight"]
         if not weights or not self._task.profile.rounds:
             return ""
-        breaches, _ = over(self._task.budget, self._trials.drifts(Bf16(frozenset(), self._bf16.weights)))
+        breaches = over(self._task.budget, self._trials.drifts(Bf16(frozenset(), self._bf16.weights)))
         return self._blamed(breaches[0]) if breaches else ""
 
     def _blamed(self, breach: Breach) -> str:
@@ -198,7 +198,7 @@ class _Search:
 
     def _hopeless(self) -> SearchResult:
         task = self._task
-        breaches, _ = over(task.budget, self._trials.drifts(self._with(frozenset(self._units()))))
+        breaches = over(task.budget, self._trials.drifts(self._with(frozenset(self._units()))))
         why = f"not even everything in fp32 that may be meets it: {breaches[0]}"
         return SearchResult(task.profile.name, error=f"the search found no islands: {why}")
 

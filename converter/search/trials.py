@@ -145,16 +145,12 @@ class Trials:
 
 
 def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
-    """The numbers of :data:`MOST` samples at most, evenly spaced from the best to the worst, and the first of all.
-
-    The first is what a server will judge by itself.
-    """
+    """The numbers of :data:`MOST` samples at most, evenly spaced from the best to the worst."""
     if len(drifts) <= MOST:
         return tuple(range(len(drifts)))
     far = [max(_relative(DriftSummary.of(rows)) for rows in one.values()) for one in drifts]
     order = sorted(range(len(far)), key=lambda i: (far[i], i))
-    spaced = {order[round(step * (len(order) - 1) / (MOST - 2))] for step in range(MOST - 1)}
-    return (0, *sorted(spaced - {0}))
+    return tuple(sorted(order[round(step * (len(order) - 1) / (MOST - 1))] for step in range(MOST)))
 
 
 @dataclass(frozen=True, slots=True)

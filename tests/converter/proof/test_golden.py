@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,11 @@ from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
 import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
+from bf16kit.drift import SampleDrift
 from converter.proof import golden
+from converter.proof.measure import Drifts
 
 
 def test_scalars_keep_their_shape(tmp_path: Path) -> None:
@@ -36,29 +41,67 @@ def test_a_model_with_a_scalar_output_verifies(tmp_path: Path, target: Path, cli
     assert "every digest matches" in cli("verify", target).published().out
 
 
-def test_one_sample_over_budget_is_not_hidden_by_the_mean_of_many(tmp_path: Path, target: Path, cli: Cli) -> None:
-    """A server judges the golden samples alone: what it would never call ready is not published."""
+def _selecting(tmp_path: Path, rows: Sequence[Sequence[int]]) -> tuple[str | Path, ...]:
+    """A conversion of a model of as many outputs as each of ``rows`` has entries, a sample per element of ``rows``; its
+    budget is still to be said.
+
+    A sample's entry says which row of a weight that output is; rounding changes row 0 alone.
+    """
     weight = np.full((32, 32), 1.0, np.float32)
-    weight[0] = 1 + 2.0**-8.5  # the only row that rounding changes
-    (tmp_path / "m.onnx").write_bytes(
-        graphs.model(
-            [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
-            [graphs.edge("x", ["batch", 32], TensorProto.FLOAT)],
-            [graphs.edge("y", ["batch", 32])],
-            [graphs.initializer("w", weight)],
-        ).SerializeToString()
+    weight[0] = 1 + 2.0**-8.5
+    names = range(len(rows[0]))
+    source = graphs.model(
+        [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"y{i}"], name=f"product{i}") for i in names],
+        [graphs.edge(f"x{i}", ["batch", 32], TensorProto.FLOAT) for i in names],
+        [graphs.edge(f"y{i}", ["batch", 32]) for i in names],
+        [graphs.initializer(f"w{i}", weight * np.float32(1 + i)) for i in names],
     )
-    samples = tmp_path / "samples"
-    samples.mkdir()
-    for index in range(50):
-        x = np.zeros((1, 32), np.float32)
-        x[0, 0 if index == 0 else 1] = 1
-        np.savez(samples / f"{index:02}.npz", x=x)
-    convert = ("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY, "--samples", samples)
-    strict = (*convert, "--budget", "relative_l2=1e-3", "--profile", "cpu")
-    cli(*strict, "--no-search").refused(1, "relative_l2", "on the golden samples alone")
+    (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
+    (tmp_path / "samples").mkdir()
+    for number, chosen in enumerate(rows):
+        feed = {f"x{i}": np.eye(32, dtype=np.float32)[[row]] for i, row in enumerate(chosen)}
+        np.savez(tmp_path / "samples" / f"{number:02}.npz", **feed)  # type: ignore[arg-type]  # arrays by keyword
+    convert = ("checkpoint", tmp_path / "m.onnx", *ONNX_ONLY, "--samples", tmp_path / "samples", "--profile", "cpu")
+    return (*convert, "--no-search", "--budget")
+
+
+def test_a_sample_that_rounding_hits_hard_is_not_what_a_server_judges_a_good_model_by(
+    tmp_path: Path, target: Path, cli: Cli
+) -> None:
+    """The mean of fifty samples is within budget, the first of them is not."""
+    convert = _selecting(tmp_path, [[0], *[[1]] * 49])
+    done = cli(*convert, "relative_l2=1e-3", "--out", target).published()
+    assert "note: the golden samples, by which a server judges each start, are sample 1:" in done.out
+    assert np.argmax(Artifact.open(target).golden().inputs["x0"]) == 1
+    cli("verify", target).published()
+    within = cli(*convert, "relative_l2=1", "--out", target.with_name("2")).published()
+    assert "golden samples" not in within.out
+    assert np.argmax(Artifact.open(target.with_name("2")).golden().inputs["x0"]) == 0
+
+
+def test_a_model_that_no_sample_would_let_a_server_call_ready_is_not_published(
+    tmp_path: Path, target: Path, cli: Cli
+) -> None:
+    """The mean is within budget for either output; of each sample, one output is over it."""
+    done = cli(*_selecting(tmp_path, [[0, 1], [1, 0], [0, 1], [1, 0]]), "relative_l2=2e-3", "--out", target)
+    done.refused(1, "profile cpu, output 'y0': relative_l2", "on the golden samples alone")
     assert not target.exists()
-    assert "1 island in fp32 mended that" in cli(*strict).published().out
+
+
+def test_the_golden_sample_is_the_first_that_all_profiles_answered_within_budget() -> None:
+    budget = Budget({"relative_l2": 1.0})
+
+    def drifts(*errors: float) -> list[Drifts]:
+        return [{"y": [SampleDrift(error, 0.0, 0.0, 0.0, 0, 0, 0)]} for error in errors]
+
+    cpu = dict(enumerate(drifts(2.0, 0.5, 0.5, 0.5, 0.5)))
+    cuda = dict(enumerate(drifts(0.5, 0.5, 2.0, 0.5, 0.5)))
+    sparse = dict(zip((0, 2, 4), drifts(0.5, 0.5, 0.5), strict=True))  # not every profile runs all
+    assert golden.choose(budget, []) == 0
+    assert golden.choose(budget, [cpu]) == 1
+    assert golden.choose(budget, [cuda]) == 0
+    assert golden.choose(budget, [cpu, cuda, sparse]) == 4
+    assert golden.choose(Budget({"relative_l2": 0.1}), [cpu, cuda]) == 0
 
 
 def test_an_artifact_without_a_residual_says_that_it_cannot_be_restored(tmp_path: Path, target: Path, cli: Cli) -> None:

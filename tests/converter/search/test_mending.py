@@ -90,11 +90,19 @@ def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_p
     assert Artifact.open(target).manifest.profiles.keys() == {"cpu"}
 
 
-def test_nothing_is_searched_that_torchscript_would_fail_all_the_same(cli: Cli, mlp_file: Path, target: Path) -> None:
-    """Its islands are torch.autocast's. Where it may be dropped, the others are mended."""
+def test_torchscript_over_budget_does_not_keep_the_others_from_being_mended(
+    cli: Cli, mlp_file: Path, target: Path
+) -> None:
+    """Its islands are torch.autocast's, which no search changes: what is left to do is said."""
     command = ("checkpoint", mlp_file, "--out", target, *MLP, "--no-report", "--budget", "relative_l2=1e-4")
-    refused = cli(*command).refused(1, "profile torchscript", "nothing published")
-    assert "searching" not in refused.err
+    refused = cli(*command).refused(1, "profile torchscript", "nothing published", "No search mends TorchScript")
+    assert "searching fp32 islands of cuda" in refused.err
+    assert "profile cpu" not in refused.err, "it was mended"
+    assert "profile cuda" not in refused.err, "it was mended"
+    assert "--format onnx or --drop-failing-profiles" in refused.err
+    assert not target.exists()
+    alone = cli(*command, "--format", "torchscript").refused(1, "profile torchscript", "convert to ONNX instead")
+    assert "searching" not in alone.err
     done = cli(*command, "--drop-failing-profiles").published()
     assert "left out, drift over budget: torchscript" in done.out
     manifest = Artifact.open(target).manifest

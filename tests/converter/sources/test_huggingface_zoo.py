@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import zooconversion
+from converting import Cli
 
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
@@ -97,6 +98,19 @@ def test_a_model_converts_as_a_whole_and_answers_as_its_module(
     stored = dict(artifact.checkpoint_tensors())
     for tensor, array in read_file(directory / "model.safetensors").items():
         np.testing.assert_array_equal(stored[tensor], array)
+
+
+@pytest.mark.slow
+def test_clip_converts_with_all_defaults(tmp_path: Path, cli: Cli, target: Path) -> None:
+    """Its logits are products of nearly orthogonal embeddings: the first sample alone is over budget in TorchScript."""
+    with quiet():
+        hfzoo.save("clip", tmp_path / "clip")
+    done = cli("checkpoint", tmp_path / "clip", "--out", target, "--no-report").published()
+    assert "left out" not in done.out
+    artifact = Artifact.open(target)
+    assert artifact.manifest.profiles.keys() == {"cpu", "cuda", "torchscript"}
+    assert "over budget" not in cli("verify", target).published().err
+    assert artifact.manifest.drift["torchscript"].outputs["logits_per_text"]["relative_l2"]["worst"] > 1.5e-2
 
 
 def answers(architecture: str, directory: Path, feeds: dict[str, Any]) -> dict[str, Any]:
