@@ -2,8 +2,8 @@
 
 Everything derived from :class:`Bf16kitError` is *expected*: its text names the value, the bound and the remedy, and is
 safe to show to whoever caused it. Anything else that escapes is a bug: it goes to the log with its traceback, and
-callers are told only that something failed. Exit codes live in ``converter.cli``, gRPC codes in ``service.status``:
-one table each.
+callers are told only that something failed. Exit codes live in ``converter.cli``, gRPC codes in
+``service.transport.status``: one table each.
 """
 
 from __future__ import annotations

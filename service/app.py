@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import grpc
-
-from service.config import ServerConfig
-from service.http import HttpServer, routes
-from service.metrics import Metrics
-from service.repository import Repository
-from service.stop import Stop
-from service.transport import Transport, TransportOptions
+from service.models.repository import Repository
+from service.process.config import ServerConfig
+from service.process.stop import Stop
+from service.status_http.server import HttpServer, routes
+from service.telemetry.metrics import Metrics
+from service.transport.server import Transport, TransportOptions
 
 _log = logging.getLogger(__name__)
 Started = Callable[[int, int], None]  # the gRPC port, the HTTP port
@@ -70,5 +68,5 @@ def _transport_options(config: ServerConfig) -> TransportOptions:
         max_in_flight=config.max_in_flight,
         max_streams=config.max_streams,
         max_message_bytes=config.max_message_bytes,
-        overload=grpc.StatusCode[config.overload_status],
+        overload=config.overload_status,
     )

@@ -47,9 +47,9 @@ def main(file: Path | None, **flags: object) -> None:
 
 def _serve(file: Path | None, flags: dict[str, object]) -> bool:
     from bf16kit.runtime import kernel
-    from service.config import load_config
-    from service.logs import configure
-    from service.stop import Stop
+    from service.process.config import load_config
+    from service.process.logs import configure
+    from service.process.stop import Stop
 
     stop = Stop()
     stop.on_signals()  # before the slow imports: a signal during them is kept, not lost

@@ -1,7 +1,7 @@
 """The contract between the transport (gRPC) and the core (models, batching, metrics), importing neither.
 
 The transport turns wire messages into :class:`Request` and :class:`Reply` into wire messages. The core owns everything
-between. Errors cross as :mod:`bf16kit.errors`; ``service.status`` maps them to gRPC codes.
+between. Errors cross as :mod:`bf16kit.errors`; ``service.transport.status`` maps them to gRPC codes.
 """
 
 from __future__ import annotations

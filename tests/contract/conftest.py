@@ -20,8 +20,8 @@ from onnx import helper
 
 from bf16kit.tensors import TensorSpec
 from service import app
-from service.config import ServerConfig
-from service.stop import Stop
+from service.process.config import ServerConfig
+from service.process.stop import Stop
 
 
 def _write_types(target: Path) -> None:

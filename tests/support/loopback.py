@@ -20,11 +20,11 @@ from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec
-from service.batcher import Batcher, BatchPolicy
-from service.codec import encode_raw
+from service.batching.batcher import Batcher, BatchPolicy
 from service.contract import Array, Duration, Reply, Request, State, StatisticsSnapshot
-from service.handlers import SERVICE
-from service.transport import Transport, TransportOptions
+from service.transport.handlers import SERVICE
+from service.transport.server import Transport, TransportOptions
+from service.wire.tensors import encode_raw
 
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", "weights are widened as they are used")

@@ -1,0 +1,1 @@
+"""Requests into batches, before one runtime."""

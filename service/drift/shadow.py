@@ -1,0 +1,174 @@
+"""Live drift: a share of the requests is run again on the fp32 reference, off the hot path, and compared.
+
+One thread of low priority per model, before it a short queue. Offering a request costs the caller well under a
+microsecond when it is not chosen; when the queue or the rate is full the sample is dropped and counted, not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from bf16kit.errors import Bf16kitError
+from bf16kit.runtime import Runtime, contiguous
+from service.contract import Array, Reply, Request
+from service.drift.comparison import Comparison, DriftObserver, sample_of
+
+_log = logging.getLogger(__name__)
+QUEUE_SIZE = 8
+# Not 19: this thread holds Python's lock for a moment now and then, and one that the kernel never schedules would hold
+# it for long while request threads wait.
+NICENESS = 10
+
+
+class ShadowPolicy(BaseModel):
+    """Which live requests are run again on the fp32 reference.
+
+    The defaults cost little on a busy model (one request in a hundred, one a second at most) and still give an idle one
+    a sample now and then. ``rate`` 0 turns the shadow off, and the reference is then never loaded.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate: float = Field(default=0.01, ge=0, le=1)
+    max_per_second: float = Field(default=1.0, gt=0)
+    max_rows: PositiveInt = 8  # of one request; the rest of a larger one is not measured
+
+
+class ShadowObserver(DriftObserver, Protocol):
+    """Told what became of each sample (row), and its drift."""
+
+    def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A chosen request: feeds as they ran, the outputs that were answered."""
+
+    feeds: dict[str, Array]
+    outputs: dict[str, Array]
+    rows: int
+
+
+class TokenBucket:
+    """At most ``per_second`` on average, with a burst of one second's worth (at least one)."""
+
+    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = per_second
+        self._capacity = max(1.0, per_second)
+        self._clock = clock
+        self._tokens = self._capacity
+        self._at = clock()
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        with self._lock:
+            now = self._clock()
+            self._tokens = min(self._capacity, self._tokens + (now - self._at) * self._rate)
+            self._at = now
+            if self._tokens < 1:
+                return False
+            self._tokens -= 1
+            return True
+
+
+class Shadow:
+    """:meth:`start` loads the reference in the background; :meth:`close` ends the thread after the sample at work."""
+
+    def __init__(
+        self,
+        load: Callable[[], Runtime],
+        comparison: Comparison,
+        policy: ShadowPolicy,
+        observer: ShadowObserver,
+        *,
+        name: str,
+        batch_axis: int | None,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._load = load
+        self._comparison = comparison
+        self._policy = policy
+        self._observer = observer
+        self._name = name
+        self._batch_axis = batch_axis
+        self._draw = draw
+        self._tokens = TokenBucket(policy.max_per_second)
+        self._queue: queue.Queue[Sample | None] = queue.Queue(QUEUE_SIZE)
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=f"{name}-shadow", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, request: Request, reply: Reply) -> None:
+        """Choose by chance whether to measure this request; never blocks, never raises."""
+        if self._draw() >= self._policy.rate or request.rows == 0:
+            return
+        rows = min(request.rows, self._policy.max_rows) if self._batch_axis is not None else 1
+        if not self._tokens.take():
+            self._observer.sampled("dropped", rows)
+            return
+        feeds = sample_of(request.feeds, rows, self._batch_axis)
+        outputs = sample_of(reply.outputs, rows, self._batch_axis)
+        try:
+            self._queue.put_nowait(Sample(feeds, outputs, rows))
+        except queue.Full:
+            self._observer.sampled("dropped", rows)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End the thread after the sample it is at; one that needs longer is left behind (it is a daemon)."""
+        self._closed = True
+        with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is closed
+            self._queue.put_nowait(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    # --- the shadow's thread ------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        lower_priority()  # before loading: the threads that a session starts inherit it
+        reference = self._loaded()
+        while not self._closed and (sample := self._queue.get()) is not None:
+            self._measure(reference, sample)
+        if reference is not None:
+            reference.close()
+
+    def _loaded(self) -> Runtime | None:
+        begun = time.monotonic()
+        try:
+            reference = self._load()
+        except Exception as error:  # noqa: BLE001 - without a reference the model still serves, and says so
+            reason = str(error) if isinstance(error, Bf16kitError) else repr(error)
+            _log.error("%s: no live drift: the fp32 reference cannot be loaded: %s", self._name, reason)
+            return None
+        _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - begun)
+        return reference
+
+    def _measure(self, reference: Runtime | None, sample: Sample) -> None:
+        if reference is None:
+            self._observer.sampled("failed", sample.rows)
+            return
+        try:
+            expected = reference.run(contiguous(sample.feeds), tuple(sample.outputs))
+            self._comparison.observe(expected, sample.outputs, self._observer)
+        except Exception:  # noqa: BLE001 - one sample that fails must not end the measuring
+            _log.exception("%s: a shadow sample failed", self._name)
+            self._observer.sampled("failed", sample.rows)
+        else:
+            self._observer.sampled("measured", sample.rows)
+
+
+def lower_priority() -> None:
+    """Run the calling thread (on Linux, it alone) after everything else that wants the processor."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

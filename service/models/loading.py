@@ -1,0 +1,129 @@
+"""An artifact on disk into something that may answer requests: opened, digests checked, loaded, warmed up, judged.
+
+Each step raises an expected error (:mod:`bf16kit.errors`) with the reason that the log and the status page show.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bf16kit.artifact import Artifact, Golden
+from bf16kit.drift import METRICS, Budget, DriftSummary
+from bf16kit.errors import BudgetExceeded, ConfigError
+from bf16kit.manifest import Manifest
+from bf16kit.runtime import Runtime
+from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds
+from service.contract import Array
+from service.drift.comparison import judge
+from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A verified artifact, and what its manifest and ``serving.yaml`` say together."""
+
+    artifact: Artifact
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batch_axis: int | None
+    max_batch_size: int
+    budget: Budget
+    weight_bytes: int
+
+
+def open_artifact(path: Path, serving: Serving) -> Opened:
+    """Raises ArtifactError (damaged, no artifact, of a newer schema) or ConfigError (serving.yaml asks too much)."""
+    artifact = Artifact.open(path)
+    manifest = artifact.manifest
+    inputs = tuple(entry.spec() for entry in manifest.inputs)
+    outputs = tuple(entry.spec() for entry in manifest.outputs)
+    axis = manifest.batch_axis if _share_batch_dimension((*inputs, *outputs), manifest.batch_axis) else None
+    return Opened(
+        artifact=artifact,
+        inputs=inputs,
+        outputs=outputs,
+        batch_axis=axis,
+        max_batch_size=_max_batch_size(serving, axis),
+        budget=Budget.from_dict(manifest.budget).override(serving.budget),
+        weight_bytes=sum(tensor.bytes for tensor in manifest.tensors if tensor.file.startswith("weights.")),
+    )
+
+
+def baseline(manifest: Manifest, profile: str) -> dict[str, dict[str, float]]:
+    """The drift measured at conversion, by output and metric: the statistic that a budget bounds, as it was counted."""
+    entry = manifest.drift.get(profile)
+    if entry is None:
+        return {}
+    summaries = {output: DriftSummary(entry.samples, stats) for output, stats in entry.outputs.items()}
+    return {
+        output: {metric: value for metric in METRICS if (value := summary.measured(metric)) is not None}
+        for output, summary in summaries.items()
+    }
+
+
+def warm_up(runtime: Runtime, opened: Opened, rows: Sequence[int], golden: Golden | None) -> None:
+    """Run once with each number of rows, so that no caller pays for a first run's allocations."""
+    for count in rows:
+        if count > 1 and opened.batch_axis is None:
+            raise ConfigError(f"warmup asks for {count} rows, but this model has no batch axis; leave warmup at [1]")
+        runtime.run(_feeds(opened, count, golden))
+
+
+def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str:
+    """Run the golden samples and hold their drift against the budget; returns a summary for the log.
+
+    Raises :class:`BudgetExceeded` naming output, metric, what was measured and the bound.
+    """
+    if golden is None:
+        return "no golden samples in the artifact, accuracy not checked"
+    outputs = runtime.run(golden.inputs)
+    breaches, summary = judge(golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.budget)
+    if breaches:
+        raise BudgetExceeded(f"golden samples are over the drift budget: {'; '.join(map(str, breaches))}")
+    return f"golden samples within budget ({summary})"
+
+
+def golden_of(artifact: Artifact) -> Golden | None:
+    """The artifact's golden samples, None when it has none."""
+    return artifact.golden() if artifact.manifest.golden is not None else None
+
+
+def _share_batch_dimension(specs: Sequence[TensorSpec], axis: int | None) -> bool:
+    """Whether every input and output has the same free dimension at ``axis``: what concatenating and splitting need."""
+    if axis is None or not all(len(spec.shape) > axis for spec in specs):
+        return False
+    names = {spec.shape[axis] for spec in specs}
+    return len(names) == 1 and isinstance(names.pop(), str)
+
+
+def _max_batch_size(serving: Serving, axis: int | None) -> int:
+    asked = serving.max_batch_size
+    if axis is not None:
+        return DEFAULT_MAX_BATCH_SIZE if asked is None else asked
+    if asked:
+        raise ConfigError(
+            f"serving.yaml asks for max_batch_size {asked}, but this artifact declares no batch axis; leave it out"
+        )
+    return 0
+
+
+def _feeds(opened: Opened, rows: int, golden: Golden | None) -> Mapping[str, Array]:
+    """``rows`` rows: the golden samples' first row repeated, or zeros where there are none."""
+    axis = opened.batch_axis
+    if golden is not None:
+        check_feeds(opened.inputs, golden.inputs)
+        if axis is None:
+            return golden.inputs
+        return {name: np.repeat(array.take([0], axis), rows, axis) for name, array in golden.inputs.items()}
+
+    def shape(spec: TensorSpec) -> list[int]:
+        return [dim if isinstance(dim, int) else rows if at == axis else 1 for at, dim in enumerate(spec.shape)]
+
+    return {spec.name: np.zeros(shape(spec), BY_NAME[spec.dtype].numpy) for spec in opened.inputs}

@@ -1,0 +1,60 @@
+"""Server reflection, from a descriptor pool of its own in which the service bears its public package, ``inference``.
+
+The stubs are generated in the package ``bf16kit.inference``, because two files that define ``inference.*`` cannot
+share protobuf's default pool with tritonclient's.
+"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport.handlers import SERVICE
+
+PUBLIC_FILE = "inference.proto"
+_PUBLIC = "inference"
+
+
+def enable_reflection(server: grpc.Server) -> None:
+    """Add the reflection service to ``server``: inference, health and reflection itself can be looked up."""
+    services = [SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(services, server, pool=public_pool())
+
+
+def public_pool() -> DescriptorPool:
+    """The files of all services, the inference service's as ``proto/inference.proto`` has it."""
+    pool = DescriptorPool()
+    pool.AddSerializedFile(public_file().SerializeToString())
+    pool.AddSerializedFile(health_pb2.DESCRIPTOR.serialized_pb)
+    pool.AddSerializedFile(reflection_pb2.DESCRIPTOR.serialized_pb)
+    return pool
+
+
+def public_file() -> FileDescriptorProto:
+    """The stubs' file with their package and every reference to it renamed."""
+    file = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    own = f".{file.package}."
+    file.name, file.package = PUBLIC_FILE, _PUBLIC
+    for message in file.message_type:
+        _rename(message, own)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = _public(method.input_type, own)
+            method.output_type = _public(method.output_type, own)
+    return file
+
+
+def _rename(message: DescriptorProto, own: str) -> None:
+    for field in message.field:
+        if field.type_name:
+            field.type_name = _public(field.type_name, own)
+    for nested in message.nested_type:
+        _rename(nested, own)
+
+
+def _public(type_name: str, own: str) -> str:
+    return f".{_PUBLIC}.{type_name.removeprefix(own)}" if type_name.startswith(own) else type_name

@@ -1,0 +1,213 @@
+"""The RPCs of the Open Inference Protocol: decode and check, ask the core, encode."""
+
+# ruff: noqa: N802 -- methods are named as the protocol names its RPCs, and found by that name
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+
+import grpc
+
+from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Unsupported
+from bf16kit.protocol import inference_pb2 as pb
+from service.contract import Cancellation, Model, Registry, RequestObserver
+from service.transport.admission import Admission
+from service.transport.status import Status, StatusTable
+from service.transport.streams import OrderedAnswers
+from service.wire import metadata
+from service.wire.parameters import check_request, wants_final_mark
+from service.wire.request import InferenceCodec
+
+_NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
+_UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
+_Answered = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
+
+
+class InferenceServicer:
+    """One method per RPC, named as in the protocol. Errors leave through :class:`StatusTable` alone."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        observer: RequestObserver,
+        statuses: StatusTable,
+        requests: Admission,
+        streams: Admission,
+        stream_threads: Executor,
+        stream_window: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._observer = observer
+        self._statuses = statuses
+        self._requests = requests
+        self._streams = streams
+        self._stream_threads = stream_threads
+        self._stream_window = stream_window
+        self._clock = clock
+        self._codecs: dict[tuple[str, int], tuple[Model, InferenceCodec]] = {}
+        self._open: set[OrderedAnswers[pb.ModelInferRequest, _Answered]] = set()
+        self._draining = False
+        registry.subscribe(self._codecs.clear)
+
+    def drain(self) -> None:
+        """End every stream once what was read from it is answered: an idle one would outlast any patience."""
+        self._draining = True
+        for answers in tuple(self._open):
+            answers.close()
+
+    # --- inference --------------------------------------------------------------------------------------------------
+
+    def ModelInfer(self, message: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        cancellation = Cancellation()
+        if not context.add_callback(cancellation.cancel):  # who left before this thread came to them
+            cancellation.cancel()
+        answer = self._answer(message, self._deadline(context), cancellation)
+        if isinstance(answer, Status):
+            context.abort(answer.code, answer.details)
+        return answer
+
+    def ModelStreamInfer(
+        self, messages: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ModelStreamInferResponse]:
+        try:
+            with self._streams:
+                yield from self._stream(messages, context)
+        except (Overloaded, Unavailable) as error:
+            refused = self._statuses.of(error)
+            context.abort(refused.code, refused.details)
+
+    def _stream(
+        self, messages: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ModelStreamInferResponse]:
+        cancellation = Cancellation()
+        deadline = self._deadline(context)
+
+        def answer(message: pb.ModelInferRequest) -> _Answered:
+            return message, self._answer(message, deadline, cancellation)
+
+        answers = OrderedAnswers(messages, answer, self._stream_threads, self._stream_window)
+        if not (context.add_callback(cancellation.cancel) and context.add_callback(answers.close)):
+            cancellation.cancel()
+            answers.close()
+        ends_on_error = _metadatum(context, "triton_grpc_error") == "true"
+        self._open.add(answers)
+        try:
+            if self._draining:
+                answers.close()
+            for message, result in answers:
+                if ends_on_error and isinstance(result, Status):
+                    context.abort(result.code, result.details)
+                yield _stream_response(message, result)
+        finally:
+            self._open.discard(answers)
+        if self._draining:
+            raise Unavailable("the server is shutting down; open the stream again on another")
+
+    def _answer(
+        self, message: pb.ModelInferRequest, deadline: float | None, cancellation: Cancellation
+    ) -> pb.ModelInferResponse | Status:
+        """The answer to one request, or the status to refuse it with; observed either way, and never raising."""
+        started = self._clock()
+        model: Model | None = None
+        code = _UNKNOWN_OUTCOME
+        try:
+            with self._requests:
+                model = self._registry.get(message.model_name, message.model_version)
+                codec = self._codec(model)
+                if message.parameters:
+                    deadline = _earlier(deadline, check_request(message.parameters), started)
+                request, dtypes = codec.decode(message, deadline, cancellation)
+                response = codec.encode(message.id, model.infer(request), dtypes)
+            code = grpc.StatusCode.OK
+            return response
+        except Exception as error:  # noqa: BLE001 -- the caller always gets a status, and the metrics a code
+            status = self._statuses.of(error)
+            if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
+                # gRPC tells of a deadline that passed as it tells of a caller who left
+                status = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
+            code = status.code
+            return status
+        finally:
+            self._observe(message, model, code, self._clock() - started)
+
+    def _codec(self, model: Model) -> InferenceCodec:
+        key = (model.name, model.version)
+        known = self._codecs.get(key)
+        if known is None or known[0] is not model:
+            known = self._codecs[key] = (model, InferenceCodec(model))
+        return known[1]
+
+    def _deadline(self, context: grpc.ServicerContext) -> float | None:
+        remaining = context.time_remaining()
+        return None if remaining > _NEVER else self._clock() + remaining
+
+    def _observe(
+        self, message: pb.ModelInferRequest, model: Model | None, code: grpc.StatusCode, seconds: float
+    ) -> None:
+        """Tell the metrics. A name that does not exist must not become a label, so it is looked up once more."""
+        if model is None:
+            try:
+                model = self._registry.find(message.model_name, message.model_version)
+            except RequestError:
+                return
+        self._observer.request(model.name, model.version, code.name, seconds)
+
+    # --- health and metadata ----------------------------------------------------------------------------------------
+
+    def ServerLive(self, message: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=self._registry.live)
+
+    def ServerReady(self, message: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._registry.ready)
+
+    def ModelReady(self, message: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=self._registry.is_ready(message.name, message.version))
+
+    def ServerMetadata(self, message: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
+        return metadata.server_metadata()
+
+    def ModelMetadata(self, message: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
+        model = self._registry.get(message.name, message.version)
+        return metadata.model_metadata(model, self._registry.versions(model.name))
+
+    def ModelConfig(self, message: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
+        return metadata.model_config(self._registry.get(message.name, message.version))
+
+    def ModelStatistics(self, message: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
+        """Of every ready model; of every ready version of ``name``; or of the one version asked for."""
+        if message.version:
+            return metadata.model_statistics([self._registry.get(message.name, message.version)])
+        if message.name:
+            self._registry.find(message.name, "")  # raises NotFound for what does not exist
+        return metadata.model_statistics(
+            model for model in self._registry.models() if model.state == "ready" and message.name in ("", model.name)
+        )
+
+    def RepositoryIndex(self, message: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
+        if message.repository_name:
+            raise Unsupported("named repositories are not supported; leave repository_name empty")
+        return metadata.repository_index(self._registry.models(), message.ready)
+
+
+def _stream_response(
+    message: pb.ModelInferRequest, result: pb.ModelInferResponse | Status
+) -> pb.ModelStreamInferResponse:
+    if isinstance(result, Status):
+        about = pb.ModelInferResponse(model_name=message.model_name, model_version=message.model_version, id=message.id)
+        return pb.ModelStreamInferResponse(error_message=result.details, infer_response=about)
+    if wants_final_mark(message.parameters):
+        result.parameters["triton_final_response"].bool_param = True
+    return pb.ModelStreamInferResponse(infer_response=result)
+
+
+def _earlier(deadline: float | None, timeout: float | None, now: float) -> float | None:
+    if timeout is None:
+        return deadline
+    return now + timeout if deadline is None else min(deadline, now + timeout)
+
+
+def _metadatum(context: grpc.ServicerContext, key: str) -> str | bytes | None:
+    return next((value for name, value in context.invocation_metadata() if name == key), None)

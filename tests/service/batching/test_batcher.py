@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+import pytest
+from waiting import until
+
+from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, RuntimeFailure, Unavailable
+from service.batching.batcher import Batcher, BatchPolicy
+from service.contract import Array, Cancellation, Reply, Request
+
+
+class Heard:
+    """What the batcher told its observer."""
+
+    def __init__(self) -> None:
+        self.rejections: Counter[str] = Counter()
+        self.depth = 0
+        self.executions: list[tuple[int, int]] = []  # requests, rows
+
+    def rejected(self, reason: Literal["queue_full", "deadline", "cancelled"]) -> None:
+        self.rejections[reason] += 1
+
+    def queued(self, change: int) -> None:
+        self.depth += change
+
+    def executed(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None:
+        self.executions.append((requests, rows))
+
+
+class Doubler:
+    """A runtime, y = 2x, that can be held while it runs, refuses negative numbers, and remembers its batches."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.running = 0
+        self.batches: list[list[float]] = []
+        self.threads: set[str] = set()
+
+    def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
+        self.running += 1
+        self.threads.add(threading.current_thread().name)
+        self.batches.append([float(v) for v in feeds["x"].reshape(-1)])
+        assert self.gate.wait(20)
+        self.running -= 1
+        if (feeds["x"] < 0).any():
+            raise RuntimeFailure("negative")
+        return {"y": feeds["x"] * 2}
+
+
+class Bench:
+    """A batcher, its runtime, its observer, and callers on threads."""
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self.run, self.heard = Doubler(), Heard()
+        self.batcher = Batcher(self.run, policy, self.heard)
+        self.batcher.start()
+        self.callers = ThreadPoolExecutor(32)
+
+    def call(self, *values: float, **more: object) -> Future[Reply]:
+        x = np.array(values, np.float32).reshape(-1, 1)
+        request = Request({"x": x}, rows=len(values), **more)  # type: ignore[arg-type]  # the fields of Request
+        return self.callers.submit(self.batcher.submit, request)
+
+    def hold(self) -> Future[Reply]:
+        """One request at work, held; whatever comes now has to queue."""
+        self.run.gate.clear()
+        held = self.call(0.0)
+        until(lambda: self.run.running)
+        return held
+
+    def queue(self, *values: float, **more: object) -> Future[Reply]:
+        """A call that is known to wait in the queue when this returns."""
+        depth = self.heard.depth
+        future = self.call(*values, **more)
+        until(lambda: self.heard.depth > depth or future.done())
+        return future
+
+    def close(self) -> None:
+        self.run.gate.set()
+        self.batcher.close()
+        self.callers.shutdown()
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    benches: list[Bench] = []
+
+    def build(**policy: object) -> Bench:
+        defaults: dict[str, object] = {"axis": 0, "max_rows": 8}
+        benches.append(Bench(BatchPolicy(**{**defaults, **policy})))  # type: ignore[arg-type]  # its fields
+        return benches[-1]
+
+    yield build
+    for bench in benches:
+        bench.close()
+
+
+def values(future: Future[Reply]) -> list[float]:
+    return [float(v) for v in future.result(20).outputs["y"].reshape(-1)]
+
+
+def test_a_request_is_answered(make: Make) -> None:
+    assert values(make().call(1.0, 2.0)) == [2.0, 4.0]
+
+
+def test_what_waits_while_the_model_runs_becomes_one_batch(make: Make) -> None:
+    bench = make()
+    held = bench.hold()
+    waiting = [bench.queue(float(i)) for i in range(1, 6)]
+    bench.run.gate.set()
+    assert [values(f) for f in [held, *waiting]] == [[0.0], [2.0], [4.0], [6.0], [8.0], [10.0]]
+    assert bench.run.batches == [[0.0], [1.0, 2.0, 3.0, 4.0, 5.0]]
+    assert bench.heard.executions == [(1, 1), (5, 5)]
+    assert bench.heard.depth == 0
+
+
+def test_a_batch_never_has_more_than_max_rows(make: Make) -> None:
+    bench = make(max_rows=4)
+    bench.hold()
+    waiting = [bench.queue(*[float(i)] * 3) for i in range(1, 4)] + [bench.queue(9.0)]
+    bench.run.gate.set()
+    for future in waiting:
+        future.result(20)
+    assert bench.run.batches[1:] == [[1.0, 1.0, 1.0, 9.0], [2.0] * 3, [3.0] * 3]
+
+
+def test_a_request_larger_than_a_batch_is_refused_with_the_limit(make: Make) -> None:
+    with pytest.raises(InvalidRequest, match="has 9 rows; max_batch_size is 8"):
+        make().call(*range(9)).result(20)
+
+
+def test_other_shapes_wait_for_their_own_batch_and_are_not_starved(make: Make) -> None:
+    bench = make(max_rows=2)
+    bench.hold()
+    wide = Request({"x": np.full((1, 2), 7, np.float32)}, rows=1)
+    first = bench.queue(1.0)
+    depth = bench.heard.depth
+    other = bench.callers.submit(bench.batcher.submit, wide)
+    until(lambda: bench.heard.depth > depth)
+    later = [bench.queue(float(i)) for i in (2, 3, 4)]
+    bench.run.gate.set()
+    for future in (first, other, *later):
+        future.result(20)
+    assert bench.run.batches[1:] == [[1.0, 2.0], [7.0, 7.0], [3.0, 4.0]]
+
+
+def test_without_a_batch_axis_every_request_runs_alone(make: Make) -> None:
+    bench = make(axis=None, max_rows=0)
+    bench.hold()
+    waiting = [bench.queue(1.0), bench.queue(2.0)]
+    bench.run.gate.set()
+    assert [values(f) for f in waiting] == [[2.0], [4.0]]
+    assert bench.run.batches == [[0.0], [1.0], [2.0]]
+
+
+def test_a_full_queue_refuses_at_once_and_counts(make: Make) -> None:
+    bench = make(max_queue=2)
+    bench.hold()
+    bench.queue(1.0), bench.queue(2.0)
+    with pytest.raises(Overloaded, match="2 requests are waiting"):
+        bench.call(3.0).result(20)
+    assert bench.heard.rejections == {"queue_full": 1}
+
+
+def test_the_cancelled_make_room_in_a_full_queue(make: Make) -> None:
+    bench = make(max_queue=1)
+    bench.hold()
+    gone = Cancellation()
+    left = bench.queue(1.0, cancellation=gone)
+    gone.cancel()
+    stays = bench.call(2.0)
+    with pytest.raises(Cancelled):
+        left.result(20)
+    bench.run.gate.set()
+    assert values(stays) == [4.0]
+
+
+def test_a_caller_who_left_is_dropped_before_running_and_counted(make: Make) -> None:
+    bench = make()
+    bench.hold()
+    gone = Cancellation()
+    left, stays = bench.queue(1.0, cancellation=gone), bench.queue(2.0)
+    gone.cancel()
+    bench.run.gate.set()
+    with pytest.raises(Cancelled):
+        left.result(20)
+    assert values(stays) == [4.0]
+    assert bench.run.batches == [[0.0], [2.0]]
+    assert bench.heard.rejections == {"cancelled": 1}
+
+
+def test_a_deadline_that_passed_before_the_queue_is_never_run(make: Make) -> None:
+    bench = make()
+    with pytest.raises(DeadlineExceeded):
+        bench.call(1.0, deadline=time.monotonic() - 1).result(20)
+    assert bench.run.batches == []
+    assert bench.heard.rejections == {"deadline": 1}
+
+
+def test_a_deadline_that_passes_in_the_queue_answers_then_and_there(make: Make) -> None:
+    """The runtime is still held when the caller has its answer."""
+    bench = make()
+    bench.hold()
+    with pytest.raises(DeadlineExceeded):
+        bench.queue(1.0, deadline=time.monotonic() + 0.05).result(20)
+    bench.run.gate.set()
+    assert values(bench.call(2.0)) == [4.0]
+    assert [1.0] not in bench.run.batches
+    assert bench.heard.rejections == {"deadline": 1}
+    assert bench.heard.depth == 0
+
+
+def test_a_deadline_that_passes_while_running_still_gets_the_answer(make: Make) -> None:
+    """Whoever waits decides what to do with it; the work is done by then."""
+    bench = make()
+    bench.run.gate.clear()
+    deadline = time.monotonic() + 0.05
+    slow = bench.call(1.0, deadline=deadline)
+    until(lambda: bench.run.running)
+    until(lambda: time.monotonic() > deadline)
+    bench.run.gate.set()
+    assert values(slow) == [2.0]
+
+
+def test_one_callers_bad_input_fails_nobody_else(make: Make) -> None:
+    bench = make()
+    bench.hold()
+    good, bad, also = bench.queue(1.0), bench.queue(-1.0), bench.queue(3.0)
+    bench.run.gate.set()
+    assert (values(good), values(also)) == ([2.0], [6.0])
+    with pytest.raises(RuntimeFailure, match="negative"):
+        bad.result(20)
+
+
+def test_the_executor_outlives_a_failure(make: Make) -> None:
+    bench = make()
+    with pytest.raises(RuntimeFailure):
+        bench.call(-1.0).result(20)
+    assert values(bench.call(1.0)) == [2.0]
+
+
+def test_a_delay_gathers_a_fuller_batch(make: Make) -> None:
+    """With a minute's patience, two requests can only run together because the batch is full."""
+    bench = make(max_delay_s=60.0, max_rows=2)
+    first, second = bench.call(1.0), bench.call(2.0)
+    assert (values(first), values(second)) == ([2.0], [4.0])
+    assert bench.heard.executions == [(2, 2)]
+
+
+def test_a_delay_ends(make: Make) -> None:
+    bench = make(max_delay_s=0.02)
+    assert values(bench.call(1.0)) == [2.0]
+
+
+def test_a_deadline_within_the_delay_runs_at_once(make: Make) -> None:
+    bench = make(max_delay_s=60.0)
+    assert values(bench.call(1.0, deadline=time.monotonic() + 30)) == [2.0]
+
+
+def test_inline_runs_a_lone_request_on_the_callers_thread(make: Make) -> None:
+    bench = make(inline=True)
+    assert values(bench.call(1.0)) == [2.0]
+    assert not any("executor" in name for name in bench.run.threads)
+
+
+def test_inline_still_batches_what_comes_while_it_runs(make: Make) -> None:
+    bench = make(inline=True)
+    held = bench.hold()
+    waiting = [bench.queue(1.0), bench.queue(2.0)]
+    bench.run.gate.set()
+    assert [values(f) for f in (held, *waiting)] == [[0.0], [2.0], [4.0]]
+    assert bench.heard.executions == [(1, 1), (2, 2)]
+
+
+def test_inline_failures_reach_the_caller_and_free_the_runtime(make: Make) -> None:
+    bench = make(inline=True)
+    with pytest.raises(RuntimeFailure):
+        bench.call(-1.0).result(20)
+    assert values(bench.call(1.0)) == [2.0]
+
+
+def test_only_executors_run_when_inline_is_off(make: Make) -> None:
+    bench = make()
+    values(bench.call(1.0))
+    assert all("executor" in name for name in bench.run.threads)
+
+
+def test_two_instances_run_two_batches_at_once(make: Make) -> None:
+    bench = make(instances=2)
+    first = bench.hold()
+    second = bench.call(2.0)
+    until(lambda: bench.run.running == 2)
+    bench.run.gate.set()
+    assert (values(first), values(second)) == ([0.0], [4.0])
+
+
+def test_closing_refuses_what_waits_and_finishes_what_runs(make: Make) -> None:
+    bench = make()
+    held = bench.hold()
+    waiting = bench.queue(1.0)
+    closing = threading.Thread(target=bench.batcher.close)
+    closing.start()
+    with pytest.raises(Unavailable):
+        waiting.result(20)
+    bench.run.gate.set()
+    assert values(held) == [0.0]
+    closing.join(20)
+    with pytest.raises(Unavailable):
+        bench.call(2.0).result(20)
+
+
+def test_the_time_in_the_queue_and_in_the_runtime_travels_in_the_reply(make: Make) -> None:
+    bench = make()
+    bench.hold()
+    waiting = bench.queue(1.0)
+    begun = time.monotonic()
+    until(lambda: time.monotonic() > begun + 0.02)
+    bench.run.gate.set()
+    reply = waiting.result(20)
+    assert reply.queue_s >= 0.02
+    assert 0 < reply.compute_s < 20
+
+
+def test_a_thousand_requests_from_many_threads_all_get_their_own_answer(make: Make) -> None:
+    for inline in (False, True):
+        bench = make(inline=inline, max_queue=1000)
+        futures = [bench.call(float(i)) for i in range(1000)]
+        assert [values(f) for f in futures] == [[2.0 * i] for i in range(1000)]
+        assert sum(rows for _, rows in bench.heard.executions) == 1000
+        assert bench.heard.depth == 0

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bf16kit.drift import Budget, SampleDrift
+from bf16kit.errors import ArtifactError
+from bf16kit.tensors import TensorSpec
+from service.drift.comparison import WINDOW, Comparison, judge, sample_of
+
+SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
+ONES = np.ones((1, 2), np.float32)
+
+
+class Heard:
+    """What the comparison told its observer."""
+
+    def __init__(self) -> None:
+        self.drifts: list[str] = []
+        self.ratios: dict[tuple[str, str], float] = {}
+
+    def drift(self, output: str, sample: SampleDrift) -> None:
+        self.drifts.append(output)
+
+    def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
+        self.ratios[output, metric] = ratio
+
+
+def test_an_output_that_was_not_asked_for_is_passed_over() -> None:
+    heard = Heard()
+    Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, {"z": ONES}, heard)
+    assert heard.drifts == ["z"]
+
+
+def test_the_ratio_is_of_recent_samples_so_an_old_breach_is_forgotten() -> None:
+    heard = Heard()
+    comparison = Comparison(SPECS[:1], 0, Budget())
+    comparison.observe({"y": ONES}, {"y": ONES * 2}, heard)
+    assert heard.ratios["y", "relative_l2"] == pytest.approx(1 / 1.5e-2)
+    for _ in range(WINDOW):
+        comparison.observe({"y": ONES}, {"y": ONES}, heard)
+    assert heard.ratios["y", "relative_l2"] == 0
+
+
+def test_only_logits_have_a_ratio_of_agreement() -> None:
+    heard = Heard()
+    Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, {"y": ONES, "z": ONES}, heard)
+    assert {output for output, metric in heard.ratios if metric == "top1_agreement"} == {"z"}
+
+
+def test_judging_names_every_breach_and_says_the_drift_of_each_output() -> None:
+    breaches, words = judge({"y": ONES, "z": ONES}, {"y": ONES * 2, "z": ONES}, SPECS, 0, Budget())
+    assert [str(b) for b in breaches] == ["output 'y': relative_l2 is 1, the budget allows at most 0.015"]
+    assert words == "y relative_l2 1, z relative_l2 0"
+
+
+def test_a_sample_is_the_first_rows_without_a_copy() -> None:
+    array = np.arange(12).reshape(3, 4)
+    cut = sample_of({"x": array}, 2, 1)["x"]
+    np.testing.assert_array_equal(cut, array[:, :2])
+    assert np.shares_memory(cut, array)
+    assert sample_of({"x": array}, 1, None)["x"] is array
+
+
+def test_an_output_without_golden_samples_cannot_be_judged() -> None:
+    with pytest.raises(ArtifactError, match="hold no output 'z'"):
+        judge({"y": ONES}, {"y": ONES, "z": ONES}, SPECS, 0, Budget())

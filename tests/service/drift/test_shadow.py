@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import pytest
+from waiting import until
+
+from bf16kit.drift import Budget, SampleDrift
+from bf16kit.errors import ArtifactError
+from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.tensors import TensorSpec
+from service.contract import Reply, Request
+from service.drift.comparison import Comparison
+from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow, ShadowPolicy, TokenBucket
+
+SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
+
+
+class Reference:
+    """y = x, exactly; held when asked, and telling how nice its thread is."""
+
+    inputs = (TensorSpec("x", "float32", ("batch", 2)),)
+    outputs = SPECS
+    info = RuntimeInfo("onnxruntime", "cpu", "reference", "fp32", "fp32")
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.nice: int | None = None
+        self.running = False
+        self.closed = False
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        self.nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        self.running = True
+        assert self.gate.wait(20)
+        assert feeds["x"].flags.c_contiguous
+        return {"y": feeds["x"].copy()}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Heard:
+    """What the shadow told its observer."""
+
+    def __init__(self) -> None:
+        self.samples: Counter[str] = Counter()
+        self.drifts: list[SampleDrift] = []
+        self.ratios: dict[tuple[str, str], float] = {}
+
+    def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None:
+        self.samples[outcome] += samples
+
+    def drift(self, output: str, sample: SampleDrift) -> None:
+        self.drifts.append(sample)
+
+    def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
+        self.ratios[output, metric] = ratio
+
+
+Make = Callable[..., Shadow]
+
+
+@pytest.fixture
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def make(reference: Reference, heard: Heard) -> Iterator[Make]:
+    shadows: list[Shadow] = []
+
+    def build(load: Callable[[], Reference] = lambda: reference, draw: float = 0.0, **policy: float) -> Shadow:
+        chosen = ShadowPolicy.model_validate({"rate": 1.0, "max_per_second": 1000.0, "max_rows": 8, **policy})
+        comparison = Comparison(SPECS, 0, Budget())
+        shadow = Shadow(load, comparison, chosen, heard, name="m", batch_axis=0, draw=lambda: draw)
+        shadow.start()
+        shadows.append(shadow)
+        return shadow
+
+    yield build
+    reference.gate.set()
+    for shadow in shadows:
+        shadow.close()
+
+
+def pair(rows: int = 1, error: float = 0.0) -> tuple[Request, Reply]:
+    x = np.ones((rows, 2), np.float32)
+    return Request({"x": x}, rows=rows), Reply({"y": x * np.float32(1 + error)})
+
+
+def test_a_live_answer_is_compared_with_the_reference_row_by_row(make: Make, heard: Heard) -> None:
+    make().offer(*pair(rows=3, error=0.01))
+    until(lambda: heard.samples["measured"] == 3)
+    assert [round(d.relative_l2, 4) for d in heard.drifts] == [0.01] * 3
+
+
+def test_the_budget_ratio_is_recent_drift_over_its_bound(make: Make, heard: Heard) -> None:
+    make().offer(*pair(error=0.03))
+    until(lambda: heard.samples["measured"])
+    assert heard.ratios["y", "relative_l2"] == pytest.approx(2.0, rel=1e-3)
+    assert heard.ratios["y", "nonfinite"] == 0
+
+
+def test_an_answer_that_is_not_finite_is_a_breach_not_a_crash(make: Make, heard: Heard) -> None:
+    make().offer(*pair(error=np.inf))
+    until(lambda: heard.samples["measured"])
+    assert heard.ratios["y", "nonfinite"] == np.inf
+    assert heard.drifts[0].nonfinite == 2
+
+
+def test_the_reference_runs_behind_everything_else(make: Make, heard: Heard, reference: Reference) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    make().offer(*pair())
+    until(lambda: heard.samples["measured"])
+    assert reference.nice == NICENESS
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_only_the_chosen_share_is_measured(make: Make, heard: Heard) -> None:
+    """Drawing 0.5 chooses at rate 0.6 and not at rate 0.4; what is not chosen is not counted as dropped."""
+    make(draw=0.5, rate=0.4).offer(*pair())
+    make(draw=0.5, rate=0.6).offer(*pair())
+    until(lambda: heard.samples["measured"] == 1)
+    assert heard.samples == {"measured": 1}
+
+
+def test_more_than_max_rows_are_not_measured(make: Make, heard: Heard) -> None:
+    make(max_rows=2).offer(*pair(rows=5))
+    until(lambda: heard.samples["measured"])
+    assert heard.samples == {"measured": 2}
+
+
+def test_a_full_queue_drops_and_counts_and_never_blocks(make: Make, heard: Heard, reference: Reference) -> None:
+    reference.gate.clear()
+    shadow = make()
+    shadow.offer(*pair())
+    until(lambda: reference.running)
+    for _ in range(QUEUE_SIZE + 3):
+        shadow.offer(*pair())
+    assert heard.samples == {"dropped": 3}
+    reference.gate.set()
+    until(lambda: heard.samples["measured"] == QUEUE_SIZE + 1)
+
+
+def test_more_than_max_per_second_are_dropped(make: Make, heard: Heard) -> None:
+    shadow = make(max_per_second=0.001)
+    shadow.offer(*pair())
+    shadow.offer(*pair(rows=2))
+    until(lambda: heard.samples["measured"] == 1)
+    assert heard.samples == {"measured": 1, "dropped": 2}
+
+
+def test_a_sample_that_fails_is_counted_and_the_next_is_measured(make: Make, heard: Heard) -> None:
+    shadow = make()
+    request, reply = pair()
+    shadow.offer(Request({"wrong": request.feeds["x"]}, rows=1), reply)
+    shadow.offer(request, reply)
+    until(lambda: heard.samples["measured"])
+    assert heard.samples == {"failed": 1, "measured": 1}
+
+
+def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> Reference:
+        raise ArtifactError("no residual")
+
+    make(load).offer(*pair())
+    until(lambda: heard.samples["failed"] == 1)
+    assert "no live drift: the fp32 reference cannot be loaded: no residual" in caplog.text
+
+
+def test_closing_ends_the_thread_and_frees_the_reference(make: Make, reference: Reference) -> None:
+    make().close()
+    assert reference.closed
+
+
+def test_the_bucket_refills_at_its_rate_and_holds_one_seconds_worth() -> None:
+    now = 0.0
+    bucket = TokenBucket(2.0, clock=lambda: now)
+    assert [bucket.take() for _ in range(3)] == [True, True, False]
+    now = 0.5
+    assert [bucket.take() for _ in range(2)] == [True, False]
+    now = 100.0
+    assert [bucket.take() for _ in range(3)] == [True, True, False]

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_artifact, write_mlp
+from onnx import helper
+
+from bf16kit.drift import DriftSummary, SampleDrift
+from bf16kit.errors import BudgetExceeded, ConfigError
+from bf16kit.manifest import DriftEntry
+from bf16kit.runtime.loading import load
+from bf16kit.tensors import TensorSpec
+from service.models.loading import Opened, baseline, check_golden, golden_of, open_artifact, warm_up
+from service.models.policy import Serving
+
+
+@pytest.fixture
+def without_batch_axis(tmp_path: Path) -> Path:
+    """fp32[4] → fp32[4]: nothing to batch."""
+    path = tmp_path / "flat" / "1"
+    write_artifact(
+        path,
+        lambda weight: [helper.make_node("MatMul", ["x", weight("a")], ["y"])],
+        {"a": np.eye(4, dtype=np.float32)},
+        [TensorSpec("x", "float32", (4,))],
+        [TensorSpec("y", "float32", (4,))],
+        {"x": np.ones(4, np.float32)},
+        batch_axis=None,
+    )
+    return path
+
+
+def opened(path: Path, **serving: object) -> Opened:
+    return open_artifact(path, Serving.model_validate(serving))
+
+
+def test_a_model_without_a_batch_axis_is_not_batched(without_batch_axis: Path) -> None:
+    found = opened(without_batch_axis)
+    assert (found.batch_axis, found.max_batch_size) == (None, 0)
+    runtime = load(found.artifact, "cpu", threads=1)
+    warm_up(runtime, found, (1,), golden_of(found.artifact))
+    assert "within budget" in check_golden(runtime, found, golden_of(found.artifact))
+
+
+def test_asking_to_batch_it_is_an_error(without_batch_axis: Path) -> None:
+    with pytest.raises(ConfigError, match="declares no batch axis"):
+        opened(without_batch_axis, max_batch_size=4)
+    found = opened(without_batch_axis)
+    with pytest.raises(ConfigError, match="warmup asks for 2 rows"):
+        warm_up(load(found.artifact, "cpu", threads=1), found, (2,), None)
+
+
+def test_a_batch_axis_that_an_output_does_not_share_is_not_used(tmp_path: Path) -> None:
+    """Splitting the batch's outputs would hand one caller another's rows."""
+    write_artifact(
+        tmp_path / "sum" / "1",
+        lambda weight: [
+            helper.make_node("MatMul", ["x", weight("a")], ["h"]),
+            helper.make_node("ReduceSum", ["h"], ["y"], keepdims=0),
+        ],
+        {"a": np.eye(4, dtype=np.float32)},
+        [TensorSpec("x", "float32", ("batch", 4))],
+        [TensorSpec("y", "float32", ())],
+        {"x": np.ones((2, 4), np.float32)},
+    )
+    assert opened(tmp_path / "sum" / "1").batch_axis is None
+
+
+def test_warming_up_works_without_golden_samples(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    found = opened(tmp_path / "mlp" / "1")
+    runtime = load(found.artifact, "cpu", threads=1)
+    warm_up(runtime, found, (1, 3), None)
+    assert "accuracy not checked" in check_golden(runtime, found, None)
+
+
+def test_the_budget_is_the_manifests_with_the_owners_changes(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "mlp" / "1", spoil=0.5)
+    strict = opened(tmp_path / "mlp" / "1")
+    assert strict.budget.bound("relative_l2") == 1.5e-2
+    runtime = load(strict.artifact, "cpu", threads=1)
+    with pytest.raises(BudgetExceeded, match=r"relative_l2 is .*; output 'y': cosine_distance is"):
+        check_golden(runtime, strict, golden_of(strict.artifact))
+    wide = opened(tmp_path / "mlp" / "1", budget={"relative_l2": 10, "cosine_distance": None})
+    assert "within budget" in check_golden(runtime, wide, golden_of(wide.artifact))
+
+
+def test_the_baseline_is_what_a_budget_bounds(tmp_path: Path) -> None:
+    manifest = write_mlp(tmp_path / "mlp" / "1").manifest
+    assert baseline(manifest, "cpu") == {}
+    summary = DriftSummary.of([SampleDrift(l2, 1e-6, 0.1 * l2, 50.0, 0, 0, 0) for l2 in (0.001, 0.003)])
+    entry = DriftEntry(samples=2, source="test", outputs={"y": summary.as_dict()})
+    found = baseline(manifest.model_copy(update={"drift": {"cpu": entry}}), "cpu")["y"]
+    assert found["relative_l2"] == pytest.approx(0.002)  # the mean
+    assert found["max_abs"] == pytest.approx(0.0003)  # the worst
+    assert "top1_agreement" not in found  # not logits

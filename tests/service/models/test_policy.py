@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bf16kit.errors import ConfigError
+from service.models.policy import Serving, VersionPolicy, load_serving
+
+
+def load(directory: Path, text: str) -> Serving:
+    (directory / "serving.yaml").write_text(text, "utf-8")
+    return load_serving(directory)
+
+
+def test_a_model_without_a_file_has_the_defaults(tmp_path: Path) -> None:
+    serving = load_serving(tmp_path)
+    assert serving.max_queue_delay_ms == 0
+    assert serving.version_policy.choose([1, 3, 2]) == [3]
+    assert serving.shadow.rate == 0.01
+
+
+def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
+    serving = load(
+        tmp_path,
+        "max_batch_size: 8\nmax_queue_delay_ms: 2.5\nmax_queue_size: 10\ninstances: 2\nversion_policy: all\n"
+        "warmup: [1, 8]\nshadow: {rate: 1.0, max_per_second: 5, max_rows: 2}\nfallback: {policy: none}\n"
+        "budget: {relative_l2: 0.01, max_abs: null}\n",
+    )
+    assert (serving.max_batch_size, serving.max_queue_size, serving.warmup) == (8, 10, (1, 8))
+    assert serving.budget == {"relative_l2": 0.01, "max_abs": None}
+
+
+@pytest.mark.parametrize("text", ["fallback: none", "fallback: {policy: none}", ""])
+def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, text).fallback.policy == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fallback: fp32", "the only policy is 'none'"),
+        ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
+        ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_per_second, max_rows, rate"),
+        ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
+        ("fallback: {policy: fp32}", "the only policy is 'none'"),
+        ("version_policy: {latest: 1, all: true}", "give exactly one of"),
+        ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
+        ("instances: 0", "'instances' is 0"),
+        ("max_queue_delay_ms: -1", "'max_queue_delay_ms' is -1"),
+        ("budget: {relative_l2: much}", r"'budget\.relative_l2' is 'much'"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_the_version_policy_chooses_among_what_is_there() -> None:
+    assert VersionPolicy(latest=2).choose([5, 1, 3]) == [3, 5]
+    assert VersionPolicy(all=True).choose([5, 1]) == [1, 5]
+    assert VersionPolicy(specific=(1, 5)).choose([5, 1, 3]) == [1, 5]
+
+
+def test_a_specific_version_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"asks for version 9; there are \[1, 5\]"):
+        VersionPolicy(specific=(9,)).choose([1, 5])
+
+
+def test_a_link_to_nowhere_is_an_error_and_not_a_wish_for_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "serving.yaml").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=r"serving\.yaml: cannot be read"):
+        load_serving(tmp_path)

@@ -1,0 +1,337 @@
+"""The repository with real artifacts: found, loaded, judged, looked up, drained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_lookup, write_mlp, write_product
+from waiting import until
+
+from bf16kit.errors import InvalidRequest, NotFound, RuntimeFailure, Unavailable
+from bf16kit.runtime import kernel
+from service.contract import Request
+from service.models.repository import Repository
+from service.models.version import ServedModel
+from service.telemetry.metrics import Metrics
+
+Open = Callable[..., Repository]
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def scan(tmp_path: Path, metrics: Metrics) -> Iterator[Open]:
+    """The repository at ``tmp_path``, scanned; closed after the test."""
+    opened: list[Repository] = []
+
+    def build() -> Repository:
+        repository = Repository(tmp_path, metrics, device="cpu", threads=1)
+        repository.scan()
+        opened.append(repository)
+        return repository
+
+    yield build
+    for repository in opened:
+        repository.close()
+
+
+@pytest.fixture
+def load(scan: Open) -> Open:
+    """The same, every model loaded or refused."""
+
+    def build() -> Repository:
+        repository = scan()
+        repository.start()
+        until(lambda: all(model.state != "loading" for model in repository.models()), what="loading")
+        return repository
+
+    return build
+
+
+def only(repository: Repository) -> ServedModel:
+    (model,) = repository.models()
+    return model
+
+
+def serving(root: Path, text: str) -> None:
+    (root / "mlp" / "serving.yaml").write_text(text, "utf-8")
+
+
+# --- from directory to ready ---------------------------------------------------------------------------------------
+
+
+def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
+    tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    artifact = write_mlp(tmp_path / "mlp" / "1")
+    model = only(load())
+    assert (model.state, model.reason) == ("ready", "")
+    assert (model.batch_axis, model.max_batch_size) == (0, 32)
+    assert (model.info.backend, model.info.device, model.info.profile) == ("onnxruntime", "cpu", "cpu")
+    assert model.info.accumulation == "fp32"
+    golden = artifact.golden()
+    reply = model.infer(Request(golden.inputs, rows=4))
+    np.testing.assert_allclose(reply.outputs["y"], golden.outputs["y"], atol=0.05)
+    until(lambda: "golden samples within budget" in caplog.text)
+    assert "accumulation fp32" in caplog.text
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_a_model_on_the_cpu_kernel_says_which_path_runs(
+    tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, "portable")
+    caplog.set_level(logging.INFO)
+    write_product(tmp_path / "product" / "1")
+    model = only(load())
+    assert (model.state, model.info.kernel, model.info.note) == ("ready", "portable", "")
+    until(lambda: "accumulation fp32, kernel portable;" in caplog.text)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_without_the_cpu_kernel_models_serve_and_one_line_tells_the_cost_and_the_remedy(
+    tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LIBRARY", tmp_path / "_bf16kernel.so")
+    for name in ("a", "b", "c"):
+        write_product(tmp_path / name / "1")
+    write_mlp(tmp_path / "mlp" / "1")  # needs no kernel
+    repository = load()
+    repository.close()  # ends the loader, which may not have said all yet
+    assert [model.info.kernel for model in repository.models()] == [""] * 4
+    assert ["was not built" in model.info.note for model in repository.models()] == [True, True, True, False]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "no CPU kernel, because it was not built" in warning
+    assert "twice the memory" in warning
+    assert "install a C++17 compiler" in warning
+
+
+def test_a_kernel_path_that_is_none_keeps_a_model_not_ready(
+    tmp_path: Path, load: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_product(tmp_path / "product" / "1")
+    monkeypatch.setenv(kernel.VARIABLE, "fast")
+    assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are" in only(load()).reason
+
+
+def test_golden_samples_over_budget_keep_a_model_not_ready_with_the_reason_in_the_log(
+    tmp_path: Path, load: Open, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_mlp(tmp_path / "mlp" / "1", spoil=0.5)
+    repository = load()
+    assert only(repository).state == "unavailable"
+    assert "golden samples are over the drift budget: output 'y': relative_l2 is" in only(repository).reason
+    assert "the budget allows at most 0.015" in caplog.text
+    assert not repository.ready
+    assert not repository.is_ready("mlp", "")
+    assert b'bf16kit_model_ready{model="mlp",version="1"} 0.0' in metrics.expose()[0]
+    with pytest.raises(NotFound, match="no version of model 'mlp' is ready"):
+        repository.get("mlp", "")
+
+
+def test_the_owner_may_widen_and_narrow_the_budget(tmp_path: Path, load: Open) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "budget: {relative_l2: 1.0e-6}")
+    assert "the budget allows at most 1e-06" in only(load()).reason
+    serving(tmp_path, "budget: {relative_l2: 0.5}")
+    assert only(load()).state == "ready"
+
+
+@pytest.mark.parametrize("file", ["weights.bf16", "cpu.onnx", "golden.safetensors", "residual.bin", "manifest.json"])
+def test_a_flipped_bit_in_any_file_is_refused_with_the_files_name(tmp_path: Path, load: Open, file: str) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    path = tmp_path / "mlp" / "1" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    model = only(load())
+    assert model.state == "unavailable"
+    assert file in model.reason
+
+
+def test_one_bad_model_does_not_keep_another_from_serving(tmp_path: Path, load: Open) -> None:
+    write_mlp(tmp_path / "good" / "1")
+    (tmp_path / "bad" / "1").mkdir(parents=True)
+    repository = load()
+    assert {m.name: m.state for m in repository.models()} == {"good": "ready", "bad": "unavailable"}
+    assert "it has no manifest.json" in repository.find("bad", "").reason
+    assert repository.get("good", "").state == "ready"
+    assert not repository.ready
+
+
+def test_a_broken_serving_yaml_keeps_its_model_not_ready_and_names_the_key(tmp_path: Path, load: Open) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "max_batch: 3")
+    assert "serving.yaml: unknown key 'max_batch'" in only(load()).reason
+
+
+def test_fallback_is_refused_until_it_exists(tmp_path: Path, load: Open) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "fallback: {policy: auto}")
+    assert "the only policy is 'none'" in only(load()).reason
+
+
+def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "max_batch_size: 2\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
+    model = only(load())
+    assert (model.max_batch_size, model.max_queue_delay_s, model.instances) == (2, 0.0015, 2)
+    with pytest.raises(InvalidRequest, match="max_batch_size is 2"):
+        model.infer(Request({"x": np.zeros((3, 16), np.float32)}, rows=3))
+
+
+def test_max_batch_size_0_turns_batching_off(tmp_path: Path, load: Open) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "max_batch_size: 0")
+    model = only(load())
+    assert model.max_batch_size == 0
+    assert model.infer(Request({"x": np.zeros((50, 16), np.float32)}, rows=50)).outputs["y"].shape == (50, 16)
+
+
+# --- the registry --------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_repository_is_live_not_ready_and_says_so(load: Open, caplog: pytest.LogCaptureFixture) -> None:
+    repository = load()
+    assert repository.live
+    assert not repository.ready
+    assert "is empty: serving, but not ready" in caplog.text
+
+
+def test_models_are_known_and_not_ready_before_they_are_loaded(tmp_path: Path, scan: Open) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    repository = scan()
+    assert only(repository).state == "loading"
+    assert not repository.ready
+    with pytest.raises(Unavailable, match="is loading"):
+        repository.get("mlp", "")
+
+
+def test_a_change_of_state_is_told_to_subscribers(tmp_path: Path, scan: Open) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    repository = scan()
+    seen: list[bool] = []
+    repository.subscribe(lambda: seen.append(repository.ready))
+    repository.start()
+    until(lambda: seen)
+    assert seen == [True]
+    repository.drain()
+    assert seen == [True, False]
+
+
+def test_versions_follow_the_policy_and_the_newest_ready_one_answers(tmp_path: Path, load: Open) -> None:
+    for version, spoil in ((1, 0.0), (2, 0.0), (3, 0.5)):
+        write_mlp(tmp_path / "mlp" / str(version), spoil=spoil)
+    serving(tmp_path, "version_policy: {latest: 2}")
+    repository = load()
+    assert repository.versions("mlp") == [2, 3]
+    assert repository.get("mlp", "").version == 2
+    assert repository.get("mlp", "2").version == 2
+    assert not repository.is_ready("mlp", "3")
+    with pytest.raises(NotFound, match="version 3 of model 'mlp' is not ready"):
+        repository.get("mlp", "3")
+    with pytest.raises(NotFound, match="has no version 1; it has 2, 3"):
+        repository.get("mlp", "1")
+
+
+@pytest.mark.parametrize("version", ["x", "-1", "1.0", " 1", "²"])
+def test_a_version_that_is_no_number_is_an_invalid_request(tmp_path: Path, scan: Open, version: str) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    with pytest.raises(InvalidRequest, match="is not an integer"):
+        scan().get("mlp", version)
+
+
+@pytest.mark.parametrize("version", ["0", "7", "9" * 5000])
+def test_a_version_that_is_not_there_is_not_found(tmp_path: Path, scan: Open, version: str) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    repository = scan()
+    assert not repository.is_ready("mlp", version)
+    with pytest.raises(NotFound):
+        repository.get("mlp", version)
+
+
+def test_a_model_that_is_not_there_is_not_found(scan: Open) -> None:
+    with pytest.raises(NotFound, match="unknown model 'nobody'"):
+        scan().get("nobody", "")
+
+
+def test_draining_refuses_new_requests_and_counts_them(tmp_path: Path, load: Open, metrics: Metrics) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    repository = load()
+    before = repository.ready
+    repository.drain()
+    assert (before, repository.ready) == (True, False)
+    with pytest.raises(Unavailable, match="shutting down"):
+        repository.get("mlp", "")
+    assert b'bf16kit_rejected_total{model="mlp",reason="draining",version="1"} 1.0' in metrics.expose()[0]
+
+
+def test_what_is_no_model_is_passed_over_and_said(tmp_path: Path, scan: Open, caplog: pytest.LogCaptureFixture) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    for name in ("no versions", ".hidden/1", "spaced name/1", "mlp/.2.tmp-1-x", "mlp/01", "mlp/x"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "file.txt").write_text("")
+    assert [(m.name, m.version) for m in scan().models()] == [("mlp", 1)]
+    assert "spaced name is passed over" in caplog.text
+    assert "hidden" not in caplog.text
+
+
+def test_closing_removes_every_series(tmp_path: Path, load: Open, metrics: Metrics) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    load().close()
+    assert b'model="mlp"' not in metrics.expose()[0]
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+def test_requests_show_in_statistics_and_metrics(tmp_path: Path, load: Open, metrics: Metrics) -> None:
+    write_lookup(tmp_path / "lookup" / "1")
+    model = only(load())
+    model.infer(Request({"ids": np.array([[1, 2], [3, 4]])}, rows=2))
+    with pytest.raises(RuntimeFailure):
+        model.infer(Request({"ids": np.array([[99]])}, rows=1))
+    seen = model.statistics.snapshot()
+    assert (seen.success.count, seen.fail.count, seen.inference_count, seen.execution_count) == (1, 1, 2, 1)
+    assert seen.weight_bytes == 80
+    text = metrics.expose()[0].decode()
+    assert 'bf16kit_rows_total{model="lookup",version="1"} 2.0' in text
+    assert 'bf16kit_requests_in_flight{model="lookup",version="1"} 0.0' in text
+    assert 'bf16kit_model_weight_bytes{model="lookup",version="1"} 80.0' in text
+
+
+def test_live_drift_is_measured_against_the_fp32_reference(tmp_path: Path, load: Open, metrics: Metrics) -> None:
+    write_mlp(tmp_path / "mlp" / "1", logits=True)
+    serving(tmp_path, "shadow: {rate: 1.0, max_per_second: 100}")
+    model = only(load())
+    x = np.random.default_rng(1).standard_normal((5, 16)).astype(np.float32)
+    model.infer(Request({"x": x}, rows=5))
+
+    def sample(name: str, labels: str) -> float:
+        lines = metrics.expose()[0].decode().splitlines()
+        return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name}{{{labels}")))
+
+    until(lambda: sample("bf16kit_drift_samples_total", 'model="mlp",outcome="measured"') == 5, what="five samples")
+    mean = sample("bf16kit_drift_relative_l2_sum", 'model="mlp",output="y"') / 5
+    assert 1e-4 < mean < 1e-2  # bf16's unit roundoff is 3.9e-3
+    assert sample("bf16kit_drift_top1_rows_total", 'model="mlp",output="y"') == 5
+    ratio = sample("bf16kit_drift_budget_ratio", 'metric="relative_l2",model="mlp"')
+    assert ratio == pytest.approx(mean / 1.5e-2)
+
+
+def test_shadow_rate_0_loads_no_reference(tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    write_mlp(tmp_path / "mlp" / "1")
+    serving(tmp_path, "shadow: {rate: 0}")
+    repository = load()
+    repository.get("mlp", "").infer(Request({"x": np.zeros((1, 16), np.float32)}))
+    repository.close()
+    assert "live drift" not in caplog.text

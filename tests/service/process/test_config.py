@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bf16kit.errors import ConfigError
+from service.process.config import load_config
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_without_anything_but_a_repository_the_defaults_of_the_design_hold(tmp_path: Path) -> None:
+    config = load_config({"repository": tmp_path})
+    assert (config.host, config.grpc_port, config.http_port, config.device, config.workers) == (
+        "127.0.0.1", 8001, 8002, "auto", 1,
+    )  # fmt: skip
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "server.yaml", f"repository: {tmp_path}\ngrpc_port: 1\nhttp_port: 2\nhost: ::1\n")
+    monkeypatch.setenv("BF16KIT_GRPC_PORT", "11")
+    monkeypatch.setenv("BF16KIT_HTTP_PORT", "12")
+    config = load_config({"grpc_port": 21, "http_port": None}, file)
+    assert (config.grpc_port, config.http_port, config.host, config.device) == (21, 12, "::1", "auto")
+
+
+def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path) -> None:
+    file = write(tmp_path / "server.yaml", "grpc_prt: 1\n")
+    with pytest.raises(ConfigError, match=r"server\.yaml: unknown key 'grpc_prt'; known keys are .*grpc_port"):
+        load_config({"repository": tmp_path}, file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"workers": 2}, "only 1 worker process"),
+        ({"grpc_port": 70000}, "'grpc_port' is 70000: input should be less than or equal to 65535"),
+        ({"device": "tpu"}, "'device' is 'tpu'"),
+        ({"drain_seconds": -1}, "'drain_seconds' is -1"),
+        ({"drain_seconds": float("inf")}, "'drain_seconds' is inf"),
+        ({"host": ""}, "'host' is ''"),
+        ({"host": "a\udcff"}, "'host' is"),
+        ({"repository": ""}, "'repository' is ''"),
+        ({"overload_status": "OK"}, "'overload_status' is 'OK'"),
+        ({"repository": "/no/such/place"}, "is not a directory; create it"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_was_expected(
+    tmp_path: Path, flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"repository": tmp_path, **flags})
+
+
+def test_a_key_of_the_file_that_is_no_text_is_unknown_like_any_other(tmp_path: Path) -> None:
+    file = write(tmp_path / "server.yaml", "1: 2\n")
+    with pytest.raises(ConfigError, match="unknown key '1'"):
+        load_config({"repository": tmp_path}, file)
+
+
+def test_a_missing_repository_is_said() -> None:
+    with pytest.raises(ConfigError, match="'repository' is missing"):
+        load_config({})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("- 1\n", "expected keys and values, found list"), ("a: [", "is not YAML")]
+)
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"repository": tmp_path}, write(tmp_path / "server.yaml", text))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config({"repository": tmp_path}, tmp_path / "server.yaml")
+
+
+def test_an_empty_file_is_no_configuration(tmp_path: Path) -> None:
+    assert load_config({"repository": tmp_path}, write(tmp_path / "server.yaml", "")).grpc_port == 8001

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from service.process.stop import Stop
+
+
+def test_waiting_ends_when_another_thread_sets_it() -> None:
+    stop = Stop()
+    threading.Thread(target=stop.set).start()
+    assert stop.wait(20)
+    stop.close()
+
+
+def test_it_stays_set_however_often_it_is_set() -> None:
+    stop = Stop()
+    for _ in range(100_000):  # more than a pipe holds
+        stop.set()
+    assert stop.wait()
+    assert stop.wait()
+    stop.close()
+
+
+def test_a_wait_that_nobody_ends_times_out() -> None:
+    stop = Stop()
+    assert not stop.wait(0.01)
+    stop.close()
+
+
+def test_a_signal_sets_it_and_a_second_one_would_kill() -> None:
+    stop = Stop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        stop.on_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(20)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        stop.close()

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from bf16kit.drift import SampleDrift
+from bf16kit.runtime import RuntimeInfo
+from bf16kit.tensors import TensorSpec
+from service.telemetry.metrics import Metrics, ModelMetrics
+
+#: Design §8: name → type and the labels beside model and version.
+DESIGN = {
+    "bf16kit_requests_total": ("counter", {"code"}),
+    "bf16kit_rows_total": ("counter", set()),
+    "bf16kit_executions_total": ("counter", set()),
+    "bf16kit_rejected_total": ("counter", {"reason"}),
+    "bf16kit_request_duration_seconds": ("histogram", {"le"}),
+    "bf16kit_queue_duration_seconds": ("histogram", {"le"}),
+    "bf16kit_compute_duration_seconds": ("histogram", {"le"}),
+    "bf16kit_batch_rows": ("histogram", {"le"}),
+    "bf16kit_queue_depth": ("gauge", set()),
+    "bf16kit_requests_in_flight": ("gauge", set()),
+    "bf16kit_model_ready": ("gauge", set()),
+    "bf16kit_model_load_seconds": ("gauge", set()),
+    "bf16kit_model_weight_bytes": ("gauge", set()),
+    "bf16kit_model_info": ("gauge", {"backend", "device", "profile", "precision", "accumulation"}),
+    "bf16kit_drift_relative_l2": ("histogram", {"le", "output"}),
+    "bf16kit_drift_cosine_distance": ("histogram", {"le", "output"}),
+    "bf16kit_drift_max_abs": ("histogram", {"le", "output"}),
+    "bf16kit_drift_top1_matches_total": ("counter", {"output"}),
+    "bf16kit_drift_top1_rows_total": ("counter", {"output"}),
+    "bf16kit_drift_nonfinite_total": ("counter", {"output"}),
+    "bf16kit_drift_samples_total": ("counter", {"outcome"}),
+    "bf16kit_drift_budget_ratio": ("gauge", {"output", "metric"}),
+    "bf16kit_drift_baseline": ("gauge", {"output", "metric"}),
+    "bf16kit_fallback_active": ("gauge", set()),
+    "bf16kit_fallback_transitions_total": ("counter", {"to"}),
+}
+INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")
+SAMPLE = SampleDrift(2e-3, 1e-6, 0.01, 54.0, top1_matches=1, top1_rows=2, nonfinite=0)
+
+
+def loaded(metrics: Metrics, name: str = "m", version: int = 1) -> ModelMetrics:
+    model = metrics.add(name, version)
+    model.opened(1024, [TensorSpec("y", "float32", ("batch", 4), "logits")], ["relative_l2", "top1_agreement"])
+    model.loaded(INFO, {"y": {"relative_l2": 1e-3}})
+    return model
+
+
+def exposed(metrics: Metrics) -> dict[str, float]:
+    """Every sample, by name and sorted labels as they stand in the text."""
+    lines = metrics.expose()[0].decode().splitlines()
+    return {key: float(value) for line in lines if not line.startswith("#") for key, value in [line.rsplit(" ", 1)]}
+
+
+def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> None:
+    metrics = Metrics()
+    loaded(metrics)
+    text = metrics.expose()[0].decode()
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    assert types == {name: kind for name, (kind, _) in DESIGN.items()}
+    labels: dict[str, set[str]] = {name: set() for name in DESIGN}
+    for name, pairs in re.findall(r"^([a-z0-9_]+)\{(.*)\} \S+$", text, re.MULTILINE):
+        base = name if name in DESIGN else re.sub(r"_(bucket|sum|count)$", "", name)
+        labels[base] |= set(re.findall(r'(\w+)="', pairs))
+    assert labels == {name: extra | {"model", "version"} for name, (_, extra) in DESIGN.items()}
+
+
+def test_every_series_is_there_with_value_0_before_the_first_request() -> None:
+    metrics = Metrics()
+    loaded(metrics)
+    samples = exposed(metrics)
+    known = {"bf16kit_model_info", "bf16kit_model_weight_bytes", "bf16kit_drift_baseline"}
+    assert {key: value for key, value in samples.items() if value and key.split("{")[0] not in known} == {}
+    assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 0
+    assert samples['bf16kit_rejected_total{model="m",reason="draining",version="1"}'] == 0
+
+
+def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
+    metrics = Metrics()
+    loaded(metrics, "stays")
+    before = exposed(metrics)
+    loaded(metrics, "goes").drift("y", SAMPLE)
+    metrics.request("goes", 1, "OK", 0.1)
+    metrics.remove("goes", 1)
+    assert exposed(metrics) == before
+
+
+def test_a_model_that_does_not_exist_leaves_no_trace() -> None:
+    metrics = Metrics()
+    metrics.request("../etc/passwd", 1, "NOT_FOUND", 0.1)
+    assert b"passwd" not in metrics.expose()[0]
+
+
+def test_requests_are_counted_by_code_and_timed() -> None:
+    metrics = Metrics()
+    loaded(metrics)
+    metrics.request("m", 1, "OK", 0.3)
+    metrics.request("m", 1, "DATA_LOSS", 0.3)
+    samples = exposed(metrics)
+    assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 1
+    assert samples['bf16kit_requests_total{code="DATA_LOSS",model="m",version="1"}'] == 1
+    assert samples['bf16kit_request_duration_seconds_bucket{le="0.25",model="m",version="1"}'] == 0
+    assert samples['bf16kit_request_duration_seconds_bucket{le="0.5",model="m",version="1"}'] == 2
+
+
+def test_drift_is_observed_per_output() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    model.drift("y", SAMPLE)
+    model.sampled("measured", 1)
+    model.budget_ratio("y", "relative_l2", 0.2)
+    samples = exposed(metrics)
+    assert samples['bf16kit_drift_relative_l2_sum{model="m",output="y",version="1"}'] == 2e-3
+    assert samples['bf16kit_drift_top1_matches_total{model="m",output="y",version="1"}'] == 1
+    assert samples['bf16kit_drift_top1_rows_total{model="m",output="y",version="1"}'] == 2
+    assert samples['bf16kit_drift_samples_total{model="m",outcome="measured",version="1"}'] == 1
+    assert samples['bf16kit_drift_budget_ratio{metric="relative_l2",model="m",output="y",version="1"}'] == 0.2
+
+
+def test_an_infinite_drift_is_counted_and_leaves_the_sum_finite() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    model.drift("y", SampleDrift(math.inf, 1.0, math.inf, -math.inf, 0, 1, nonfinite=3))
+    samples = exposed(metrics)
+    assert math.isfinite(samples['bf16kit_drift_relative_l2_sum{model="m",output="y",version="1"}'])
+    assert samples['bf16kit_drift_relative_l2_bucket{le="1.0",model="m",output="y",version="1"}'] == 0
+    assert samples['bf16kit_drift_relative_l2_count{model="m",output="y",version="1"}'] == 1
+    assert samples['bf16kit_drift_nonfinite_total{model="m",output="y",version="1"}'] == 3
+
+
+def test_an_output_that_is_not_logits_has_no_top1_series() -> None:
+    metrics = Metrics()
+    model = metrics.add("m", 1)
+    model.opened(0, [TensorSpec("y", "float32", ("batch", 4), "embedding")], ["relative_l2", "top1_agreement"])
+    model.drift("y", SAMPLE)
+    assert not [key for key in exposed(metrics) if "top1" in key]
+
+
+def test_a_scraper_that_speaks_openmetrics_gets_it() -> None:
+    body, content_type = Metrics().expose("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_nothing_to_criticise() -> None:
+    metrics = Metrics()
+    loaded(metrics).drift("y", SAMPLE)
+    checked = subprocess.run(["promtool", "check", "metrics"], input=metrics.expose()[0], capture_output=True)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")

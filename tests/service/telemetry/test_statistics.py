@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import time
+
+from service.contract import Duration
+from service.telemetry.statistics import ModelStatistics
+
+
+def test_a_new_model_has_done_nothing() -> None:
+    seen = ModelStatistics(weight_bytes=7).snapshot()
+    assert (seen.inference_count, seen.execution_count, seen.last_inference_ms, seen.weight_bytes) == (0, 0, 0, 7)
+    assert seen.success == seen.queue == Duration(0, 0)
+
+
+def test_a_batch_counts_once_as_an_execution_and_once_per_request_in_the_durations() -> None:
+    statistics = ModelStatistics()
+    statistics.execution(requests=3, rows=6, gather_s=0.001, run_s=0.01, split_s=0.002)
+    seen = statistics.snapshot()
+    assert (seen.inference_count, seen.execution_count) == (6, 1)
+    assert seen.compute_input == Duration(3, 3_000_000)
+    assert seen.compute_infer == Duration(3, 30_000_000)
+    assert seen.compute_output == Duration(3, 6_000_000)
+    assert abs(seen.last_inference_ms - time.time() * 1e3) < 60_000
+
+
+def test_batches_are_kept_apart_by_their_rows_in_ascending_order() -> None:
+    statistics = ModelStatistics()
+    for rows in (4, 1, 4):
+        statistics.execution(1, rows, 0.0, 0.001, 0.0)
+    batches = statistics.snapshot().batches
+    assert [(b.batch_size, b.compute_infer) for b in batches] == [
+        (1, Duration(1, 1_000_000)),
+        (4, Duration(2, 2_000_000)),
+    ]
+
+
+def test_successes_and_failures_are_counted_with_their_time() -> None:
+    statistics = ModelStatistics()
+    statistics.success(total_s=0.5, queue_s=0.2)
+    statistics.failure(total_s=0.1)
+    seen = statistics.snapshot()
+    assert seen.success == Duration(1, 500_000_000)
+    assert seen.queue == Duration(1, 200_000_000)
+    assert seen.fail == Duration(1, 100_000_000)

@@ -1,0 +1,128 @@
+"""The server as a whole: its port, its limits, and how it stops."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import LoopbackModel, LoopbackRegistry, RequestLog, infer_request, serving
+
+from bf16kit.errors import ConfigError
+from bf16kit.protocol import inference_pb2 as pb
+from service.contract import Array
+from service.transport.server import Transport, TransportOptions
+
+X = np.ones((2, 3), np.float32)
+
+
+def start(**options: object) -> int:
+    """Start a server that is expected to fail; stops it if it does not."""
+    transport = Transport(LoopbackRegistry([]), RequestLog(), TransportOptions(**options))  # type: ignore[arg-type]
+    try:
+        return transport.start()
+    finally:
+        transport.stop(0)
+
+
+def test_a_port_in_use_is_named_with_the_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use by another program.*--grpc-port"):
+            start(port=port)
+
+
+def test_a_second_server_does_not_silently_share_the_port() -> None:
+    with serving(LoopbackModel()) as served, pytest.raises(ConfigError, match="in use"):
+        start(port=served.port)
+
+
+def test_workers_may_share_a_port_on_purpose() -> None:
+    with serving(LoopbackModel(), share_port=True) as served:
+        assert start(port=served.port, share_port=True) == served.port
+
+
+def test_an_address_that_is_not_this_machines_is_named() -> None:
+    with pytest.raises(ConfigError, match=re.escape("cannot listen on 203.0.113.7:")):
+        start(host="203.0.113.7", port=0)
+
+
+def test_a_message_over_the_limit_is_refused() -> None:
+    with serving(LoopbackModel(max_batch_size=0), max_message_bytes=1 << 20) as served:
+        assert served.call("ModelInfer", infer_request(x=np.zeros((1000, 3), np.float32)))
+        code, _ = served.refusal("ModelInfer", infer_request(x=np.zeros((100_000, 3), np.float32)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_stopping_lets_the_work_in_hand_finish_and_refuses_new_work() -> None:
+    started, go = threading.Event(), threading.Event()
+
+    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        started.set()
+        assert go.wait(60)
+        return {"y": np.array(feeds["x"])}
+
+    with serving(LoopbackModel(run=run)) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=60)
+        assert started.wait(30)
+        stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
+        stopping.start()
+        with grpc.insecure_channel(served.address) as late:
+            infer = late.unary_unary(
+                "/inference.GRPCInferenceService/ModelInfer",
+                request_serializer=pb.ModelInferRequest.SerializeToString,
+                response_deserializer=pb.ModelInferResponse.FromString,
+            )
+            code = None
+            while code is not grpc.StatusCode.UNAVAILABLE:  # the first may still be let in, and wait
+                with pytest.raises(grpc.RpcError) as refused:
+                    infer(infer_request(x=X), timeout=0.2)
+                code = refused.value.code()
+        assert not running.done()
+        go.set()
+        assert running.result(30).raw_output_contents[0] == X.tobytes()
+        stopping.join(30)
+        assert not stopping.is_alive()
+
+
+def test_stopping_waits_for_work_and_not_for_watches_and_idle_streams() -> None:
+    with serving(LoopbackModel()) as served:
+        stay = threading.Event()
+
+        def messages() -> Iterator[pb.ModelInferRequest]:
+            yield infer_request(x=X)
+            stay.wait(60)
+
+        stream = served.stub("ModelStreamInfer")(messages(), timeout=60)
+        next(stream)
+        health: Any = health_pb2_grpc.HealthStub(served.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        next(watch)
+        served.transport.stop(grace=3600)
+        list(watch)  # ends, without an error
+        with pytest.raises(grpc.RpcError) as ended:
+            next(stream)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        stay.set()
+
+
+def test_stopping_twice_is_harmless() -> None:
+    with serving(LoopbackModel()) as served:
+        served.transport.stop(0)
+        served.transport.stop(0)
+
+
+def test_the_health_thread_and_all_others_are_gone_after_stopping() -> None:
+    before = set(threading.enumerate())
+    with serving(LoopbackModel()) as served:
+        served.call("ModelInfer", infer_request(x=X))
+        list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)])))
+        ours = [t for t in threading.enumerate() if t not in before and t.name.startswith(("grpc", "health"))]
+        assert ours
+    assert not any(thread.is_alive() for thread in ours)

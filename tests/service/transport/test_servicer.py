@@ -1,0 +1,287 @@
+"""The RPCs over a real socket: every row of the status table, deadlines, cancellation, and what is counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.protocol import inference_pb2 as pb
+from service.contract import Array
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.go.set()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(
+        LoopbackModel("echo"), LoopbackModel("slow", state="loading"), LoopbackModel("bad", state="unavailable")
+    ) as served:
+        yield served
+
+
+def changed(message: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferRequest:
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return message
+
+
+def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
+    """INVALID_ARGUMENT, case by case, with the words the caller needs."""
+    mixed = infer_request(x=X)
+    mixed.inputs[0].contents.fp32_contents.extend(X.ravel().tolist())
+    short = infer_request(x=X)
+    short.raw_input_contents[0] = bytes(20)
+    twice = infer_request(x=X)
+    twice.inputs.append(twice.inputs[0])
+    twice.raw_input_contents.append(twice.raw_input_contents[0])
+    timeout = infer_request(x=X)
+    timeout.parameters["timeout"].string_param = "soon"
+    unknown_output = infer_request(x=X)
+    unknown_output.outputs.add(name="z")
+    negative = infer_request(x=X)
+    negative.inputs[0].shape[0] = -1
+    return {
+        "version": (changed(infer_request(x=X), model_version="newest"), "'newest'"),
+        "missing": (pb.ModelInferRequest(model_name="echo"), "input 'x' is missing"),
+        "extra": (infer_request(x=X, z=X), "unknown input 'z'"),
+        "twice": (twice, "input 'x' came twice"),
+        "dtype": (infer_request(x=X.astype(np.float64)), "input 'x' has datatype 'FP64', expected FP32"),
+        "shape": (infer_request(x=X[:, :2]), "input 'x' has shape [2, 2], expected [batch,3]"),
+        "rank": (infer_request(x=X[0]), "of rank 1, expected [batch,3]"),
+        "size": (short, "input 'x' has 20 bytes, expected 24"),
+        "negative": (negative, "input 'x' has shape [-1, 3]"),
+        "rows": (infer_request(x=np.zeros((9, 3), np.float32)), "input 'x' has 9 rows, expected at most 8"),
+        "mixed": (mixed, "input 'x' has contents beside raw_input_contents"),
+        "parameter": (timeout, "parameter 'timeout'"),
+        "output": (unknown_output, "unknown output 'z'; the model's outputs are y"),
+    }
+
+
+@pytest.mark.parametrize("case", broken_requests().keys())
+def test_a_request_that_does_not_fit_is_an_invalid_argument_that_says_how(served: Served, case: str) -> None:
+    message, words = broken_requests()[case]
+    code, details = served.refusal("ModelInfer", message)
+    assert code is StatusCode.INVALID_ARGUMENT
+    assert words in details
+
+
+def test_an_unknown_model_or_version_is_not_found_and_makes_no_label(served: Served) -> None:
+    assert served.refusal("ModelInfer", infer_request("nobody", x=X))[0] is StatusCode.NOT_FOUND
+    assert served.refusal("ModelInfer", changed(infer_request(x=X), model_version="9"))[0] is StatusCode.NOT_FOUND
+    for method, message in (
+        ("ModelMetadata", pb.ModelMetadataRequest(name="nobody")),
+        ("ModelConfig", pb.ModelConfigRequest(name="nobody")),
+        ("ModelStatistics", pb.ModelStatisticsRequest(name="nobody")),
+    ):
+        assert served.refusal(method, message)[0] is StatusCode.NOT_FOUND
+    assert served.log.seen == []
+
+
+def test_readiness_of_something_unknown_is_false_and_not_an_error(served: Served) -> None:
+    assert not served.call("ModelReady", pb.ModelReadyRequest(name="nobody")).ready
+    assert not served.call("ModelReady", pb.ModelReadyRequest(name="slow")).ready
+    assert served.call("ModelReady", pb.ModelReadyRequest(name="echo")).ready
+    assert (
+        served.refusal("ModelReady", pb.ModelReadyRequest(name="echo", version="x"))[0] is StatusCode.INVALID_ARGUMENT
+    )
+
+
+@pytest.mark.parametrize("name", ["slow", "bad"])
+def test_a_model_that_is_not_ready_is_unavailable_and_counted(served: Served, name: str) -> None:
+    code, details = served.refusal("ModelInfer", infer_request(name, x=X))
+    assert code is StatusCode.UNAVAILABLE
+    assert name in details
+    assert served.log.seen == [(name, 1, "UNAVAILABLE")]
+
+
+def test_a_draining_server_is_unavailable(served: Served) -> None:
+    served.registry.draining = True
+    assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
+    assert not served.call("ServerReady", pb.ServerReadyRequest()).ready
+    assert served.call("ServerLive", pb.ServerLiveRequest()).live
+
+
+def test_a_full_queue_is_resource_exhausted(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
+    with serving(model) as served:
+        infer = served.stub("ModelInfer")
+        running = infer.future(infer_request(x=X))
+        assert gate.started.wait(30)
+        waiting = [infer.future(infer_request(x=X)) for _ in range(2)]  # one waits, the other finds the queue full
+        refused = next(iter(_as_done(waiting)))
+        assert refused.code() is StatusCode.RESOURCE_EXHAUSTED
+        assert "queue is full" in refused.details()
+        gate.go.set()
+        assert running.result(30).id == ""
+
+
+def test_more_requests_in_flight_than_the_server_holds_are_refused_at_the_door(gate: Gate) -> None:
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        assert details == "1 requests in flight is the limit of this server; try again later"
+        assert served.call("ServerLive", pb.ServerLiveRequest()).live  # health has threads of its own
+        gate.go.set()
+        running.result(30)
+
+
+def test_overload_is_unavailable_where_the_operator_says_so(gate: Gate) -> None:
+    with serving(LoopbackModel(run=gate), max_in_flight=1, overload="UNAVAILABLE") as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
+        gate.go.set()
+        running.result(30)
+
+
+def test_a_request_whose_timeout_passes_in_the_queue_is_never_run(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        late = infer_request(x=X)
+        late.parameters["timeout"].int64_param = 20_000
+        assert served.refusal("ModelInfer", late)[0] is StatusCode.DEADLINE_EXCEEDED
+        gate.go.set()
+        running.result(30)
+        assert served.call("ModelInfer", infer_request(x=X))
+        assert model.calls == 2
+
+
+def test_a_caller_whose_deadline_passes_in_the_queue_is_counted_so_and_never_run(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        with pytest.raises(grpc.RpcError) as late:
+            served.call("ModelInfer", infer_request(x=X), timeout=0.05)
+        assert late.value.code() is StatusCode.DEADLINE_EXCEEDED
+        until(lambda: ("echo", 1, "DEADLINE_EXCEEDED") in served.log.seen)
+        gate.go.set()
+        running.result(30)
+        assert model.calls == 1
+
+
+def test_a_caller_who_leaves_the_queue_is_dropped_before_running(gate: Gate) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model) as served:
+        infer = served.stub("ModelInfer")
+        running = infer.future(infer_request(x=X))
+        assert gate.started.wait(30)
+        leaving = infer.future(infer_request(x=X))
+        until(lambda: len(model.seen) == 2)
+        leaving.cancel()
+        until(lambda: model.seen[1].cancellation and model.seen[1].cancellation.cancelled)
+        gate.go.set()
+        running.result(30)
+        until(lambda: ("echo", 1, "CANCELLED") in served.log.seen)
+        assert model.calls == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeFailure("node at /secret"), ValueError("/secret")])
+def test_a_failure_is_internal_and_its_text_stays_in_the_log(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        raise error
+
+    with serving(LoopbackModel(run=fail)) as served, caplog.at_level(logging.ERROR):
+        code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is StatusCode.INTERNAL
+        assert "secret" not in details
+        incident = details.split("incident ")[1].split(";")[0]
+        assert incident in caplog.text
+        assert "/secret" in caplog.text
+        assert served.log.seen == [("echo", 1, "INTERNAL")]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="echo")),
+        ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="echo")),
+        ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()),
+        ("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(name="r", key="/r")),
+        ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest()),
+        ("RepositoryIndex", pb.RepositoryIndexRequest(repository_name="other")),
+    ],
+)
+def test_an_rpc_that_is_not_served_is_unimplemented_and_says_why(served: Served, method: str, message: Any) -> None:
+    code, details = served.refusal(method, message)
+    assert code is StatusCode.UNIMPLEMENTED
+    assert "not supported" in details or "restart" in details
+
+
+def test_an_rpc_nobody_heard_of_is_unimplemented(served: Served) -> None:
+    unheard: Any = served.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
+    with pytest.raises(grpc.RpcError) as refused:
+        unheard(b"", timeout=30)
+    assert refused.value.code() is StatusCode.UNIMPLEMENTED
+
+
+def test_a_request_is_answered_and_observed_once(served: Served) -> None:
+    answer = served.call("ModelInfer", changed(infer_request(x=X), id="abc"))
+    assert answer.raw_output_contents[0] == X.tobytes()
+    assert (answer.model_version, answer.id) == ("1", "abc")
+    assert served.log.seen == [("echo", 1, "OK")]
+    assert served.log.seconds[0] > 0
+
+
+def test_the_newest_version_answers_where_none_is_named() -> None:
+    with serving(LoopbackModel(version=2), LoopbackModel(version=10)) as served:
+        assert served.call("ModelInfer", infer_request(x=X)).model_version == "10"
+        assert served.call("ModelInfer", changed(infer_request(x=X), model_version="2")).model_version == "2"
+
+
+def test_a_model_that_changes_is_read_anew() -> None:
+    model = LoopbackModel()
+    with serving(model) as served:
+        served.call("ModelInfer", infer_request(x=X))
+        model.max_batch_size = 1
+        served.registry.change(model, "ready")
+        assert "at most 1" in served.refusal("ModelInfer", infer_request(x=X))[1]
+
+
+def test_a_caller_who_left_before_a_thread_came_to_them_is_not_run(served: Served) -> None:
+    """gRPC then refuses the callback by which it would tell of their leaving."""
+
+    class Gone:
+        def add_callback(self, callback: object) -> bool:
+            return False
+
+        def time_remaining(self) -> float:
+            return 1e10
+
+        def abort(self, code: StatusCode, details: str) -> None:
+            raise RuntimeError(code)
+
+    context: Any = Gone()
+    with pytest.raises(RuntimeError, match="CANCELLED"):
+        served.transport._servicer.ModelInfer(infer_request(x=X), context)
+    assert served.registry.find("echo", "").calls == 0
+
+
+def _as_done(calls: list[Any]) -> Iterator[Any]:
+    done = threading.Event()
+    for call in calls:
+        call.add_done_callback(lambda _: done.set())
+    assert done.wait(30)
+    return (call for call in calls if call.done())

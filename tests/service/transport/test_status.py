@@ -1,0 +1,51 @@
+"""Errors to gRPC codes: one table, and nothing unexpected reaches a caller."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import pytest
+
+from bf16kit import errors
+from service.transport.status import CODES, StatusTable
+
+
+def test_every_refusal_has_a_code() -> None:
+    refusals = {e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.RequestError)}
+    assert CODES.keys() == refusals - {errors.RequestError}
+
+
+@pytest.mark.parametrize("kind", list(CODES))
+def test_a_refusal_goes_out_in_its_own_words(kind: type[errors.RequestError]) -> None:
+    status = StatusTable().of(kind("input 'x' is wrong"))
+    assert (status.code, status.details) == (CODES[kind], "input 'x' is wrong")
+
+
+def test_a_refusal_of_a_finer_kind_has_the_code_of_its_kind() -> None:
+    class TooLate(errors.DeadlineExceeded):
+        pass
+
+    assert StatusTable().of(TooLate("late")).code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_overload_is_unavailable_where_the_operator_says_so() -> None:
+    table = StatusTable(overload=grpc.StatusCode.UNAVAILABLE)
+    assert table.of(errors.Overloaded("full")).code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("error", [errors.RuntimeFailure("node 17 at /secret/path"), KeyError("/secret/path")])
+def test_a_failure_leaves_its_text_in_the_log_under_an_incident_id(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        status = StatusTable().of(error)
+    assert status.code is grpc.StatusCode.INTERNAL
+    assert "secret" not in status.details
+    incident = status.details.split("incident ")[1].split(";")[0]
+    assert incident in caplog.text
+    assert "/secret/path" in caplog.text
+
+
+def test_endless_details_are_cut_to_fit_a_header() -> None:
+    assert len(StatusTable().of(errors.InvalidRequest("x" * 100_000)).details) == 500

@@ -1,0 +1,209 @@
+"""Tensors on the wire: what comes in raw or typed, what is refused, and the exactness of bf16 and fp16."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bf16kit.errors import InvalidRequest
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.tensors import BY_NAME, BY_OIP, TensorSpec
+from service.wire.tensors import CONTENTS_FIELD, decode_contents, decode_raw, encode_raw, widen, wire_dtype
+
+FIXED_SIZE = [oip for oip in BY_OIP if oip != "BYTES"]
+BYTES = BY_OIP["BYTES"]
+FP32 = BY_OIP["FP32"]
+SPEC = TensorSpec("x", "float32", ("n",))
+
+
+@pytest.mark.parametrize("oip", FIXED_SIZE)
+def test_raw_bytes_come_back_as_they_went(oip: str) -> None:
+    dtype = BY_OIP[oip]
+    array = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype.numpy)
+    again = decode_raw("x", dtype, (2, 3), encode_raw(dtype, array))
+    assert again.dtype == dtype.numpy
+    np.testing.assert_array_equal(again, array)
+
+
+def test_raw_tensors_are_views_of_the_message() -> None:
+    data = np.zeros(1 << 20, np.float32).tobytes()
+    tracemalloc.start()
+    decode_raw("x", FP32, (1 << 20,), data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 16
+
+
+def test_a_column_major_output_goes_out_row_major() -> None:
+    array = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    assert encode_raw(FP32, array) == np.arange(6, dtype=np.float32).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0, 2)])
+def test_an_empty_dimension_is_legal(shape: tuple[int, ...]) -> None:
+    assert decode_raw("x", FP32, shape, b"").shape == shape
+    assert decode_raw("x", BYTES, shape, b"").shape == shape
+
+
+def test_a_scalar_is_one_element() -> None:
+    assert decode_raw("x", FP32, (), b"\0\0\x80\x3f") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((-1, 3), "dimensions are 0 or more"),
+        ((2, 4), "24 bytes, expected 32 for FP32 of shape [2, 4]"),
+        ((2**40, 2**40), "24 bytes"),
+        ((2**62, 4), "24 bytes"),  # the product is 0 in 64 bits
+        ((0, 2**40), "too large, although it is empty"),
+    ],
+)
+def test_a_shape_that_does_not_fit_the_bytes_is_refused_before_anything_is_allocated(
+    shape: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        decode_raw("x", FP32, shape, bytes(24))
+    assert "'x'" in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_a_bool_is_0_or_1() -> None:
+    with pytest.raises(InvalidRequest, match="neither 0 nor 1"):
+        decode_raw("x", BY_OIP["BOOL"], (2,), b"\x01\x02")
+
+
+# --- BYTES ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(), max_size=6))
+def test_texts_come_back_as_they_went(texts: list[str]) -> None:
+    array = np.array([*texts, ""], np.object_)[:-1]
+    again = decode_raw("x", BYTES, (len(texts),), encode_raw(BYTES, array))
+    assert again.tolist() == texts
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x01\0\0", "too few for 1 BYTES elements"),
+        (b"\x05\0\0\0abcd", "ends inside BYTES element 0 of 1"),
+        (b"\xff\xff\xff\xffabcd", "ends inside BYTES element 0"),
+        (b"\x01\0\0\0ab", "6 bytes, expected 5"),
+        (b"\x01\0\0\0\xff", "not UTF-8"),
+    ],
+)
+def test_broken_framing_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        decode_raw("x", BYTES, (1,), data)
+
+
+def test_a_second_element_cut_inside_its_length_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="ends inside BYTES element 1 of 2"):
+        decode_raw("x", BYTES, (2,), b"\x04\0\0\0abcd\x01\0")
+
+
+def test_more_elements_than_the_bytes_can_frame_are_refused_without_reading_one() -> None:
+    with pytest.raises(InvalidRequest, match="too few"):
+        decode_raw("x", BYTES, (2**40,), bytes(64))
+
+
+@given(st.binary(max_size=40), st.integers(0, 5))
+def test_any_bytes_are_text_or_refused(data: bytes, count: int) -> None:
+    try:
+        decoded = decode_raw("x", BYTES, (count,), data)
+    except InvalidRequest:
+        return
+    assert encode_raw(BYTES, decoded) == data
+
+
+# --- typed contents ---------------------------------------------------------------------------------------------------
+
+
+def typed(fields: Mapping[str, Sequence[float]]) -> pb.InferTensorContents:
+    contents = pb.InferTensorContents()
+    for field, values in fields.items():
+        getattr(contents, field).extend(values)
+    return contents
+
+
+@pytest.mark.parametrize("oip", [oip for oip in CONTENTS_FIELD if oip != "BYTES"])
+def test_typed_contents_are_read_for_every_datatype_that_has_a_field(oip: str) -> None:
+    contents = typed({CONTENTS_FIELD[oip]: [0, 1, 1, 0]})
+    array = decode_contents("x", BY_OIP[oip], (2, 2), contents)
+    assert array.dtype == BY_OIP[oip].numpy
+    assert array.tolist() == [[0, 1], [1, 0]]
+
+
+def test_typed_bytes_are_texts() -> None:
+    contents = pb.InferTensorContents(bytes_contents=["é".encode(), b""])
+    assert decode_contents("x", BYTES, (2,), contents).tolist() == ["é", ""]
+
+
+@pytest.mark.parametrize("oip", ["FP16", "BF16"])
+def test_half_precision_travels_raw_only(oip: str) -> None:
+    with pytest.raises(InvalidRequest, match="raw_input_contents only"):
+        decode_contents("x", BY_OIP[oip], (1,), pb.InferTensorContents(fp32_contents=[1.0]))
+
+
+@pytest.mark.parametrize(
+    ("oip", "filled", "words"),
+    [
+        ("FP32", {"fp32_contents": [1.0]}, "1 elements in fp32_contents, expected 2"),
+        ("FP32", {"int_contents": [1, 2]}, "expected in fp32_contents, but int_contents is filled"),
+        ("FP32", {"fp32_contents": [1.0, 2.0], "fp64_contents": [3.0]}, "but fp64_contents is filled"),
+        ("INT8", {"int_contents": [1, 128]}, "outside the range of INT8"),
+        ("UINT16", {"uint_contents": [1, 65536]}, "outside the range of UINT16"),
+    ],
+)
+def test_contents_that_do_not_fit_are_refused(oip: str, filled: dict[str, list[float]], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        decode_contents("x", BY_OIP[oip], (2,), typed(filled))
+
+
+# --- bf16 and fp16 for fp32 -------------------------------------------------------------------------------------------
+
+
+def test_every_bf16_value_is_widened_exactly() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    wide = widen(decode_raw("x", BY_OIP["BF16"], (1 << 16,), bits.tobytes()))
+    np.testing.assert_array_equal(wide.view(np.uint32), bits.astype(np.uint32) << 16)
+
+
+def test_every_fp16_value_is_widened_exactly() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    halves = bits.view(np.float16)
+    wide = widen(decode_raw("x", BY_OIP["FP16"], (1 << 16,), bits.tobytes()))
+    assert wide.dtype == np.float32
+    expected = [struct.unpack("<e", struct.pack("<H", b))[0] for b in bits[~np.isnan(halves)].tolist()]
+    np.testing.assert_array_equal(wide[~np.isnan(halves)], expected)
+    assert np.isnan(wide[np.isnan(halves)]).all()
+
+
+def test_an_fp32_output_is_rounded_to_nearest_even_as_bf16() -> None:
+    array = np.array([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-9, np.inf, 1e-40], np.float32)
+    sent = np.frombuffer(encode_raw(BY_OIP["BF16"], array), ml_dtypes.bfloat16)
+    assert sent.astype(np.float32)[:3].tolist() == [1.0, 1.0 + 2**-6, -1.0]
+    np.testing.assert_array_equal(sent, array.astype(ml_dtypes.bfloat16))
+
+
+def test_an_fp32_input_takes_fp32_bf16_and_fp16() -> None:
+    assert [wire_dtype(SPEC, FP32, d).oip for d in ("FP32", "BF16", "FP16")] == ["FP32", "BF16", "FP16"]
+
+
+@pytest.mark.parametrize("datatype", ["FP64", "INT32", "", "float32"])
+def test_another_datatype_is_refused_naming_what_is_expected(datatype: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"input 'x' has datatype '{datatype}', expected FP32 \(BF16 and FP16"):
+        wire_dtype(SPEC, FP32, datatype)
+
+
+def test_an_integer_input_is_not_widened() -> None:
+    with pytest.raises(InvalidRequest, match=r"has datatype 'INT32', expected INT64$"):
+        wire_dtype(TensorSpec("ids", "int64", ("n",)), BY_NAME["int64"], "INT32")
