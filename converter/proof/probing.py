@@ -7,18 +7,18 @@ Values carry the source's names through all passes, so two graphs are compared b
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from bf16kit.numerics import LARGEST
 from bf16kit.tensors import TensorSpec
-from converter.formats.onnx import serialize
 from converter.model import Array, Feeds
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHUNK = 128 << 20  # bytes of inner values that one graph may give at a time, about
 _FIRST = 8  # values in the first chunk, from which the size of the next is told
-_BLOCK = 1 << 18  # elements that are float64 at a time
+_BLOCK = 1 << 14  # elements that are float64 at a time: few enough for the cache, and for malloc not to map them anew
 
 # What a value of the source is called where a graph holds it in bf16 as well: the widened one, which readers see.
 _WIDENED = ("/emulated", "/fp32")
@@ -54,14 +54,16 @@ class Power:
 
         Masks lie beyond bf16's largest number, where profiles hold that number instead: they are left out.
         """
-        r, c = reference.reshape(-1), candidate.reshape(-1)
-        for start in range(0, r.size, _BLOCK):
-            self._add(r[start : start + _BLOCK].astype(np.float64), c[start : start + _BLOCK].astype(np.float64))
+        flat_r, flat_c = reference.reshape(-1), candidate.reshape(-1)
+        for start in range(0, flat_r.size, _BLOCK):
+            r, c = (flat[start : start + _BLOCK].astype(np.float64) for flat in (flat_r, flat_c))
+            if not -LARGEST <= r.min() <= r.max() <= LARGEST:  # NaN compares false, too
+                masks = (np.abs(r) > LARGEST) & (np.abs(c) > LARGEST / 2) & np.isfinite(c)
+                judged = np.isfinite(r) & ~masks
+                r, c = r[judged], c[judged]
+            self._add(r, c)
 
     def _add(self, r: Array, c: Array) -> None:
-        masks = (np.abs(r) > LARGEST) & (np.abs(c) > LARGEST / 2) & np.isfinite(c)
-        judged = np.isfinite(r) & ~masks
-        r, c = r[judged], c[judged]
         self.count += r.size
         self.signal += float(r @ r)
         difference = r - c
@@ -98,10 +100,11 @@ def compare(
     here = [name for name in _values(reference.model) if only is None or name in only]
     pairs = {name: found for name in here if (found := _find(name, there)) is not None}
     names, powers = list(pairs), dict[str, Power]()
+    sides = _Side(reference), _Side(candidate)
     start, count = 0, _FIRST
     while start < len(names):
         part = {name: pairs[name] for name in names[start : start + count]}
-        largest = _compare(reference, candidate, part, feeds, powers)
+        largest = _compare(sides, part, feeds, powers)
         start += count
         count = max(1, min(4 * count, int(count * chunk / max(1, largest))))
     return powers
@@ -118,39 +121,71 @@ def _find(name: str, there: Container[str]) -> str | None:
 
 
 def _compare(
-    reference: Graph, candidate: Graph, pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
+    sides: tuple[_Side, _Side], pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
 ) -> int:
     """Count ``pairs`` of values into ``powers``; the largest number of bytes that they were in one run."""
     there = dict.fromkeys(pairs.values())
-    largest, sides = 0, (_open(reference, list(pairs)), _open(candidate, list(there)))
+    largest, runtimes = 0, (sides[0].open(list(pairs)), sides[1].open(list(there)))
     try:
         for feed in feeds:
-            expected, found = sides[0].run(feed, list(pairs)), sides[1].run(feed, list(there))
+            expected, found = runtimes[0].run(feed, list(pairs)), runtimes[1].run(feed, list(there))
             largest = max(largest, sum(array.nbytes for array in expected.values()))
             for name, other in pairs.items():
                 if expected[name].shape == found[other].shape:
                     powers.setdefault(name, Power()).add(expected[name], found[other])
     finally:
-        for side in sides:
-            side.close()
+        for runtime in runtimes:
+            runtime.close()
     return largest
 
 
-def _open(graph: Graph, names: Sequence[str]) -> OnnxRuntime:
-    """``graph`` with the values ``names`` for outputs, in place of its own."""
-    from bf16kit.runtime.onnx import OnnxRuntime
+class _Side:
+    """One of two graphs, made ready once for all sessions of it, which differ in the values that they give."""
 
-    model = graph.model.clone()
-    found = {value.name: value for node in model.graph for value in node.outputs}
-    model.graph.outputs.clear()
-    model.graph.outputs.extend(found[name] for name in names)
-    for value in model.graph.outputs:
-        value.shape = None  # a dimension that shape inference took for another would be warned of
-    inputs = [_spec(value) for value in model.graph.inputs]
-    outputs = [TensorSpec(name, "float32", ()) for name in names]
-    return OnnxRuntime(
-        serialize(model), inputs, outputs, precision="fp32", base_dir=graph.base, external=graph.external
-    )
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._inputs = [_spec(value) for value in graph.model.graph.inputs]
+        whole = ir.to_proto(graph.model)
+        self._nodes = [(node, {*node.output} - {""}, {*_read(node)}) for node in whole.graph.node]
+        self._values = {value.name: value for value in (*whole.graph.value_info, *whole.graph.output)}
+        self._rest = onnx.ModelProto()
+        self._rest.CopyFrom(whole)
+        for part in ("node", "value_info", "output"):
+            self._rest.graph.ClearField(part)
+
+    def open(self, names: Sequence[str]) -> OnnxRuntime:
+        """The graph with the values ``names`` for outputs, in place of its own, and no nodes but those they need."""
+        from bf16kit.runtime.onnx import OnnxRuntime
+
+        model = onnx.ModelProto()
+        model.CopyFrom(self._rest)
+        model.graph.node.extend(self._needed(names))
+        given = frozenset(names)
+        model.graph.value_info.extend(value for name, value in self._values.items() if name not in given)
+        for name in names:  # without a shape: a dimension that shape inference took for another would be warned of
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+        data = model.SerializeToString(deterministic=True)
+        outputs = [TensorSpec(name, "float32", ()) for name in names]
+        base, external = self._graph.base, self._graph.external
+        return OnnxRuntime(data, self._inputs, outputs, precision="fp32", base_dir=base, external=external)
+
+    def _needed(self, names: Sequence[str]) -> list[onnx.NodeProto]:
+        needed, kept = set(names), list[onnx.NodeProto]()
+        for node, gives, reads in reversed(self._nodes):
+            if gives & needed:
+                needed |= reads
+                kept.append(node)
+        return kept[::-1]
+
+
+def _read(node: onnx.NodeProto) -> Iterator[str]:
+    """The names of the values that ``node`` and its bodies read."""
+    yield from node.input
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            yield from (value.name for value in body.output)
+            for inner in body.node:
+                yield from _read(inner)
 
 
 def _spec(value: ir.Value) -> TensorSpec:

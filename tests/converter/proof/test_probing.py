@@ -11,6 +11,10 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.tensors import TensorSpec
+from converter.model import Feeds
 from converter.proof import probing
 from converter.proof.probing import Graph, Power, compare
 
@@ -51,15 +55,69 @@ def test_chunks_change_nothing_but_how_many_values_are_held(tmp_path: Path, monk
     feeds = [{"x": graphs.values(4, 16)}]
     whole = compare(*sides, feeds)
     held: list[int] = []
-    opened = probing._open
+    opened = probing._Side.open
 
-    def counting(side: Graph, names: list[str]) -> object:
+    def counting(side: probing._Side, names: list[str]) -> object:
         held.append(len(names))
         return opened(side, names)
 
-    monkeypatch.setattr(probing, "_open", counting)
+    monkeypatch.setattr(probing._Side, "open", counting)
     assert compare(*sides, feeds, chunk=3 * 4 * 16 * 4) == whole
     assert held == [8, 8, 3, 3, 3, 3, 3, 3], "8 values to learn how large they are, then 3 of 256 bytes at a time"
+
+
+def test_figures_are_those_of_the_whole_graph_with_every_value_given(tmp_path: Path) -> None:
+    """No node is left out that a value needs, and none is computed otherwise because others are left out."""
+    model = graphs.mlp((16, 32, 32, 8))
+    other, feed = scaled(model, "w1", 1.01), {"x": graphs.values(4, 16)}
+    expected, found = (everything(each, feed) for each in (model, other))
+    powers = compare(graph(model, tmp_path), graph(other, tmp_path), [feed], chunk=1)
+    assert powers.keys() == expected.keys()
+    for name, power in powers.items():
+        r, c = expected[name].astype(np.float64), found[name].astype(np.float64)
+        assert power.ratio == pytest.approx(np.sum((c - r) ** 2) / np.sum(r**2), rel=1e-12)
+
+
+def everything(model: ModelProto, feed: Feeds) -> Feeds:
+    """All that the nodes of ``model`` give, from one session."""
+    names = [name for node in model.graph.node for name in node.output]
+    whole = ModelProto.FromString(model.SerializeToString())
+    del whole.graph.output[:]
+    whole.graph.output.extend(graphs.edge(name) for name in names)
+    outputs = [TensorSpec(name, "float32", ()) for name in names]
+    inputs = [TensorSpec("x", "float32", ("batch", 16))]
+    return OnnxRuntime(whole.SerializeToString(), inputs, outputs, precision="fp32").run(feed)
+
+
+def test_what_the_body_of_a_node_reads_is_there(tmp_path: Path) -> None:
+    """``y`` needs ``h`` through the branches of an If alone."""
+    branches = [
+        helper.make_graph([helper.make_node(op, ["h"], [op])], op, [], [graphs.edge(op, ["n", 4])])
+        for op in ("Neg", "Abs")
+    ]
+    nodes = [
+        helper.make_node("Relu", ["x"], ["h"]),
+        helper.make_node("Exp", ["x"], ["unneeded"]),
+        helper.make_node("If", ["yes"], ["y"], then_branch=branches[0], else_branch=branches[1]),
+    ]
+    edges = [graphs.edge("x", ["n", 4]), graphs.edge("yes", [], TensorProto.BOOL)]
+    side = graph(graphs.model(nodes, edges, [graphs.edge("y", ["n", 4])]), tmp_path)
+    feeds = [{"x": graphs.values(2, 4), "yes": np.array(value)} for value in (True, False)]
+    assert compare(side, side, feeds, {"y"}).keys() == {"y"}
+
+
+def test_nodes_that_no_asked_value_needs_do_not_run(tmp_path: Path) -> None:
+    """Reshaping to an impossible shape would fail."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["h"]),
+        helper.make_node("Reshape", ["h", "shape"], ["y"]),
+    ]
+    edges = [graphs.edge("x", ["n", 4]), graphs.edge("shape", [2], TensorProto.INT64)]
+    side = graph(graphs.model(nodes, edges, [graphs.edge("y", ["a", "b"])]), tmp_path)
+    feeds = [{"x": graphs.values(2, 4), "shape": np.array([3, 3])}]
+    assert compare(side, side, feeds, {"h"})["h"].count == 8
+    with pytest.raises(RuntimeFailure):
+        compare(side, side, feeds, {"y"})
 
 
 def test_a_value_of_another_shape_is_not_compared(tmp_path: Path) -> None:
