@@ -25,7 +25,7 @@ from converter.passes import Prepared
 
 Advance = Callable[[int], None]
 
-_BLOCK = 1 << 18  # elements
+_BLOCK = 1 << 14  # elements: the C library keeps the memory of small arrays, and has larger ones mapped anew each time
 _SIGN, _MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 _SCALED_SLACK = 4  # fp32 ulps: the scale is kept in fp32, and the weight was multiplied by it in float64
@@ -158,8 +158,10 @@ def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rou
         bits, slack = product.view(np.uint32), _SCALED_SLACK
     magnitude = bits & _MAGNITUDE
     nan = magnitude > _INFINITY
-    least = _rounded(np.where(magnitude > slack, magnitude - np.uint32(slack), np.uint32(0)), rounding)
-    most = _rounded(np.where(nan, magnitude, np.minimum(magnitude + np.uint32(slack), _INFINITY)), rounding)
+    least = most = _rounded(magnitude, rounding)
+    if slack:
+        least = _rounded(np.where(magnitude > slack, magnitude - np.uint32(slack), np.uint32(0)), rounding)
+        most = _rounded(np.where(nan, magnitude, np.minimum(magnitude + np.uint32(slack), _INFINITY)), rounding)
     if not rounding.nearest:  # either neighbour
         least = np.minimum(least, magnitude >> np.uint32(16))
         most = np.maximum(most, (magnitude + np.uint32(0xFFFF)) >> np.uint32(16))
