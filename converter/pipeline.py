@@ -12,7 +12,7 @@ from converter.attempt import Attempt
 from converter.options import Options
 from converter.passes import prepare
 from converter.plan.decisions import Islands
-from converter.process.memory import release
+from converter.process.memory import Garbage
 from converter.process.naming import naming
 from converter.process.progress import Progress, Silent
 from converter.proof import explain
@@ -39,15 +39,16 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
     """
     progress = progress or Silent()
     notes: list[str] = []
-    with naming(options.source), staging(options.target.path, force=options.force) as stage:
-        source = intake.read(options, progress)
+    with Garbage() as garbage, naming(options.source), staging(options.target.path, force=options.force) as stage:
+        with garbage.uncollected():
+            source = intake.read(options, progress)
         notes += source.notes
         calibration = intake.draw_samples(options, source, progress)
         if not options.samples:
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
         asked = intake.ask_source(source, calibration, stage, progress)
         profiles = intake.trace(options, source, stage, progress, notes)
-        release()
+        garbage.settle()
         with progress.step("planning"):
             prepared = prepare(source.graph, source.checkpoint.tensors)
         notes += intake.unknown(options, prepared)
@@ -58,7 +59,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         while (islands := mending.islands(certified)) is not None:
             certified, census = attempt.prove(islands)
         del source, prepared, attempt
-        release()
+        garbage.settle()
         notes += [*certified.notes, *mending.sentences()]
         if not any(entry.dtype == "bfloat16" for entry in certified.manifest.tensors):
             notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")

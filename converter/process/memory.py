@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
 
 _M_MMAP_THRESHOLD = -3  # glibc's number for mallopt
 _LARGE = 256 << 10  # bytes
@@ -18,6 +21,47 @@ def map_large_blocks() -> None:
     mallopt = _libc("mallopt")
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+class Garbage:
+    """Spares one conversion the visits to what stays: every full collection would pass the half million objects of
+    torch and transformers, which takes longer than what is collected took to make.
+
+    Objects are set aside (``gc.freeze``) until the next :meth:`settle`, at the latest until the block ends. Where the
+    program that converts has objects set aside already, that is left as it is, and nothing is spared.
+    """
+
+    def __enter__(self) -> Garbage:
+        self._sets_aside = gc.get_freeze_count() == 0
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._sets_aside:
+            gc.unfreeze()
+
+    @contextmanager
+    def uncollected(self) -> Iterator[None]:
+        """Collect nothing within the block, and set aside what is there at its end, until :meth:`settle`.
+
+        For importing, and for work that leaves little garbage: none of it is freed before then.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if self._sets_aside:
+                gc.freeze()
+            if collects:
+                gc.enable()
+
+    def settle(self) -> None:
+        """:func:`release`, what was set aside included; what is left is set aside."""
+        if self._sets_aside:
+            gc.unfreeze()
+        release()
+        if self._sets_aside:
+            gc.freeze()
 
 
 def release() -> None:

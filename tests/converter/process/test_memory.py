@@ -1,0 +1,95 @@
+"""A conversion visits what stays once, frees what it no longer needs, and leaves the collector as it found it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from converter.process.memory import Garbage, release
+
+
+class Knot:
+    """Refers to itself: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_set_aside() -> Iterator[None]:
+    """As in a process of its own, in which only the conversion sets objects aside."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_what_was_there_before_is_not_visited_again_until_the_end() -> None:
+    with Garbage() as garbage:
+        with garbage.uncollected():
+            kept = Knot()
+        assert not any(each is kept for each in gc.get_objects())
+        garbage.settle()
+        assert not any(each is kept for each in gc.get_objects())
+    assert any(each is kept for each in gc.get_objects())
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_of_the_block_stays_until_it_is_settled() -> None:
+    with Garbage() as garbage:
+        with garbage.uncollected():
+            alive = weakref.ref(Knot())
+        release()
+        assert alive() is not None
+        garbage.settle()
+        assert alive() is None
+
+
+def test_what_becomes_garbage_later_is_freed_by_settling() -> None:
+    with Garbage() as garbage:
+        knot = Knot()
+        alive = weakref.ref(knot)
+        garbage.settle()
+        del knot
+        release()
+        assert alive() is not None, "it was set aside"
+        garbage.settle()
+        assert alive() is None
+
+
+def test_what_is_made_after_settling_is_freed_by_any_release() -> None:
+    with Garbage() as garbage:
+        garbage.settle()
+        alive = weakref.ref(Knot())
+        release()
+        assert alive() is None
+
+
+def test_nothing_stays_set_aside_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), Garbage() as garbage, garbage.uncollected():
+        raise ZeroDivisionError
+    assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with Garbage() as garbage, garbage.uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_the_calling_program_set_aside_stays_so() -> None:
+    kept = Knot()
+    gc.freeze()
+    with Garbage() as garbage:
+        garbage.settle()
+        alive = weakref.ref(Knot())
+        garbage.settle()
+        assert alive() is None
+    assert not any(each is kept for each in gc.get_objects())
