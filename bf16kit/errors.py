@@ -73,6 +73,17 @@ class RuntimeFailure(Bf16kitError):
     """A runtime could not load a graph or run it. The text is for the log, never for a remote caller."""
 
 
+class InputRefused(RuntimeFailure):
+    """A runtime says that it failed because of what an input holds: an index out of range, a size that does not fit.
+
+    ``reason`` is what the runtime says of it, without names of files or nodes: it may be told to the caller.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 class DeviceUnavailable(RuntimeFailure):
     """The device asked for, or the library that drives it, is not there."""
 
@@ -97,7 +108,11 @@ class Unavailable(RequestError):
 
 
 class Overloaded(RequestError):
-    """The queue is full, or too many requests are in flight."""
+    """No room. The text says which bound, and how much; ``reason`` is the metrics' word for it, e.g. ``queue_full``."""
+
+    def __init__(self, text: str, reason: str = "queue_full") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class DeadlineExceeded(RequestError):

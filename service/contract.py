@@ -6,6 +6,8 @@ between. Errors cross as :mod:`bf16kit.errors`; ``service.transport.status`` map
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -18,23 +20,45 @@ State = Literal["loading", "ready", "unavailable"]
 
 
 class Cancellation:
-    """A flag that the transport raises when the caller has left; setting and reading are atomic."""
+    """The client has left: a flag that the transport raises once, and callbacks for those who wait.
 
-    __slots__ = ("cancelled",)
+    A callback runs once, on whatever thread raises the flag, or at once where it is up already; it must not block.
+    """
+
+    __slots__ = ("_callbacks", "_lock", "cancelled")
 
     def __init__(self) -> None:
         self.cancelled = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
-        self.cancelled = True
+        with self._lock:
+            self.cancelled = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.cancelled:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def unsubscribe(self, callback: Callable[[], None]) -> None:
+        """Forget ``callback``; no matter whether it has run, or was ever known."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
 
 
 @dataclass(slots=True)
 class Request:
-    """One caller's work. ``feeds`` are already of the model's dtypes and checked against its inputs.
+    """One client's work. ``feeds`` are already of the model's dtypes and checked against its inputs.
 
     ``rows`` is the size of the batch axis (1 for a model without one), ``deadline`` is in :func:`time.monotonic`
-    seconds, ``outputs`` are names in the order wanted (``None`` = all of them).
+    seconds, ``outputs`` are names in the order wanted (``None`` = all of them), ``priority`` is 1 for the most urgent,
+    0 for the model's default.
     """
 
     feeds: dict[str, Array]
@@ -42,15 +66,36 @@ class Request:
     outputs: tuple[str, ...] | None = None
     deadline: float | None = None
     cancellation: Cancellation | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one request went, in seconds: stamped as it goes, read by metrics, statistics and logs alike.
+
+    The last three are those of its batch, whole.
+    """
+
+    queue: float = 0.0
+    compute_input: float = 0.0
+    compute_infer: float = 0.0
+    compute_output: float = 0.0
+
+    def queued(self, seconds: float) -> Timings:
+        """The same with this queue time."""
+        return Timings(seconds, self.compute_input, self.compute_infer, self.compute_output)
+
+    @property
+    def compute(self) -> float:
+        return self.compute_input + self.compute_infer + self.compute_output
 
 
 @dataclass(slots=True)
 class Reply:
-    """Outputs by name, in the order asked for, and where the time went (seconds)."""
+    """Outputs by name, in the order asked for, and where the time went."""
 
     outputs: dict[str, Array]
-    queue_s: float = 0.0
-    compute_s: float = 0.0
+    timings: Timings = Timings()
 
 
 @dataclass(frozen=True, slots=True)

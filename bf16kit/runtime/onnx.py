@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bf16kit.errors import RuntimeFailure
+from bf16kit.errors import InputRefused, RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo, ortvalue
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
@@ -90,12 +91,26 @@ class OnnxRuntime:
             # run() costs 1 us more than the C++ object behind it; run_with_iobinding and OrtValues cost more than that.
             values = ortvalue.run(session, names, feeds) if self._has_bf16_edges else session.run(names, feeds)
         except Exception as error:  # ONNX Runtime's exceptions share no other base
-            raise RuntimeFailure(f"ONNX Runtime failed: {brief(error)}") from error
+            raise _failure(error) from error
         return dict(zip(names, values, strict=True))
 
     def close(self) -> None:
         """Free the weights once the runs under way have ended. ``run`` fails from now on."""
         self._session = None
+
+
+# What ONNX Runtime says when what is in an input, or its size, does not fit the graph. Its own class for that
+# (InvalidArgument) is not enough: sizes that cannot be broadcast together end as a RuntimeException.
+_BLAMES_INPUT = re.compile(r"out of (data )?bounds|out of range|broadcast|reshape|dimension", re.IGNORECASE)
+_STATUS = "Status Message: "
+
+
+def _failure(error: Exception) -> RuntimeFailure:
+    text = f"ONNX Runtime failed: {brief(error)}"
+    _, found, said = str(error).rpartition(_STATUS)
+    if type(error).__name__ == "InvalidArgument" or (found and _BLAMES_INPUT.search(said)):
+        return InputRefused(text, brief(said))
+    return RuntimeFailure(text)
 
 
 def _check_names(session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:

@@ -1,45 +1,67 @@
 """Requests into batches: a bounded queue before one runtime, and the threads that run it.
 
 Work-conserving: a batch starts as soon as the runtime is idle, with whatever is waiting (or after ``max_delay_s``,
-where someone prefers fuller batches to short waits). The oldest request is in every next batch, so none starves. A
-request whose caller has left, or whose deadline has passed, is dropped before it runs.
+where an operator prefers fuller batches to short waits). What runs next is :class:`~service.batching.queue.Queue`'s
+decision; here are the threads. A request whose client has left is taken out at once, and one whose deadline has passed
+is never run.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
+from bf16kit.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InputRefused,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
 from service.batching.gather import gather, signature, split, wanted
-from service.contract import Array, Reply, Request
+from service.batching.queue import Job, LevelPolicy, Queue, QueuePolicy
+from service.contract import Array, Reply, Request, Timings
 
 Run = Callable[[Mapping[str, Array], Sequence[str] | None], dict[str, Array]]
 
 _UNLOADING = "the model is being unloaded; try again later"
 _TOO_LATE = "the deadline passed before the request ran"
+_LEFT = "the client left before the request ran"
 
 
 class BatchObserver(Protocol):
     """Told what happens in the queue; must be quick and thread-safe."""
 
-    def rejected(self, reason: Literal["queue_full", "deadline", "cancelled"]) -> None: ...
+    def rejected(self, reason: str, waited_s: float) -> None:
+        """``reason`` is ``deadline``, ``cancelled``, or what :class:`Overloaded` says."""
+        ...
+
     def queued(self, change: int) -> None: ...
-    def executed(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None: ...
+
+    def executed(self, requests: int, rows: int, timings: Timings) -> None:
+        """One batch has run; the queue time in ``timings`` means nothing here."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """``axis`` None or ``max_rows`` 0: every request runs alone. ``inline``: see :meth:`Batcher.submit`."""
+    """``axis`` None or ``max_rows`` 0: every request runs alone. ``inline``: see :meth:`Batcher.submit`.
+
+    A request's ``priority`` chooses one of ``levels``, counted from 1, the most urgent; 0 means ``default_level``.
+    """
 
     axis: int | None = None
     max_rows: int = 0
     max_delay_s: float = 0.0
-    max_queue: int = 256
+    max_bytes: int = 1 << 62
+    levels: tuple[LevelPolicy, ...] = (LevelPolicy(),)
+    default_level: int = 1
     instances: int = 1
     inline: bool = False
 
@@ -47,30 +69,44 @@ class BatchPolicy:
     def batches(self) -> bool:
         return self.axis is not None and self.max_rows > 0
 
+    def queue(self) -> QueuePolicy:
+        rows = self.max_rows if self.batches else 0
+        return QueuePolicy(rows, self.max_delay_s, self.max_bytes, self.instances, self.levels)
 
-class _Job:
-    """A request that queues. ``done`` is held from the start; releasing it wakes the one thread that waits."""
 
-    __slots__ = ("arrived", "done", "error", "reply", "request", "signature", "started")
+class _Call:
+    """A request that waits. ``done`` is held from the start; releasing it wakes the one thread that waits."""
 
-    def __init__(self, request: Request, arrived: float) -> None:
+    __slots__ = ("_done", "_error", "_reply", "request")
+
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.arrived = self.started = arrived
-        self.signature: tuple[object, ...] = ()
-        self.reply: Reply | None = None
-        self.error: Exception | None = None
-        self.done = threading.Lock()
-        self.done.acquire()
+        self._reply: Reply | None = None
+        self._error: Exception | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
 
-    def finish(self) -> None:
-        self.done.release()
+    def succeed(self, reply: Reply) -> None:
+        self._reply = reply
+        self._done.release()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._done.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the outcome is there, after at most ``timeout`` seconds (−1: no limit)."""
+        return self._done.acquire(timeout=timeout)
 
     def result(self) -> Reply:
-        if self.error is not None:
-            raise self.error
-        if self.reply is None:
-            raise RuntimeError("a job finished with neither a reply nor an error")
-        return self.reply
+        if self._error is not None:
+            raise self._error
+        if self._reply is None:
+            raise RuntimeError("a call ended with neither a reply nor an error")
+        return self._reply
+
+
+_Job = Job[_Call]
 
 
 class Batcher:
@@ -81,7 +117,7 @@ class Batcher:
         self._policy = policy
         self._inline = policy.inline and policy.max_delay_s == 0
         self._observer = observer
-        self._queue: deque[_Job] = deque()
+        self._queue: Queue[_Call] = Queue(policy.queue())
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
         self._idle = policy.instances
@@ -99,11 +135,10 @@ class Batcher:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-            for job in self._queue:
-                job.error = Unavailable(_UNLOADING)
-                job.finish()
-            self._observer.queued(-len(self._queue))
-            self._queue.clear()
+            refused = self._queue.clear()
+            self._observer.queued(-len(refused))
+        for job in refused:
+            job.work.fail(Unavailable(_UNLOADING))
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -114,30 +149,38 @@ class Batcher:
         When nothing waits and the runtime is idle, an ``inline`` batcher runs the request on the calling thread: that
         saves two thread switches, most of what a server adds to a small model. Not for runtimes with memory per thread.
 
-        Raises InvalidRequest (more rows than a batch holds), DeadlineExceeded, Cancelled, Overloaded (queue full),
-        Unavailable (closed), or what the runtime raised.
+        Raises InvalidRequest (more rows than a batch holds, no such priority, or inputs that the model cannot run on),
+        DeadlineExceeded, Cancelled, Overloaded (queue full), Unavailable (closed), or what the runtime raised.
         """
         arrived = time.monotonic()
-        dead = self._death(request, arrived)
-        if dead is not None:
-            raise dead
+        over = _over(request, arrived)
+        if over is not None:
+            self._observer.rejected(_word(over), 0.0)
+            raise over
         if self._policy.batches and request.rows > self._policy.max_rows:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
+        level = self._level(request.priority)
         if self._inline and self._claim_idle():
             try:
                 return self._run_inline(request, arrived)
             finally:
                 self._release()
-        job = _Job(request, arrived)
-        self._enqueue(job)
-        self._await(job)
-        return job.result()
+        job = self._enqueue(request, arrived, level)
+        return self._outcome(job)
 
-    # --- the caller's side --------------------------------------------------------------------------------------------
+    # --- the client's side --------------------------------------------------------------------------------------------
+
+    def _level(self, priority: int) -> int:
+        levels = len(self._policy.levels)
+        if levels == 1:  # no priorities here: every request is as urgent as the next
+            return 0
+        if not 0 <= priority <= levels:
+            raise InvalidRequest(f"priority is {priority}, expected 0 (the default) to {levels} (the least urgent)")
+        return (priority or self._policy.default_level) - 1
 
     def _claim_idle(self) -> bool:
         with self._lock:
-            if self._queue or not self._idle or self._closed:
+            if len(self._queue) or not self._idle or self._closed:
                 return False
             self._idle -= 1
             return True
@@ -145,44 +188,68 @@ class Batcher:
     def _release(self) -> None:
         with self._lock:
             self._idle += 1
-            if self._queue:
+            if len(self._queue):
                 self._wake.notify()
 
     def _run_inline(self, request: Request, arrived: float) -> Reply:
-        outputs = self._run(request.feeds, request.outputs)
-        seconds = time.monotonic() - arrived
-        self._observer.executed(1, request.rows, 0.0, seconds, 0.0)
-        return Reply(outputs, 0.0, seconds)
+        try:
+            outputs = self._run(request.feeds, request.outputs)
+        except InputRefused as error:
+            raise _invalid(error) from error
+        timings = Timings(compute_infer=time.monotonic() - arrived)
+        self._observer.executed(1, request.rows, timings)
+        return Reply(outputs, timings)
 
-    def _enqueue(self, job: _Job) -> None:
-        if self._policy.batches and self._policy.axis is not None:
-            job.signature = signature(job.request.feeds, self._policy.axis)
+    def _enqueue(self, request: Request, arrived: float, level: int) -> _Job:
+        batches, axis = self._policy.batches, self._policy.axis
+        job: _Job = Job(
+            _Call(request),
+            arrived,
+            rows=request.rows,
+            shape=signature(request.feeds, axis) if batches and axis is not None else (),
+            deadline=math.inf if request.deadline is None else request.deadline,
+            level=level,
+            nbytes=sum(array.nbytes for array in request.feeds.values()),
+        )
         with self._wake:
             if self._closed:
                 raise Unavailable(_UNLOADING)
-            if len(self._queue) >= self._policy.max_queue:
-                self._drop_dead(time.monotonic())
-            if len(self._queue) >= self._policy.max_queue:
-                self._observer.rejected("queue_full")
-                raise Overloaded(f"the queue is full: {self._policy.max_queue} requests are waiting; try again later")
-            self._queue.append(job)
+            self._expire(arrived)
+            try:
+                self._queue.put(job)
+            except Overloaded as error:
+                self._observer.rejected(error.reason, 0.0)
+                raise
             self._observer.queued(1)
             if self._idle:
                 self._wake.notify()
+        return job
 
-    def _await(self, job: _Job) -> None:
-        """Wait for the job; at its deadline take it out of the queue, unless it is already running."""
-        deadline = job.request.deadline
-        timeout = -1.0 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-        if job.done.acquire(timeout=timeout):
-            return
-        with self._wake:
-            if job in self._queue:
-                self._queue.remove(job)
-                self._observer.queued(-1)
-                self._observer.rejected("deadline")
-                raise DeadlineExceeded(_TOO_LATE)
-        job.done.acquire()
+    def _outcome(self, job: _Job) -> Reply:
+        """Wait for the job; at its deadline, or when its client leaves, take it out unless it is already running."""
+        cancellation = job.work.request.cancellation
+
+        def leave() -> None:
+            self._withdraw(job, Cancelled(_LEFT))
+
+        if cancellation is not None:
+            cancellation.subscribe(leave)
+        try:
+            if not job.work.wait(_until(job.deadline)):
+                self._withdraw(job, DeadlineExceeded(_TOO_LATE))
+                job.work.wait(-1)
+            return job.work.result()
+        finally:
+            if cancellation is not None:
+                cancellation.unsubscribe(leave)
+
+    def _withdraw(self, job: _Job, why: RequestError) -> None:
+        """End a job that still waits; one that runs already is let be."""
+        with self._lock:
+            if not self._queue.remove(job):
+                return
+            self._left(job, why, time.monotonic())
+        job.work.fail(why)
 
     # --- the executors' side ------------------------------------------------------------------------------------------
 
@@ -197,94 +264,60 @@ class Batcher:
         """Blocks until there is one; empty when the batcher is closed."""
         with self._wake:
             while not self._closed:
-                if not self._queue or not self._idle:
-                    self._wake.wait()
-                    continue
-                patience = self._patience(time.monotonic())
-                if patience > 0:
-                    self._wake.wait(patience)
-                elif batch := self._take(time.monotonic()):
+                now = time.monotonic()
+                self._expire(now)
+                batch = self._queue.take(now) if self._idle else []
+                if batch:
                     self._idle -= 1
+                    self._observer.queued(-len(batch))
                     return batch
+                until = self._queue.next_wakeup(now) if self._idle else None
+                self._wake.wait(None if until is None else until - now)
             return []
 
-    def _patience(self, now: float) -> float:
-        """Seconds to wait for a fuller batch: none when it is full, or the oldest request cannot wait that long."""
-        if self._policy.max_delay_s == 0 or not self._policy.batches:
-            return 0.0
-        oldest = self._queue[0]
-        until = oldest.arrived + self._policy.max_delay_s
-        if oldest.request.deadline is not None and oldest.request.deadline <= until:
-            return 0.0
-        rows = sum(job.request.rows for job in self._queue if job.signature == oldest.signature)
-        return 0.0 if rows >= self._policy.max_rows else until - now
+    def _expire(self, now: float) -> None:
+        for job in self._queue.expire(now):
+            error = DeadlineExceeded(_TOO_LATE)
+            self._left(job, error, now)
+            job.work.fail(error)
 
-    def _take(self, now: float) -> list[_Job]:
-        """The oldest living request and those that fit beside it; the others keep their places."""
-        self._drop_dead(now)
-        if not self._queue:
-            return []
-        batch = [self._queue.popleft()]
-        if self._policy.batches:
-            self._fill(batch)
-        for job in batch:
-            job.started = now
-        self._observer.queued(-len(batch))
-        return batch
-
-    def _fill(self, batch: list[_Job]) -> None:
-        room = self._policy.max_rows - batch[0].request.rows
-        passed: list[_Job] = []
-        while self._queue and room > 0:
-            job = self._queue.popleft()
-            if job.signature == batch[0].signature and job.request.rows <= room:
-                batch.append(job)
-                room -= job.request.rows
-            else:
-                passed.append(job)
-        self._queue.extendleft(reversed(passed))
-
-    def _drop_dead(self, now: float) -> None:
-        living: deque[_Job] = deque()
-        for job in self._queue:
-            job.error = self._death(job.request, now)
-            if job.error is None:
-                living.append(job)
-            else:
-                job.finish()
-        self._observer.queued(len(living) - len(self._queue))
-        self._queue = living
-
-    def _death(self, request: Request, now: float) -> RequestError | None:
-        """Why this request must not run any more, counted; None when it may."""
-        if request.deadline is not None and request.deadline <= now:
-            self._observer.rejected("deadline")
-            return DeadlineExceeded(_TOO_LATE)
-        if request.cancellation is not None and request.cancellation.cancelled:
-            self._observer.rejected("cancelled")
-            return Cancelled("the caller left before the request ran")
-        return None
+    def _left(self, job: _Job, why: RequestError, now: float) -> None:
+        """A job has left the queue without having run."""
+        self._observer.queued(-1)
+        self._observer.rejected(_word(why), max(0.0, now - job.arrived))
 
     def _execute(self, batch: list[_Job]) -> None:
-        """Run a batch. One that fails is run again request by request: nobody's input fails another's answer."""
-        try:
-            self._run_together(batch)
-        except Exception as error:  # noqa: BLE001 - whatever it was belongs to the callers; this thread must live on
-            for job in batch:
-                job.error = error if len(batch) == 1 else self._run_alone(job)
-        finally:
-            for job in batch:
-                job.finish()
+        """Run a batch. One that fails is halved until those that fail are alone: each is answered as soon as it can be,
+        and nobody's input fails another's answer."""
+        taken = time.monotonic()
+        parts = [batch]
+        while parts:
+            part = parts.pop()
+            try:
+                self._run_together(part, taken)
+            except Exception as error:  # noqa: BLE001 - whatever it was belongs to the clients; this thread must live on
+                if len(part) == 1:
+                    part[0].work.fail(_invalid(error) if isinstance(error, InputRefused) else error)
+                    continue
+                living = self._still_wanted(part)
+                half = len(living) // 2
+                parts += [half_part for half_part in (living[half:], living[:half]) if half_part]
 
-    def _run_alone(self, job: _Job) -> Exception | None:
-        try:
-            self._run_together([job])
-        except Exception as error:  # noqa: BLE001 - as above
-            return error
-        return None
+    def _still_wanted(self, jobs: list[_Job]) -> list[_Job]:
+        """Those whose client still waits; the others are told that it is over."""
+        now = time.monotonic()
+        living = []
+        for job in jobs:
+            over = _over(job.work.request, now)
+            if over is None:
+                living.append(job)
+            else:
+                self._observer.rejected(_word(over), now - job.arrived)
+                job.work.fail(over)
+        return living
 
-    def _run_together(self, batch: list[_Job]) -> None:
-        requests = [job.request for job in batch]
+    def _run_together(self, batch: list[_Job], taken: float) -> None:
+        requests = [job.work.request for job in batch]
         begun = time.monotonic()
         feeds = gather(requests, self._policy.axis)
         gathered = time.monotonic()
@@ -292,7 +325,31 @@ class Batcher:
         ran = time.monotonic()
         parts = split(outputs, requests, self._policy.axis)
         done = time.monotonic()
-        rows = sum(request.rows for request in requests)
-        self._observer.executed(len(batch), rows, gathered - begun, ran - gathered, done - ran)
+        phases = Timings(0.0, gathered - begun, ran - gathered, done - ran)
+        with self._lock:
+            self._queue.observe(batch, done - begun)
+        self._observer.executed(len(batch), sum(job.rows for job in batch), phases)
         for job, part in zip(batch, parts, strict=True):
-            job.reply = Reply(part, queue_s=job.started - job.arrived, compute_s=done - begun)
+            job.work.succeed(Reply(part, phases.queued(taken - job.arrived)))
+
+
+def _over(request: Request, now: float) -> RequestError | None:
+    """Why this request must not run any more; None when it may."""
+    if request.deadline is not None and request.deadline <= now:
+        return DeadlineExceeded(_TOO_LATE)
+    if request.cancellation is not None and request.cancellation.cancelled:
+        return Cancelled(_LEFT)
+    return None
+
+
+def _word(error: RequestError) -> Literal["deadline", "cancelled"]:
+    return "deadline" if isinstance(error, DeadlineExceeded) else "cancelled"
+
+
+def _invalid(error: InputRefused) -> InvalidRequest:
+    return InvalidRequest(f"the model cannot run on these inputs: {error.reason}")
+
+
+def _until(deadline: float) -> float:
+    """The time-out of a wait for a lock, until ``deadline``; −1 = no limit."""
+    return -1.0 if deadline == math.inf else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from bf16kit.errors import ConfigError
+from service.batching.queue import LevelPolicy
 from service.drift.shadow import ShadowPolicy
 from service.process.config import explain, read_mapping
 
@@ -68,20 +69,48 @@ class VersionPolicy(_Part):
         return existing[-self.latest :] if self.latest is not None else existing
 
 
+class LevelBounds(_Part):
+    """What may wait at one level of priority; what is left out is as for the whole queue."""
+
+    max_queue_size: PositiveInt | None = None
+    max_queue_ms: float | None = Field(default=None, gt=0, le=3_600_000)
+
+
 class Serving(_Part):
     """The whole of ``serving.yaml``."""
 
-    max_batch_size: int | None = Field(
-        default=None, ge=0
-    )  # rows; 0 = no batching; None = 32 where there is a batch axis
+    # Rows; 0 = no batching; None = 32 where there is a batch axis. The statistics count every size for itself.
+    max_batch_size: int | None = Field(default=None, ge=0, le=65_536)
     max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
     max_queue_size: PositiveInt = 128  # requests
+    max_queue_ms: float = Field(default=100.0, gt=0, le=3_600_000)  # expected, from the pace measured
+    max_queue_bytes: PositiveInt = 256 << 20  # of inputs
+    priority_levels: Annotated[int, Field(ge=0, le=64)] = 0  # 0: a request's priority is checked and ignored
+    default_priority_level: PositiveInt = 1  # of requests that ask for none; 1 is the most urgent
+    priority_queue_policy: dict[PositiveInt, LevelBounds] = {}  # bounds of single levels
     instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches running at once
     version_policy: VersionPolicy = VersionPolicy(latest=1)
     warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none
     shadow: ShadowPolicy = ShadowPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
     budget: dict[str, float | None] = {}  # replaces single bounds of the manifest's budget; null = no bound
+
+    @model_validator(mode="after")
+    def _levels_exist(self) -> Serving:
+        levels = max(self.priority_levels, 1)
+        for level in (self.default_priority_level, *self.priority_queue_policy):
+            if level > levels:
+                raise ValueError(f"priority level {level} is asked for, but priority_levels is {self.priority_levels}")
+        return self
+
+    def levels(self) -> tuple[LevelPolicy, ...]:
+        """The bounds of every level of priority, the most urgent first; one where there are no priorities."""
+        return tuple(self._level(number) for number in range(1, max(self.priority_levels, 1) + 1))
+
+    def _level(self, number: int) -> LevelPolicy:
+        own = self.priority_queue_policy.get(number, LevelBounds())
+        wait_ms = self.max_queue_ms if own.max_queue_ms is None else own.max_queue_ms
+        return LevelPolicy(own.max_queue_size or self.max_queue_size, wait_ms / 1e3)
 
 
 def load_serving(model_dir: Path) -> Serving:

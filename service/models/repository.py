@@ -83,7 +83,7 @@ class Repository:
     def get(self, name: str, version: str) -> ServedModel:
         model = self.find(name, version)
         if self._stopping:
-            model.rejected("draining")
+            model.rejected("draining", 0.0)
             raise Unavailable("the server is shutting down; try another")
         if model.state == "loading":
             raise Unavailable(f"{model.label} is loading; try again later")

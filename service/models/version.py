@@ -6,13 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from bf16kit.errors import Bf16kitError, Unavailable
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.batching.batcher import Batcher, BatchPolicy
-from service.contract import Reply, Request, State
+from service.contract import Reply, Request, State, Timings
 from service.drift.comparison import Comparison
 from service.drift.shadow import Shadow
 from service.models import loading
@@ -84,8 +83,8 @@ class ServedModel:
         else:
             seconds = time.monotonic() - begun
             self.metrics.ready(True, seconds)
+            _log.info("%s is ready after %.2f s: %s", self.label, seconds, summary)  # first: who sees it ready can look
             self.state, self.reason = "ready", ""
-            _log.info("%s is ready after %.2f s: %s", self.label, seconds, summary)
             self._changed()
 
     def fail(self, reason: str) -> None:
@@ -109,8 +108,8 @@ class ServedModel:
             raise
         finally:
             self.metrics.in_flight(-1)
-        self.statistics.success(time.monotonic() - begun, reply.queue_s)
-        self.metrics.waited(reply.queue_s)
+        self.statistics.success(time.monotonic() - begun, reply.timings)
+        self.metrics.waited(reply.timings.queue)
         shadow = self._shadow
         if shadow is not None:
             shadow.offer(request, reply)
@@ -135,15 +134,18 @@ class ServedModel:
 
     # --- observing the batcher ----------------------------------------------------------------------------------------
 
-    def rejected(self, reason: Literal["queue_full", "deadline", "cancelled", "draining"]) -> None:
+    def rejected(self, reason: str, waited_s: float) -> None:
         self.metrics.rejected(reason)
+        if waited_s:
+            self.metrics.waited(waited_s)
 
     def queued(self, change: int) -> None:
         self.metrics.queued(change)
 
-    def executed(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None:
-        self.statistics.execution(requests, rows, gather_s, run_s, split_s)
-        self.metrics.executed(rows, gather_s + run_s + split_s)
+    def executed(self, requests: int, rows: int, timings: Timings) -> None:
+        # Where batching is off, Triton counts every request as one inference, whatever it holds.
+        self.statistics.execution(requests, rows if self.max_batch_size else requests, timings)
+        self.metrics.executed(rows, timings.compute)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +179,9 @@ class ServedModel:
             axis=self.batch_axis,
             max_rows=self.max_batch_size,
             max_delay_s=self.max_queue_delay_s,
-            max_queue=self._serving.max_queue_size,
+            max_bytes=self._serving.max_queue_bytes,
+            levels=self._serving.levels(),
+            default_level=self._serving.default_priority_level,
             instances=self.instances,
             # torch's thread pools and CUDA's handles belong to the thread that runs: there, only the executors may run.
             inline=runtime.info.backend == "onnxruntime" and runtime.info.device == "cpu",

@@ -35,8 +35,7 @@ CODES = (
     "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND",
     "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
 )  # fmt: skip
-Rejection = Literal["queue_full", "deadline", "cancelled", "draining"]
-REJECTIONS: tuple[Rejection, ...] = ("queue_full", "deadline", "cancelled", "draining")
+REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
 Outcome = Literal["measured", "dropped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
 # A sum that has met one infinity is infinite for good, so that no rate can be taken of it again.
@@ -177,7 +176,8 @@ class ModelMetrics:
         series.inc()
         self._request_seconds.observe(seconds)
 
-    def rejected(self, reason: Rejection) -> None:
+    def rejected(self, reason: str) -> None:
+        """``reason`` is one of :data:`REJECTIONS`."""
         self._rejected[reason].inc()
 
     def executed(self, rows: int, seconds: float) -> None:

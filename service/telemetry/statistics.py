@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from service.contract import BatchStatistics, Duration, StatisticsSnapshot
+from service.contract import BatchStatistics, Duration, StatisticsSnapshot, Timings
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class _Phases:
     run: float = 0.0
     split: float = 0.0
 
-    def add(self, times: int, gather_s: float, run_s: float, split_s: float) -> None:
+    def add(self, times: int, timings: Timings) -> None:
         self.count += times
-        self.gather += gather_s * times
-        self.run += run_s * times
-        self.split += split_s * times
+        self.gather += timings.compute_input * times
+        self.run += timings.compute_infer * times
+        self.split += timings.compute_output * times
 
 
 class ModelStatistics:
@@ -54,24 +54,24 @@ class ModelStatistics:
         self._phases = _Phases()
         self._by_size: dict[int, _Phases] = {}
 
-    def execution(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None:
-        """One batch of ``requests`` requests has run: seconds to gather its inputs, to run it, to split its outputs."""
+    def execution(self, requests: int, rows: int, timings: Timings) -> None:
+        """One batch of ``requests`` requests has run. Whoever calls bounds ``rows``: each number of them is counted."""
         now = time.time()
         with self._lock:
             self._last_inference = now
             self._rows += rows
             self._executions += 1
-            self._phases.add(requests, gather_s, run_s, split_s)
+            self._phases.add(requests, timings)
             same_size = self._by_size.get(rows)
             if same_size is None:
                 same_size = self._by_size[rows] = _Phases()
-            same_size.add(1, gather_s, run_s, split_s)
+            same_size.add(1, timings)
 
-    def success(self, total_s: float, queue_s: float) -> None:
-        """One request was answered after ``total_s``, of which it queued ``queue_s``."""
+    def success(self, total_s: float, timings: Timings) -> None:
+        """One request was answered after ``total_s``."""
         with self._lock:
             self._success.add(total_s)
-            self._queue.add(queue_s)
+            self._queue.add(timings.queue)
 
     def failure(self, total_s: float) -> None:
         """One request was refused or failed after ``total_s``."""

@@ -17,7 +17,7 @@ from service.transport.admission import Admission
 from service.transport.status import Status, StatusTable
 from service.transport.streams import OrderedAnswers
 from service.wire import metadata
-from service.wire.parameters import check_request, wants_final_mark
+from service.wire.parameters import RequestParameters, check_request, wants_final_mark
 from service.wire.request import InferenceCodec
 
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
@@ -117,9 +117,9 @@ class InferenceServicer:
             with self._requests:
                 model = self._registry.get(message.model_name, message.model_version)
                 codec = self._codec(model)
-                if message.parameters:
-                    deadline = _earlier(deadline, check_request(message.parameters), started)
-                request, dtypes = codec.decode(message, deadline, cancellation)
+                asked = check_request(message.parameters) if message.parameters else RequestParameters()
+                deadline = _earlier(deadline, asked.timeout, started)
+                request, dtypes = codec.decode(message, asked.priority, deadline, cancellation)
                 response = codec.encode(message.id, model.infer(request), dtypes)
             code = grpc.StatusCode.OK
             return response

@@ -3,7 +3,7 @@
 | parameter | type | meaning here |
 |---|---|---|
 | timeout | int64 or uint64, microseconds | the request is not run later than this; 0 = no limit |
-| priority | int64 or uint64 | checked and ignored: there is one level |
+| priority | int64 or uint64 | 1 = the most urgent, 0 = the model's default; ignored where it has no `priority_levels` |
 | sequence_id | int64, uint64 or string | checked and ignored: models are stateless |
 | sequence_start, sequence_end | bool | the same |
 | binary_data_output, headers | bool; string | checked and ignored |
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from bf16kit.errors import InvalidRequest, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
@@ -35,8 +36,16 @@ _SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory
 _RESERVED_PREFIX = "triton_"
 
 
-def check_request(parameters: Parameters) -> float | None:
-    """Check a request's parameters; returns its ``timeout`` in seconds, or None where there is none."""
+@dataclass(frozen=True, slots=True)
+class RequestParameters:
+    """What the parameters of a request ask for. ``timeout`` is in seconds; ``priority`` 0 is the model's default."""
+
+    timeout: float | None = None
+    priority: int = 0
+
+
+def check_request(parameters: Parameters) -> RequestParameters:
+    """Check a request's parameters. Raises :class:`InvalidRequest` naming the parameter and what was expected."""
     for name, value in parameters.items():
         choice = value.WhichOneof("parameter_choice")
         if choice is None:
@@ -46,12 +55,7 @@ def check_request(parameters: Parameters) -> float | None:
             raise InvalidRequest(f"parameter {name!r} is unknown, and names starting with 'triton_' are reserved")
         if allowed is not None and choice not in allowed:
             raise InvalidRequest(f"parameter {name!r} came as {choice}, expected {' or '.join(allowed)}")
-    if "timeout" not in parameters:
-        return None
-    microseconds = _integer(parameters["timeout"])
-    if microseconds < 0:
-        raise InvalidRequest(f"parameter 'timeout' is {microseconds} microseconds, expected 0 or more")
-    return microseconds / 1e6 or None
+    return RequestParameters(_natural("timeout", parameters) / 1e6 or None, _natural("priority", parameters))
 
 
 def wants_final_mark(parameters: Parameters) -> bool:
@@ -82,6 +86,14 @@ def output_datatype(name: str, native: str, parameters: Parameters) -> str:
         return asked
     also = " or BF16" if native == "FP32" else ""
     raise InvalidRequest(f"output {name!r} was asked for as {asked!r}, but can be had as {native}{also}")
+
+
+def _natural(name: str, parameters: Parameters) -> int:
+    """The number in a parameter, 0 where it is not there."""
+    number = _integer(parameters[name]) if name in parameters else 0
+    if number < 0:
+        raise InvalidRequest(f"parameter {name!r} is {number}, expected 0 or more")
+    return number
 
 
 def _integer(value: pb.InferParameter) -> int:

@@ -28,7 +28,7 @@ class InferenceCodec:
         self._max_rows = model.max_batch_size
 
     def decode(
-        self, message: pb.ModelInferRequest, deadline: float | None, cancellation: Cancellation
+        self, message: pb.ModelInferRequest, priority: int, deadline: float | None, cancellation: Cancellation
     ) -> tuple[Request, Mapping[str, DType]]:
         """The request in ``message``, checked, and the datatypes to answer it in. ``deadline``: monotonic seconds.
 
@@ -40,7 +40,7 @@ class InferenceCodec:
             wanted = tuple(dtypes)
         feeds = self._feeds(message)
         check_feeds(self._specs, feeds)
-        return Request(feeds, self._rows(feeds), wanted, deadline, cancellation), dtypes
+        return Request(feeds, self._rows(feeds), wanted, deadline, cancellation, priority), dtypes
 
     def encode(self, request_id: str, reply: Reply, dtypes: Mapping[str, DType]) -> pb.ModelInferResponse:
         """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``."""

@@ -151,4 +151,4 @@ def test_environment_and_file_configure_it_too(tmp_path: Path, serve: Serve) -> 
     (tmp_path / "server.yaml").write_text("log_level: warning\nthreads: 1\n")
     env = {**os.environ, "BF16KIT_REPOSITORY": str(repository), "BF16KIT_CONFIG": str(tmp_path / "server.yaml")}
     server = serve("--config", str(tmp_path / "server.yaml"), env={**env, "BF16KIT_LOG_LEVEL": "info"}).wait_ready()
-    assert "'mlp' version 1 is ready" in server.log
+    until(lambda: "'mlp' version 1 is ready" in server.log, what="the line in the log")

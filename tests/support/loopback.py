@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 import numpy as np
@@ -21,7 +21,8 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec
 from service.batching.batcher import Batcher, BatchPolicy
-from service.contract import Array, Duration, Reply, Request, State, StatisticsSnapshot
+from service.batching.queue import LevelPolicy
+from service.contract import Array, Duration, Reply, Request, State, StatisticsSnapshot, Timings
 from service.transport.handlers import SERVICE
 from service.transport.server import Transport, TransportOptions
 from service.wire.tensors import encode_raw
@@ -33,9 +34,9 @@ INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", "weights
 class _Quiet:
     """Hears what a batcher says and keeps none of it."""
 
-    def rejected(self, reason: Literal["queue_full", "deadline", "cancelled"]) -> None: ...
+    def rejected(self, reason: str, waited_s: float) -> None: ...
     def queued(self, change: int) -> None: ...
-    def executed(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None: ...
+    def executed(self, requests: int, rows: int, timings: Timings) -> None: ...
 
 
 @dataclass
@@ -84,7 +85,7 @@ class LoopbackModel:
         self.calls = 0
         self.seen: list[Request] = []
         self._run: Run = run or (lambda feeds: {"y": np.array(feeds["x"])})
-        policy = BatchPolicy(batch_axis, max_batch_size, max_queue=max_queue)
+        policy = BatchPolicy(batch_axis, max_batch_size, levels=(LevelPolicy(max_queue),))
         self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
 
     def _execute(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:

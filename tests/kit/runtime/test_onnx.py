@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import graphs
-from bf16kit.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.errors import DeviceUnavailable, InputRefused, RuntimeFailure
 from bf16kit.runtime.externaldata import initializers
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import has_cuda
@@ -186,13 +186,33 @@ def test_bytes_that_are_not_a_graph_are_a_runtime_failure(tmp_path: Path) -> Non
         runtime(graphs.mlp(), tmp_path / "cpu.onnx")
 
 
-def test_a_graph_that_fails_while_running_is_a_runtime_failure_and_prints_nothing(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_an_index_beyond_a_table_is_the_inputs_fault_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     loaded = runtime(graphs.embedding(rows=4))
-    with pytest.raises(RuntimeFailure, match="ONNX Runtime failed"):
+    with pytest.raises(InputRefused, match="ONNX Runtime failed") as refused:
         loaded.run({"ids": np.array([[9]], np.int64)})
+    assert refused.value.reason.startswith("indices element out of data bounds, idx=9")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_size_that_does_not_fit_the_graph_is_the_inputs_fault() -> None:
+    """As a sequence longer than a model has positions for: they are added, and cannot be broadcast together."""
+    weights = [graphs.initializer("positions", graphs.values(4))]
+    nodes = [helper.make_node("Add", ["x", "positions"], ["y"])]
+    model = graphs.model(nodes, [graphs.edge("x", ["n"])], [graphs.edge("y", ["n"])], weights)
+    with pytest.raises(InputRefused) as refused:
+        runtime(model).run({"x": graphs.values(7)})
+    assert "broadcast" in refused.value.reason
+    assert "/" not in refused.value.reason
+
+
+def test_a_failure_that_no_input_is_blamed_for_is_not_the_clients() -> None:
+    """A result of 2**50 elements: the memory is this machine's."""
+    nodes = [helper.make_node("Expand", ["x", "shape"], ["y"])]
+    weights = [graphs.initializer("shape", np.array([2**25, 2**25], np.int64))]
+    model = graphs.model(nodes, [graphs.edge("x", [1])], [graphs.edge("y", ["n", "m"])], weights)
+    with pytest.raises(RuntimeFailure) as failed:
+        runtime(model).run({"x": graphs.values(1)})
+    assert not isinstance(failed.value, InputRefused)
 
 
 def test_specs_that_are_not_the_graphs_are_refused() -> None:

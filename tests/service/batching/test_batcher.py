@@ -5,15 +5,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
 
 import numpy as np
 import pytest
 from waiting import until
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, RuntimeFailure, Unavailable
+from bf16kit.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InputRefused,
+    InvalidRequest,
+    Overloaded,
+    RuntimeFailure,
+    Unavailable,
+)
 from service.batching.batcher import Batcher, BatchPolicy
-from service.contract import Array, Cancellation, Reply, Request
+from service.batching.queue import LevelPolicy
+from service.contract import Array, Cancellation, Reply, Request, Timings
 
 
 class Heard:
@@ -24,13 +32,13 @@ class Heard:
         self.depth = 0
         self.executions: list[tuple[int, int]] = []  # requests, rows
 
-    def rejected(self, reason: Literal["queue_full", "deadline", "cancelled"]) -> None:
+    def rejected(self, reason: str, waited_s: float) -> None:
         self.rejections[reason] += 1
 
     def queued(self, change: int) -> None:
         self.depth += change
 
-    def executed(self, requests: int, rows: int, gather_s: float, run_s: float, split_s: float) -> None:
+    def executed(self, requests: int, rows: int, timings: Timings) -> None:
         self.executions.append((requests, rows))
 
 
@@ -43,15 +51,19 @@ class Doubler:
         self.running = 0
         self.batches: list[list[float]] = []
         self.threads: set[str] = set()
+        self.refusal = RuntimeFailure("negative")
+        self.meanwhile: Callable[[], object] = lambda: None  # while any batch but the first runs
 
     def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
         self.running += 1
         self.threads.add(threading.current_thread().name)
         self.batches.append([float(v) for v in feeds["x"].reshape(-1)])
         assert self.gate.wait(20)
+        if len(self.batches) > 1:
+            self.meanwhile()
         self.running -= 1
         if (feeds["x"] < 0).any():
-            raise RuntimeFailure("negative")
+            raise self.refusal
         return {"y": feeds["x"] * 2}
 
 
@@ -165,7 +177,7 @@ def test_without_a_batch_axis_every_request_runs_alone(make: Make) -> None:
 
 
 def test_a_full_queue_refuses_at_once_and_counts(make: Make) -> None:
-    bench = make(max_queue=2)
+    bench = make(levels=(LevelPolicy(2),))
     bench.hold()
     bench.queue(1.0), bench.queue(2.0)
     with pytest.raises(Overloaded, match="2 requests are waiting"):
@@ -174,7 +186,7 @@ def test_a_full_queue_refuses_at_once_and_counts(make: Make) -> None:
 
 
 def test_the_cancelled_make_room_in_a_full_queue(make: Make) -> None:
-    bench = make(max_queue=1)
+    bench = make(levels=(LevelPolicy(1),))
     bench.hold()
     gone = Cancellation()
     left = bench.queue(1.0, cancellation=gone)
@@ -241,6 +253,87 @@ def test_one_callers_bad_input_fails_nobody_else(make: Make) -> None:
     assert (values(good), values(also)) == ([2.0], [6.0])
     with pytest.raises(RuntimeFailure, match="negative"):
         bad.result(20)
+
+
+def test_a_batch_with_one_bad_input_is_halved_and_the_good_half_answered_first(make: Make) -> None:
+    """Sixteen requests, one of them bad: eight more runs, not sixteen."""
+    bench = make(max_rows=16)
+    bench.hold()
+    waiting = [bench.queue(float(i) if i != 12 else -1.0) for i in range(16)]
+    bench.run.gate.set()
+    for i, future in enumerate(waiting):
+        if i != 12:
+            assert values(future) == [2.0 * i]
+    with pytest.raises(RuntimeFailure):
+        waiting[12].result(20)
+    assert [len(batch) for batch in bench.run.batches[1:]] == [16, 8, 8, 4, 4, 2, 1, 1, 2]
+
+
+def test_a_deadline_that_passes_between_the_reruns_of_a_batch_is_not_run_again(make: Make) -> None:
+    bench = make()
+    bench.hold()
+    deadline = time.monotonic() + 0.2
+    late, bad = bench.queue(1.0, deadline=deadline), bench.queue(-1.0)
+    bench.run.meanwhile = lambda: until(lambda: time.monotonic() > deadline)
+    bench.run.gate.set()
+    with pytest.raises(DeadlineExceeded):
+        late.result(20)
+    with pytest.raises(RuntimeFailure, match="negative"):
+        bad.result(20)
+    assert bench.run.batches == [[0.0], [1.0, -1.0], [-1.0]]
+    assert bench.heard.rejections == {"deadline": 1}
+
+
+def test_inputs_that_the_runtime_refuses_are_the_clients_error(make: Make) -> None:
+    for inline in (False, True):
+        bench = make(inline=inline)
+        bench.run.refusal = InputRefused("Gather node /emb failed: out of bounds", "idx=9 is out of bounds")
+        with pytest.raises(InvalidRequest, match=r"cannot run on these inputs: idx=9 is out of bounds$"):
+            bench.call(-1.0).result(20)
+
+
+def test_a_client_that_leaves_is_answered_at_once_and_its_place_is_free(make: Make) -> None:
+    """The runtime is held all the while: nothing else could take the request out of the queue."""
+    bench = make(levels=(LevelPolicy(1),))
+    bench.hold()
+    gone = Cancellation()
+    left = bench.queue(1.0, cancellation=gone)
+    gone.cancel()
+    with pytest.raises(Cancelled):
+        left.result(20)
+    assert bench.heard.depth == 0
+    assert not bench.queue(2.0).done()
+    assert bench.heard.rejections == {"cancelled": 1}
+
+
+def test_an_urgent_request_overtakes(make: Make) -> None:
+    bench = make(max_rows=1, levels=(LevelPolicy(), LevelPolicy()), default_level=2)
+    bench.hold()
+    later, urgent = bench.queue(1.0), bench.queue(2.0, priority=1)
+    bench.run.gate.set()
+    assert (values(later), values(urgent)) == ([2.0], [4.0])
+    assert bench.run.batches == [[0.0], [2.0], [1.0]]
+
+
+def test_a_priority_that_does_not_exist_is_refused_and_one_that_is_not_used_ignored(make: Make) -> None:
+    with pytest.raises(InvalidRequest, match=r"priority is 3, expected 0 .* to 2"):
+        make(levels=(LevelPolicy(), LevelPolicy())).call(1.0, priority=3).result(20)
+    assert values(make().call(1.0, priority=3)) == [2.0]
+
+
+def test_a_queue_that_would_take_too_long_refuses(make: Make) -> None:
+    """After one run of 50 ms a second batch would wait as long: over a bound of 20 ms."""
+    bench = make(max_rows=1, levels=(LevelPolicy(100, 0.02),))
+    held = bench.hold()
+    begun = time.monotonic()
+    until(lambda: time.monotonic() > begun + 0.05)
+    bench.run.gate.set()
+    held.result(20)
+    bench.hold()
+    bench.queue(1.0)
+    with pytest.raises(Overloaded, match="would wait"):
+        bench.call(2.0).result(20)
+    assert bench.heard.rejections == {"queue_wait": 1}
 
 
 def test_the_executor_outlives_a_failure(make: Make) -> None:
@@ -328,13 +421,13 @@ def test_the_time_in_the_queue_and_in_the_runtime_travels_in_the_reply(make: Mak
     until(lambda: time.monotonic() > begun + 0.02)
     bench.run.gate.set()
     reply = waiting.result(20)
-    assert reply.queue_s >= 0.02
-    assert 0 < reply.compute_s < 20
+    assert reply.timings.queue >= 0.02
+    assert 0 < reply.timings.compute < 20
 
 
 def test_a_thousand_requests_from_many_threads_all_get_their_own_answer(make: Make) -> None:
     for inline in (False, True):
-        bench = make(inline=inline, max_queue=1000)
+        bench = make(inline=inline, levels=(LevelPolicy(1000),))
         futures = [bench.call(float(i)) for i in range(1000)]
         assert [values(f) for f in futures] == [[2.0 * i] for i in range(1000)]
         assert sum(rows for _, rows in bench.heard.executions) == 1000

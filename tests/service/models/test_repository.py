@@ -11,7 +11,7 @@ import pytest
 from artifacts import write_lookup, write_mlp, write_product
 from waiting import until
 
-from bf16kit.errors import InvalidRequest, NotFound, RuntimeFailure, Unavailable
+from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime import kernel
 from service.contract import Request
 from service.models.repository import Repository
@@ -297,7 +297,7 @@ def test_requests_show_in_statistics_and_metrics(tmp_path: Path, load: Open, met
     write_lookup(tmp_path / "lookup" / "1")
     model = only(load())
     model.infer(Request({"ids": np.array([[1, 2], [3, 4]])}, rows=2))
-    with pytest.raises(RuntimeFailure):
+    with pytest.raises(InvalidRequest, match="idx=99"):
         model.infer(Request({"ids": np.array([[99]])}, rows=1))
     seen = model.statistics.snapshot()
     assert (seen.success.count, seen.fail.count, seen.inference_count, seen.execution_count) == (1, 1, 2, 1)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from service.contract import Duration
+from service.contract import Duration, Timings
 from service.telemetry.statistics import ModelStatistics
 
 
@@ -14,7 +14,7 @@ def test_a_new_model_has_done_nothing() -> None:
 
 def test_a_batch_counts_once_as_an_execution_and_once_per_request_in_the_durations() -> None:
     statistics = ModelStatistics()
-    statistics.execution(requests=3, rows=6, gather_s=0.001, run_s=0.01, split_s=0.002)
+    statistics.execution(requests=3, rows=6, timings=Timings(0.0, 0.001, 0.01, 0.002))
     seen = statistics.snapshot()
     assert (seen.inference_count, seen.execution_count) == (6, 1)
     assert seen.compute_input == Duration(3, 3_000_000)
@@ -26,7 +26,7 @@ def test_a_batch_counts_once_as_an_execution_and_once_per_request_in_the_duratio
 def test_batches_are_kept_apart_by_their_rows_in_ascending_order() -> None:
     statistics = ModelStatistics()
     for rows in (4, 1, 4):
-        statistics.execution(1, rows, 0.0, 0.001, 0.0)
+        statistics.execution(1, rows, Timings(compute_infer=0.001))
     batches = statistics.snapshot().batches
     assert [(b.batch_size, b.compute_infer) for b in batches] == [
         (1, Duration(1, 1_000_000)),
@@ -36,7 +36,7 @@ def test_batches_are_kept_apart_by_their_rows_in_ascending_order() -> None:
 
 def test_successes_and_failures_are_counted_with_their_time() -> None:
     statistics = ModelStatistics()
-    statistics.success(total_s=0.5, queue_s=0.2)
+    statistics.success(total_s=0.5, timings=Timings(queue=0.2))
     statistics.failure(total_s=0.1)
     seen = statistics.snapshot()
     assert seen.success == Duration(1, 500_000_000)

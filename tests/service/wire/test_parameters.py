@@ -8,7 +8,7 @@ import pytest
 
 from bf16kit.errors import InvalidRequest, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
-from service.wire.parameters import check_input, check_request, output_datatype, wants_final_mark
+from service.wire.parameters import RequestParameters, check_input, check_request, output_datatype, wants_final_mark
 
 
 def parameters(**values: pb.InferParameter) -> Mapping[str, pb.InferParameter]:
@@ -23,17 +23,21 @@ YES = pb.InferParameter(bool_param=True)
 
 @pytest.mark.parametrize("value", [INT, UINT])
 def test_timeout_is_in_microseconds(value: pb.InferParameter) -> None:
-    assert check_request(parameters(timeout=value)) == 0.25
+    assert check_request(parameters(timeout=value)).timeout == 0.25
 
 
 def test_a_timeout_of_zero_is_none() -> None:
-    assert check_request(parameters(timeout=pb.InferParameter(int64_param=0))) is None
+    assert check_request(parameters(timeout=pb.InferParameter(int64_param=0))).timeout is None
+
+
+@pytest.mark.parametrize("value", [INT, UINT])
+def test_a_priority_is_a_number(value: pb.InferParameter) -> None:
+    assert check_request(parameters(priority=value)).priority == 250_000
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        {"priority": UINT},
         {"sequence_id": INT, "sequence_start": YES, "sequence_end": YES},
         {"sequence_id": TEXT},
         {"binary_data_output": YES, "headers": TEXT},
@@ -42,14 +46,14 @@ def test_a_timeout_of_zero_is_none() -> None:
     ],
 )
 def test_reserved_parameters_of_their_type_and_unknown_ones_pass(names: Mapping[str, pb.InferParameter]) -> None:
-    assert check_request(names) is None
+    assert check_request(names) == RequestParameters()
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
         ({"timeout": TEXT}, "'timeout' came as string_param, expected int64_param or uint64_param"),
-        ({"timeout": pb.InferParameter(int64_param=-1)}, "'timeout' is -1 microseconds"),
+        ({"timeout": pb.InferParameter(int64_param=-1)}, "'timeout' is -1, expected 0 or more"),
         ({"priority": YES}, "'priority' came as bool_param"),
         ({"sequence_start": INT}, "expected bool_param"),
         ({"triton_secret": YES}, "names starting with 'triton_' are reserved"),

@@ -21,7 +21,7 @@ MASK = np.ones((2, 3), np.bool_)
 
 
 def decode(message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> Request:
-    return InferenceCodec(model).decode(message, None, Cancellation())[0]
+    return InferenceCodec(model).decode(message, 0, None, Cancellation())[0]
 
 
 def refusal(message: pb.ModelInferRequest, model: LoopbackModel = MODEL) -> str:
@@ -107,7 +107,7 @@ def test_the_answer_bears_id_version_and_raw_contents_in_order() -> None:
     message = infer_request(ids=IDS, mask=MASK)
     message.outputs.add(name="b").parameters["datatype"].string_param = "BF16"
     message.outputs.add(name="a")
-    _, dtypes = codec.decode(message, None, Cancellation())
+    _, dtypes = codec.decode(message, 0, None, Cancellation())
     reply = Reply({"b": np.ones(2, np.float32), "a": np.zeros((2, 2), np.float32)})
     answer = codec.encode("id-1", reply, dtypes)
     assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "id-1")

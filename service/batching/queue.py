@@ -1,0 +1,211 @@
+"""What waits for a model: which request may wait, which run next, together with which. No thread, no lock, no clock.
+
+Whoever owns a queue guards it with a lock and gives every method the time, so that a test can have any time it likes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from bf16kit.errors import Overloaded
+from service.batching.pace import Pace
+
+#: A request without a deadline goes before those whose deadline is later than this many seconds after its arrival.
+PATIENCE_S = 1.0
+Work = TypeVar("Work")
+_Key = tuple[int, float, int]
+_by_key = attrgetter("key")
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPolicy:
+    """The bounds of one level of priority: ``max_wait_s`` is expected seconds, before the request would run."""
+
+    max_requests: int = 128
+    max_wait_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """``max_rows`` 0: every request runs alone. ``levels`` is most urgent first, and never empty."""
+
+    max_rows: int = 0
+    max_delay_s: float = 0.0
+    max_bytes: int = 1 << 62  # of the inputs of all that wait
+    instances: int = 1  # batches that run at once
+    levels: tuple[LevelPolicy, ...] = (LevelPolicy(),)
+
+
+@dataclass(slots=True, eq=False)
+class Job(Generic[Work]):
+    """A request in the queue. ``shape`` tells which requests may share a batch; ``deadline`` is ``inf`` for none."""
+
+    work: Work
+    arrived: float
+    rows: int = 1
+    shape: Hashable = ()
+    deadline: float = math.inf
+    level: int = 0
+    nbytes: int = 0
+    key: _Key = (0, 0.0, 0)  # the queue's: its place in the order
+    cost: float = 0.0  # the queue's: the seconds that it is expected to run
+    queued: bool = False  # the queue's: whether it is in there
+
+
+@dataclass(slots=True)
+class _Group(Generic[Work]):
+    """The jobs of one shape, in order."""
+
+    jobs: list[Job[Work]] = field(default_factory=list)
+    rows: int = 0
+
+
+class Queue(Generic[Work]):
+    """Jobs in order of level, then of deadline, then of arrival; taken as batches of one shape.
+
+    Every job is *due* when it has waited for ``max_delay_s``, or at once where its deadline is no later than that. The
+    first of those that are due runs next; failing that, a batch that is full, of whatever shape. So no shape waits
+    for another's batch to fill, and none is starved by another's full batches.
+    """
+
+    def __init__(self, policy: QueuePolicy, pace: Pace | None = None) -> None:
+        self._policy = policy
+        self._pace = Pace() if pace is None else pace
+        self._groups: dict[Hashable, _Group[Work]] = {}
+        self._places = itertools.count()
+        self._counts = [0] * len(policy.levels)
+        self._seconds = [0.0] * len(policy.levels)  # expected work that waits
+        self._rows = 0
+        self._nbytes = 0
+        self._soonest = math.inf  # no deadline in here is earlier
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    def put(self, job: Job[Work]) -> None:
+        """Let ``job`` wait. Raises :class:`Overloaded`, which says what is exhausted."""
+        job.cost = self._pace.seconds(job.shape, job.rows)
+        self._refuse(job)
+        urgency = min(job.deadline, job.arrived + PATIENCE_S)
+        job.key = (job.level, urgency, next(self._places))
+        group = self._groups.get(job.shape)
+        if group is None:
+            group = self._groups[job.shape] = _Group()
+        insort(group.jobs, job, key=_by_key)
+        group.rows += job.rows
+        self._soonest = min(self._soonest, job.deadline)
+        self._count(job, 1)
+
+    def remove(self, job: Job[Work]) -> bool:
+        """Take out one job, wherever it is; False when it is not in here (any more)."""
+        if not job.queued:
+            return False
+        group = self._groups[job.shape]
+        del group.jobs[bisect_left(group.jobs, job.key, key=_by_key)]
+        group.rows -= job.rows
+        if not group.jobs:
+            del self._groups[job.shape]
+        self._count(job, -1)
+        return True
+
+    def expire(self, now: float) -> list[Job[Work]]:
+        """Take out the jobs whose deadline has passed."""
+        if now < self._soonest:
+            return []
+        late = [job for job in self if job.deadline <= now]
+        for job in late:
+            self.remove(job)
+        self._soonest = min((job.deadline for job in self), default=math.inf)
+        return late
+
+    def take(self, now: float) -> list[Job[Work]]:
+        """The next batch; empty when nothing waits, or a fuller batch is to be waited for (:meth:`next_wakeup`)."""
+        first = self._next(now)
+        if first is None:
+            return []
+        batch = [first]
+        room = self._policy.max_rows - first.rows
+        for job in self._groups[first.shape].jobs if room > 0 else ():
+            if job is not first and job.rows <= room:
+                batch.append(job)
+                room -= job.rows
+                if not room:
+                    break
+        for job in batch:
+            self.remove(job)
+        return batch
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When :meth:`take` will have a batch if nothing else comes: not before ``now``; None when nothing waits."""
+        if not self._groups:
+            return None
+        if self._next(now) is not None:
+            return now
+        return max(now, min(self._due(job) for job in self))
+
+    def observe(self, batch: list[Job[Work]], seconds: float) -> None:
+        """A batch that was taken ran for ``seconds``: the measure of what others will wait for."""
+        self._pace.observe(batch[0].shape, sum(job.rows for job in batch), seconds)
+
+    def clear(self) -> list[Job[Work]]:
+        """Take out everything."""
+        jobs = list(self)
+        for job in jobs:
+            self.remove(job)
+        return jobs
+
+    def __iter__(self) -> Iterator[Job[Work]]:
+        for group in self._groups.values():
+            yield from group.jobs
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, job: Job[Work]) -> None:
+        level = self._policy.levels[job.level]
+        if self._counts[job.level] >= level.max_requests:
+            raise Overloaded(f"the queue is full: {level.max_requests} requests are waiting; try again later")
+        if self._nbytes + job.nbytes > self._policy.max_bytes:
+            raise Overloaded(
+                f"the queue is full: inputs of {self._nbytes} bytes are waiting, the limit is"
+                f" {self._policy.max_bytes}; try again later",
+                "queue_bytes",
+            )
+        # A batch for each instance may always wait: what runs now says nothing about a queue.
+        if self._rows + job.rows > self._policy.instances * max(self._policy.max_rows, 1):
+            wait = sum(self._seconds[: job.level + 1]) / self._policy.instances
+            if wait > level.max_wait_s:
+                raise Overloaded(
+                    f"the queue is full: a request would wait {wait * 1e3:.0f} ms, the limit is"
+                    f" {level.max_wait_s * 1e3:.0f} ms; try again later",
+                    "queue_wait",
+                )
+
+    def _count(self, job: Job[Work], sign: int) -> None:
+        job.queued = sign > 0
+        self._counts[job.level] += sign
+        self._seconds[job.level] += sign * job.cost
+        self._rows += sign * job.rows
+        self._nbytes += sign * job.nbytes
+        if not self._counts[job.level]:
+            self._seconds[job.level] = 0.0  # what rounding has left
+
+    def _next(self, now: float) -> Job[Work] | None:
+        """The job that decides the next batch."""
+        heads = [group.jobs[0] for group in self._groups.values()]
+        if self._policy.max_delay_s == 0 or not self._policy.max_rows:
+            return min(heads, key=_by_key, default=None)
+        due = min((job for job in self if self._due(job) <= now), key=_by_key, default=None)
+        if due is not None:
+            return due
+        full = (group.jobs[0] for group in self._groups.values() if group.rows >= self._policy.max_rows)
+        return min(full, key=_by_key, default=None)
+
+    def _due(self, job: Job[Work]) -> float:
+        until = job.arrived + self._policy.max_delay_s
+        return job.arrived if job.deadline <= until else until

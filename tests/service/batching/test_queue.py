@@ -1,0 +1,232 @@
+"""The queue alone, with whatever time a test gives it: no thread and no clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bf16kit.errors import Overloaded
+from service.batching.pace import Pace
+from service.batching.queue import PATIENCE_S, Job, LevelPolicy, Queue, QueuePolicy
+
+
+def queue(pace: Pace | None = None, **policy: object) -> Queue[str]:
+    return Queue(QueuePolicy(**{"max_rows": 4, **policy}), pace)  # type: ignore[arg-type]  # its fields
+
+
+def put(waiting: Queue[str], name: str, arrived: float = 0.0, **more: object) -> Job[str]:
+    job = Job(name, arrived, **more)  # type: ignore[arg-type]  # its fields
+    waiting.put(job)
+    return job
+
+
+def names(batch: list[Job[str]]) -> str:
+    return " ".join(job.work for job in batch)
+
+
+class TestOrder:
+    def test_what_arrived_first_runs_first(self) -> None:
+        waiting = queue(max_rows=2)
+        for name in "abcde":
+            put(waiting, name)
+        assert [names(waiting.take(0.0)) for _ in range(4)] == ["a b", "c d", "e", ""]
+
+    def test_the_earliest_deadline_goes_first(self) -> None:
+        waiting = queue(max_rows=1)
+        put(waiting, "late", deadline=0.9)
+        put(waiting, "soon", deadline=0.1)
+        assert names(waiting.take(0.0)) == "soon"
+
+    def test_no_deadline_is_a_deadline_a_second_after_arrival(self) -> None:
+        """Otherwise a stream of requests with deadlines would keep one without them out for ever."""
+        waiting = queue(max_rows=1)
+        put(waiting, "patient", 0.0)
+        put(waiting, "in time", 0.5, deadline=PATIENCE_S - 0.1)
+        put(waiting, "later", 0.5, deadline=PATIENCE_S + 0.1)
+        assert [names(waiting.take(0.5)) for _ in range(3)] == ["in time", "patient", "later"]
+
+    def test_an_urgent_level_goes_before_any_deadline(self) -> None:
+        waiting = queue(max_rows=1, levels=(LevelPolicy(), LevelPolicy()))
+        put(waiting, "low", level=1, deadline=0.01)
+        put(waiting, "high", level=0)
+        assert [names(waiting.take(0.0)) for _ in range(2)] == ["high", "low"]
+
+    def test_lower_levels_fill_the_batch_of_an_urgent_request(self) -> None:
+        waiting = queue(max_rows=3, levels=(LevelPolicy(), LevelPolicy()))
+        for name in "ab":
+            put(waiting, name, level=1)
+        put(waiting, "high", level=0)
+        assert names(waiting.take(0.0)) == "high a b"
+
+
+class TestBatches:
+    def test_a_batch_has_one_shape_and_at_most_max_rows(self) -> None:
+        waiting = queue(max_rows=4)
+        put(waiting, "a", rows=2, shape="s")
+        put(waiting, "b", rows=1, shape="t")
+        put(waiting, "c", rows=3, shape="s")
+        put(waiting, "d", rows=2, shape="s")
+        assert [names(waiting.take(0.0)) for _ in range(3)] == ["a d", "b", "c"]
+
+    def test_without_batching_every_request_runs_alone(self) -> None:
+        waiting = queue(max_rows=0)
+        put(waiting, "a"), put(waiting, "b")
+        assert names(waiting.take(0.0)) == "a"
+
+    def test_a_full_batch_of_any_shape_does_not_wait_for_another_shapes_delay(self) -> None:
+        waiting = queue(max_rows=2, max_delay_s=1.5)
+        put(waiting, "alone", 0.0, shape="s")
+        put(waiting, "x", 0.1, shape="t")
+        assert waiting.take(0.1) == []
+        put(waiting, "y", 0.2, shape="t")
+        assert names(waiting.take(0.2)) == "x y"
+        assert waiting.take(0.3) == []
+        assert waiting.next_wakeup(0.3) == 1.5
+        assert names(waiting.take(1.5)) == "alone"
+
+    def test_full_batches_do_not_starve_a_shape_that_is_due(self) -> None:
+        waiting = queue(max_rows=2, max_delay_s=1.0, levels=(LevelPolicy(1000),))
+        put(waiting, "alone", 0.0, shape="s")
+        taken = []
+        for tick in range(20):
+            now = tick / 10
+            for _ in range(4):
+                put(waiting, "full", now, shape="t")
+            taken.append(names(waiting.take(now)))
+        assert taken.index("alone") == 10
+
+    def test_a_younger_requests_deadline_ends_the_delay(self) -> None:
+        """It would otherwise pass while an idle runtime waits for an older request's delay to end."""
+        waiting = queue(max_delay_s=1.5)
+        put(waiting, "old", 0.0, shape="s")
+        put(waiting, "young", 0.1, shape="t", deadline=0.4)
+        assert waiting.next_wakeup(0.1) == 0.1
+        assert names(waiting.take(0.1)) == "young"
+
+    def test_a_request_larger_than_what_is_left_is_in_the_batch_that_it_makes_due(self) -> None:
+        waiting = queue(max_rows=4, max_delay_s=1.0)
+        put(waiting, "first", 0.9, rows=3, deadline=5.0)
+        put(waiting, "due", 0.0, rows=2, deadline=9.0)
+        assert names(waiting.take(1.0)) == "due"
+
+
+class TestRoom:
+    def test_a_count_bounds_each_level_for_itself(self) -> None:
+        waiting = queue(levels=(LevelPolicy(1), LevelPolicy(2)))
+        put(waiting, "a", level=0), put(waiting, "b", level=1), put(waiting, "c", level=1)
+        for level, limit in ((0, 1), (1, 2)):
+            with pytest.raises(Overloaded, match=f"{limit} requests are waiting") as refused:
+                put(waiting, "more", level=level)
+            assert refused.value.reason == "queue_full"
+
+    def test_bytes_are_bounded(self) -> None:
+        waiting = queue(max_bytes=100)
+        put(waiting, "a", nbytes=60)
+        with pytest.raises(Overloaded, match="60 bytes are waiting, the limit is 100") as refused:
+            put(waiting, "b", nbytes=41)
+        assert refused.value.reason == "queue_bytes"
+        put(waiting, "c", nbytes=40)
+        waiting.take(0.0)
+        put(waiting, "d", nbytes=100)
+
+    def test_the_wait_is_bounded_by_the_pace_measured(self) -> None:
+        pace = Pace()
+        pace.observe((), 1, 0.030)
+        waiting = queue(pace, max_rows=1, levels=(LevelPolicy(100, 0.1),))
+        for name in "abcd":
+            put(waiting, name)
+        with pytest.raises(Overloaded, match="would wait 120 ms, the limit is 100 ms") as refused:
+            put(waiting, "e")
+        assert refused.value.reason == "queue_wait"
+
+    def test_two_instances_halve_the_wait(self) -> None:
+        pace = Pace()
+        pace.observe((), 1, 0.030)
+        waiting = queue(pace, max_rows=1, instances=2, levels=(LevelPolicy(100, 0.1),))
+        for _ in range(7):
+            put(waiting, "x")
+        with pytest.raises(Overloaded, match="105 ms"):
+            put(waiting, "x")
+
+    def test_urgent_requests_do_not_wait_for_what_is_less_urgent(self) -> None:
+        pace = Pace()
+        pace.observe((), 1, 1.0)
+        waiting = queue(pace, max_rows=1, levels=(LevelPolicy(100, 0.1), LevelPolicy(100, 9.0)))
+        for _ in range(5):
+            put(waiting, "low", level=1)
+        put(waiting, "high", level=0)
+        with pytest.raises(Overloaded):
+            put(waiting, "high", level=0)
+
+    def test_one_batch_may_wait_however_slow_the_model(self) -> None:
+        pace = Pace()
+        pace.observe((), 1, 60.0)
+        waiting = queue(pace, max_rows=4, levels=(LevelPolicy(100, 0.1),))
+        for _ in range(4):
+            put(waiting, "x")
+        with pytest.raises(Overloaded):
+            put(waiting, "x")
+
+    def test_what_has_left_leaves_room(self) -> None:
+        waiting = queue(levels=(LevelPolicy(1),))
+        job = put(waiting, "a")
+        assert waiting.remove(job)
+        put(waiting, "b")
+        assert not waiting.remove(job)
+
+
+class TestLeaving:
+    def test_a_deadline_that_passed_is_taken_out(self) -> None:
+        waiting = queue()
+        put(waiting, "short", deadline=1.0), put(waiting, "long", deadline=3.0), put(waiting, "none")
+        assert names(waiting.expire(0.5)) == ""
+        assert names(waiting.expire(1.0)) == "short"
+        assert names(waiting.expire(3.0)) == "long"
+        assert names(waiting.take(3.0)) == "none"
+
+    def test_clearing_gives_everything_back(self) -> None:
+        waiting = queue()
+        put(waiting, "a", shape="s"), put(waiting, "b", shape="t")
+        assert sorted(names(waiting.clear()).split()) == ["a", "b"]
+        assert len(waiting) == 0
+        assert waiting.next_wakeup(0.0) is None
+
+
+def test_whatever_comes_every_job_leaves_once_and_nothing_is_left_of_it() -> None:
+    """Ten thousand random steps against a plain list; afterwards no count, byte or expected second remains."""
+    draw = random.Random(3)
+    pace = Pace()
+    waiting = queue(pace, max_rows=8, max_delay_s=0.01, max_bytes=4000, levels=(LevelPolicy(20), LevelPolicy(30, 0.2)))
+    inside: list[Job[str]] = []
+    now = 0.0
+    for step in range(10_000):
+        now += draw.random() * 0.004
+        action = draw.random()
+        if action < 0.6:
+            job = Job(
+                str(step), now, draw.randint(1, 8), draw.choice("stu"), now + draw.choice((0.005, 0.1, float("inf"))),
+                draw.randint(0, 1), draw.randint(0, 400),
+            )  # fmt: skip
+            try:
+                waiting.put(job)
+            except Overloaded:
+                continue
+            inside.append(job)
+        elif action < 0.7 and inside:
+            assert waiting.remove(inside.pop(draw.randrange(len(inside))))
+        else:
+            late = waiting.expire(now)
+            assert all(job.deadline <= now for job in late)
+            batch = waiting.take(now)
+            assert sum(job.rows for job in batch) <= 8
+            assert len({job.shape for job in batch}) <= 1
+            assert all(job.deadline > now for job in batch)
+            if batch:
+                waiting.observe(batch, 0.001 * len(batch))
+            for job in (*late, *batch):
+                inside.remove(job)
+        assert len(waiting) == len(inside)
+    waiting.clear()
+    assert (waiting._counts, waiting._seconds, waiting._rows, waiting._nbytes) == ([0, 0], [0.0, 0.0], 0, 0)
+    assert waiting._groups == {}
