@@ -10,7 +10,6 @@ from bf16kit.manifest import RESIDUAL, Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
-from converter.cpukernel.products import panelled
 from converter.formats import lossless
 from converter.formats.agreement import check_graph
 from converter.formats.onnx import write_graphs
@@ -19,7 +18,7 @@ from converter.graph.cuda_support import required
 from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared
-from converter.plan import make_plan, narrowed
+from converter.plan import Planned, make_plan
 from converter.plan.decisions import Islands
 from converter.plan.profiles import PROFILES
 from converter.process import versions
@@ -46,7 +45,7 @@ class Attempt:
     def prove(self, islands: Islands) -> tuple[Certified, Mapping[str, Census]]:
         """Write weights and graphs with these ``islands``, and run them; also what rounding the weights met."""
         options, source, prepared, stage, progress = self.options, self.source, self.prepared, self.stage, self.progress
-        plan = make_plan(
+        planned = make_plan(
             prepared,
             keep_fp32=options.keep_fp32,
             bf16=options.bf16,
@@ -55,10 +54,10 @@ class Attempt:
         )
         for name in (BF16_FILE, FP32_FILE, RESIDUAL):  # of an earlier attempt
             (stage.path / name).unlink(missing_ok=True)
-        stored = _write_weights(options, source, prepared, plan, stage, progress)
+        stored = _write_weights(options, source, prepared, planned, stage, progress)
         with progress.step("writing graphs"):
-            profiles = {**self.traced, **_write_graphs(options, prepared, plan, stored, stage)}
-        manifest = _describe(options, source, plan, stored, profiles)
+            profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}
+        manifest = _describe(options, source, planned.plan, stored, profiles)
         _check_lossless(options, source, prepared, stored, stage.draft(manifest), progress)
         reference = None if options.residual else prepared.reference
         census = stored.census
@@ -68,34 +67,30 @@ class Attempt:
 
 
 def _write_weights(
-    options: Options, source: Source, prepared: Prepared, plan: Plan, stage: StagingArtifact, progress: Progress
+    options: Options, source: Source, prepared: Prepared, planned: Planned, stage: StagingArtifact, progress: Progress
 ) -> StoredWeights:
     tensors = source.checkpoint.tensors
     with progress.step("writing weights", write_total(prepared, tensors)) as advance:
         return write_weights(
             prepared,
-            plan,
+            planned.plan,
             tensors,
             stage.writer,
             subnormals=options.subnormals,
             saturate=options.saturate,
             residual=options.residual,
-            panels=_panels(options, prepared, plan),
+            panels=planned.work.panels,  # as the cpu profile's kernel reads them; other profiles put them together
             progress=advance,
         )
 
 
-def _panels(options: Options, prepared: Prepared, plan: Plan) -> dict[str, int]:
-    """The weights to store as panels: the cpu profile's kernel reads them so, other profiles put them together."""
-    return panelled(prepared.folded, narrowed(plan.tensors)) if "cpu" in options.onnx_profiles else {}
-
-
 def _write_graphs(
-    options: Options, prepared: Prepared, plan: Plan, stored: StoredWeights, stage: StagingArtifact
+    options: Options, prepared: Prepared, planned: Planned, stored: StoredWeights, stage: StagingArtifact
 ) -> dict[str, ProfileEntry]:
-    files = write_graphs(prepared, plan, stored, stage.path, profiles=options.onnx_profiles, reference=options.residual)
-    for profile in options.onnx_profiles:
-        check_graph(stage.path / files[profile], plan.nodes[profile])
+    onnx_profiles, residual = options.onnx_profiles, options.residual
+    files = write_graphs(prepared, planned, stored, stage.path, profiles=onnx_profiles, reference=residual)
+    for profile in onnx_profiles:
+        check_graph(stage.path / files[profile], planned.plan.nodes[profile])
     return {
         profile: ProfileEntry(format="onnx", graph=name, precision=PROFILES[profile].precision, verified="no")
         for profile, name in files.items()

@@ -60,7 +60,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
             certified, census = attempt.prove(islands)
         del source, prepared, attempt
         garbage.settle()
-        notes += [*certified.notes, *mending.sentences()]
+        notes += certified.notes
         if not any(entry.dtype == "bfloat16" for entry in certified.manifest.tensors):
             notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
         if not options.residual:
@@ -70,5 +70,6 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         notes += left_out
         layers = explain.tables(stage.draft(manifest), calibration.feeds, stage.path, progress, notes)
         measurements = measured(manifest, certified, layers, census, mending)
-        artifact = publish(options, stage, manifest, measurements, notes, progress)
-    return Result(artifact, tuple(notes))
+        # The page has a search beside its islands, out of the measurements.
+        artifact = publish(options, stage, manifest, measurements, [*notes, *mending.remarks()], progress)
+    return Result(artifact, (*notes, *mending.sentences()))

@@ -10,7 +10,7 @@ from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel.functions import Body, define
 from converter.cpukernel.panelnodes import cuts, form, matrix_nodes
-from converter.cpukernel.products import lookups
+from converter.cpukernel.work import Work
 from converter.graph.initializers import const, dims
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
@@ -20,23 +20,23 @@ FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
 
 class LookUp(Step):
-    """Let ``bf16kit::Gather_panels`` look rows up in ``tables``: matrices [n, k] stored in panels along their axis 0.
+    """Let ``bf16kit::Gather_panels`` do the look-ups of ``work``: in matrices [n, k] in panels along their axis 0.
 
     A node keeps its name and gives what the Gather gave, under the same name: rows widened to fp32. Indices that are
     not int64 are cast. The table becomes flat with the products that read it, in :class:`UseKernel`.
 
     Requires: types are known, bf16 weights have not been widened, and tables are matrices still, so :class:`UseKernel`
-    comes later. Ensures: no Gather reads one of the ``tables``.
+    comes later. Ensures: no Gather reads what is in panels.
     """
 
     name = "look rows up in panels"
 
-    def __init__(self, tables: Collection[str]) -> None:
+    def __init__(self, work: Work) -> None:
         super().__init__()
-        self._tables = frozenset(tables)
+        self._work = work
 
     def apply(self, model: ir.Model) -> bool:
-        found = lookups(model, self._tables)
+        found = self._work.lookups_in(model)
         if not found:
             return False
         fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
@@ -56,7 +56,7 @@ class LookUp(Step):
         return True
 
     def ensures(self, model: ir.Model) -> None:
-        for name in sorted(self._tables & model.graph.initializers.keys()):
+        for name in sorted(self._work.panels.keys() & model.graph.initializers.keys()):
             for node, _ in model.graph.initializers[name].uses():
                 if (node.domain, node.op_type) == ("", "Gather"):
                     raise ConversionError(f"node {node.name!r} reads {name!r}, which is stored in panels")

@@ -72,13 +72,13 @@ def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]
     return {product.node: product for product in found if product is not None}
 
 
-def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
+def panelled(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
     """The initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
 
-    Every use of such a weight is a product, directly or through a transposition, and all agree on the axis; or, where
-    that axis holds its rows, one of :func:`lookups`. A table that is only looked up is none of them.
+    ``readers`` are all :func:`products` of the graph. Every use of such a weight is a product, directly or through a
+    transposition, and all agree on the axis; or, where that axis holds its rows, one of :func:`lookups`. A table that
+    is only looked up is none of them.
     """
-    readers = products(model, narrow)
     axes: dict[ir.Value, set[int]] = {}
     for product in readers.values():
         axes.setdefault(product.weight, set()).add(product.axis)

@@ -8,9 +8,8 @@ import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.epilogues import epilogue
 from converter.cpukernel.functions import Variant, define, function, lists
-from converter.cpukernel.products import Layout, Product, products
+from converter.cpukernel.work import Fused, Work
 from converter.graph.initializers import const, dims, initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
@@ -19,35 +18,33 @@ _Dim = int | ir.SymbolicDim | str | None
 
 
 class UseKernel(Step):
-    """Let ``bf16kit::MatMul_…`` do the products of the main graph that it can, and define each variant as a function.
+    """Let ``bf16kit::MatMul_…`` do the products that are its ``work``, and define each variant as a function.
 
-    ``narrow`` names the initializers stored in bf16, ``panels`` those of them that are stored in panels: these become
-    flat here, k·n elements, which nothing but the kernel reads. A node keeps its product's name, and gives what the
-    last node that it takes the place of gave, under the same name.
+    Weights that are stored in panels become flat here, k·n elements, which nothing but the kernel reads. A node keeps
+    its product's name, and gives what the last node that it takes the place of gave, under the same name.
 
     Requires: types are known, bf16 weights have not been widened. Ensures: only the kernel reads panels.
     """
 
     name = "use the CPU kernel"
 
-    def __init__(self, narrow: Collection[str], panels: Collection[str]) -> None:
+    def __init__(self, work: Work) -> None:
         super().__init__()
-        self._narrow = frozenset(narrow)
-        self._panels = frozenset(panels)
+        self._work = work
 
     def apply(self, model: ir.Model) -> bool:
         fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
-        found = [(p, layout) for p in products(model, self._narrow).values() if (layout := p.layout(self._panels))]
+        found = self._work.fused_in(model)
         if not found:
             return False
-        transpositions = {t: None for p, _ in found if (t := p.transposition) is not None}
-        variants = {_Rewriting(model.graph, fresh, *each).run(): None for each in found}
+        transpositions = {t: None for each in found if (t := each.product.transposition) is not None}
+        variants = {_Rewriting(model.graph, fresh, each).run(): None for each in found}
         _drop_unread(model.graph, transpositions)
         define(model, [function(variant, model.opset_imports[""]) for variant in variants])
         return True
 
     def ensures(self, model: ir.Model) -> None:
-        for name in sorted(self._panels & model.graph.initializers.keys()):
+        for name in sorted(self._work.panels.keys() & model.graph.initializers.keys()):
             others = [use.node.name for use in model.graph.initializers[name].uses() if use.node.domain != DOMAIN]
             if others:
                 raise ConversionError(f"node {others[0]!r} reads {name!r}, which is stored in panels")
@@ -56,12 +53,12 @@ class UseKernel(Step):
 class _Rewriting:
     """One product and its epilogue on their way to be one node."""
 
-    def __init__(self, graph: ir.Graph, fresh: FreshNames, product: Product, layout: Layout) -> None:
+    def __init__(self, graph: ir.Graph, fresh: FreshNames, fused: Fused) -> None:
         self._graph = graph
         self._fresh = fresh
-        self._product = product
-        self._layout: Layout = layout
-        self._old = old = epilogue(product)
+        self._product = fused.product
+        self._layout = fused.layout
+        self._old = old = fused.epilogue
         between = None if old.reshape is None else old.reshape.inputs[0]
         self._given = old.result if between is None else between
 

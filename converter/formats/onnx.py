@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from types import MappingProxyType
 
 import onnx
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
-from bf16kit.manifest import Plan
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import brief
@@ -24,16 +22,15 @@ from converter.graph.initializers import dims, stays_inline
 from converter.graph.types import InferTypes
 from converter.passes import Prepared, run
 from converter.passes.unused import DropUnused
-from converter.plan import narrowed
+from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 
 REFERENCE = "reference"
-NO_PANELS: Mapping[str, int] = MappingProxyType({})
 
 
 def write_graphs(
     prepared: Prepared,
-    plan: Plan,
+    planned: Planned,
     stored: StoredWeights,
     directory: Path,
     *,
@@ -46,10 +43,9 @@ def write_graphs(
     :class:`~bf16kit.errors.ConversionError` when ONNX's checker refuses a graph.
     """
     files = {}
-    panels = {name: entry.panels for name, entry in stored.tensors.items() if entry.panels is not None}
     for profile in (PROFILES[name] for name in profiles):
         files[profile.name] = f"{profile.name}.onnx"
-        model = build(prepared, plan, profile, panels)
+        model = build(prepared, planned, profile)
         _write_profile(model, stored, directory / files[profile.name], profile.base(prepared))
     if reference:
         files[REFERENCE] = f"{REFERENCE}.onnx"
@@ -59,17 +55,15 @@ def write_graphs(
     return files
 
 
-def build(prepared: Prepared, plan: Plan, profile: Profile, panels: Mapping[str, int] = NO_PANELS) -> ir.Model:
-    """The graph of ``profile`` in memory, as ``plan`` wants it; ``prepared`` stays as it is.
+def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
+    """The graph of ``profile`` in memory, as it was ``planned``; ``prepared`` stays as it is.
 
-    ``panels`` names the bf16 matrices that are stored in panels, each with the axis they lie along. Initializers that
-    the plan narrows have the type bf16 and still hold the fp32 data: whoever writes or runs the graph says where the
-    bf16 data is. Raises :class:`~bf16kit.errors.ConversionError` naming the step that failed.
+    Initializers that the plan narrows have the type bf16 and still hold the fp32 data: whoever writes or runs the graph
+    says where the bf16 data is. Raises :class:`~bf16kit.errors.ConversionError` naming the step that failed.
     """
-    narrow = narrowed(plan.tensors)
-    nodes = {entry.name for entry in plan.nodes[profile.name] if entry.precision == "bf16"}
-    tables = {name for name, axis in panels.items() if axis == 0}
-    kernel = [LookUp(tables), UseKernel(narrow, panels), JoinProducts()] if profile.uses_kernel else []
+    narrow = narrowed(planned.plan.tensors)
+    nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
+    kernel = [LookUp(planned.work), UseKernel(planned.work), JoinProducts()] if profile.uses_kernel else []
     return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from bf16kit.manifest import Plan, PlanEntry
+from converter.cpukernel.work import Work
 from converter.graph.cuda_support import KernelTable
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.operators import label
@@ -20,6 +22,14 @@ SMALLEST = 256  # elements of a matrix worth narrowing
 _REFERENCE_ONLY = "read by the reference alone: folded into weights"
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what the CPU kernel does of the graph of a profile that uses it; nothing where none does."""
+
+    plan: Plan
+    work: Work
+
+
 def make_plan(
     prepared: Prepared,
     *,
@@ -28,7 +38,7 @@ def make_plan(
     islands: Islands | None = None,
     profiles: Iterable[str] = ("cpu", "cuda"),
     kernels: KernelTable | None = None,
-) -> Plan:
+) -> Planned:
     """The plan of ``prepared`` for ``profiles``.
 
     ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node kept in fp32
@@ -42,10 +52,12 @@ def make_plan(
     tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
     nodes: dict[str, list[PlanEntry]] = {}
+    work = Work()
     for profile in (PROFILES[name] for name in profiles):
         base = profile.base(prepared)
-        nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides))
-    return Plan(tensors=tensors, nodes=nodes)
+        work = Work.of(base, narrow) if profile.uses_kernel else work
+        nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides, work))
+    return Planned(Plan(tensors=tensors, nodes=nodes), work)
 
 
 def narrowed(tensors: Iterable[PlanEntry]) -> frozenset[str]:

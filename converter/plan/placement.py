@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
-from converter.cpukernel.epilogues import epilogue
-from converter.cpukernel.products import lookups, panelled, products
+from converter.cpukernel.work import Work
 from converter.graph.cuda_support import KernelTable
 from converter.graph.operators import (
     CONTROL_FLOW,
@@ -30,12 +29,13 @@ from converter.plan.overrides import Overrides
 FLOAT = ir.DataType.FLOAT
 
 
-def place_cpu(model: ir.Model, narrow: Collection[str]) -> dict[str, Decision]:
+def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str, Decision]:
     """Decisions for the cpu profile: everything in fp32, but tables are looked up as they are stored.
 
-    ``narrow`` names the initializers stored in bf16. ONNX Runtime would widen a whole table at load; rows looked up and
-    then widened leave it in memory at half the size. So does the kernel leave the weights of its products, whose
-    precision is fp32 all the same: widening is exact, and nothing else is rounded to bf16.
+    ``narrow`` names the initializers stored in bf16, ``work`` is what the kernel does of ``model``. ONNX Runtime would
+    widen a whole table at load; rows looked up and then widened leave it in memory at half the size. So does the kernel
+    leave the weights of its products, whose precision is fp32 all the same: widening is exact, and nothing else is
+    rounded to bf16.
     """
     decisions: dict[str, Decision] = {}
     for node in model.graph.all_nodes():
@@ -49,20 +49,16 @@ def place_cpu(model: ir.Model, narrow: Collection[str]) -> dict[str, Decision]:
             )
         else:
             decisions[_name(node)] = Decision("fp32", "profile", "the cpu profile computes in fp32")
-    panels = panelled(model, narrow)
-    for node in lookups(model, panels):
+    for node in work.lookups:
         looked_up = Decision(
             "bf16", "looks_up", "looks rows up in the bf16 table, in panels, and widens them, in the CPU kernel"
         )
         decisions[_name(node)] = looked_up
-    for product in products(model, narrow).values():
-        if product.layout(panels) is not None:
-            multiplied = Decision("fp32", "profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
-            decisions[_name(product.node)] = multiplied
-            for node in epilogue(product).nodes:
-                decisions[_name(node)] = Decision(
-                    "fp32", "profile", "done by the CPU kernel with the product before it"
-                )
+    for fused in work.fused:
+        multiplied = Decision("fp32", "profile", "bf16 weight, fp32 activations and accumulation in the CPU kernel")
+        decisions[_name(fused.product.node)] = multiplied
+        for node in fused.epilogue.nodes:
+            decisions[_name(node)] = Decision("fp32", "profile", "done by the CPU kernel with the product before it")
     return decisions
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from converter.cpukernel.work import Work
 from converter.graph.cuda_support import KernelTable
 from converter.passes import Prepared
 from converter.plan.decisions import Decision
 from converter.plan.overrides import Overrides
 from converter.plan.placement import place_cpu, place_cuda
 
-Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides], Mapping[str, Decision]]
+Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, Work], Mapping[str, Decision]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ PROFILES: Mapping[str, Profile] = {
             name="cpu",
             precision="bf16-weights",
             base=lambda prepared: prepared.folded,
-            place=lambda model, narrow, _kernels, _overrides: place_cpu(model, narrow),
+            place=lambda model, narrow, _kernels, _overrides, work: place_cpu(model, narrow, work),
             device="cpu",
             rounds=False,
             uses_kernel=True,
@@ -51,7 +52,7 @@ PROFILES: Mapping[str, Profile] = {
             name="cuda",
             precision="bf16",
             base=lambda prepared: prepared.cuda,
-            place=place_cuda,
+            place=lambda model, narrow, kernels, overrides, _work: place_cuda(model, narrow, kernels, overrides),
             device="cuda:0",
             rounds=True,
             uses_kernel=False,

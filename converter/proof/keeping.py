@@ -59,15 +59,15 @@ class Trials:
         return keep
 
     def _candidate(self, keep: Iterable[str]) -> Graph:
-        plan = make_plan(
+        planned = make_plan(
             self._prepared,
             keep_fp32=[*self._patterns("keep_fp32"), *(f"^{re.escape(name)}$" for name in keep)],
             bf16=self._patterns("bf16"),
             islands=self._islands,
             profiles=[self._profile.name],
         )
-        model = build(self._prepared, plan, self._profile)
-        narrow = narrowed(plan.tensors)
+        model = build(self._prepared, planned, self._profile)
+        narrow = narrowed(planned.plan.tensors)
         weights: dict[str, Array] = {}
         for name, value in model.graph.initializers.items():
             tensor = value.const_value

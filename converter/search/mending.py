@@ -51,6 +51,10 @@ class Mending:
         """What the user is told of the islands."""
         return [sentence for _, result in sorted(self.results.items()) for sentence in result.sentences()]
 
+    def remarks(self) -> list[str]:
+        """Of these, what the measurements do not say."""
+        return [note for _, result in sorted(self.results.items()) for note in result.notes]
+
     def _wanted(self, certified: Certified) -> Sequence[str]:
         """The profiles to search for, weights first. TorchScript's islands are torch.autocast's: nothing mends it."""
         if not self._options.search or self._options.allow_over_budget:
@@ -98,7 +102,7 @@ class Mending:
             bf16=self._options.bf16,
             islands=islands,
             profiles=[profile.name] if profile.rounds else [],
-        )
+        ).plan
 
 
 _NOT_BORNE_OUT = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import open_session
 from bf16kit.tensors import BY_ONNX, TensorSpec
-from converter.cpukernel.products import panelled
+from converter.cpukernel.work import Work
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import StoredWeights, write_weights
 from converter.passes import Prepared, prepare
@@ -113,9 +113,10 @@ def lower(
     tensors = floating_tensors(model) if checkpoint is None else checkpoint
     inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
     prepared = prepare(model, tensors)
-    made = make_plan(prepared, profiles=profiles, **plan)
-    if panels is None:
-        panels = panelled(prepared.folded, narrowed(made.tensors)) if "cpu" in profiles else {}
+    planned = make_plan(prepared, profiles=profiles, **plan)
+    made = planned.plan
+    if panels is not None:
+        planned = replace(planned, work=Work.of(prepared.folded, narrowed(made.tensors), panels))
     with staging(target) as staged:
         stored = write_weights(
             prepared,
@@ -125,10 +126,10 @@ def lower(
             subnormals=subnormals,
             saturate=saturate,
             residual=residual,
-            panels=panels,
+            panels=planned.work.panels,
             progress=progress,
         )
-        write_graphs(prepared, made, stored, staged.path, profiles=profiles, reference=residual)
+        write_graphs(prepared, planned, stored, staged.path, profiles=profiles, reference=residual)
         manifest = Manifest(
             model="m",
             inputs=[SpecEntry.of(spec) for spec in inputs],

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 
 import graphs
-from converter.cpukernel.products import lookups, panelled, products
+from converter.cpukernel import products as module
+from converter.cpukernel.products import lookups, products
 from converter.graph.step import run
 from converter.graph.types import InferTypes
 
@@ -29,6 +30,11 @@ def _model(nodes: Sequence[NodeProto], weight: tuple[int, int] = (32, 48)) -> ir
         ],
     )
     return run([InferTypes()], ir.from_proto(proto))
+
+
+def panelled(model: ir.Model, narrow: Collection[str]) -> dict[str, int]:
+    """What of ``narrow`` is stored in panels."""
+    return module.panelled(products(model, narrow))
 
 
 def _gemm(bias: str | None = None, **attributes: Any) -> list[NodeProto]:

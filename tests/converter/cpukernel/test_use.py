@@ -13,6 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 import graphs
 from bf16kit.errors import ConversionError
 from converter.cpukernel.use import UseKernel
+from converter.cpukernel.work import Work
 from converter.graph.types import InferTypes
 from converter.passes import run
 
@@ -233,4 +234,4 @@ def test_a_convolution_of_more_pixels_is_left_alone(tmp_path: Path) -> None:
 def test_a_weight_that_nothing_but_the_kernel_may_read_is_guarded() -> None:
     model = run([InferTypes()], ir.from_proto(graphs.mlp((16, 32))))
     with pytest.raises(ConversionError, match=r"node 'matmul0' reads 'w0', which is stored in panels"):
-        run([UseKernel(set(), {"w0"})], model)
+        run([UseKernel(Work(panels={"w0": 1}))], model)

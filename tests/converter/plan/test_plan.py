@@ -19,7 +19,7 @@ from converter.plan.decisions import Islands
 
 
 def _plan(proto: ModelProto, **options: Any) -> Plan:
-    return make_plan(prepare(ir.from_proto(proto)), **options)
+    return make_plan(prepare(ir.from_proto(proto)), **options).plan
 
 
 def _nodes(plan: Plan, profile: str = "cuda") -> dict[str, tuple[str, str]]:

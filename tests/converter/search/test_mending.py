@@ -17,6 +17,8 @@ from bf16kit.artifact import Artifact
 from bf16kit.drift import Budget
 from bf16kit.manifest import Manifest
 from converter.search import mending
+from converter.search import search as of_the_search
+from converter.search.ranking import rank
 
 _Build = Callable[[], Failing]
 
@@ -78,6 +80,25 @@ def test_the_terminal_and_the_plan_say_which_and_what_each_is_worth(cli: Cli, tm
     reasons = {entry.name: entry.reason for entry in manifest.plan.nodes["cuda"]}
     assert reasons["softmax"].startswith("kept in fp32: cuda is over budget without it (relative_l2 ")
     assert "searching fp32 islands of cuda: where the error comes from" in done.err
+
+
+def test_the_report_tells_of_a_search_once_beside_its_islands(cli: Cli, tmp_path: Path, target: Path) -> None:
+    command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
+    said = cli(*command).published().out
+    assert "profile cuda was over budget; 2 islands in fp32 mended that" in said
+    page = (target / "report.html").read_text("utf-8")
+    assert page.count("brought cuda from") == 1
+    assert "mended that" not in page
+
+
+def test_that_a_search_ran_out_of_time_is_said_in_the_report_too(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurements do not say it."""
+    monkeypatch.setattr(of_the_search, "rank", lambda *given: (rank(*given)[0], False))
+    command = [each for each in _command(offset(), tmp_path, target) if each != "--no-report"]
+    assert "may be more than are needed" in " ".join(cli(*command).published().out.split())
+    assert "may be more than are needed" in (target / "report.html").read_text("utf-8")
 
 
 def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_path: Path, target: Path) -> None:

@@ -40,7 +40,7 @@ def _search(
     prepared = prepare(model, {})
 
     def replan(islands: Islands, chosen: Profile) -> Plan:
-        return make_plan(prepared, islands=islands, profiles=[chosen.name], bf16=bf16)
+        return make_plan(prepared, islands=islands, profiles=[chosen.name], bf16=bf16).plan
 
     deadline = deadline or Deadline.after(5)
     task = Task(prepared, PROFILES[profile], replan, Islands(), edges, built.feeds, budget or Budget(), deadline)

@@ -1,0 +1,92 @@
+"""What bf16kit's CPU kernel does of a graph: found once, when the plan is made, and done when the graph is built.
+
+The plan's reasons, the weights that are stored in panels and the nodes that are written all come from one
+:class:`Work`. A graph is built from a clone of the one that was planned: nodes are found there by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from converter.cpukernel.epilogues import Epilogue, epilogue
+from converter.cpukernel.products import Layout, Product, lookups, panelled, products
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A product that the kernel computes, how it reads the weight, and what it does besides."""
+
+    product: Product
+    layout: Layout
+    epilogue: Epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Products in graph order, tables by the node that looks rows up in them, and weights stored in ``panels``, each
+    with the axis that holds the columns."""
+
+    fused: tuple[Fused, ...] = ()
+    lookups: Mapping[ir.Node, ir.Value] = field(default_factory=dict)
+    panels: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: ir.Model, narrow: Collection[str], panels: Mapping[str, int] | None = None) -> Work:
+        """What the kernel can do in ``model``, whose initializers in ``narrow`` are stored in bf16.
+
+        ``panels`` says which are to be stored so, if not those that :func:`panelled` finds. Requires: types are known.
+        """
+        found = products(model, narrow)
+        panels = panelled(found) if panels is None else panels
+        return cls(
+            tuple(Fused(p, layout, epilogue(p)) for p in found.values() if (layout := p.layout(panels)) is not None),
+            lookups(model, {name for name, axis in panels.items() if axis == 0}),
+            panels,
+        )
+
+    def fused_in(self, model: ir.Model) -> list[Fused]:
+        """The products, as ``model`` has them: a clone of the one that this was found in, with the same names."""
+        there = _There(model)
+        return [
+            Fused(
+                replace(each.product, node=there.node(each.product.node), weight=there.value(each.product.weight)),
+                each.layout,
+                _moved(each.epilogue, there),
+            )
+            for each in self.fused
+        ]
+
+    def lookups_in(self, model: ir.Model) -> dict[ir.Node, ir.Value]:
+        """The look-ups, as a clone has them."""
+        there = _There(model)
+        return {there.node(node): there.value(table) for node, table in self.lookups.items()}
+
+
+class _There:
+    """The nodes and values of a clone."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._graph = model.graph
+        self._nodes = {node.name: node for node in model.graph}
+
+    def node(self, node: ir.Node) -> ir.Node:
+        return self._nodes[node.name]
+
+    def value(self, value: ir.Value) -> ir.Value:
+        producer = value.producer()
+        if producer is None:
+            return self._graph.initializers[value.name or ""]
+        return self.node(producer).outputs[value.index() or 0]
+
+
+def _moved(epilogue: Epilogue, there: _There) -> Epilogue:
+    return replace(
+        epilogue,
+        bias=None if epilogue.bias is None else there.value(epilogue.bias),
+        nodes=tuple(map(there.node, epilogue.nodes)),
+        result=there.value(epilogue.result),
+        reshape=None if epilogue.reshape is None else there.node(epilogue.reshape),
+    )
