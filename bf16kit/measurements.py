@@ -28,6 +28,9 @@ MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
 MOST_LAYERS = 10_000  # of all profiles
 MOST_TENSORS = 10_000
 MOST_DB = 200.0  # an SQNR of ±this stands for exact and for infinitely far
+# dB below the expected line by which a value has left it: MiniLM stays within 1.5, cancellation of one bit costs 6
+# (docs/decisions has the numbers of more models).
+MARGIN_DB = 6.0
 MAX_BYTES = 64 << 20  # of the file; the maxima above stay below a tenth of it but for very long names
 
 T = TypeVar("T")
@@ -81,10 +84,11 @@ class SampleColumns(_Entry):
 
 
 class LayerEntry(_Entry):
-    """What noise a node's result carries: ``sqnr_db`` measured, ``expected_db`` what rounding alone should have left.
+    """How much of a node's result rounding left, over all samples that were run.
 
-    ``weight`` is the first weight that the node reads, "" for none; ``depth`` counts the products on the longest way to
-    it. An SQNR lies within ±:data:`MOST_DB`.
+    ``name`` is the node's in the source's graph, ``weight`` that of the first weight it reads ("" for none). ``depth``
+    counts the products on the longest way to it. ``sqnr_db`` is 10·log10(Σr² / Σ(c−r)²), r the fp32 reference's values
+    and c the profile's; ``expected_db`` is what rounding alone should have left. Both are within ±:data:`MOST_DB`.
     """
 
     name: str
@@ -95,11 +99,39 @@ class LayerEntry(_Entry):
     expected_db: Number
 
 
+class RemedyEntry(_Entry):
+    """Nodes that, kept in fp32, brought the SQNR of ``output`` from ``before_db`` to ``after_db`` when it was tried.
+
+    ``keep_fp32`` is the regular expression that names them.
+    """
+
+    keep_fp32: str
+    nodes: list[str]
+    output: str
+    before_db: Number
+    after_db: Number
+
+
+class DiagnosisEntry(_Entry):
+    """What the layers of a profile say of its outputs.
+
+    ``ails``: one of them is :data:`MARGIN_DB` below the expected line, or over the budget. ``leaves`` is the layer at
+    which its noise left the line, None where it did nowhere. ``remedy`` would mend that; None where nothing that was
+    tried does, and where nothing was ``tried``.
+    """
+
+    ails: bool
+    leaves: LayerEntry | None = None
+    remedy: RemedyEntry | None = None
+    tried: bool = False
+
+
 class Layers(_Entry):
-    """Layers down the graph, at most :data:`MOST_LAYERS` of those ``measured``, evenly spaced."""
+    """Layers down the graph, at most :data:`MOST_LAYERS` of those ``measured``, evenly spaced, and what they say."""
 
     measured: Size
     rows: list[LayerEntry]
+    diagnosis: DiagnosisEntry | None = None
 
 
 class CensusEntry(_Entry):

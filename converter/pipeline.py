@@ -15,10 +15,11 @@ from converter.plan.decisions import Islands
 from converter.process.memory import Garbage
 from converter.process.naming import naming
 from converter.process.progress import Progress, Silent
-from converter.proof import explain
+from converter.proof.explanation import tables
 from converter.proof.judging import check_judged, judge
 from converter.publishing import measured, publish
 from converter.search.mending import Mending
+from converter.search.trials import Deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,10 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         check_judged(options.budget, certified.manifest)
         manifest, left_out = judge(certified.over, certified.manifest, options, stage)
         notes += left_out
-        layers = explain.tables(stage.draft(manifest), calibration.feeds, stage.path, progress, notes)
+        mend = [name for name, words in certified.over.items() if words and options.search]
+        late = Deadline.after(options.search_minutes).over
+        draft = stage.draft(manifest)
+        layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late)
         measurements = measured(manifest, certified, layers, census, mending)
         # The page has a search beside its islands, out of the measurements.
         artifact = publish(options, stage, manifest, measurements, [*notes, *mending.remarks()], progress)

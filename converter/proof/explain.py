@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,78 +13,16 @@ import onnx
 import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import ArtifactError, RuntimeFailure
-from bf16kit.measurements import MOST_DB, MOST_LAYERS, LayerEntry, Layers, thin
+from bf16kit.errors import ArtifactError
+from bf16kit.measurements import MOST_DB, LayerEntry
 from bf16kit.runtime.rebuilt import rebuilt
 from converter.graph.operators import label
 from converter.model import Feeds
 from converter.plan import narrowed
-from converter.process.progress import Progress
 from converter.proof import expectation
 from converter.proof.emulate import emulation
 from converter.proof.expectation import Rounded
 from converter.proof.probing import Graph, Power, compare
-
-_FEEDS = 2  # samples on which a conversion measures its layers: they vary little between samples
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSqnr:
-    """How much of a node's result rounding left, over all samples.
-
-    ``name`` is the node's in the source's graph, ``weight`` that of the first weight it reads ("" for none). ``depth``
-    counts the products on the longest way to it. ``sqnr_db`` is 10·log10(Σr² / Σ(c−r)²), r the fp32 reference's values
-    and c the profile's; ``expected_db`` is the expected line (:mod:`converter.proof.expectation`). Both are within
-    ±:data:`~bf16kit.measurements.MOST_DB`, which stand for exact and infinitely far.
-    """
-
-    name: str
-    op: str
-    weight: str
-    depth: int
-    sqnr_db: float
-    expected_db: float
-
-
-def layers(
-    artifact: Artifact, feeds: Sequence[Feeds], profiles: Iterable[str], scratch: Path | None = None
-) -> dict[str, list[LayerSqnr]]:
-    """The layers of each of ``profiles``, in the order of the source's graph: every node whose result both graphs have.
-
-    The cuda profile is emulated on the CPU. A node whose result went into a fused operator, or whose result is not
-    fp32, is not among them. ``scratch`` is where the reference's weights are rebuilt (None: where temporary files go).
-    Raises :class:`ArtifactError` when the artifact has no such ONNX profile or no reference,
-    :class:`~bf16kit.errors.RuntimeFailure` when a graph does not run.
-    """
-    with reference(artifact, scratch) as graph:
-        return {profile: trace(graph, artifact, feeds, profile).layers() for profile in profiles}
-
-
-def tables(
-    artifact: Artifact, feeds: Sequence[Feeds], scratch: Path, progress: Progress, notes: list[str]
-) -> dict[str, Layers]:
-    """The :func:`layers` of all ONNX profiles on the first of ``feeds``, as ``measurements.json`` keeps them.
-
-    No verdict needs them: what does not run is a note, and an artifact without a reference has none.
-    """
-    profiles = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
-    if artifact.manifest.reference is None or not profiles:
-        return {}
-    try:
-        with progress.step("measuring each layer's SQNR"):
-            found = layers(artifact, feeds[:_FEEDS], profiles, scratch)
-    except RuntimeFailure as error:
-        notes.append(f"the SQNR of layers was not measured: {error}")
-        return {}
-    most = MOST_LAYERS // len(profiles)
-    return {
-        profile: Layers(measured=len(rows), rows=[_entry(each) for each in thin(rows, most)])
-        for profile, rows in found.items()
-    }
-
-
-def _entry(each: LayerSqnr) -> LayerEntry:
-    return LayerEntry(**asdict(each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +39,11 @@ class Trace:
         """The source's graph, as the reference has it."""
         return self.reference.model.graph
 
-    def layers(self) -> list[LayerSqnr]:
-        """Every node whose result both graphs have."""
+    def layers(self) -> list[LayerEntry]:
+        """Every node whose result both graphs have, in the order of the source's graph.
+
+        A node whose result went into a fused operator, or whose result is not fp32, is not among them.
+        """
         depths = expectation.depth(self.graph)
         return [layer(self, node, depths) for node in self.graph if self.has(node.outputs[0])]
 
@@ -119,14 +60,14 @@ class Trace:
         return decibels(self.expected[value])
 
 
-def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerSqnr:
+def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerEntry:
     """``node`` as a layer; where its own result went into a fused operator, its SQNR is that of what it became."""
     value = node.outputs[0]
     seen = value
     while not traced.has(seen):
         seen = next(use.node for use in seen.uses()).outputs[0]
     depths = depths or expectation.depth(traced.graph)
-    return LayerSqnr(
+    return LayerEntry(
         name=node.name or "",
         op=label(node),
         weight=_weight(node),
@@ -153,7 +94,11 @@ def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph
 
 
 def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> Trace:
-    """Run ``profile`` and the reference on ``feeds``, and compare all values that both have. Errors: :func:`layers`."""
+    """Run ``profile`` and the reference on ``feeds``, and compare all values that both have.
+
+    The cuda profile is emulated on the CPU. Raises :class:`ArtifactError` when the artifact has no such ONNX profile,
+    :class:`~bf16kit.errors.RuntimeFailure` when a graph does not run.
+    """
     plan, entry = artifact.manifest.plan, artifact.manifest.profiles.get(profile)
     if entry is None or entry.format != "onnx":
         found = artifact.manifest.profiles.items()

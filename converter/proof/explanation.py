@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
-from bf16kit.errors import UsageError
+from bf16kit.errors import ConversionError, RuntimeFailure, UsageError
+from bf16kit.measurements import MARGIN_DB, MOST_LAYERS, DiagnosisEntry, LayerEntry, Layers, thin
 from converter.graph.operators import WEIGHTED
 from converter.model import Feeds
 from converter.process.memory import release
+from converter.process.progress import Progress
 from converter.proof import remedy, samples
-from converter.proof.explain import LayerSqnr, layer, reference, trace
+from converter.proof.explain import layer, reference, trace
+from converter.proof.keeping import Late, never
 from converter.proof.probing import Graph
-from converter.proof.remedy import MARGIN, Remedy
+from converter.report.document import plain
+from converter.report.layers import series
 from converter.report.text import table
+
+_FEEDS = 2  # samples on which a conversion measures its layers: they vary little between samples
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One profile: its layers, the layer at which its worst output leaves the expected line, and what would mend it.
-
-    ``ails`` says whether an output is off the line or over the budget. ``leaves`` is None when none is, or the way to
-    it is on the line throughout; ``remedy`` is None then, and when nothing that was tried helps.
-    """
+    """One profile: its layers, all of them, and what they say of its outputs."""
 
     profile: str
-    layers: tuple[LayerSqnr, ...]
-    ails: bool
-    leaves: LayerSqnr | None
-    remedy: Remedy | None
+    layers: tuple[LayerEntry, ...]
+    diagnosis: DiagnosisEntry
+
+    def entry(self, most: int) -> Layers:
+        """This, with no more than ``most`` layers, as ``measurements.json`` keeps it."""
+        return Layers(measured=len(self.layers), rows=list(thin(self.layers, most)), diagnosis=self.diagnosis)
 
 
 def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: bool = False) -> str:
@@ -55,15 +59,49 @@ def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: 
     return "\n\n".join(_text(each, origin) for each in found)
 
 
-def explained(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> Explanation:
-    """What ``feeds`` say of ``profile``. Errors: those of :func:`converter.proof.explain.layers`."""
+def tables(
+    artifact: Artifact,
+    feeds: Sequence[Feeds],
+    scratch: Path,
+    progress: Progress,
+    notes: list[str],
+    *,
+    mend: Collection[str] = (),
+    late: Late = never,
+) -> dict[str, Layers]:
+    """What the first of ``feeds`` say of all ONNX profiles, and what would mend those named in ``mend``.
+
+    No verdict needs them: what does not run is a note, and an artifact without a reference has none.
+    """
+    profiles = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
+    if artifact.manifest.reference is None or not profiles:
+        return {}
+    found: dict[str, Layers] = {}
+    try:
+        with progress.step("measuring each layer's SQNR"), reference(artifact, scratch) as graph:
+            for profile in profiles:
+                told = explained(graph, artifact, feeds[:_FEEDS], profile, mend=profile in mend, late=late)
+                found[profile] = told.entry(MOST_LAYERS // len(profiles))
+    except (RuntimeFailure, ConversionError) as error:
+        notes.append(f"the SQNR of layers was not measured: {error}")
+    return found
+
+
+def explained(
+    reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile: str, *, mend: bool = True, late: Late = never
+) -> Explanation:
+    """What ``feeds`` say of ``profile``; with ``mend``, what would mend it, as far as it was not ``late`` for trying.
+
+    Errors: those of :func:`converter.proof.explain.trace`.
+    """
     traced = trace(reference, artifact, feeds, profile)
-    layers = tuple(traced.layers())
     found = remedy.departure(traced, Budget.from_dict(artifact.manifest.budget))
     if found is None or found.node is None:
-        return Explanation(profile, layers, found is not None, None, None)
-    mended = remedy.find(traced, artifact, profile, feeds, found)
-    return Explanation(profile, layers, True, layer(traced, found.node), mended)
+        return Explanation(profile, tuple(traced.layers()), DiagnosisEntry(ails=found is not None))
+    mended = remedy.find(traced, artifact, profile, feeds, found, late) if mend else None
+    tried = mend and (mended is not None or not late())
+    diagnosis = DiagnosisEntry(ails=True, leaves=layer(traced, found.node), remedy=mended, tried=tried)
+    return Explanation(profile, tuple(traced.layers()), diagnosis)
 
 
 def _feeds(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], str]:
@@ -76,10 +114,8 @@ def _feeds(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], st
 
 
 def _as_dict(explanation: Explanation) -> dict[str, object]:
-    found = asdict(explanation)
-    if explanation.remedy is not None:
-        found["remedy"]["keep_fp32"] = explanation.remedy.pattern
-    return found
+    found: dict[str, object] = {"profile": explanation.profile, "layers": plain(explanation.layers)}
+    return found | explanation.diagnosis.model_dump(mode="json")
 
 
 def _text(explanation: Explanation, origin: str) -> str:
@@ -93,37 +129,14 @@ def _text(explanation: Explanation, origin: str) -> str:
         " what rounding alone should leave"
     )
     columns = ("depth", "node", "op", "weight", "SQNR dB", "expected", "")
-    return "\n".join([table(title, columns, rows), *_verdict(explanation)])
+    told = series(explanation.profile, explanation.entry(len(explanation.layers)))
+    return "\n".join([table(title, columns, rows), told.told, *([f"  {told.option}"] if told.option else [])])
 
 
-def _is_shown(each: LayerSqnr) -> bool:
+def _is_shown(each: LayerEntry) -> bool:
     """Layers that have weights, products, and whatever is below the line; ``--json`` has all of them."""
     return bool(each.weight) or each.op in WEIGHTED or bool(_mark(each))
 
 
-def _mark(each: LayerSqnr) -> str:
-    return "below the line" if each.expected_db - each.sqnr_db > MARGIN else ""
-
-
-def _verdict(explanation: Explanation) -> list[str]:
-    leaves, mended = explanation.leaves, explanation.remedy
-    if leaves is None and explanation.ails:
-        return ["An output is over budget and no layer left the line: rounding adds up alike down a graph this deep."]
-    if leaves is None:
-        return ["Every output is on the expected line: what drift there is comes from rounding everywhere alike."]
-    lines = [
-        f"It leaves the expected line at {leaves.name} ({leaves.op}): {leaves.sqnr_db:.1f} dB where"
-        f" {leaves.expected_db:.1f} are expected."
-    ]
-    if mended is None:
-        return [*lines, "No few nodes before it would mend that when kept in fp32: look at its inputs, or its weights."]
-    return [
-        *lines,
-        f"Kept in fp32, {_listed(mended.nodes)} would bring output {mended.output} from {mended.before_db:.1f} to"
-        f" {mended.after_db:.1f} dB (tried on the CPU):",
-        f"  --keep-fp32 '{mended.pattern}'",
-    ]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def _mark(each: LayerEntry) -> str:
+    return "below the line" if each.expected_db - each.sqnr_db > MARGIN_DB else ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
 from bf16kit.manifest import PlanEntry
+from bf16kit.measurements import MOST_DB
 from bf16kit.numerics import to_bf16, to_fp32
 from bf16kit.runtime.externaldata import REBUILT
 from converter.formats.onnx import build
@@ -25,17 +26,34 @@ from converter.proof.emulate import Emulate
 from converter.proof.explain import Trace, decibels
 from converter.proof.probing import Graph, compare
 
+Late = Callable[[], bool]  # whether the time for trying is over
+
+
+def never() -> bool:
+    """There is time enough."""
+    return False
+
 
 class Trials:
-    """A profile built anew in memory, with other nodes in fp32, and the SQNR of one output."""
+    """A profile built anew in memory, with other nodes in fp32, and the SQNR of one output.
+
+    Once it is ``late``, what was not tried counts as no help at all.
+    """
 
     def __init__(
-        self, trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], output: ir.Value
+        self,
+        trace: Trace,
+        artifact: Artifact,
+        profile: str,
+        feeds: Sequence[Feeds],
+        output: ir.Value,
+        late: Late = never,
     ) -> None:
         self._trace = trace
         self._artifact = artifact
         self._feeds = feeds
         self._output = output.name or ""
+        self._late = late
         self._profile = replace(PROFILES[profile], uses_kernel=False)
         self._prepared = prepare(_whole(trace.reference))
         self._tried: dict[tuple[str, ...], float] = {}
@@ -44,7 +62,10 @@ class Trials:
         self.known = frozenset(entry.name for entry in plan.nodes[profile])
 
     def sqnr(self, keep: tuple[str, ...]) -> float:
+        """The SQNR in dB of the output with the nodes ``keep`` in fp32."""
         if keep not in self._tried:
+            if self._late():
+                return -MOST_DB
             powers = compare(self._trace.reference, self._candidate(keep), self._feeds, {self._output})
             self._tried[keep] = decibels(powers[self._output].ratio)
         return self._tried[keep]

@@ -17,37 +17,18 @@ import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
+from bf16kit.measurements import MARGIN_DB, RemedyEntry
 from converter.graph.operators import EXACT, WEIGHTED
 from converter.model import Feeds
 from converter.proof.expectation import operands
 from converter.proof.explain import Trace
-from converter.proof.keeping import Trials
-
-# dB below the expected line that a value has left it: MiniLM stays within 1.5, cancellation of one bit costs 6
-# (docs/decisions has the numbers of more models).
-MARGIN = 6.0
+from converter.proof.keeping import Late, Trials, never
 
 _LEVELS = 5  # of rounding before a node that are tried
 _SINGLES = 12  # nodes on the way that are tried one by one
 _MOST = 24  # nodes that a remedy may name
 _GAIN = 1.0  # dB that one more node must bring
 _WORTH = 3.0  # dB that a remedy must bring
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """What mends the worst output: the nodes to keep, and its SQNR in dB as it is and as it was with them kept."""
-
-    nodes: tuple[str, ...]
-    output: str
-    before_db: float
-    after_db: float
-
-    @property
-    def pattern(self) -> str:
-        """The nodes as one regular expression for ``--keep-fp32``."""
-        names = "|".join(re.escape(name) for name in self.nodes)
-        return f"^{names}$" if len(self.nodes) == 1 else f"^({names})$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +53,24 @@ def departure(trace: Trace, budget: Budget) -> Departure | None:
     allowed = -20 * math.log10(bound) if 0 < bound < math.inf else -math.inf
     found = []
     for output in trace.graph.outputs:
-        goal = max(trace.line(output) - MARGIN, allowed)
+        goal = max(trace.line(output) - MARGIN_DB, allowed)
         if trace.has(output) and trace.sqnr(output) < goal:
             path = _path(trace, output)
             found.append(Departure(output, path, goal, *_leaves(trace, path)))
     return max(found, key=lambda each: each.goal - trace.sqnr(each.output), default=None)
 
 
-def find(trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], found: Departure) -> Remedy | None:
+def find(
+    trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], found: Departure, late: Late = never
+) -> RemedyEntry | None:
     """The smallest set found of nodes that, kept in fp32, bring the output to its goal, or nearest to it.
 
-    None when keeping what was tried gains less than 3 dB. Raises what :func:`converter.passes.prepare` and running a
-    graph raise.
+    Once it is ``late`` nothing more is tried. None when keeping what was tried gains less than 3 dB. Raises what
+    :func:`converter.passes.prepare` and running a graph raise.
     """
     if found.node is None:
         return None
-    trials = Trials(trace, artifact, profile, feeds, found.output)
+    trials = Trials(trace, artifact, profile, feeds, found.output, late)
     before = trace.sqnr(found.output)
     before_it = _levels(trace, [found.node], trials.known)
     around_it = _levels(trace, [found.node, *found.readers], trials.known)  # a bf16 reader rounds what it reads
@@ -98,7 +81,19 @@ def find(trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds],
     if reached < before + _WORTH:
         return None
     best = trials.pruned(best, min(found.goal, reached - _GAIN / 2))
-    return Remedy(best, found.output.name or "", before, trials.sqnr(best))
+    return RemedyEntry(
+        keep_fp32=pattern(best),
+        nodes=list(best),
+        output=found.output.name or "",
+        before_db=before,
+        after_db=trials.sqnr(best),
+    )
+
+
+def pattern(names: Sequence[str]) -> str:
+    """``names`` as one regular expression for ``--keep-fp32``."""
+    one_of = "|".join(re.escape(name) for name in names)
+    return f"^{one_of}$" if len(names) == 1 else f"^({one_of})$"
 
 
 def _best(trials: Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple[str, ...]:
@@ -138,11 +133,11 @@ def _leaves(trace: Trace, path: Sequence[ir.Value]) -> tuple[ir.Node | None, tup
     A stretch lasts as long as values lie below by half the margin: one on the edge does not part it.
     """
     below = [_below(trace, value) for value in path]
-    begin = next((index for index, fall in enumerate(below) if fall > MARGIN), None)
+    begin = next((index for index, fall in enumerate(below) if fall > MARGIN_DB), None)
     if begin is None:
         return None, ()
-    stretch = takewhile(lambda index: below[index] > MARGIN / 2, range(begin, len(path)))
-    first = max(index for index in stretch if below[index] > MARGIN)
+    stretch = takewhile(lambda index: below[index] > MARGIN_DB / 2, range(begin, len(path)))
+    first = max(index for index in stretch if below[index] > MARGIN_DB)
     nodes, _ = _between(trace, path[first])
     readers = _between(trace, path[first - 1])[0] if first else ()
     return next((node for node in nodes if node.op_type in WEIGHTED), nodes[0]), tuple(readers)

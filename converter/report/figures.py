@@ -115,6 +115,8 @@ def figures(
     rows = tuple(drift_rows(manifest))
     measured = measurements or Measurements()
     kept = tuple(islands(manifest, measured))
+    judged = tuple(verdicts(manifest, rows))
+    failing = {verdict.profile for verdict in judged if not verdict.within}
     return Figures(
         model=manifest.model,
         source=manifest.source,
@@ -123,10 +125,10 @@ def figures(
         batch_axis=manifest.batch_axis,
         oracle=manifest.oracle,
         reference=reference(manifest.oracle),
-        verdicts=tuple(verdicts(manifest, rows)),
+        verdicts=judged,
         drift=rows,
         samples=tuple(sample_series(manifest, measured)),
-        layers=tuple(layer_series(measured)),
+        layers=tuple(layer_series(measured, failing)),
         spans=spans(measured.ranges),
         measured_tensors=measured.ranges.measured,
         islands=kept,

@@ -11,7 +11,6 @@ from converter.process.progress import size
 from converter.report.document import plain
 from converter.report.drifts import DriftRow, share
 from converter.report.figures import Figures, figures
-from converter.report.layers import called
 from converter.report.text import table
 
 VERSION = 1  # of what `inspect --json` writes
@@ -45,6 +44,7 @@ def record(path: Path) -> dict[str, Any]:
     for rows in ("samples", "layers", "spans", "measured_tensors", "island_groups", "notes"):
         del fields[rows]  # of measurements.json; notes are said when converting, and kept in the report alone
     fields["off_the_line"] = plain({s.profile: s.first_off for s in found.layers if s.first_off is not None})
+    fields["diagnoses"] = plain({s.profile: s.diagnosis for s in found.layers if s.diagnosis is not None})
     fields["lossy_tensors"] = plain([s for s in found.spans if s.remark])
     fields |= {"version": VERSION, "path": str(path), "within": found.within, "headline": found.headline}
     fields["sizes"] |= {"ratio": found.sizes.ratio, "ratio_with_residual": found.sizes.ratio_with_residual}
@@ -93,10 +93,9 @@ def _head(artifact: Artifact, found: Figures) -> str:
     lines += [f"weights     {span.remark} in {span.name}" for span in found.spans if span.remark][:5]
     lines += [f"search      {search.sentence}" for search in found.searches]
     lines += [
-        f"layers      {series.profile}: the first off the expected line is {called(series.first_off)},"
-        f" {series.first_off.sqnr_db:.1f} dB where {series.first_off.expected_db:.1f} are expected"
+        f"layers      {series.profile}: {series.told}{' ' if series.option else ''}{series.option}"
         for series in found.layers
-        if series.first_off is not None
+        if series.told
     ]
     return "\n".join(lines)
 

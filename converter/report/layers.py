@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import shlex
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from bf16kit.measurements import MOST_DB, LayerEntry, Layers, Measurements
-
-MARGIN_DB = 6.0  # below the expected line: twice the noise amplitude that bf16 alone brings
+from bf16kit.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +15,32 @@ class LayerSeries:
     """The layers of one profile in the order of their depth, of ``measured`` in all.
 
     ``first_off`` is the first whose SQNR is :data:`MARGIN_DB` below what bf16 alone would leave of it; None when all
-    keep to the line.
+    keep to the line. ``diagnosis`` is what they say of the outputs; None in artifacts that are older than that.
+    ``within`` says whether the profile keeps to the budget.
     """
 
     profile: str
     measured: int
     rows: tuple[LayerEntry, ...]
     first_off: LayerEntry | None
+    diagnosis: DiagnosisEntry | None = None
+    within: bool = True
+
+    @property
+    def leaves(self) -> LayerEntry | None:
+        """The layer from which the noise of an output comes that is off the line."""
+        return None if self.diagnosis is None else self.diagnosis.leaves
+
+    @property
+    def option(self) -> str:
+        """What to convert with so that the worst output is mended; "" when nothing has to be, or nothing is known."""
+        remedy = None if self.diagnosis is None else self.diagnosis.remedy
+        return "" if remedy is None else f"--keep-fp32 {shlex.quote(remedy.keep_fp32)}"
+
+    @property
+    def told(self) -> str:
+        """What the layers say of the outputs, in sentences; "" when it is not known. :attr:`option` follows."""
+        return "" if self.diagnosis is None else " ".join(_told(self.diagnosis, self.first_off, self.within))
 
     def worst(self) -> list[LayerEntry]:
         """The rows, those furthest below the expected line first."""
@@ -39,15 +57,48 @@ def called(row: LayerEntry) -> str:
     return row.weight or row.name
 
 
-def layer_series(measured: Measurements) -> Iterator[LayerSeries]:
-    """The layers of each profile for which they were measured."""
+def layer_series(measured: Measurements, failing: Collection[str] = ()) -> Iterator[LayerSeries]:
+    """The layers of each profile for which they were measured; ``failing`` are over budget."""
     for profile, entry in sorted(measured.profiles.items()):
         if entry.layers is not None and entry.layers.rows:
-            yield series(profile, entry.layers)
+            yield series(profile, entry.layers, within=profile not in failing)
 
 
-def series(profile: str, layers: Layers) -> LayerSeries:
+def series(profile: str, layers: Layers, *, within: bool = True) -> LayerSeries:
     """The layers of one profile by depth."""
     rows = tuple(sorted(layers.rows, key=lambda row: row.depth))
     first = next((row for row in rows if shortfall(row) > MARGIN_DB), None)
-    return LayerSeries(profile, layers.measured, rows, first)
+    return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within)
+
+
+def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool) -> Iterator[str]:
+    if not found.ails:
+        yield "Every output is on the expected line: what drift there is comes from rounding everywhere alike."
+        if first_off is not None:
+            yield f"The first layer below it is {called(first_off)}; what follows averages its error away."
+        yield "No remedy is needed."
+    elif found.leaves is None:
+        yield "An output is over budget and no layer left the line: rounding adds up alike down a graph this deep."
+    else:
+        yield (
+            f"It leaves the expected line at {found.leaves.name} ({found.leaves.op}): {found.leaves.sqnr_db:.1f} dB"
+            f" where {found.leaves.expected_db:.1f} are expected."
+        )
+        yield _mended(found, within)
+
+
+def _mended(found: DiagnosisEntry, within: bool) -> str:
+    remedy = found.remedy
+    if remedy is not None:
+        return (
+            f"Kept in fp32, {_listed(remedy.nodes)} would bring output {remedy.output} from {remedy.before_db:.1f} to"
+            f" {remedy.after_db:.1f} dB (tried on the CPU):"
+        )
+    if found.tried:
+        return "No few nodes before it would mend that when kept in fp32: look at its inputs, or its weights."
+    why = "No remedy is needed, because the budget is met" if within else "No remedy was looked for"
+    return f"{why}; bf16-convert explain tells one."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

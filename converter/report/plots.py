@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from bf16kit.measurements import MOST_DB
+from bf16kit.measurements import MARGIN_DB, MOST_DB
 from converter.process.progress import size
 from converter.report.drifts import SampleSeries
 from converter.report.figures import Sizes
-from converter.report.layers import MARGIN_DB, LayerSeries, called, shortfall
+from converter.report.layers import LayerSeries, called, shortfall
 from converter.report.spans import HIGHEST, LOWEST, NORMAL, Span
 from converter.report.svg import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Picture, Scale, axes, line, power_of_two, shortened
 

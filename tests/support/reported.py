@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 
@@ -21,11 +22,13 @@ from bf16kit.manifest import (
     SpecEntry,
 )
 from bf16kit.measurements import (
+    DiagnosisEntry,
     IslandEntry,
     LayerEntry,
     Layers,
     Measurements,
     ProfileMeasurements,
+    RemedyEntry,
     SearchEntry,
     ranges,
     sample_columns,
@@ -62,7 +65,16 @@ def layers(count: int = 120) -> Layers:
         rows.append(
             LayerEntry(name=name, op="MatMul", weight=f"{name}.weight", depth=i, sqnr_db=measured, expected_db=expected)
         )
-    return Layers(measured=count, rows=rows)
+    return Layers(measured=count, rows=rows, diagnosis=DiagnosisEntry(ails=True, leaves=rows[count // 2]))
+
+
+REMEDY = RemedyEntry(
+    keep_fp32=rf"^({re.escape(OFF)}|encoder\.layer\.3\.attention/Softmax)$",
+    nodes=[OFF, "encoder.layer.3.attention/Softmax"],
+    output="logits",
+    before_db=31.4,
+    after_db=44.9,
+)
 
 
 CENSUS = {
@@ -89,6 +101,11 @@ def measurements(samples: int = 64, over: bool = False, depth: int = 120) -> Mea
     columns = sample_columns(drifts(samples, over))
     profiles = {name: ProfileMeasurements(outputs=columns[name], layers=layers(depth)) for name in PROFILES}
     profiles["cuda"] = profiles["cuda"].model_copy(update={"search": SEARCH})
+    if over:  # what would mend it is looked for then alone
+        found = layers(depth)
+        mended = DiagnosisEntry(ails=True, leaves=found.rows[depth // 2], remedy=REMEDY, tried=True)
+        update = {"layers": found.model_copy(update={"diagnosis": mended})}
+        profiles["cuda"] = profiles["cuda"].model_copy(update=update)
     return Measurements(profiles=profiles, ranges=ranges(CENSUS))
 
 

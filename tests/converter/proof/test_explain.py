@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,21 +10,29 @@ from converting import Cli
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
-from converter.proof.explain import layers
+from bf16kit.measurements import LayerEntry
+from converter.model import Feeds
+from converter.proof.explain import reference, trace
+
+
+def layers(artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> list[LayerEntry]:
+    """Those of ``profile``, on ``feeds``."""
+    with reference(artifact) as graph:
+        return trace(graph, artifact, feeds, profile).layers()
 
 
 def test_layers_are_the_sources_nodes_in_their_order(small: Artifact) -> None:
     """In the cpu profile the product, its bias and its activation are one: the result is what both graphs have."""
-    found = layers(small, [small.golden().inputs], ["cpu"])["cpu"]
+    found = layers(small, [small.golden().inputs], "cpu")
     assert [(layer.name, layer.op, layer.depth) for layer in found] == [("relu0", "Relu", 1), ("add1", "Add", 2)]
-    assert [layer.name for layer in layers(small, [small.golden().inputs], ["cuda"])["cuda"]] == [
+    assert [layer.name for layer in layers(small, [small.golden().inputs], "cuda")] == [
         *("matmul0", "add0", "relu0", "matmul1", "add1"),
     ]
 
 
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_a_sound_model_is_on_the_line(small: Artifact, profile: str) -> None:
-    for layer in layers(small, [small.golden().inputs], [profile])[profile]:
+    for layer in layers(small, [small.golden().inputs], profile):
         assert abs(layer.sqnr_db - layer.expected_db) < 3
 
 
@@ -31,9 +40,9 @@ def test_no_reference_no_explanation(cli: Cli, target: Path, onnx_file: Path) ->
     assert cli("checkpoint", onnx_file, "--out", target, "--no-residual").code == 0
     bare = Artifact.open(target)
     with pytest.raises(ArtifactError, match="--no-residual and keeps no fp32 reference"):
-        layers(bare, [bare.golden().inputs], ["cpu"])["cpu"]
+        layers(bare, [bare.golden().inputs], "cpu")
 
 
 def test_a_profile_that_is_not_there_is_named(small: Artifact) -> None:
     with pytest.raises(ArtifactError, match="no ONNX profile 'torchscript' to look into; it has cpu, cuda"):
-        layers(small, [small.golden().inputs], ["torchscript"])["torchscript"]
+        layers(small, [small.golden().inputs], "torchscript")

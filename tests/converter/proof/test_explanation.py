@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from html import unescape
 from pathlib import Path
 
 import onnx
@@ -11,6 +13,8 @@ import troubled
 from converting import ONNX_ONLY, Cli
 
 from bf16kit.artifact import Artifact
+from bf16kit.measurements import DiagnosisEntry
+from converter.proof import remedy
 
 
 def test_a_sound_artifact_is_on_the_line(cli: Cli, small: Artifact) -> None:
@@ -29,6 +33,64 @@ def test_the_text_ends_with_the_option_to_pass(cli: Cli, target: Path, tmp_path:
     assert "left and right would bring output y from" in said
     assert "below the line" in said
     assert said.rstrip().endswith("--keep-fp32 '^(left|right)$'")
+
+
+def _diagnosis(target: Path, profile: str = "cpu") -> DiagnosisEntry:
+    measurements = Artifact.open(target).measurements()
+    assert measurements is not None
+    layers = measurements.profiles[profile].layers
+    assert layers is not None
+    assert layers.diagnosis is not None
+    return layers.diagnosis
+
+
+def test_the_report_of_a_model_published_over_budget_has_what_explain_says(
+    cli: Cli, target: Path, tmp_path: Path
+) -> None:
+    onnx.save(troubled.cancellation(), tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--allow-over-budget").published()
+    found = _diagnosis(target)
+    assert found.leaves is not None
+    assert found.remedy is not None
+    assert (found.leaves.name, found.remedy.keep_fp32, found.tried) == ("difference", "^(left|right)$", True)
+    page = unescape((target / "report.html").read_text("utf-8"))
+    said = cli("explain", target, "--profile", "cpu").published().out
+    for text in ("leaves the expected line at difference (Sub)", "--keep-fp32 '^(left|right)$'"):
+        assert text in said
+        assert text in page
+    inspected = " ".join(cli("inspect", target).published().out.split())
+    assert "layers cpu: It leaves the expected line at difference (Sub)" in inspected
+    assert "--keep-fp32 '^(left|right)$'" in inspected
+
+
+@pytest.mark.parametrize("flags", [("--no-search",), ("--search-minutes", "1e-9")])
+def test_no_remedy_is_looked_for_by_whoever_wants_no_search(
+    cli: Cli, target: Path, tmp_path: Path, flags: Sequence[str]
+) -> None:
+    onnx.save(troubled.cancellation(), tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--allow-over-budget", *flags).published()
+    found = _diagnosis(target)
+    assert found.leaves is not None
+    assert (found.leaves.name, found.remedy, found.tried) == ("difference", None, False)
+    assert "No remedy was looked for; bf16-convert explain tells one." in (target / "report.html").read_text("utf-8")
+
+
+def test_a_model_within_budget_is_diagnosed_without_another_run(
+    cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer at which it leaves the line is known from what was run already; its remedy would take many runs."""
+
+    def tried(*_: object) -> None:
+        raise AssertionError("a remedy was looked for")
+
+    monkeypatch.setattr(remedy, "Trials", tried)
+    onnx.save(troubled.cancellation(4), tmp_path / "m.onnx")
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--budget", "relative_l2=0.5").published()
+    found = _diagnosis(target)
+    assert found.leaves is not None
+    assert (found.leaves.name, found.remedy, found.tried) == ("difference", None, False)
+    assert "No remedy is needed, because the budget is met" in (target / "report.html").read_text("utf-8")
+    assert "a remedy was looked for" in cli("explain", target).err, "or this test would guard nothing"
 
 
 def test_json_has_every_layer(cli: Cli, small: Artifact) -> None:

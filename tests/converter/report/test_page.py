@@ -105,13 +105,30 @@ def test_everything_measured_has_its_place() -> None:
         "A search of 41 candidates brought cuda from 1.62 × its budget to 0.61 × it: 99% of the bytes of its weights",
         "kept in fp32: cuda is over budget without it",
         "30 of cuda: normalises",
-        f"first off the line is {reported.OFF}",
+        f"cuda: leaves the line at {reported.OFF}",
+        f"cuda: It leaves the expected line at {reported.OFF} (MatMul): ",
+        "No remedy is needed, because the budget is met; bf16-convert explain tells one.",
         "12 flushed to zero",
         "onnxruntime 1.24 or later",
         "torch 2.13.0",
         "matrix of 147456 values (21); ",
     ):
         assert expected in text, expected
+
+
+def test_over_budget_the_page_says_what_would_mend_it() -> None:
+    manifest = reported.manifest(over=True)
+    text = _Page(render(manifest, manifest.files, [], reported.measurements(over=True))).text
+    assert "would bring output logits from 31.4 to 44.9 dB (tried on the CPU):" in text
+    assert f"--keep-fp32 '{reported.REMEDY.keep_fp32}'" in text
+    assert text.count("--keep-fp32 '") == 1
+
+
+def test_a_sound_model_needs_no_remedy(mlp: Artifact) -> None:
+    text = _Page(mlp.file("report.html").read_text()).text
+    assert text.count("Every output is on the expected line") == 2
+    assert text.count("No remedy is needed.") == 2
+    assert "--keep-fp32" not in text
 
 
 def test_a_reference_that_nobody_checked_is_said_to_be(mlp: Artifact) -> None:

@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, fromstring
 import pytest
 import reported
 
-from bf16kit.measurements import LayerEntry, Layers, Ranges, ranges
+from bf16kit.measurements import DiagnosisEntry, LayerEntry, Layers, Ranges, RemedyEntry, ranges
 from converter.report import plots
 from converter.report.drifts import SampleSeries
 from converter.report.figures import Sizes
@@ -94,6 +94,37 @@ def test_layers_within_the_margin_keep_to_the_line() -> None:
     assert series("cpu", Layers(measured=1, rows=rows)).first_off is None
     rows = [LayerEntry(name="a", op="MatMul", depth=1, sqnr_db=43.9, expected_db=50.0)]
     assert series("cpu", Layers(measured=1, rows=rows)).first_off == rows[0]
+
+
+FINE = LayerEntry(name="fine", op="MatMul", depth=1, sqnr_db=49.0, expected_db=50.0)
+DIP = LayerEntry(name="dip", op="Sub", weight="w", depth=2, sqnr_db=20.0, expected_db=50.0)
+MENDED = RemedyEntry(keep_fp32="^dip's$", nodes=["a", "b", "c"], output="y", before_db=20.0, after_db=48.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "within", "said", "option"),
+    [
+        (None, True, "", ""),
+        (DiagnosisEntry(ails=False), True, "The first layer below it is w; what follows averages its error away.", ""),
+        (DiagnosisEntry(ails=True), False, "no layer left the line", ""),
+        (DiagnosisEntry(ails=True, leaves=DIP), True, "No remedy is needed, because the budget is met", ""),
+        (DiagnosisEntry(ails=True, leaves=DIP), False, "No remedy was looked for; bf16-convert explain", ""),
+        (DiagnosisEntry(ails=True, leaves=DIP, tried=True), False, "No few nodes before it would mend that", ""),
+        (
+            DiagnosisEntry(ails=True, leaves=DIP, tried=True, remedy=MENDED),
+            False,
+            "It leaves the expected line at dip (Sub): 20.0 dB where 50.0 are expected. Kept in fp32, a, b and c would",
+            """--keep-fp32 '^dip'"'"'s$'""",
+        ),
+    ],
+)
+def test_layers_say_what_ails_and_what_mends(
+    found: DiagnosisEntry | None, within: bool, said: str, option: str
+) -> None:
+    told = series("cpu", Layers(measured=2, rows=[FINE, DIP], diagnosis=found), within=within)
+    assert said in told.told
+    assert bool(told.told) == bool(said)
+    assert told.option == option
 
 
 def test_a_tensor_spans_its_exponents_and_what_is_lost_is_said() -> None:
