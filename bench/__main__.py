@@ -22,6 +22,7 @@ NAMES = (
     "artifact_size",
     "conversion_memory",
     "conversion_large",
+    "conversion_torch",
     "conversion_speed",
     "rounding_speed",
     "drift_minilm",

@@ -48,23 +48,30 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     target = workspace.root / "conversion_memory" / "1"
     convert = ["run", str(modules), "checkpoint", str(source), "--out", str(target), "--force"]
     peaks = [_peak(*convert, "--samples", "minilm:calibration") for _ in range(runs)]
-    imports = [_peak("import", str(modules)) for _ in range(runs)]
-    anonymous, bare = median(peak.anonymous for peak in peaks), median(peak.anonymous for peak in imports)
-    resident, resident_bare = median(peak.resident for peak in peaks), median(peak.resident for peak in imports)
+    bare = [imports(modules) for _ in range(runs)]
+    anonymous, bare_anonymous = median(peak.anonymous for peak in peaks), median(peak.anonymous for peak in bare)
+    resident, bare_resident = median(peak.resident for peak in peaks), median(peak.resident for peak in bare)
     return Result(
         "conversion_memory",
         (
-            Measurement("peak beyond the imports ÷ checkpoint", (anonymous - bare) / checkpoint, at_most=_AT_MOST),
-            Measurement("the same with mapped files", (resident - resident_bare) / checkpoint),
+            Measurement(
+                "peak beyond the imports ÷ checkpoint", (anonymous - bare_anonymous) / checkpoint, at_most=_AT_MOST
+            ),
+            Measurement("the same with mapped files", (resident - bare_resident) / checkpoint),
             Measurement("peak", anonymous / _MB, "MB"),
-            Measurement("imports", bare / _MB, "MB"),
+            Measurement("imports", bare_anonymous / _MB, "MB"),
             Measurement("peak with mapped files", resident / _MB, "MB"),
-            Measurement("imports with mapped files", resident_bare / _MB, "MB"),
+            Measurement("imports with mapped files", bare_resident / _MB, "MB"),
             Measurement("fp32 checkpoint", checkpoint / _MB, "MB"),
         ),
         settings={"model": "all-MiniLM-L6-v2", "runs": runs, "samples": "200 real sentences", "formats": "all"},
         notes=("judged is anonymous memory; mapped files are page cache, which the system can drop",),
     )
+
+
+def imports(modules: Path) -> Peak:
+    """The peak of a process that imports what the file ``modules`` lists, and does no more."""
+    return _peak("import", str(modules))
 
 
 def _peak(*arguments: str) -> Peak:

@@ -38,6 +38,7 @@ class OnnxRuntime:
         external: Mapping[str, Array] | None = None,
         base_dir: Path | None = None,
         note: str = "",
+        pack: bool = True,
     ) -> None:
         device = canonical(device)
         # Only for a graph that asks for it: the reference must run on nothing but ONNX Runtime.
@@ -50,6 +51,7 @@ class OnnxRuntime:
             external=external,
             base_dir=base_dir,
             library=kernel.library,
+            pack=pack,
         )
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)

@@ -45,6 +45,7 @@ def open_session(
     base_dir: Path | None = None,
     library: Path | None = None,
     optimise: bool = True,
+    pack: bool = True,
 ) -> Session:
     """A session for ``model`` on the canonical ``device``.
 
@@ -52,7 +53,8 @@ def open_session(
     ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
     file does not exist; ONNX Runtime copies them, so nothing refers to them afterwards. ``base_dir`` is where a model
     given as bytes finds its external data. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without
-    ``optimise`` every operator runs as the graph says, none fused, folded or dropped.
+    ``optimise`` every operator runs as the graph says, none fused, folded or dropped. Without ``pack`` products read
+    their weights where they lie: otherwise each is copied once, in the order that is fastest.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
@@ -60,6 +62,8 @@ def open_session(
     if not optimise:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_mem_reuse = False  # it believes the file's names of dimensions, which may be wrong
+    if not pack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if base_dir is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base_dir))
     values = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}

@@ -24,13 +24,15 @@ def narrow_and_trace(model: TorchModel, path: Path) -> None:
     import torch
 
     from converter.formats.autocast import Edges, narrow
+    from converter.process.tensorfiles import TensorFiles
 
     raw = path.with_name(f"{path.name}.raw")
     try:
         with quiet(), torch.no_grad():
             torch.jit._state._clear_class_state()  # classes of an earlier trace would change the names of this one's
             torch._C._jit_clear_class_registry()
-            edges = Edges(narrow(model.module)).eval()
+            with TensorFiles(path.parent):
+                edges = Edges(narrow(model.module)).eval()
             traced = torch.jit.trace(edges, model.example, check_trace=False)
             torch.jit.save(traced, str(raw))
     except Exception as error:  # tracing runs the user's model, which may raise anything

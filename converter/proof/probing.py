@@ -167,7 +167,15 @@ class _Side:
         data = model.SerializeToString(deterministic=True)
         outputs = [TensorSpec(name, "float32", ()) for name in names]
         base, external = self._graph.base, self._graph.external
-        return OnnxRuntime(data, self._inputs, outputs, precision="fp32", base_dir=base, external=external)
+        return OnnxRuntime(
+            data,
+            self._inputs,
+            outputs,
+            precision="fp32",
+            base_dir=base,
+            external=external,
+            pack=False,  # two sessions are open at once, anew for every chunk, and run a few feeds each
+        )
 
     def _needed(self, names: Sequence[str]) -> list[onnx.NodeProto]:
         needed, kept = set(names), list[onnx.NodeProto]()

@@ -77,7 +77,7 @@ def _read_weights(options: Options, kind: Kind, advance: Advance) -> Source:
         raise SourceError(f"{options.source}: holds no tensors")
     precisions.check_range(options.source, tensors)
     if module is None:
-        module = statedict.in_fp32(statedict.build(options))
+        module = statedict.build(options)
         statedict.fit(module, tensors)
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors)
     source = _exported(checkpoint, adapt(statedict.in_fp32(module), _inputs_of(options)), None)

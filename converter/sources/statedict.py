@@ -20,8 +20,10 @@ _NAMED = 5
 
 
 def build(options: Options) -> torch.nn.Module:
-    """What ``--model pkg.mod:factory`` returns for ``--model-args``."""
+    """What ``--model pkg.mod:factory`` returns for ``--model-args``, in fp32, its large tensors in temporary files."""
     import torch
+
+    from converter.process.tensorfiles import TensorFiles
 
     if options.model is None:
         raise UsageError(
@@ -29,14 +31,16 @@ def build(options: Options) -> torch.nn.Module:
             " (a function or class that returns the torch module)"
         )
     factory = import_callable("--model", options.model)
+    files = TensorFiles(options.target.path.parent)
     try:
-        with quiet():
+        with quiet(), files:
             module = factory(**options.model_args)
     except Exception as error:  # the user's code may raise anything
         raise UsageError(f"--model {options.model}: the factory failed: {first_line(error)}") from error
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"--model {options.model}: returned {type(module).__name__}, expected a torch.nn.Module")
-    return module
+    with files:
+        return in_fp32(module)
 
 
 def in_fp32(module: torch.nn.Module) -> torch.nn.Module:

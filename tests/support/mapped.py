@@ -1,4 +1,4 @@
-"""How much of a file this process has mapped, and how much of that it has to itself."""
+"""How much of files this process has mapped, and how much of that it has to itself."""
 
 from __future__ import annotations
 
@@ -15,4 +15,16 @@ def mapped_kb(name: str) -> dict[str, int]:
             inside = line.endswith(f"/{name}")
         elif inside and key in total:
             total[key] += int(value.split()[0])
+    return total
+
+
+def deleted_kb() -> int:
+    """Resident kB of this process' mappings of scratch files, which have no name any more."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if "-" in key.split()[0]:
+            inside = line.endswith("(deleted)") and ".bf16kit-weights-" in line
+        elif inside and key == "Rss":
+            total += int(value.split()[0])
     return total

@@ -51,7 +51,7 @@ def load(options: Options, tensors: Mapping[str, Array]) -> Loaded:
     directory = Directory.open(options.source)
     behind = tuple(part.prefix for part in directory.parts or ())
     own = {name: tensor for name, tensor in tensors.items() if not (behind and name.startswith(behind))}
-    module, notes = load_module(directory, own)
+    module, notes = load_module(directory, own, options.target.path.parent)
     if options.with_past:
         loaded = _with_past(options, directory, module)
     else:

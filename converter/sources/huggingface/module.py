@@ -15,8 +15,11 @@ from converter.sources.statedict import mismatch_message, to_torch
 _NAMED = 5
 
 
-def load_module(directory: Directory, tensors: Mapping[str, Array]) -> tuple[Any, list[str]]:
-    """The fp32 module with eager attention, whose graph is plain MatMul and Softmax, and notes for its owner."""
+def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Path) -> tuple[Any, list[str]]:
+    """The fp32 module with eager attention, whose graph is plain MatMul and Softmax, and notes for its owner.
+
+    Its fp32 weights are those of ``tensors``; what is widened lies in temporary files in ``scratch``.
+    """
     try:
         import transformers
     except ImportError:
@@ -31,7 +34,7 @@ def load_module(directory: Directory, tensors: Mapping[str, Array]) -> tuple[Any
             module, info = factory.from_pretrained(
                 None,  # not the path: transformers would map the file a second time
                 config=parsed,
-                state_dict={name: to_torch(tensor) for name, tensor in tensors.items()},
+                state_dict=_in_fp32(tensors, scratch),
                 dtype=torch.float32,
                 attn_implementation="eager",
                 ignore_mismatched_sizes=True,  # `_check_fit` names them
@@ -45,6 +48,15 @@ def load_module(directory: Directory, tensors: Mapping[str, Array]) -> tuple[Any
     notes = [*_unused(info, module), *_without_pooler(directory, info, module)]
     _answer_plainly(module)
     return module, notes
+
+
+def _in_fp32(tensors: Mapping[str, Array], scratch: Path) -> dict[str, Any]:
+    """torch tensors over the memory of ``tensors``, or over files: transformers would widen them in memory."""
+    from converter.process.tensorfiles import TensorFiles
+
+    with TensorFiles(scratch):
+        found = {name: to_torch(tensor) for name, tensor in tensors.items()}
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
 def _class(directory: Directory, parsed: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from onnx import ModelProto, TensorProto, helper
+from peaks import measured_alone
 
 import graphs
 from bf16kit.errors import RuntimeFailure
@@ -155,3 +156,37 @@ def test_noise_where_the_reference_is_zero_is_infinite() -> None:
     power = Power()
     power.add(np.zeros(2, np.float32), np.ones(2, np.float32))
     assert power.ratio == math.inf
+
+
+PROBE = """
+import sys
+from pathlib import Path
+import graphs
+import numpy as np
+import onnx_ir as ir
+from converter.process.memory import map_large_blocks
+from converter.proof.probing import Graph, compare
+from onnx import TensorProto
+from onnx.shape_inference import infer_shapes
+from peaks import anonymous, peak_anonymous
+map_large_blocks()
+def side(name, width):
+    model = infer_shapes(graphs.mlp((width,) * 4))
+    path = graphs.save_external(model, Path(sys.argv[1]) / name / "model.onnx", {TensorProto.FLOAT: "weights"})
+    return Graph(ir.load(path), path.parent, {})
+feeds = lambda width: [{"x": graphs.values(1, width)}]
+compare(side("small", 64), side("small", 64), feeds(64))  # its libraries are in memory from here on
+large = side("large", 2048)
+before = anonymous()
+with peak_anonymous() as peak:
+    assert len(compare(large, large, feeds(2048))) == 8
+print(peak.bytes - before, 3 * 4 * 2048 * 2048)
+"""
+
+
+def test_weights_of_products_are_not_copied(tmp_path: Path) -> None:
+    """Two graphs of 50 MB are open at once: packed for speed, their weights would be in memory twice."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "large").mkdir()
+    peak, size = map(int, measured_alone(PROBE, str(tmp_path)).split())
+    assert peak / size < 0.5, f"{peak / size:.2f} times the weights"

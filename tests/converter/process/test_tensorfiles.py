@@ -1,0 +1,135 @@
+"""torch tensors in files instead of memory: the same numbers, elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mapped import deleted_kb
+from peaks import measured_alone
+from torch import nn
+
+from converter.process.tensorfiles import TensorFiles
+
+SIDE = 1024  # a square of fp32 is 4 MiB
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from converter.formats.autocast import narrow
+from converter.process.memory import map_large_blocks
+from converter.process.tensorfiles import TensorFiles
+from peaks import anonymous, peak_anonymous
+from torch import nn
+map_large_blocks()  # as the command line does
+make = lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+with TensorFiles(Path(sys.argv[1])):
+    narrow(nn.Linear(512, 512)).float()  # torch is in memory from here on
+before = anonymous()
+with peak_anonymous() as peak, TensorFiles(Path(sys.argv[1])):
+    module = make()
+    if sys.argv[2] == "narrow":
+        narrow(module)
+    elif sys.argv[2] == "half":
+        module.half().float()
+print(peak.bytes - before, 8 * 4 * 2048 * 2048)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_memory", "at_least", "below"),
+    [("make", False, 0.0, 0.2), ("narrow", False, 0.0, 0.2), ("half", False, 0.0, 0.2), ("make", True, 0.9, 2.0)],
+)
+def test_a_module_is_not_held_in_memory(
+    tmp_path: Path, kind: str, in_memory: bool, at_least: float, below: float
+) -> None:
+    """134 MB of weights; on a file system that is memory they stay where torch puts them."""
+    directory = "/dev/shm" if in_memory else str(tmp_path)
+    peak, size = map(int, measured_alone(MEASURE, directory, kind).split())
+    assert at_least <= peak / size < below, f"{peak / size:.2f} times the weights"
+    assert list(tmp_path.iterdir()) == []
+
+
+def built(directory: Path | None, make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    """A module of a fixed seed, and what the generator gives after it."""
+    torch.manual_seed(0)
+    if directory is None:
+        return make(), torch.rand(4)
+    with TensorFiles(directory):
+        module = make()
+    return module, torch.rand(4)
+
+
+class Odd(nn.Module):
+    """Initialised in ways of people's own; one weight is tied, and one buffer is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(torch.randn(SIDE, SIDE) * 0.02)
+        self.turned = nn.Parameter(torch.randn(SIDE, 2 * SIDE).t().clone())
+        self.ones = nn.Parameter(torch.ones(SIDE, SIDE), requires_grad=False)
+        self.tied = self.scaled
+        self.register_buffer("table", torch.rand(SIDE, SIDE), persistent=False)
+        self.register_buffer("part", torch.zeros(SIDE, SIDE)[1:])
+
+
+@pytest.mark.parametrize("make", [Odd, lambda: nn.LSTM(SIDE, SIDE), lambda: nn.Linear(SIDE, SIDE).half()])
+def test_a_module_is_the_same_bit_for_bit(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    (plain, after), (filed, after_filed) = built(None, make), built(tmp_path, make)
+    assert torch.equal(after, after_filed)
+    expected, found = dict(plain.named_buffers()), dict(filed.named_buffers())
+    expected |= dict(plain.named_parameters(remove_duplicate=False))
+    found |= dict(filed.named_parameters(remove_duplicate=False))
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype is tensor.dtype
+        assert found[name].stride() == tensor.stride()
+        assert found[name].requires_grad == tensor.requires_grad
+    assert deleted_kb() > 0
+
+
+def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
+    module, _ = built(tmp_path, Odd)
+    assert isinstance(module, Odd)
+    with torch.no_grad():
+        module.scaled.fill_(3.0)
+    assert module.tied[-1, -1] == 3.0
+
+
+def test_a_tensor_that_is_given_back_as_it_is_stays_the_same(tmp_path: Path) -> None:
+    """``float()`` of fp32 is the tensor itself, and a change of either must be one of both."""
+    tensor = torch.zeros(SIDE, SIDE)
+    with TensorFiles(tmp_path):
+        again, inside = tensor.float(), tensor[1:]
+    again[0, 0] = inside[0, 0] = 1.0
+    assert tensor[0, 0] == tensor[1, 0] == 1.0
+
+
+def test_a_file_goes_with_its_tensor(tmp_path: Path) -> None:
+    before = deleted_kb()
+    with TensorFiles(tmp_path):
+        tensor = torch.ones(SIDE, SIDE)
+        assert list(tmp_path.iterdir()) == []
+    assert deleted_kb() >= before + 4 * 1024
+    del tensor
+    assert deleted_kb() == before
+
+
+def test_small_tensors_stay_in_memory(tmp_path: Path) -> None:
+    before = deleted_kb()
+    with TensorFiles(tmp_path):
+        tensor = torch.ones(100, SIDE)
+    assert deleted_kb() == before
+    assert tensor.shape == (100, SIDE)
+
+
+def test_where_no_file_can_be_had_tensors_stay_in_memory(tmp_path: Path) -> None:
+    before = deleted_kb()
+    with TensorFiles(tmp_path / "nothing"):
+        tensor = torch.ones(SIDE, SIDE)
+    assert deleted_kb() == before
+    assert tensor[-1, -1] == 1.0
