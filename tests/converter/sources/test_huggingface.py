@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from converting import ONNX_ONLY, Cli, tree
+from peaks import measured_alone
 from restored import assert_restored
 from safetensors.torch import load_file, save_file
 
@@ -185,3 +186,42 @@ def test_code_in_the_directory_is_not_run(cli: Cli, tmp_path: Path, target: Path
     _config(copied, model_type="evil", auto_map={"AutoModel": "modeling_evil.Evil", "AutoConfig": "modeling_evil.Evil"})
     cli("checkpoint", copied, "--out", target).refused(2, "transformers cannot load it")
     assert not (tmp_path / "executed").exists()
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from converter.process.memory import map_large_blocks
+from converter.sources import huggingface
+from converter.sources.huggingface.directory import Directory
+from converter.sources.huggingface.module import load_module
+from peaks import anonymous, peak_anonymous
+map_large_blocks()
+def load(name):
+    path = Path(sys.argv[1]) / name
+    return load_module(Directory.open(path), huggingface.read_tensors(path)[0], path)
+load("small")  # transformers is in memory from here on
+before = anonymous()
+with peak_anonymous() as peak:
+    module, _ = load("large")
+print(peak.bytes - before, sum(4 * parameter.numel() for parameter in module.parameters()))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_model_is_not_held_in_memory(tmp_path: Path, dtype: str) -> None:
+    """80 MB in fp32: mapped where the checkpoint lies, and what had to be widened in temporary files."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for name, width in (("small", 64), ("large", 1024)):
+        sizes: dict[str, Any] = {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": 1,
+            "vocab_size": 512,
+        }
+        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)
+        LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(tmp_path / name)
+    peak, size = map(int, measured_alone(LOAD, str(tmp_path)).split())
+    assert peak / size < 0.35, f"{peak / size:.2f} times the weights"
+    assert not list((tmp_path / "large").glob(".*"))
