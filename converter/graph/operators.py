@@ -60,6 +60,15 @@ def since_version(node: ir.Node, opset: int) -> int | None:
     return None if schema is None else schema.since_version
 
 
+def missing_input(node: ir.Node, opset: int) -> str | None:
+    """ONNX's name of the first input that ``node`` has to have and has not; None where all are there."""
+    schema = _schema(node.domain, node.op_type, opset)
+    given = {index for index, value in enumerate(node.inputs) if value is not None}
+    single = defs.OpSchema.FormalParameterOption.Single
+    needed = () if schema is None else enumerate(schema.inputs)
+    return next((formal.name for index, formal in needed if formal.option == single and index not in given), None)
+
+
 def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
     """Where bf16 may stand in ``node`` at ``opset``; None when the operator has no bf16 form, or no known schema.
 

@@ -77,9 +77,9 @@ def _lift(node: ir.Node) -> None:
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """What a Constant node holds as a tensor, or None for other nodes, strings, sparse tensors, and what a function
-    is told by its caller."""
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+    """What a Constant node holds as a tensor, or None for other nodes, strings, sparse tensors, what a function is
+    told by its caller, and what is given to nobody."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or not node.outputs:
         return None
     for name, attribute in node.attributes.items():
         if attribute.is_ref():

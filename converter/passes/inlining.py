@@ -7,6 +7,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, Rem
 
 from bf16kit.errors import ConversionError
 from converter.graph.names import values_of
+from converter.graph.operators import label, missing_input
 from converter.graph.step import Step
 
 
@@ -21,6 +22,7 @@ class InlineFunctions(Step):
     def apply(self, model: ir.Model) -> bool:
         if model.functions:
             InlinePass()(model)
+            _check_inputs(model)
         ClearMetadataAndDocStringPass()(model)
         RemoveInitializersFromInputsPass()(model)
         model.metadata_props.clear()
@@ -33,3 +35,14 @@ class InlineFunctions(Step):
         if model.functions:
             names = ", ".join(sorted(f.name for f in model.functions.values()))
             raise ConversionError(f"functions are still there: {names}")
+
+
+def _check_inputs(model: ir.Model) -> None:
+    """What calls a function may leave inputs out, which the nodes inside may have to have."""
+    for node in model.graph.all_nodes():
+        lacking = missing_input(node, model.opset_imports.get("", 0))
+        if lacking is not None:
+            raise ConversionError(
+                f"{label(node)} {node.name or node.outputs[0].name!r} lacks its input {lacking!r}, which the node that"
+                " calls its function leaves out"
+            )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from bf16kit.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.tensors import TensorSpec
 from converter.graph.dimensions import is_named
+from converter.graph.initializers import dims
 from converter.graph.names import values_of
 from converter.process.quiet import first_line, quiet, reason
 from converter.sources.edges import input_specs, output_specs
@@ -37,6 +38,7 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     # Up to IR version 3 weights had to be listed among the inputs; nobody feeds them.
     for value in [value for value in model.graph.inputs if value.name in model.graph.initializers]:
         model.graph.inputs.remove(value)
+    _settle_initializers(model)
     _forget_names(model)
     return model, [path, *_external_files(path, model)]
 
@@ -79,6 +81,20 @@ def _check_readable(path: Path) -> None:
     for node in graph.node:
         if any(attribute.type == onnx.AttributeProto.SPARSE_TENSOR for attribute in node.attribute):
             raise ConversionError(f"{path}: constant {node.output[0]!r} is sparse and has to be made dense")
+
+
+def _settle_initializers(model: ir.Model) -> None:
+    """Let each initializer be of its tensor's type and shape: what is declared of it as well may be of any other.
+
+    Files of IR version 3 declare weights as inputs, with free dimensions if they like; ONNX Runtime does not look at
+    what is declared of one that is an output.
+    """
+    import onnx_ir as ir
+
+    for value in (value for graph in _graphs(model) for value in graph.initializers.values()):
+        if value.const_value is not None:
+            value.type = ir.TensorType(value.const_value.dtype)
+            value.shape = ir.Shape(dims(value.const_value))
 
 
 def _forget_names(model: ir.Model) -> None:
@@ -131,7 +147,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol | None]:
     """Every tensor the file holds: initializers and attributes, of the graph, its bodies and its functions."""
     import onnx_ir as ir
 
-    for graph in (*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs())):
+    for graph in _graphs(model):
         yield from (value.const_value for value in graph.initializers.values())
     nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
     for attribute in (attribute for node in nodes for attribute in node.attributes.values()):
@@ -139,6 +155,13 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol | None]:
             yield attribute.as_tensor()
         elif attribute.type == ir.AttributeType.TENSORS:
             yield from attribute.as_tensors()
+
+
+def _graphs(model: ir.Model) -> Iterator[ir.Graph]:
+    """The main graph and every body, those of functions included."""
+    yield from model.graphs()
+    for function in model.functions.values():
+        yield from function.subgraphs()
 
 
 def _check_size(path: Path, location: Path, end: int) -> None:

@@ -151,8 +151,9 @@ def _given(value: ir.Value | None) -> str:
     producer = value.producer()
     if value.const_value is not None:
         return value.const_value.dtype.name
-    if producer is not None and producer.op_type == "Cast":
+    if producer is not None and producer.op_type == "Cast" and producer.domain == "" and "to" in producer.attributes:
         import onnx_ir as ir
 
-        return ir.DataType(producer.attributes["to"].as_int()).name
+        dtypes = {int(dtype): dtype.name for dtype in ir.DataType}
+        return dtypes.get(producer.attributes["to"].as_int(), "")
     return ""

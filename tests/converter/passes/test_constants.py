@@ -88,3 +88,9 @@ def test_shape_constants_are_not_weights() -> None:
         [graphs.initializer("shape", np.array([-1, 2, 2]))],
     )
     assert floating_tensors(ir.from_proto(proto)) == {}
+
+
+def test_a_constant_that_nobody_is_given_is_no_tensor_of_the_file() -> None:
+    proto = graphs.mlp()
+    proto.graph.node.append(helper.make_node("Constant", [], [], value_floats=[1.0] * 300))
+    assert sorted(floating_tensors(ir.from_proto(proto))) == ["b0", "b1", "w0", "w1"]

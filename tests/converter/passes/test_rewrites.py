@@ -195,3 +195,16 @@ def test_functions_are_inlined_and_the_exporter_s_traces_of_this_machine_dropped
     model = run([InlineFunctions()], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
     assert b"somebody" not in ir.to_proto(model).SerializeToString()
+
+
+def test_an_input_that_a_functions_caller_leaves_out_is_missed_by_name() -> None:
+    proto = graphs.mlp((16, 16))
+    product = helper.make_node("MatMul", ["a", "w"], ["b"], name="product")
+    proto.functions.append(
+        helper.make_function("local", "Layer", ["a", "w"], ["b"], [product], [helper.make_opsetid("", graphs.OPSET)])
+    )
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    proto.graph.node.append(helper.make_node("Layer", ["y", ""], ["z"], domain="local"))
+    proto.graph.output[0].name = "z"
+    with pytest.raises(ConversionError, match=r"step 'inline functions': MatMul '.*' lacks its input 'B'"):
+        run([InlineFunctions()], ir.from_proto(proto))

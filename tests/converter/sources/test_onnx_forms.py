@@ -15,6 +15,7 @@ import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.onnx import OnnxRuntime
+from converter.sources.onnx_file import read_graph
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
@@ -267,3 +268,38 @@ def test_what_cannot_be_converted_is_refused_with_the_remedy(
     onnx.save(build(), tmp_path / "m.onnx")  # type: ignore[operator]
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, said)
     assert tree(tmp_path) == ["m.onnx"]
+
+
+def test_weights_of_functions_are_read_from_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not from the directory that the program happens to run in."""
+    tensor = graphs.initializer("c", graphs.values(4))
+    graphs.refer(tensor, "w.bin", 0, 16)
+    opsets = [helper.make_opsetid("", graphs.OPSET)]
+    nodes = [helper.make_node("Constant", [], ["c"], value=tensor), helper.make_node("Add", ["a", "c"], ["b"])]
+    function = helper.make_function("own", "F", ["a"], ["b"], nodes, opsets)
+    graph = helper.make_graph(
+        [helper.make_node("F", ["x"], ["y"], domain="own")], "g", [graphs.edge("x", [4])], [graphs.edge("y", [4])]
+    )
+    imports = [*opsets, helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=graphs.IR_VERSION, functions=[function])
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    for directory, content in ((source, graphs.values(4).tobytes()), (elsewhere, bytes(16))):
+        directory.mkdir()
+        (directory / "w.bin").write_bytes(content)
+    (source / "m.onnx").write_bytes(model.SerializeToString())
+    monkeypatch.chdir(elsewhere)
+    read, _ = read_graph(source / "m.onnx")
+    (found,) = (node for f in read.functions.values() for node in f if node.op_type == "Constant")
+    assert found.attributes["value"].as_tensor().numpy().tobytes() == graphs.values(4).tobytes()
+
+
+@pytest.mark.parametrize(("place", "ir", "declared"), [("input", 3, ["a", "b"]), ("output", 10, ["n", 7, 7])])
+def test_what_a_file_declares_of_a_weight_beside_the_weight_is_not_believed(
+    cli: Cli, target: Path, place: str, ir: int, declared: list[int | str]
+) -> None:
+    """As an input with free dimensions, and as an output of another shape: ONNX Runtime goes by the weight, too."""
+    proto = _opset(graphs.mlp(), 22, ir)
+    getattr(proto.graph, place).append(graphs.edge("w0", declared))
+    artifact = convert(cli, proto, target)
+    assert [16, 32] in [list(entry.shape) for entry in artifact.manifest.tensors]
+    assert_same(artifact, proto, {"x": graphs.values(4, 16, seed=9)})

@@ -83,3 +83,21 @@ def test_a_file_of_half_precision_edges_is_given_its_own_dtypes(tmp_path: Path) 
     (answer,) = oracle([{"x": X}])
     np.testing.assert_array_equal(answer["y"], X.astype(np.float16) * np.float16(2))
     assert oracle.roundoff == 2.0**-11
+
+
+@pytest.mark.parametrize(
+    ("cast", "roundoff"),
+    [
+        (helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT16), 2.0**-11),
+        (helper.make_node("Cast", ["x"], ["c"], to=99), FP32_ROUNDOFF),
+        (helper.make_node("Cast", ["x"], ["c"]), FP32_ROUNDOFF),
+        (helper.make_node("Cast", ["x"], ["c"], domain="own", to="half"), FP32_ROUNDOFF),
+    ],
+)
+def test_a_cast_says_what_precision_follows_if_it_is_onnxs_own(
+    tmp_path: Path, cast: onnx.NodeProto, roundoff: float
+) -> None:
+    """The file is looked at before ONNX Runtime says whether it can be run."""
+    nodes = [cast, helper.make_node("Exp", ["c"], ["y"])]
+    proto = graphs.model(nodes, [graphs.edge("x", [4])], [graphs.edge("y", [4])])
+    assert oracles.of_onnx(tmp_path / "m.onnx", ir.from_proto(proto)).roundoff == roundoff

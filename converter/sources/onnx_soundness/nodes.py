@@ -1,0 +1,78 @@
+"""Whether a node is made as its operator is: as many inputs and outputs, the attributes it needs, each of its type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from onnx import AttributeProto, NodeProto
+from onnx.defs import OpSchema
+
+from bf16kit.errors import SourceError
+from converter.sources.onnx_soundness.tensors import check_tensor
+from converter.sources.onnx_soundness.walk import quoted
+
+_VALUES = {
+    AttributeProto.TENSOR: "t",
+    AttributeProto.GRAPH: "g",
+    AttributeProto.SPARSE_TENSOR: "sparse_tensor",
+}
+_ANY = 1000  # ONNX writes 2³¹ − 1 for as many as one likes
+_SINGLE = OpSchema.FormalParameterOption.Single
+
+
+def check_node(path: Path, node: NodeProto, schema: OpSchema | None) -> None:
+    """:class:`SourceError` where ``node`` is not as ``schema`` has it; None is an operator that is not ONNX's."""
+    if any(isinstance(name, bytes) for name in (node.name, node.op_type, node.domain, *node.input, *node.output)):
+        raise SourceError(f"{path}: damaged: node {node.name!r} has names that are not UTF-8")
+    names = [attribute.name for attribute in node.attribute]
+    if len(set(names)) < len(names):
+        raise SourceError(f"{path}: damaged: node {quoted(node.name)} has two attributes of one name")
+    for attribute in node.attribute:
+        _check_attribute(path, node, attribute, schema)
+    if schema is None:
+        return
+    for name, expected in schema.attributes.items():
+        if expected.required and name not in names:
+            raise SourceError(f"{_what(path, node)} lacks the attribute {name!r} of {quoted(node.op_type)}")
+    _check_edges(path, node, "input", schema.inputs, (schema.min_input, schema.max_input))
+    _check_edges(path, node, "output", schema.outputs, (schema.min_output, schema.max_output))
+
+
+def _what(path: Path, node: NodeProto) -> str:
+    """A node by its name, or by the value it gives: many exporters name no nodes."""
+    name = node.name or next(iter(node.output), "") or next(iter(node.input), "")
+    return f"{path}: damaged: node {quoted(name)}"
+
+
+def _check_attribute(path: Path, node: NodeProto, attribute: AttributeProto, schema: OpSchema | None) -> None:
+    if attribute.type == AttributeProto.TENSOR and attribute.HasField("t"):
+        check_tensor(path, attribute.t)
+    for tensor in attribute.tensors:
+        check_tensor(path, tensor)
+    what = f"{_what(path, node)}: attribute {quoted(attribute.name)} of {quoted(node.op_type)}"
+    field = _VALUES.get(attribute.type)
+    if field is not None and not attribute.HasField(field) and not attribute.ref_attr_name:
+        raise SourceError(f"{what} is empty")
+    expected = None if schema is None else schema.attributes.get(attribute.name)
+    if expected is None:
+        return
+    numbers = (attribute.type, int(expected.type.value))  # type: ignore[attr-defined]  # an enum
+    if numbers[0] != numbers[1]:
+        found, wanted = (AttributeProto.AttributeType.Name(number) for number in numbers)
+        raise SourceError(f"{what} is {found}, and has to be {wanted}")
+
+
+def _check_edges(
+    path: Path, node: NodeProto, kind: str, declared: Sequence[OpSchema.FormalParameter], bounds: tuple[int, int]
+) -> None:
+    """As many as the operator takes or gives; an empty name stands for one that is left out."""
+    edges: Sequence[str] = getattr(node, kind)
+    least, most = bounds
+    if not least <= len(edges) <= most:
+        wanted = str(least) if least == most else f"{least} or more" if most > _ANY else f"{least} to {most}"
+        text = f"{_what(path, node)} has {len(edges)} {kind}{'s' if len(edges) != 1 else ''}"
+        raise SourceError(f"{text}, and {quoted(node.op_type)} has to have {wanted}")
+    for name, parameter in zip(edges, declared, strict=False):
+        if not name and parameter.option == _SINGLE:
+            raise SourceError(f"{_what(path, node)} lacks the {kind} {parameter.name!r} of {quoted(node.op_type)}")

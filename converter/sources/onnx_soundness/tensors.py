@@ -1,0 +1,106 @@
+"""Whether a tensor of an ONNX file has as much data as its shape asks for, in one place."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from onnx import TensorProto, helper
+
+from bf16kit.errors import SourceError
+from converter.sources.onnx_soundness.walk import quoted
+
+_LARGEST = 2**47  # bytes of one tensor: more than any machine maps
+
+# Elements that share a byte, by dtype; those of 6 bits are packed in more ways than one, and not counted.
+_PER_BYTE = {
+    TensorProto.UINT4: 2,
+    TensorProto.INT4: 2,
+    TensorProto.FLOAT4E2M1: 2,
+    **{number: 4 for name, number in TensorProto.DataType.items() if name in ("UINT2", "INT2")},
+}
+_UNCOUNTED = {number for name, number in TensorProto.DataType.items() if name.startswith("FLOAT6")}
+# Two entries of their field each.
+_COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
+_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+
+
+def check_tensor(path: Path, tensor: TensorProto) -> None:
+    """:class:`SourceError` where the data of ``tensor`` is not that of its dtype and shape."""
+    known = tensor.data_type in helper.get_all_tensor_dtypes()
+    if not known or tensor.data_type == TensorProto.UNDEFINED:
+        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} has the unknown dtype {tensor.data_type}")
+    count = math.prod(tensor.dims)
+    if any(dim < 0 for dim in tensor.dims) or math.prod(max(dim, 1) for dim in tensor.dims) > _LARGEST:
+        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} has the shape {shape_of(tensor)}")
+    if tensor.HasField("segment"):
+        raise SourceError(f"{path}: tensor {quoted(tensor.name)} is in segments, which nobody writes")
+    if tensor.data_location == TensorProto.EXTERNAL:
+        _check_external(path, tensor, _nbytes(tensor, count))
+    elif tensor.data_type in _UNCOUNTED:
+        return
+    elif tensor.HasField("raw_data") and tensor.data_type != TensorProto.STRING:
+        _check_count(path, tensor, _nbytes(tensor, count), len(tensor.raw_data), "bytes")
+        _check_unused(path, tensor, "raw_data")
+    else:
+        field = helper.tensor_dtype_to_field(tensor.data_type)
+        what = "strings" if tensor.data_type == TensorProto.STRING else "numbers"
+        _check_count(path, tensor, _entries(tensor, count), len(getattr(tensor, field)), what)
+        _check_unused(path, tensor, field)
+
+
+def shape_of(tensor: TensorProto) -> str:
+    """The shape for a message, six dimensions of it."""
+    shown = ", ".join(str(dim) for dim in tensor.dims[:6])
+    return f"[{shown}{', …' if len(tensor.dims) > 6 else ''}]"
+
+
+def _entries(tensor: TensorProto, count: int) -> int:
+    """How many entries of its typed field ``count`` elements take."""
+    if tensor.data_type in _COMPLEX:
+        return 2 * count
+    return -(-count // _PER_BYTE.get(tensor.data_type, 1))
+
+
+def _nbytes(tensor: TensorProto, count: int) -> int:
+    per_byte = _PER_BYTE.get(tensor.data_type)
+    if per_byte is not None:
+        return -(-count // per_byte)
+    return int(count * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def _check_count(path: Path, tensor: TensorProto, expected: int, found: int, what: str) -> None:
+    if expected != found:
+        raise SourceError(
+            f"{path}: damaged: tensor {quoted(tensor.name)} of shape {shape_of(tensor)} needs {expected} {what}, and"
+            f" the file has {found}"
+        )
+
+
+def _check_unused(path: Path, tensor: TensorProto, used: str) -> None:
+    """Which of two fields a reader believes is its own affair, so data is in the one for the dtype alone."""
+    for field in _FIELDS:
+        if field != used and len(getattr(tensor, field)):
+            dtype = TensorProto.DataType.Name(tensor.data_type)
+            raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} of {dtype} has data in {field} as well")
+
+
+def _check_external(path: Path, tensor: TensorProto, nbytes: int) -> None:
+    """Where its bytes are said to be: what lies there is checked where files are looked at."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    if any(isinstance(text, bytes) for text in (*entries, *entries.values())):
+        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} is in another file, named not in UTF-8")
+    if not entries.get("location") or "\0" in entries["location"]:
+        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} is in another file, and not said in which")
+    if tensor.data_type == TensorProto.STRING:
+        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} holds strings in another file")
+    for key in ("offset", "length"):
+        text = entries.get(key, "0")
+        if not (text.isascii() and text.isdecimal() and len(text) < 20):
+            raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} has the {key} {quoted(text)}")
+    length = int(entries.get("length", nbytes)) or nbytes
+    if length != nbytes:
+        raise SourceError(
+            f"{path}: damaged: tensor {quoted(tensor.name)} of shape {shape_of(tensor)} needs {nbytes} bytes, and its"
+            f" entry says {length}"
+        )

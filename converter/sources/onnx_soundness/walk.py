@@ -1,0 +1,79 @@
+"""Every graph and node of an ONNX file, and what ONNX says of a node's operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto
+from onnx.defs import OpSchema
+
+Opsets = Mapping[str, int]  # the version of each domain
+
+_NEWEST = onnx.defs.onnx_opset_version()  # beyond it an operator may take more than is known here
+_SHOWN = 60  # characters of a name that a stranger chose
+
+
+def graphs(model: ModelProto) -> Iterator[GraphProto]:
+    """The main graph, and every body in it and in functions."""
+    yield from _with_bodies([model.graph])
+    for function in model.functions:
+        yield from _with_bodies([graph for node in function.node for graph in bodies(node)])
+
+
+def bodies(node: NodeProto) -> Iterator[GraphProto]:
+    """The graphs that ``node`` has as attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def nodes(model: ModelProto) -> Iterator[tuple[NodeProto, Opsets]]:
+    """Every node, those of bodies and functions included, and the opsets that hold for it."""
+    opsets = _versions(model.opset_import)
+    for graph in _with_bodies([model.graph]):
+        yield from ((node, opsets) for node in graph.node)
+    for function in model.functions:
+        own = {**opsets, **_versions(function.opset_import)}
+        yield from ((node, own) for node in function.node)
+        for graph in _with_bodies([graph for node in function.node for graph in bodies(node)]):
+            yield from ((node, own) for node in graph.node)
+
+
+class Schemas:
+    """What ONNX says of the operators of one model."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._functions = {(_domain(function.domain), function.name) for function in model.functions}
+
+    def of(self, node: NodeProto, opsets: Opsets) -> OpSchema | None:
+        """The schema of ``node``; None where the operator is not ONNX's, or of an opset without it or not yet known."""
+        domain = _domain(node.domain)
+        if (domain, node.op_type) in self._functions or (not domain and opsets.get("", 0) > _NEWEST):
+            return None
+        try:
+            schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 0), domain)
+        except (onnx.defs.SchemaError, TypeError):  # not ONNX's; an opset beyond 32 bits
+            return None
+        return None if schema.deprecated else schema
+
+
+def quoted(name: str) -> str:
+    """``name`` for a message: a stranger chose it, and how long it is."""
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…")
+
+
+def _with_bodies(todo: list[GraphProto]) -> Iterator[GraphProto]:
+    while todo:
+        graph = todo.pop()
+        yield graph
+        todo += [body for node in graph.node for body in bodies(node)]
+
+
+def _versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
+    return {_domain(entry.domain): entry.version for entry in imports}
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name

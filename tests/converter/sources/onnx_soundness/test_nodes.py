@@ -1,0 +1,147 @@
+"""Nodes that are not made as their operators are: each is refused where it is read, by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from onnx import AttributeProto, ModelProto, NodeProto, helper
+
+import graphs
+from bf16kit.errors import SourceError
+from converter.sources import onnx_soundness
+from converter.sources.onnx_file import read_graph
+
+
+def _with(*nodes: NodeProto) -> ModelProto:
+    model = graphs.mlp()
+    model.graph.node.extend(nodes)
+    return model
+
+
+_LIES: dict[str, tuple[NodeProto, str]] = {
+    "an attribute of another type": (
+        helper.make_node("Softmax", ["y"], ["z"], name="soft", axis="last"),
+        "node 'soft': attribute 'axis' of 'Softmax' is STRING, and has to be INT",
+    ),
+    "an empty attribute": (
+        NodeProto(
+            op_type="Constant", output=["z"], attribute=[AttributeProto(name="value", type=AttributeProto.TENSOR)]
+        ),
+        "node 'z': attribute 'value' of 'Constant' is empty",
+    ),
+    "an attribute twice": (
+        NodeProto(op_type="Softmax", name="s", attribute=[AttributeProto(name="axis", type=AttributeProto.INT)] * 2),
+        "node 's' has two attributes of one name",
+    ),
+    "an attribute that is lacking": (
+        helper.make_node("Cast", ["y"], ["z"], name="c"),
+        "node 'c' lacks the attribute 'to' of 'Cast'",
+    ),
+    "too few inputs": (
+        helper.make_node("MatMul", ["y"], ["z"], name="m"),
+        "node 'm' has 1 input, and 'MatMul' has to have 2",
+    ),
+    "too many inputs": (
+        helper.make_node("Clip", ["y", "b1", "b1", "b1"], ["z"], name="c"),
+        "node 'c' has 4 inputs, and 'Clip' has to have 1 to 3",
+    ),
+    "no inputs where any number will do": (
+        helper.make_node("Concat", [], ["z"], name="c", axis=0),
+        "node 'c' has 0 inputs, and 'Concat' has to have 1 or more",
+    ),
+    "an input left out that has to be": (
+        helper.make_node("MatMul", ["", "w0"], ["z"]),
+        "node 'z' lacks the input 'A' of 'MatMul'",
+    ),
+    "no outputs": (
+        helper.make_node("Relu", ["y"], [], name="r"),
+        "node 'r' has 0 outputs, and 'Relu' has to have 1",
+    ),
+    "too many outputs": (
+        helper.make_node("Relu", ["y"], ["z", "zz"], name="r"),
+        "node 'r' has 2 outputs, and 'Relu' has to have 1",
+    ),
+    "an output left out that has to be": (
+        helper.make_node("Relu", ["y"], [""], name="r"),
+        "node 'r' lacks the output 'Y' of 'Relu'",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", _LIES)
+def test_a_node_that_is_not_as_its_operator_is_refused_by_name(tmp_path: Path, lie: str) -> None:
+    node, said = _LIES[lie]
+    with pytest.raises(SourceError, match=f"m.onnx: damaged: {said}"):
+        onnx_soundness.check(tmp_path / "m.onnx", _with(node))
+
+
+def test_a_node_of_a_body_is_looked_at_too(tmp_path: Path) -> None:
+    model = graphs.if_branches()
+    body = model.graph.node[0].attribute[0].g
+    matmul = next(node for node in body.node if node.op_type == "MatMul")
+    del matmul.input[1]
+    with pytest.raises(SourceError, match=f"node '{matmul.name}' has 1 input, and 'MatMul' has to have 2"):
+        onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+_SOUND: dict[str, NodeProto] = {
+    "optional inputs left out in the middle": helper.make_node("Clip", ["y", "", "low"], ["z"]),
+    "optional inputs left out at the end": helper.make_node("Clip", ["y", "", ""], ["z"]),
+    "optional outputs left out": helper.make_node("LSTM", ["s", "w", "r"], ["", "h"], hidden_size=4),
+    "many inputs": helper.make_node("Concat", ["y"] * 50, ["z"], axis=0),
+    "another domain's operator": helper.make_node("MatMul", ["y"], ["z"], domain="com.microsoft"),
+    "an operator that nobody knows": helper.make_node("Nope", [], []),
+    "ONNX's domain by its name": helper.make_node("Relu", ["y"], ["z"], domain="ai.onnx"),
+}
+
+
+@pytest.mark.parametrize("kind", _SOUND)
+def test_what_an_operator_leaves_open_is_left_open(tmp_path: Path, kind: str) -> None:
+    onnx_soundness.check(tmp_path / "m.onnx", _with(_SOUND[kind]))
+
+
+def test_what_an_operator_was_in_the_models_opset_is_what_counts(tmp_path: Path) -> None:
+    """Clip has bounds as attributes up to opset 10, and as inputs from 11 on."""
+    old, new = (
+        _with(helper.make_node("Clip", ["y"], ["z"], min=0.0)),
+        _with(helper.make_node("Clip", ["y", "b1"], ["z"])),
+    )
+    for model in (old, new):
+        model.opset_import[0].version = 7
+    onnx_soundness.check(tmp_path / "m.onnx", old)
+    with pytest.raises(SourceError, match="node 'z' has 2 inputs, and 'Clip' has to have 1"):
+        onnx_soundness.check(tmp_path / "m.onnx", new)
+
+
+def test_operators_of_an_opset_to_come_may_take_more(tmp_path: Path) -> None:
+    model = _with(helper.make_node("Relu", ["y", "b1"], ["z"]))
+    model.opset_import[0].version = 10_000
+    onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+def _calling(function_opset: int, node: NodeProto, name: str = "F", domain: str = "own") -> ModelProto:
+    opsets = [helper.make_opsetid("", function_opset)]
+    model = _with(helper.make_node(name, ["y"], ["z"], domain=domain))
+    model.functions.append(helper.make_function(domain, name, ["a"], ["b"], [node], opsets))
+    return model
+
+
+def test_nodes_of_a_function_are_of_its_own_opset(tmp_path: Path) -> None:
+    node = helper.make_node("Clip", ["a", "a"], ["b"], name="clip")
+    onnx_soundness.check(tmp_path / "m.onnx", _calling(11, node))
+    with pytest.raises(SourceError, match="node 'clip' has 2 inputs, and 'Clip' has to have 1"):
+        onnx_soundness.check(tmp_path / "m.onnx", _calling(7, node))
+
+
+def test_a_function_of_an_operators_name_is_called_as_it_is_defined(tmp_path: Path) -> None:
+    model = _calling(graphs.OPSET, helper.make_node("Relu", ["a"], ["b"]), "Gemm", "")
+    onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+@pytest.mark.parametrize("name", [b"matmul0", b"m0"])
+def test_names_that_are_not_utf_8_are_refused(tmp_path: Path, name: bytes) -> None:
+    content = graphs.mlp().SerializeToString()
+    (tmp_path / "m.onnx").write_bytes(content.replace(name, b"\xff" * len(name)))
+    with pytest.raises(SourceError, match="not UTF-8"):
+        read_graph(tmp_path / "m.onnx")

@@ -1,0 +1,123 @@
+"""Values that are given twice, by nothing, or as something else than is declared: each is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, helper
+
+import graphs
+from bf16kit.errors import SourceError
+from converter.sources import onnx_soundness
+from converter.sources.onnx_file import read_graph
+
+
+def _weight(model: ModelProto) -> TensorProto:
+    return model.graph.initializer[0]
+
+
+def _declare(model: ModelProto, dtype: int, shape: list[int | str]) -> None:
+    """The first weight, which is [16, 32], is an input as well."""
+    model.graph.input.append(graphs.edge("w0", shape, dtype))
+
+
+_LIES: dict[str, tuple[Callable[[ModelProto], object], str]] = {
+    "two of a name": (lambda m: m.graph.initializer.append(_weight(m)), "'w0' is given twice"),
+    "a node that gives a weight": (lambda m: m.graph.node[0].output.append("w0"), "'w0' is given twice"),
+    "a nameless weight": (lambda m: setattr(_weight(m), "name", ""), "has no name"),
+    "an output that nothing gives": (lambda m: setattr(m.graph.output[0], "name", "z"), "nothing gives the output 'z'"),
+    "a declared dtype": (
+        lambda m: _declare(m, TensorProto.DOUBLE, [16, 32]),
+        r"'w0' is a tensor of FLOAT\[16, 32\], and declared as an input of another type or shape",
+    ),
+    "a declared size": (lambda m: _declare(m, TensorProto.FLOAT, [16, 33]), "another type or shape"),
+    "a declared rank": (lambda m: _declare(m, TensorProto.FLOAT, [16]), "another type or shape"),
+    "a declared sequence": (
+        lambda m: m.graph.input.append(
+            helper.make_value_info("w0", helper.make_sequence_type_proto(graphs.edge("", []).type))
+        ),
+        "another type or shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", _LIES)
+def test_a_value_that_lies_is_refused_by_name(tmp_path: Path, lie: str) -> None:
+    make, said = _LIES[lie]
+    model = graphs.mlp()
+    make(model)
+    with pytest.raises(SourceError, match=said) as raised:
+        onnx_soundness.check(tmp_path / "m.onnx", model)
+    assert str(raised.value).startswith(f"{tmp_path}/m.onnx: ")
+
+
+@pytest.mark.parametrize("shape", [[16, 32], ["a", "b"], [-1, 32]])
+def test_free_dimensions_may_be_declared_of_a_weight(tmp_path: Path, shape: list[int | str]) -> None:
+    model = graphs.mlp()
+    _declare(model, TensorProto.FLOAT, shape)
+    onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+def test_names_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
+    content = graphs.mlp().SerializeToString()
+    (tmp_path / "m.onnx").write_bytes(content.replace(b"w0", b"\xff\xff"))
+    with pytest.raises(SourceError, match="not UTF-8"):
+        read_graph(tmp_path / "m.onnx")
+
+
+def _body(model: ModelProto, place: int = 0) -> GraphProto:
+    return model.graph.node[0].attribute[place].g
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere", "nothing"),
+        ("then_y", "the other body"),
+        ("y", "the node whose body it is"),
+        ("late", "a later node"),
+    ],
+)
+def test_a_bodys_output_does_not_come_from_where_the_body_cannot_see(tmp_path: Path, name: str, why: str) -> None:
+    model = graphs.if_branches()
+    if name == "then_y":
+        assert name in _body(model, 1).node[0].output, "the case tests nothing"
+    model.graph.node.append(helper.make_node("Relu", ["x"], ["late"]))
+    _body(model).output[0].name = name
+    with pytest.raises(SourceError, match=f"nothing gives the output '{name}'"):
+        onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+def test_a_bodys_output_may_come_from_around_it(tmp_path: Path) -> None:
+    model = graphs.if_branches()
+    model.graph.node.insert(0, helper.make_node("Relu", ["x"], ["early"]))
+    model.graph.node[1].attribute[0].g.output[0].name = "early"
+    onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+def test_a_sparse_initializer_gives_a_value(tmp_path: Path) -> None:
+    model = graphs.mlp()
+    value = TensorProto(name="sparse", data_type=TensorProto.FLOAT, dims=[1], float_data=[1.0])
+    index = TensorProto(data_type=TensorProto.INT64, dims=[1], int64_data=[0])
+    model.graph.sparse_initializer.append(SparseTensorProto(values=value, indices=index, dims=[4]))
+    model.graph.output.append(graphs.edge("sparse", [4]))
+    onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+def test_a_functions_output_is_given_inside_it(tmp_path: Path) -> None:
+    opsets = [helper.make_opsetid("", graphs.OPSET)]
+    model = graphs.mlp()
+    model.functions.append(
+        helper.make_function("own", "F", ["a"], ["y"], [helper.make_node("Relu", ["a"], ["b"])], opsets)
+    )
+    with pytest.raises(SourceError, match="nothing gives the output 'y'"):
+        onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
+@pytest.mark.parametrize(
+    "build", [graphs.mlp, graphs.conv_bn, graphs.if_branches, graphs.loop, graphs.constant_nodes, graphs.embedding]
+)
+def test_honest_files_pass(tmp_path: Path, build: Callable[[], ModelProto]) -> None:
+    onnx_soundness.check(tmp_path / "m.onnx", build())
