@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
-_LONGEST = 320  # characters of a reason
+LONGEST = 320  # characters of a reason
 _LONG = re.compile(r"\S{300,}")
 _KEPT = 40  # characters of each end of a long word
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : -?\d+ : (\w+) : ")
+# ONNX Runtime's way of saying which node failed, once for each body that the node is in.
+_FAILED = re.compile(
+    r"(?:[A-Z_]+: )?Non-zero status code returned while running (\w+) node\. Name:'([^']*)' Status Message: ?"
+)
 _LOADED = re.compile(r"Load model from .*? failed: ?")
 # Where in its sources a library noticed: a path and a line, often with the signature of a C++ function behind them.
 _SIGNATURE = r"(?: [^()\n]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?)?"
@@ -16,13 +20,14 @@ _PLACE = re.compile(rf"\S*\.(?:cc|cpp|cu|h|hpp|c|py):\d+(?::|\]|\b){_SIGNATURE}:
 _FRAMES = re.compile(r"\n(?:Exception raised from|frame #|==> Context:|\s*#\d+ ).*", re.DOTALL)
 
 
-def brief(reason: object) -> str:
-    """``reason`` without the places in a library's sources, in at most 320 characters and without words of hundreds."""
+def brief(reason: object, longest: int = LONGEST) -> str:
+    """``reason`` without the places in a library's sources, in at most ``longest`` characters and without words of
+    hundreds."""
     text = _FRAMES.sub("", str(reason))
     text = _LOADED.sub("", _CODE.sub(r"\1: ", text))
-    text = _PLACE.sub("", text)
+    text = _FAILED.sub(r"\1 '\2': ", _PLACE.sub("", text))
     text = " ".join(without_long_words(text).split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def without_long_words(text: str) -> str:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
-from bf16kit.errors import RuntimeFailure
+from bf16kit.errors import ConversionError, RuntimeFailure
 from bf16kit.manifest import SCHEMA_VERSION, DriftEntry, Manifest, ProfileEntry, SpecEntry
 from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import TensorSpec
+from bf16kit.tensors import TensorSpec, describe
+from bf16kit.wording import brief
 from converter.graph.dimensions import reconciled
 from converter.model import Feeds
 from converter.options import Options
@@ -31,6 +32,7 @@ from converter.proof.spool import Spool
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_QUOTED = 160  # characters of ONNX Runtime's reason in a message that goes on for as long again
 _OTHER = 8  # samples of the arithmetic that this machine's CPU would not use
 
 
@@ -119,8 +121,8 @@ def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> S
         return measure.spool(reference, samples, stage.path)
     except RuntimeFailure as error:
         raise RuntimeFailure(
-            f"the fp32 reference does not run on {samples.origin}: {error}\nIf those are not what the model is made"
-            f" for, give others with {how_to_give(reference.inputs)}"
+            f"the fp32 reference does not run on {samples.origin}: {brief(error, _QUOTED)}\nIf those are not what the"
+            f" model is made for, give others with {how_to_give(reference.inputs)}"
         ) from error
 
 
@@ -219,12 +221,18 @@ def _verified(profile: str, entry: ProfileEntry, run: Run) -> ProfileEntry:
 
 
 def _as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> Manifest:
-    """Believe the names of the outputs' dimensions as far as the answers bear them out."""
+    """Believe the names of the outputs' dimensions as far as the answers bear them out, and their number not at all."""
     specs = [entry.spec() for entry in (*manifest.inputs, *manifest.outputs)]
-    runs = (
+    runs = [
         {name: array.shape for name, array in (feed | answer).items()}
         for feed, answer in zip(feeds, answers, strict=True)
-    )
+    ]
+    for spec, shape in ((spec, run[spec.name]) for run in runs for spec in specs[len(manifest.inputs) :]):
+        if len(spec.shape) != len(shape):  # ONNX Runtime gives what was computed, whatever the file says of it
+            raise ConversionError(
+                f"output {spec.name!r} is declared as {describe(spec.shape)}, and the model gives {describe(shape)};"
+                " export it with as many dimensions as it has"
+            )
     outputs = reconciled(specs, runs)[len(manifest.inputs) :]
     return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]})
 

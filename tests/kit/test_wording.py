@@ -24,6 +24,12 @@ from bf16kit.wording import brief, without_long_words
             "[enforce fail at inline_container.cc:340] . file not in a subdirectory",
             "[enforce fail at file not in a subdirectory",
         ),
+        (
+            "[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Non-zero status code returned while running If node."
+            " Name:'choice' Status Message: Non-zero status code returned while running MatMul node."
+            " Name:'product' Status Message: INVALID_ARGUMENT: the computed shape is {7,17}",
+            "If 'choice': MatMul 'product': INVALID_ARGUMENT: the computed shape is {7,17}",
+        ),
         ("a\n  b\tc", "a b c"),
     ],
 )
@@ -33,6 +39,7 @@ def test_places_in_a_librarys_sources_are_left_out(said: str, left: str) -> None
 
 def test_a_reason_has_a_length() -> None:
     assert len(brief("one two " * 200)) == 320
+    assert brief("one two " * 200, 20) == "one two one two one…"
     assert brief("x" * 5000) == f"{'x' * 40}…{'x' * 40}"
 
 

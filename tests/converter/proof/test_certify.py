@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from converting import MLP, Cli
+from converting import MLP, ONNX_ONLY, Cli
 
 import graphs
 from bf16kit.artifact import Artifact
@@ -88,3 +88,27 @@ def test_of_many_samples_the_other_arithmetic_runs_on_few(
     manifest = Artifact.open(target).manifest
     assert manifest.drift["torchscript"].samples == 2
     assert "bf16 on 2 of 5 samples, the worse" in manifest.profiles["torchscript"].note
+
+
+def test_an_output_of_another_rank_than_declared_is_refused_by_name(cli: Cli, tmp_path: Path) -> None:
+    """ONNX Runtime gives what it computed; clients would be told something else."""
+    proto = graphs.mlp()
+    proto.graph.output[0].CopyFrom(graphs.edge("y", ["batch", 16, "more"]))
+    onnx.save(proto, tmp_path / "m.onnx")
+    outcome = cli("checkpoint", tmp_path / "m.onnx", "--out", tmp_path / "m" / "1", *ONNX_ONLY)
+    outcome.refused(3, "m.onnx: output 'y' is declared as [batch,16,more], and the model gives [2,16]")
+    assert not (tmp_path / "m" / "1").exists()
+
+
+def test_what_onnx_runtime_says_of_a_failure_leaves_room_for_the_remedy(cli: Cli, tmp_path: Path) -> None:
+    """A body's dimensions contradict its product's: the reason names every node around it, and both shapes."""
+    proto = graphs.if_branches()
+    proto.graph.input[0].CopyFrom(graphs.edge("x", ["batch", "width"]))
+    onnx.save(proto, tmp_path / "m.onnx")
+    outcome = cli("checkpoint", tmp_path / "m.onnx", "--out", tmp_path / "m" / "1", *ONNX_ONLY)
+    outcome.refused(
+        3, "m.onnx: the fp32 reference does not run on random inputs (seed 0)", "give others with --samples"
+    )
+    said = outcome.err.split("error: ")[1]
+    assert len(said) <= 600 + len(str(tmp_path)), said
+    assert "If 'choice': MatMul" in said
