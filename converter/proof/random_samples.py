@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,9 +68,12 @@ def generate(
     within = {value.name or "": _Within.of(value) for value in graph.graph.inputs}
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
     for sizes in _ATTEMPTS if free and runs is not None else ():
-        feeds = tuple(_random(inputs, within, seed, sizes))
-        if runs is not None and _run(runs, feeds[:_TRIED]):
-            return Samples(feeds, f"random inputs (seed {seed})")
+        feeds = _random(inputs, within, seed, sizes)
+        tried = tuple(islice(feeds, _TRIED))  # the others are made when they are wanted: an input may be wide
+        if runs is None or _run(runs, tried):
+            return Samples((*tried, *feeds), f"random inputs (seed {seed})")
+        if sizes is _ATTEMPTS[0] and not _run(runs, ()):
+            break  # it cannot even be loaded, so that no sizes will do
     return Samples(tuple(_random(inputs, within, seed, _ATTEMPTS[0])), f"random inputs (seed {seed})")
 
 

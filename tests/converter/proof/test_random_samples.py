@@ -151,12 +151,26 @@ def test_where_nothing_runs_the_first_sizes_are_taken() -> None:
     tried: list[int] = []
 
     def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
-        tried.append(len(feeds[0]["x"]))
-        raise RuntimeFailure("no")
+        tried.extend(len(feed["x"]) for feed in feeds)
+        if feeds:
+            raise RuntimeFailure("no")
 
     found = generate(specs, read(graphs.mlp()), None, seed=0, runs=runs)
     assert set(tried) == {1, 2}
     assert len(found.feeds[0]["x"]) == ROWS
+
+
+def test_a_source_that_cannot_be_loaded_is_not_tried_again() -> None:
+    """Its inputs may be of millions of numbers, as damaged files declare them."""
+    tried: list[int] = []
+
+    def runs(feeds: Sequence[dict[str, np.ndarray]]) -> None:
+        tried.append(len(feeds))
+        raise RuntimeFailure("not a graph")
+
+    found = generate((TensorSpec("x", "float32", ("n", 2)),), read(graphs.mlp()), None, seed=0, runs=runs)
+    assert tried == [2, 0]
+    assert len(found.feeds) == 8
 
 
 @pytest.mark.parametrize("build", [graphs.mlp, graphs.embedding, graphs.conv_bn, graphs.if_branches, graphs.loop])
