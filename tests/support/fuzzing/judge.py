@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
+from onnx import external_data_helper, helper, numpy_helper
 
 from fuzzing.seed import Seed
 
@@ -76,7 +77,7 @@ def own_tensors(source: Path, seed: Seed) -> Iterator[Bits]:
 
 
 def _of_onnx(source: Path) -> Iterator[Bits]:
-    model = onnx.load(source)
+    model = _loaded(source)
     graphs, functions = [model.graph], list(model.functions)
     nodes: list[onnx.NodeProto] = [node for function in functions for node in function.node]
     tensors: list[onnx.TensorProto] = []
@@ -99,6 +100,21 @@ def _of_onnx(source: Path) -> Iterator[Bits]:
         if array.dtype.kind in "iub" and array.dtype.name in _INTEGERS and array.nbytes <= 1024:
             continue  # constants of shapes, which are nobody's weights
         yield array.dtype.name, array.shape, array.tobytes()
+
+
+def _loaded(source: Path) -> onnx.ModelProto:
+    """The model with its external data; a tensor that does not say its length has the one that its shape asks for.
+
+    ONNX's own loader would take all that follows in the file. ONNX Runtime takes as much as it needs.
+    """
+    model = onnx.load(source, load_external_data=False)
+    for tensor in external_data_helper._get_all_tensors(model):
+        entries = {entry.key for entry in tensor.external_data}
+        if external_data_helper.uses_external_data(tensor) and "length" not in entries:
+            itemsize = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+            tensor.external_data.add(key="length", value=str(math.prod(tensor.dims) * itemsize))
+    external_data_helper.load_external_data_for_model(model, str(source.parent))
+    return model
 
 
 _INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

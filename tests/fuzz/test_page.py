@@ -1,0 +1,38 @@
+"""What the page of a campaign says, and what it must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fuzzing import page
+
+
+def _tally(*faults: str) -> dict[str, Any]:
+    return {
+        "kind": "onnx",
+        "count": 4,
+        "ends": {"converted": 1, "refused (2)": 2, "FAULT": 1},
+        "faults": list(faults),
+        "seconds": {"converted": 1.0, "refused (2)": 1.0},
+        "slowest": [1.5, "onnx 2 (mlp: dims)"],
+        "largest": [3 << 20, "onnx 3 (mlp: grow)"],
+    }
+
+
+def test_a_row_counts_how_the_mutants_ended() -> None:
+    written = page.of([_tally(), _tally()])
+    assert "| onnx | 8 | 2 | 0 | 0 | 4 | 0 | 2 |" in written
+    assert "| onnx | 0.50 | 1.5: onnx 2 (mlp: dims) | 3: onnx 3 (mlp: grow) |" in written
+    assert "No faults." in written
+
+
+@pytest.mark.parametrize("directory", ["/dev/shm/bf16kit-fuzz-a1/cases/case/in", "/tmp/bf16kit-fuzz-b2/case/in"])
+def test_the_directories_of_the_machine_are_not_on_the_page(directory: str) -> None:
+    fault = f"onnx 7 (mlp: any_field): is 647 characters long: '{directory}/m.onnx: does not run on {directory}/w.bin'"
+    written = page.of([_tally(fault, "onnx 8 (mlp: external): outside: open read /etc/hostname")])
+    assert "2 faults:" in written
+    assert "is 647 characters long: 'm.onnx: does not run on w.bin'" in written
+    assert "outside: open read /etc/hostname" in written
+    assert "/dev/shm" not in written
+    assert "/tmp" not in written
