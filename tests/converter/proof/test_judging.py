@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 from converting import ONNX_ONLY, Cli, tree
+from onnx import helper
 
+import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.drift import Budget
 from bf16kit.errors import UsageError
@@ -81,3 +85,34 @@ def test_a_bound_of_a_quantile_is_kept_and_judged(cli: Cli, onnx_file: Path, tar
     cli(*flags, "--budget", "relative_l2.p99=1").published()
     assert Artifact.open(target).manifest.budget["relative_l2.p99"] == 1
     assert "relative_l2.p99" in cli("verify", target).published().out
+
+
+def _rivals(path: Path, apart: float) -> Path:
+    """A classifier of eight, two of which always lead, the second by ``apart`` of the first; x [batch, 32] → y."""
+    weight = np.zeros((32, 8), np.float32)
+    weight[:, 0] = graphs.values(32)
+    weight[:, 1] = weight[:, 0] * np.float32(1 + apart)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], name="product"),
+        helper.make_node("Abs", ["m"], ["y"], name="abs"),
+    ]
+    edges = [graphs.edge("x", ["batch", 32])], [graphs.edge("y", ["batch", 8])]
+    onnx.save(graphs.model(nodes, *edges, [graphs.initializer("w", weight)]), path)
+    return path
+
+
+def test_a_changed_answer_is_refused_where_its_numbers_hardly_change(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """In bf16 the two are one, and the first of equals is chosen."""
+    source = _rivals(tmp_path / "rivals.onnx", apart=2**-12)
+    flags = ("--output", "y:logits", "--profile", "cpu", "--no-search", *ONNX_ONLY)
+    done = cli("checkpoint", source, "--out", target, *flags).refused(1, "output 'y': top1_agreement is")
+    assert "relative_l2" not in done.err
+
+
+def test_an_answer_that_fp32_cannot_tell_from_another_is_not_a_changed_one(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    source = _rivals(tmp_path / "rivals.onnx", apart=2**-22)
+    cli("checkpoint", source, "--out", target, "--output", "y:logits", "--no-search", *ONNX_ONLY).published()
+    drift = Artifact.open(target).manifest.drift["cpu"].outputs["y"]
+    assert drift["top1_agreement"]["mean"] == 1.0
