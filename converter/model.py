@@ -74,9 +74,10 @@ class Source:
     """A checkpoint made runnable, and the model itself to ask what it answers.
 
     ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes.
-    ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, which frees
-    its memory, and ``oracle`` with it. A source that cannot answer has no oracle, and ``unasked`` says why. ``notes``
-    are sentences for whoever converts it. ``tools`` are the packages whose versions shape the graph.
+    ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, and
+    ``oracle`` with it, which frees their files and memory. A source that cannot answer has no oracle, and ``unasked``
+    says why. ``notes`` are sentences for whoever converts it. ``tools`` are the packages whose versions shape the
+    graph.
     """
 
     checkpoint: Checkpoint

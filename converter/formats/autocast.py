@@ -6,10 +6,14 @@ These are torch.autocast's rules, with the weights rounded once here rather than
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from converter.process.tensorfiles import TensorFiles
 
 
 class Edges(torch.nn.Module):
@@ -25,27 +29,38 @@ class Edges(torch.nn.Module):
         return tuple(_widen(output) for output in outputs)
 
 
-def narrow(module: torch.nn.Module) -> torch.nn.Module:
-    """Round ``module``'s matrices and their biases to bf16, in place; 1-D parameters of norms stay fp32.
+@contextmanager
+def narrowed(module: torch.nn.Module, scratch: Path) -> Iterator[torch.nn.Module]:
+    """``module`` with its matrices and their biases rounded to bf16 while the block lasts; then it is what it was.
 
-    Kernels that want input and parameters of one dtype (norms on CUDA) get fp32 in, and tables give fp32 out. Recurrent
-    layers stay fp32 as a whole: torch has no bf16 kernel for them on many CPUs, and a state that is rounded at every
-    step would drift with the length.
+    What is rounded lies in temporary files in ``scratch``.
+
+    1-D parameters of norms stay fp32. Kernels that want input and parameters of one dtype (norms on CUDA) get fp32 in,
+    and tables give fp32 out. Recurrent layers stay fp32 as a whole: torch has no bf16 kernel for them on many CPUs, and
+    a state that is rounded at every step would drift with the length.
     """
-    for part in module.modules():
-        if isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase):
-            part.forward = _in_fp32(part.forward)
-            continue
-        own = list(part.named_parameters(recurse=False))
-        has_matrix = any(parameter.ndim > 1 for _, parameter in own)
-        if has_matrix:
-            for _, parameter in own:
-                parameter.data = _rounded(parameter.data)
-        elif own:
-            part.register_forward_pre_hook(_widen_inputs)
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            part.register_forward_hook(_widen_output)
-    return module
+    with ExitStack() as undo:
+        with TensorFiles(scratch):
+            for part in module.modules():
+                _narrow(part, undo)
+        yield module
+
+
+def _narrow(part: torch.nn.Module, undo: ExitStack) -> None:
+    if isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase):
+        undo.callback(setattr, part, "forward", part.forward)
+        part.forward = _in_fp32(part.forward)
+        return
+    own = list(part.parameters(recurse=False))
+    has_matrix = any(parameter.ndim > 1 for parameter in own)
+    if has_matrix:
+        for parameter in own:
+            undo.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = _rounded(parameter.data)
+    elif own:
+        undo.callback(part.register_forward_pre_hook(_widen_inputs).remove)
+    if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        undo.callback(part.register_forward_hook(_widen_output).remove)
 
 
 def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,23 +18,20 @@ _DEBUG = ".debug_pkl"
 def narrow_and_trace(model: TorchModel, path: Path) -> None:
     """Write ``model`` in bf16 to ``path`` as a legacy TorchScript file; the same model gives the same bytes.
 
-    Narrows ``model``'s module in place: whoever still needs its fp32 weights must have them elsewhere. Raises
-    :class:`ConversionError` when torch cannot trace it.
+    Raises :class:`ConversionError` when torch cannot trace it. Either way the module is afterwards what it was.
     """
     import torch
 
-    from converter.formats.autocast import Edges, narrow
-    from converter.process.tensorfiles import TensorFiles
+    from converter.formats.autocast import Edges, narrowed
 
     raw = path.with_name(f"{path.name}.raw")
     try:
         with quiet(), torch.no_grad():
             torch.jit._state._clear_class_state()  # classes of an earlier trace would change the names of this one's
             torch._C._jit_clear_class_registry()
-            with TensorFiles(path.parent):
-                edges = Edges(narrow(model.module)).eval()
-            traced = torch.jit.trace(edges, model.example, check_trace=False)
-            torch.jit.save(traced, str(raw))
+            with narrowed(model.module, path.parent) as module:
+                traced = torch.jit.trace(Edges(module).eval(), model.example, check_trace=False)
+                torch.jit.save(traced, str(raw))
     except Exception as error:  # tracing runs the user's model, which may raise anything
         raw.unlink(missing_ok=True)
         raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error

@@ -129,3 +129,25 @@ def test_recurrent_layers_stay_fp32_among_bf16_ones(tmp_path: Path, layer: nn.Mo
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1.5e-2
     dtypes = {name: tensor.dtype for name, tensor in state_dict(tmp_path / "m.pt").items()}
     assert all((dtype is torch.float32) == ("layer" in name) for name, dtype in dtypes.items())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_module_is_afterwards_what_it_was(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and tables are wrapped for the trace, matrices rounded."""
+    module = seeded(torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)))
+    model = adapt(module, IDS)
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in module.state_dict().items()}
+    with torch.no_grad():
+        expected = model.module(*model.example)[0]
+        if fails:
+            monkeypatch.setattr(torch.jit, "save", lambda *_: 1 / 0)
+            with pytest.raises(ConversionError, match="ZeroDivisionError"):
+                narrow_and_trace(model, tmp_path / "m.pt")
+        else:
+            narrow_and_trace(model, tmp_path / "m.pt")
+        found = model.module(*model.example)[0]
+    for name, tensor in module.state_dict().items():
+        assert tensor.data_ptr() == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+    assert torch.equal(found, expected)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())

@@ -19,29 +19,30 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from converter.formats.autocast import narrow
+from converter.formats.autocast import narrowed
 from converter.process.memory import map_large_blocks
 from converter.process.tensorfiles import TensorFiles
 from peaks import anonymous, peak_anonymous
 from torch import nn
 map_large_blocks()  # as the command line does
 make = lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
-with TensorFiles(Path(sys.argv[1])):
-    narrow(nn.Linear(512, 512)).float()  # torch is in memory from here on
+scratch = Path(sys.argv[1])
+with TensorFiles(scratch), narrowed(nn.Linear(512, 512).half().float(), scratch):
+    pass  # torch is in memory from here on
 before = anonymous()
-with peak_anonymous() as peak, TensorFiles(Path(sys.argv[1])):
-    module = make()
-    if sys.argv[2] == "narrow":
-        narrow(module)
-    elif sys.argv[2] == "half":
-        module.half().float()
+with peak_anonymous() as peak:
+    with TensorFiles(scratch):
+        module = make() if sys.argv[2] != "widened" else make().half().float()
+    if sys.argv[2] == "narrowed":
+        with narrowed(module, scratch):
+            pass
 print(peak.bytes - before, 8 * 4 * 2048 * 2048)
 """
 
 
 @pytest.mark.parametrize(
     ("kind", "in_memory", "at_least", "below"),
-    [("make", False, 0.0, 0.2), ("narrow", False, 0.0, 0.2), ("half", False, 0.0, 0.2), ("make", True, 0.9, 2.0)],
+    [("made", False, 0.0, 0.2), ("narrowed", False, 0.0, 0.2), ("widened", False, 0.0, 0.2), ("made", True, 0.9, 2.0)],
 )
 def test_a_module_is_not_held_in_memory(
     tmp_path: Path, kind: str, in_memory: bool, at_least: float, below: float
