@@ -95,6 +95,7 @@ class ProfileEntry(_Entry):
     """One way to run the artifact, and where that was verified.
 
     ``verified``: ``device`` on the device it is for; ``host`` on the CPU; ``emulated`` by a CPU model of its rounding.
+    ``requires`` names the least version of each package that runs it, as far as it is known.
     """
 
     format: Literal["onnx", "torchscript"]
@@ -102,6 +103,11 @@ class ProfileEntry(_Entry):
     precision: str
     verified: Literal["device", "emulated", "host", "no"]
     note: str = ""
+    requires: dict[str, str] = {}
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(handler(self), "requires")
 
 
 class PlanEntry(_Entry):
@@ -155,7 +161,8 @@ def _needed(fields: dict[str, Any]) -> int:
     coded = any(entry.code for entries in (plan.tensors, *plan.nodes.values()) for entry in entries)
     quantiles = any("." in bound for bound in fields.get("budget", {}))
     packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
-    if coded or quantiles or packed or any(fields.get(name) for name in _SINCE_3):
+    needing = any(entry.requires for entry in fields.get("profiles", {}).values())
+    if coded or quantiles or packed or needing or any(fields.get(name) for name in _SINCE_3):
         return 3
     return 2 if any(tensor.panels is not None for tensor in fields.get("tensors", [])) else 1
 
@@ -166,14 +173,11 @@ def _without_empty(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 _NEWS = {2: "panels", 3: "oracle, measurements, requirements, reason codes or bounds of quantiles"}
-_SINCE_3 = ("measurements", "oracle", "requires")
+_SINCE_3 = ("measurements", "oracle")
 
 
 class Manifest(_Entry):
-    """Everything about an artifact but its bytes. ``files`` is filled in when the artifact is published.
-
-    ``requires`` names the least version of each package that runs every profile, as far as it is known.
-    """
+    """Everything about an artifact but its bytes. ``files`` is filled in when the artifact is published."""
 
     model: str
     inputs: list[SpecEntry]
@@ -184,7 +188,6 @@ class Manifest(_Entry):
     golden: FileName | None = None
     measurements: FileName | None = None
     oracle: OracleEntry | None = None
-    requires: dict[str, str] = {}
     tensors: list[TensorEntry] = []
     checkpoint: list[CheckpointEntry] = []
     plan: Plan = Plan()

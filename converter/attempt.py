@@ -14,7 +14,6 @@ from converter.formats import lossless
 from converter.formats.agreement import check_graph
 from converter.formats.onnx import write_graphs
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
-from converter.graph.cuda_support import required
 from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared
@@ -112,7 +111,6 @@ def _describe(
         tensors=sorted(stored.tensors.values(), key=lambda entry: entry.name),
         checkpoint=list(stored.checkpoint),
         plan=plan,
-        requires=required(profiles),
         budget=options.budget.as_dict(),
         source=SourceEntry(
             format=checkpoint.format,

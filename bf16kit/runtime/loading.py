@@ -24,7 +24,8 @@ def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | 
     ``threads`` is the number that works on one run on the CPU; None is one per available processor.
 
     Raises :class:`ArtifactError` when the artifact has no such profile, :class:`ConfigError` for a device the profile
-    is not for, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there.
+    is not for, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there, for one by an ONNX
+    Runtime that is older than the profile needs.
     """
     entry = _profile(artifact, profile)
     device = canonical(device)
@@ -40,7 +41,9 @@ def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | 
         return TorchScriptRuntime(path, inputs, outputs, device=device, threads=threads)
     from bf16kit.runtime.externaldata import check_locations
     from bf16kit.runtime.onnx import OnnxRuntime
+    from bf16kit.runtime.session import check_version
 
+    check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
     return OnnxRuntime(
         path, inputs, outputs, device=device, profile=profile, precision=entry.precision, threads=threads

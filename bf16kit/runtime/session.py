@@ -19,6 +19,7 @@ from bf16kit.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.runtime.device import CPU, cuda_index
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.runtime.quietort import ort
+from bf16kit.versions import is_older
 from bf16kit.wording import brief
 
 Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no types
@@ -33,6 +34,16 @@ _CUDA_OPTIONS = {
     "cudnn_conv_algo_search": "HEURISTIC",  # exhaustive search runs again for every new batch size
     "arena_extend_strategy": "kSameAsRequested",  # doubling takes memory from the other models on the device
 }
+
+
+def check_version(profile: str, requires: Mapping[str, str]) -> None:
+    """:class:`RuntimeFailure` when the installed ONNX Runtime is older than what ``profile`` ``requires``."""
+    least = requires.get("onnxruntime")
+    if least is not None and is_older(ort.__version__, least):
+        raise RuntimeFailure(
+            f"profile {profile} needs ONNX Runtime {least} or later, and {ort.__version__} is installed; upgrade it, or"
+            " convert the checkpoint again where it is installed"
+        )
 
 
 def open_session(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
 from bf16kit.errors import UsageError
+from bf16kit.versions import order
 from converter.process import versions
 
 _FILE = re.compile(r"cuda_kernels_(\d+(?:\.\d+)*)\.json")
@@ -36,7 +37,7 @@ class KernelTable:
         """
         tables = {m[1]: e for e in resources.files("converter.graph.data").iterdir() if (m := _FILE.fullmatch(e.name))}
         installed = versions.onnxruntime()
-        chosen = version or (installed if installed in tables else max(tables, key=_order))
+        chosen = version or (installed if installed in tables else max(tables, key=order))
         if chosen not in tables:
             raise UsageError(f"no CUDA kernel table for ONNX Runtime {chosen}; there are {', '.join(sorted(tables))}")
         data = json.loads(tables[chosen].read_text(encoding="utf-8"))
@@ -52,19 +53,6 @@ class KernelTable:
         return first <= since and (domain != "" or since <= self.newest_opset)
 
 
-def required(profiles: Iterable[str]) -> dict[str, str]:
-    """The least versions known to run ``profiles`` of an artifact made here.
-
-    The installed ONNX Runtime ran their graphs. That of cuda relies on kernels besides, which the table lists for the
-    version that it was read for; whether older ones have them nobody here knows.
-    """
-    chosen, installed = set(profiles) & {"cpu", "cuda"}, versions.onnxruntime()
-    known = {installed} if installed and chosen else set()
-    if "cuda" in chosen:
-        known.add(KernelTable.load().onnxruntime)
-    return {"onnxruntime": max(known, key=_order)} if known else {}
-
-
 def stand_in() -> str | None:
     """A sentence when the kernels of another ONNX Runtime than the installed one were looked up; None when not."""
     table, installed = KernelTable.load().onnxruntime, versions.onnxruntime()
@@ -74,8 +62,3 @@ def stand_in() -> str | None:
         f"which bf16 kernels CUDA has was read for ONNX Runtime {table}, and {installed} is installed, for which there"
         f" is no table: serve the cuda profile with {table} or newer"
     )
-
-
-def _order(version: str) -> tuple[int, ...]:
-    """``1.31.1`` as (1, 31, 1); what a pre-release adds to its number counts for nothing."""
-    return tuple(int(digits[0]) if (digits := re.match(r"\d+", part)) else 0 for part in version.split("."))

@@ -16,6 +16,7 @@ from bf16kit.runtime.loading import load_reference
 from bf16kit.tensors import TensorSpec, describe
 from bf16kit.wording import brief
 from converter.graph.dimensions import reconciled
+from converter.graph.requirements import required
 from converter.model import Feeds
 from converter.options import Options
 from converter.process.memory import release
@@ -154,7 +155,7 @@ def _certify_profile(
     certified.manifest = manifest.model_copy(
         update={
             "drift": manifest.drift | {profile: entry},
-            "profiles": manifest.profiles | {profile: _verified(profile, manifest.profiles[profile], run)},
+            "profiles": manifest.profiles | {profile: _verified(stage, manifest, profile, run)},
         }
     )
     certified.over[profile] = [f"profile {profile}, {breach}" for breach in over(options.budget, run.drifts)]
@@ -210,7 +211,12 @@ def how(info: RuntimeInfo) -> str:
     return f"on the CPU kernel, path {info.kernel}" if info.kernel else info.note
 
 
-def _verified(profile: str, entry: ProfileEntry, run: Run) -> ProfileEntry:
+def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run) -> ProfileEntry:
+    entry = manifest.profiles[profile]
+    if entry.format == "onnx":
+        graphs = [stage.path / name for name in (entry.graph, manifest.reference) if name is not None]
+        needed = required(profile, graphs, on_device=not run.emulated)
+        entry = entry.model_copy(update={"requires": needed})
     if run.emulated:
         note = "emulated on the CPU, not verified on a device"
         return entry.model_copy(update={"verified": "emulated", "note": note})

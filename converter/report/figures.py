@@ -84,7 +84,6 @@ class Figures:
     budget: Mapping[str, float]
     files: Mapping[str, FileEntry]
     tools: Mapping[str, str]
-    requires: Mapping[str, str]
     seed: int
     notes: tuple[str, ...]
 
@@ -141,7 +140,6 @@ def figures(
         budget=dict(manifest.budget),
         files=dict(sorted(files.items())),
         tools=dict(sorted(manifest.tools.items())),
-        requires=dict(sorted(manifest.requires.items())),
         seed=manifest.seed,
         notes=tuple(notes),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.artifact import Artifact
+from bf16kit.manifest import ProfileEntry
 from bf16kit.tensors import describe as describe_shape
 from converter.process.progress import size
 from converter.report.document import plain
@@ -86,10 +87,8 @@ def _head(artifact: Artifact, found: Figures) -> str:
         f"layout      {found.layout}",
         f"batching    {'not declared' if found.batch_axis is None else f'axis {found.batch_axis}'}",
         f"made with   {tools}",
+        *(f"runs with   {needs(entry)} ({name})" for name, entry in found.profiles.items() if entry.requires),
     ]
-    if found.requires:
-        needed = ", ".join(f"{name} {version}" for name, version in found.requires.items())
-        lines.append(f"runs with   {needed} or later")
     lines += [f"weights     {span.remark} in {span.name}" for span in found.spans if span.remark][:5]
     lines += [f"search      {search.sentence}" for search in found.searches]
     lines += [
@@ -98,6 +97,11 @@ def _head(artifact: Artifact, found: Figures) -> str:
         if series.told
     ]
     return "\n".join(lines)
+
+
+def needs(entry: ProfileEntry) -> str:
+    """The least versions that run a profile, in words."""
+    return ", ".join(f"{name} {version} or later" for name, version in sorted(entry.requires.items()))
 
 
 def _edges(found: Figures) -> str:

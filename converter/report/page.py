@@ -16,7 +16,7 @@ from converter.process.progress import size
 from converter.report import plots
 from converter.report.drifts import share
 from converter.report.figures import Figures, figures
-from converter.report.inspect import drift
+from converter.report.inspect import drift, needs
 from converter.report.layers import called
 from converter.report.text import printable
 
@@ -56,6 +56,7 @@ def render(
         "share": _share,
         "first": _first,
         "called": called,
+        "needs": needs,
     }
     template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
     found = figures(manifest, files, measurements, notes)

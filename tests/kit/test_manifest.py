@@ -42,13 +42,16 @@ MATRIX = TensorEntry(
 SCALE = TensorEntry(name="s", dtype="float32", shape=[2], file="weights.fp32", offset=0, bytes=8)
 
 
+CPU = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host")
+
+
 def manifest(**changes: Any) -> Manifest:
     fields: dict[str, Any] = {
         "model": "tiny",
         "inputs": [SpecEntry(name="x", dtype="int64", shape=["batch", 3])],
         "outputs": [SpecEntry(name="ŷ", dtype="float32", shape=["batch", 2], kind="logits")],
         "batch_axis": 0,
-        "profiles": {"cpu": ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host")},
+        "profiles": {"cpu": CPU},
         "tensors": [MATRIX],
         "checkpoint": [
             CheckpointEntry(name="lin.weight", dtype="float32", shape=[3, 2], tensor="w", permutation=[1, 0])
@@ -132,7 +135,7 @@ class TestVersions:
         "news",
         [
             {"oracle": OracleEntry(checked=False, how="the source cannot answer")},
-            {"requires": {"onnxruntime": "1.24"}},
+            {"profiles": {"cpu": CPU.model_copy(update={"requires": {"onnxruntime": "1.24"}})}},
             {"measurements": "measurements.json"},
             {"plan": Plan(tensors=[PlanEntry(name="w", op="MatMul", precision="fp32", reason="", code="small")])},
             {"budget": {"relative_l2.p99": 0.02}},

@@ -166,6 +166,7 @@ def manifest(samples: int = 64, over: bool = False, nodes: int = 120) -> Manifes
                 precision=precision,
                 verified=verified,  # type: ignore[arg-type]  # one of its literals
                 note="emulated on the CPU, not verified on a device" if verified == "emulated" else "",
+                requires={"onnxruntime": "1.24"},
             )
             for name, (_, verified, precision) in PROFILES.items()
         },
@@ -176,7 +177,6 @@ def manifest(samples: int = 64, over: bool = False, nodes: int = 120) -> Manifes
             feeds=4,
             outputs={"logits": OracleFigure(relative_l2=3.1e-7, max_abs=2.4e-6, bound=1e-5)},
         ),
-        requires={"onnxruntime": "1.24"},
         plan=plan(nodes),
         budget=BUDGET,
         drift=measured,

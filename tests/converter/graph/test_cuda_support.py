@@ -1,4 +1,4 @@
-"""Which ONNX Runtime's kernels the cuda profile is planned for, and which one an artifact needs."""
+"""Which ONNX Runtime's kernels the cuda profile is planned for, and that others are noted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from converting import ONNX_ONLY, Cli
 
 from bf16kit.artifact import Artifact
-from converter.graph.cuda_support import KernelTable, required, stand_in
+from converter.graph.cuda_support import KernelTable, stand_in
 from converter.process import versions
 
 NEWEST = "1.31.1"
@@ -35,15 +35,6 @@ def test_the_table_of_the_installed_version_is_used_where_there_is_one(
         assert KernelTable.load().onnxruntime == chosen
 
 
-def test_an_artifact_needs_what_ran_it_and_what_its_kernels_were_read_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, "1.26.0")
-    assert required(["cpu"]) == {"onnxruntime": "1.26.0"}
-    assert required(["cpu", "cuda"]) == {"onnxruntime": NEWEST}
-    assert required(["torchscript"]) == {}
-    _install(monkeypatch, "1.40.0.dev20270101")
-    assert required(["cuda"]) == {"onnxruntime": "1.40.0.dev20270101"}
-
-
 def test_another_versions_table_is_said_in_a_note(
     cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,4 +42,6 @@ def test_another_versions_table_is_said_in_a_note(
     _install(monkeypatch, "1.26.0")
     out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out
     assert f"was read for ONNX Runtime {NEWEST}, and 1.26.0 is installed" in out
-    assert Artifact.open(target).manifest.requires == {"onnxruntime": NEWEST}
+    profiles = Artifact.open(target).manifest.profiles
+    assert profiles["cuda"].requires == {"onnxruntime": NEWEST}
+    assert profiles["cpu"].requires == {"onnxruntime": "1.24"}

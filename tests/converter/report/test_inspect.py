@@ -91,7 +91,7 @@ _ROW = {"profile", "output", "metric", "measured", "judged", "worst", "bound", "
 _KEYS = {
     *("path", "model", "version", "within", "headline", "verdicts", "drift", "budget", "oracle", "reference"),
     *("source", "sizes", "layout", "batch_axis", "inputs", "outputs", "profiles", "plan", "islands", "searches"),
-    *("off_the_line", "diagnoses", "lossy_tensors", "files", "tools", "requires", "seed", "measurements"),
+    *("off_the_line", "diagnoses", "lossy_tensors", "files", "tools", "seed", "measurements"),
 }
 
 

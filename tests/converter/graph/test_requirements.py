@@ -1,0 +1,77 @@
+"""The least ONNX Runtime that a profile needs, and that older ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from converting import Cli
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime import session
+from bf16kit.runtime.loading import load
+from bf16kit.runtime.quietort import ort
+from converter.graph.cuda_support import KernelTable
+from converter.graph.requirements import required
+from converter.process import versions
+
+TABLE = "1.31.1"
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(versions, "onnxruntime", lambda: version)
+
+
+def _graph(path: Path, opset: int, ir_version: int = 10) -> Path:
+    proto = graphs.mlp((4, 4))
+    proto.opset_import[0].version, proto.ir_version = opset, ir_version
+    onnx.save(proto, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("opset", "ir_version", "least"),
+    [(13, 8, "1.24"), (25, 13, "1.24"), (26, 13, "1.25"), (22, 14, "1.40.0"), (27, 13, "1.40.0")],
+)
+def test_it_is_the_oldest_that_loads_the_graphs_or_the_one_that_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opset: int, ir_version: int, least: str
+) -> None:
+    _install(monkeypatch, "1.40.0")
+    older, graph = _graph(tmp_path / "a.onnx", 13, 8), _graph(tmp_path / "b.onnx", opset, ir_version)
+    assert required("cpu", [older, graph]) == {"onnxruntime": least}
+    assert required("cpu", [graph, older]) == {"onnxruntime": least}
+
+
+def test_cuda_needs_the_release_whose_kernels_were_looked_up_or_an_older_one_that_ran_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = _graph(tmp_path / "a.onnx", 22)
+    assert KernelTable.load().onnxruntime == TABLE
+    _install(monkeypatch, "1.26.0")
+    assert required("cuda", [graph]) == {"onnxruntime": TABLE}
+    assert required("cuda", [graph], on_device=True) == {"onnxruntime": "1.26.0"}
+    _install(monkeypatch, "1.40.0.dev20270101")
+    assert required("cuda", [graph], on_device=True) == {"onnxruntime": TABLE}
+    _install(monkeypatch, None)
+    assert required("cuda", [graph]) == {"onnxruntime": TABLE}
+
+
+def test_a_conversion_says_it_of_every_profile_and_the_page_and_inspect_do(mlp: Artifact, cli: Cli) -> None:
+    needed = {name: entry.requires for name, entry in mlp.manifest.profiles.items()}
+    assert needed == {"cpu": {"onnxruntime": "1.24"}, "cuda": {"onnxruntime": TABLE}, "torchscript": {}}
+    assert "onnxruntime 1.24 or later" in mlp.file("report.html").read_text("utf-8")
+    assert "runs with   onnxruntime 1.24 or later (cpu)" in cli("inspect", mlp.path).published().out
+
+
+def test_an_older_release_is_refused_before_it_loads_anything(
+    small: Artifact, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(small, "cpu").close()
+    monkeypatch.setattr(ort, "__version__", "1.23.2")
+    monkeypatch.setattr(session, "open_session", None)
+    with pytest.raises(RuntimeFailure, match=r"profile cpu needs ONNX Runtime 1\.24 or later, and 1\.23\.2 is"):
+        load(small, "cpu")
+    cli("verify", small.path, "--profile", "cpu").refused(3, "profile cpu needs ONNX Runtime 1.24 or later", "upgrade")
