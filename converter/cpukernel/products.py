@@ -15,7 +15,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from converter.graph.initializers import const, dims
+from converter.graph.initializers import const, const_dims, dims
 
 Layout = Literal["panels", "transposed"]
 
@@ -47,11 +47,11 @@ class Product:
 
     @property
     def k(self) -> int:
-        return _dims(self.weight)[1 - self.axis]
+        return const_dims(self.weight)[1 - self.axis]
 
     @property
     def n(self) -> int:
-        return _dims(self.weight)[self.axis]
+        return const_dims(self.weight)[self.axis]
 
     def layout(self, panels: Collection[str]) -> Layout | None:
         """How the kernel reads the weight, where ``panels`` are stored so; None when it cannot."""
@@ -85,7 +85,7 @@ def panelled(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
     return {
         weight.name or "": next(iter(found))
         for weight, found in axes.items()
-        if len(found) == 1 and len(_dims(weight)) == 2 and _kernel_s_alone(weight, next(iter(found)), readers)
+        if len(found) == 1 and len(const_dims(weight)) == 2 and _kernel_s_alone(weight, next(iter(found)), readers)
     }
 
 
@@ -132,7 +132,7 @@ def _matrix_product(node: ir.Node) -> Product | None:
     transposition = right.producer()
     if transposition is not None and is_transposition(transposition) and transposition.inputs[0] is not None:
         axis, weight = 0, transposition.inputs[0]
-    shape = _dims(weight)
+    shape = const_dims(weight)
     if len(shape) != 2 or 0 in shape:
         return None
     if node.op_type == "Gemm":
@@ -148,7 +148,7 @@ def _convolution(node: ir.Node) -> Product | None:
     source, weight = node.inputs[0], node.inputs[1]
     if source is None or source.shape is None or weight is None or len(weight.uses()) != 1:
         return None
-    shape = _dims(weight)
+    shape = const_dims(weight)
     pixels = [*source.shape[2:], *shape[2:]]
     padded = any(node.attributes["pads"].as_ints()) if "pads" in node.attributes else False
     if not pixels or any(size != 1 for size in pixels) or padded or 0 in shape or source.shape[1] != shape[1]:
@@ -186,11 +186,6 @@ def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]
 def _takes_rows(node: ir.Node) -> bool:
     """Whether ``node`` gathers from a matrix what lies along its first axis."""
     return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
-
-
-def _dims(weight: ir.Value) -> tuple[int, ...]:
-    tensor = const(weight)
-    return () if tensor is None else dims(tensor)
 
 
 def _integer(node: ir.Node, name: str, default: int) -> int:

@@ -10,7 +10,7 @@ from bf16kit.errors import ConversionError
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel.functions import Variant, define, function, lists
 from converter.cpukernel.work import Fused, Work
-from converter.graph.initializers import const, dims, initializer
+from converter.graph.initializers import const_dims, initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 
@@ -89,8 +89,7 @@ class _Rewriting:
         return weight
 
     def _bias(self, bias: ir.Value) -> ir.Value:
-        tensor = const(bias)
-        if tensor is None or len(dims(tensor)) == 1:
+        if len(const_dims(bias)) <= 1:
             return bias
         columns = initializer(self._graph, self._name("columns"), ir.tensor([self._product.n]))
         return self._insert(ir.node("Reshape", [bias, columns]), bias.type, (self._product.n,))
@@ -108,7 +107,7 @@ class _Rewriting:
 
     def _image(self, rows: ir.Value) -> ir.Value:
         """Rows as images of a single pixel."""
-        spatial = range(2, len(_shape(self._product.weight)))
+        spatial = range(2, len(const_dims(self._product.weight)))
         axes = initializer(self._graph, self._name("axes"), ir.tensor(list(spatial)))
         return self._insert(ir.node("Unsqueeze", [rows, axes]), rows.type, self._given.shape)
 
@@ -137,11 +136,6 @@ class _Rewriting:
         for (old, value), name in zip(new.items(), names, strict=True):
             old.name = None
             value.name = name
-
-
-def _shape(weight: ir.Value) -> tuple[int, ...]:
-    tensor = const(weight)
-    return () if tensor is None else dims(tensor)
 
 
 def _drop_unread(graph: ir.Graph, transpositions: Collection[ir.Node]) -> None:

@@ -78,3 +78,9 @@ def const(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value is None or not value.is_initializer():
         return None
     return value.const_value
+
+
+def const_dims(value: ir.Value | None) -> tuple[int, ...]:
+    """The shape of the tensor behind an initializer; () for anything computed or fed, as for a scalar."""
+    tensor = const(value)
+    return () if tensor is None else dims(tensor)

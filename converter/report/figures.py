@@ -21,6 +21,7 @@ from converter.report.islands import (
 )
 from converter.report.layers import LayerSeries, layer_series
 from converter.report.spans import Span, spans
+from converter.report.text import listed
 
 WITHOUT_RESIDUAL = ("weights.bf16", "weights.fp32")
 
@@ -99,8 +100,8 @@ class Figures:
         if not self.verdicts:
             return "Nothing was measured."
         if over:
-            return f"{_joined(over)} {'is' if len(over) == 1 else 'are'} over the drift budget."
-        names = _joined([verdict.profile for verdict in self.verdicts])
+            return f"{listed(over)} {'is' if len(over) == 1 else 'are'} over the drift budget."
+        names = listed([verdict.profile for verdict in self.verdicts])
         return f"{names} {'keeps' if len(self.verdicts) == 1 else 'keep'} within the drift budget."
 
 
@@ -172,7 +173,3 @@ def reference(oracle: OracleEntry | None) -> Reference:
     count = f"{oracle.feeds} sample{'' if oracle.feeds == 1 else 's'}"
     sentence = f"within {worst.relative_l2:.2g} of {oracle.how} ({count}; fp32 noise explains {worst.bound:.2g})"
     return Reference(True, worst.relative_l2, worst.bound, sentence)
-
-
-def _joined(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from bf16kit.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements
+from converter.report.text import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +92,10 @@ def _mended(found: DiagnosisEntry, within: bool) -> str:
     remedy = found.remedy
     if remedy is not None:
         return (
-            f"Kept in fp32, {_listed(remedy.nodes)} would bring output {remedy.output} from {remedy.before_db:.1f} to"
+            f"Kept in fp32, {listed(remedy.nodes)} would bring output {remedy.output} from {remedy.before_db:.1f} to"
             f" {remedy.after_db:.1f} dB (tried on the CPU):"
         )
     if found.tried:
         return "No few nodes before it would mend that when kept in fp32: look at its inputs, or its weights."
     why = "No remedy is needed, because the budget is met" if within else "No remedy was looked for"
     return f"{why}; bf16-convert explain tells one."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,4 +1,4 @@
-"""Text for terminals: tables that fit the width there is."""
+"""Text for people: tables that fit the width of a terminal, and names as they stand in sentences."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     Console(file=stream, no_color=True, width=width).print(drawn)
     lines = stream.getvalue().rstrip().splitlines()
     return "\n".join([title, *(line.rstrip() for line in lines)])  # a title of rich's own wraps at the table's width
+
+
+def listed(names: Sequence[str]) -> str:
+    """One name or more as words of a sentence: ``a, b and c``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def printable(text: str, keep: str = "\n") -> str:
