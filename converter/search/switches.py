@@ -1,7 +1,8 @@
 """One fp32 graph in which each rounding to bf16 is switched by an element of an input.
 
-A graph for every plan would mean a session for every plan, and the weights once more in each. Here a value x that bf16
-would round is also rounded, by a Cast and one back, and every reader takes ``Where(switch, rounded, x)``.
+A graph for every plan would mean a session for every plan, and the weights once more in each. Here every reader of a
+value x that bf16 would round takes ``If(switch, rounded, x)`` instead, rounded by a Cast and one back: what is switched
+off costs a copy. (``Where(switch, rounded, x)`` rounds for nothing, and took twice the time of all else together.)
 """
 
 from __future__ import annotations
@@ -85,14 +86,16 @@ class Switch(Step):
         self.input = fresh.make("switches")
         switches = ir.Value(name=self.input, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([None]))
         nodes = list(graph)
+        each: list[ir.Value] = []
         for value in [v for v in values_of(graph) if v.dtype == FLOAT and v.name]:
-            self._switch(graph, value, switches, fresh)
+            self._switch(graph, value, each, fresh)
+        _part(graph, switches, each, fresh)
         for node in nodes:
             self._tell_shape(graph, node, fresh)
         graph.inputs.append(switches)
         return bool(self.sites)
 
-    def _switch(self, graph: ir.Graph, value: ir.Value, switches: ir.Value, fresh: FreshNames) -> None:
+    def _switch(self, graph: ir.Graph, value: ir.Value, switches: list[ir.Value], fresh: FreshNames) -> None:
         """Let the readers of ``value`` that bf16 would give a rounded one read a switched one."""
         groups: dict[Site, list[_Use]] = {}
         owner, is_weight = self._owner(value), moved_from(value, self.narrow) is not None
@@ -106,9 +109,9 @@ class Switch(Step):
         if not groups:
             return
         made = _Nodes(graph, value, fresh)
-        rounded = made.rounded(clamped=value.name in self.saturated)
         for site, uses in groups.items():
-            switched = made.switched(rounded, switches, len(self.sites))
+            switches.append(_switch_of(value, fresh))
+            switched = made.switched(switches[-1], clamped=value.name in self.saturated)
             self.sites.append(site)
             for node, index in uses:
                 node.replace_input_with(index, switched)
@@ -166,18 +169,17 @@ class _Nodes:
         self._fresh = fresh
         self._made: list[ir.Node] = []
 
-    def rounded(self, *, clamped: bool) -> ir.Value:
-        value = self._value
-        if clamped:
-            bounds = [self._constant(-_LARGEST), self._constant(_LARGEST)]
-            value = self._add("Clip", [value, *bounds], FLOAT)
-        narrow = self._add("Cast", [value], BFLOAT16, to=int(BFLOAT16))
-        return self._add("Cast", [narrow], FLOAT, to=int(FLOAT))
-
-    def switched(self, rounded: ir.Value, switches: ir.Value, position: int) -> ir.Value:
-        switch = self._add("Gather", [switches, self._constant(np.int64(position))], ir.DataType.BOOL)
-        switch.shape = ir.Shape([])
-        return self._add("Where", [switch, rounded, self._value], FLOAT)
+    def switched(self, switch: ir.Value, *, clamped: bool) -> ir.Value:
+        """The value, rounded where ``switch`` is on."""
+        branches = (
+            self._body("rounded", self._rounding(clamped)),
+            self._body("kept", [self._node("Identity", [self._value])]),
+        )
+        names = ("then_branch", "else_branch")
+        bodies = [ir.AttrGraph(name, body) for name, body in zip(names, branches, strict=True)]
+        node = self._node("If", [switch], attributes=bodies)
+        self._made.append(node)
+        return node.outputs[0]
 
     def insert(self) -> None:
         producer, first = self._value.producer(), next(iter(self._graph))
@@ -186,17 +188,52 @@ class _Nodes:
         else:
             self._graph.insert_before(first, self._made)
 
-    def _add(self, op: str, inputs: list[ir.Value], dtype: ir.DataType, **attributes: int) -> ir.Value:
+    def _rounding(self, clamped: bool) -> list[ir.Node]:
+        nodes, value = list[ir.Node](), self._value
+        if clamped:
+            bounds = [self._constant(-_LARGEST), self._constant(_LARGEST)]
+            nodes.append(self._node("Clip", [value, *bounds]))
+            value = nodes[-1].outputs[0]
+        narrow = self._node("Cast", [value], BFLOAT16, [ir.AttrInt64("to", int(BFLOAT16))])
+        wide = self._node("Cast", [narrow.outputs[0]], FLOAT, [ir.AttrInt64("to", int(FLOAT))])
+        return [*nodes, narrow, wide]
+
+    def _body(self, name: str, nodes: list[ir.Node]) -> ir.Graph:
+        return ir.Graph([], [nodes[-1].outputs[0]], nodes=nodes, name=self._fresh.make(f"{self._value.name}/{name}"))
+
+    def _node(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value],
+        dtype: ir.DataType = FLOAT,
+        attributes: Sequence[ir.Attr] = (),
+    ) -> ir.Node:
         name = self._fresh.make(f"{self._value.name}/{op.lower()}")
-        node = ir.node(op, inputs, attributes=attributes, name=name)
+        node = ir.Node("", op, inputs, attributes, name=name)
         output = node.outputs[0]
         output.name, output.type, output.shape = name, ir.TensorType(dtype), self._value.shape
-        self._made.append(node)
-        return output
+        return node
 
     def _constant(self, number: np.generic) -> ir.Value:
-        name = self._fresh.make(f"{self._value.name}/constant")
-        return initializer(self._graph, name, ir.tensor(np.array(number), name=name))
+        return _constant(self._graph, f"{self._value.name}/constant", np.array(number), self._fresh)
+
+
+def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
+    name = fresh.make(f"{value.name}/switch")
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
+
+
+def _part(graph: ir.Graph, switches: ir.Value, each: Sequence[ir.Value], fresh: FreshNames) -> None:
+    """Let ``each`` be one element of ``switches``, in order: one node, where a Gather for each took as long as Conv."""
+    if each:
+        sizes = _constant(graph, "switches/sizes", np.ones(len(each), np.int64), fresh)
+        node = ir.Node("", "Split", [switches, sizes], outputs=each, name=fresh.make("switches/split"))
+        graph.insert_before(next(iter(graph)), node)
+
+
+def _constant(graph: ir.Graph, name: str, array: Array, fresh: FreshNames) -> ir.Value:
+    name = fresh.make(name)
+    return initializer(graph, name, ir.tensor(array, name=name))
 
 
 def _become_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:

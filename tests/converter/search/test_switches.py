@@ -1,0 +1,72 @@
+"""A graph in which roundings are switched: off it is the graph that it was, on it rounds what it is told to."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from lowered import specs
+
+import graphs
+from converter.graph.operators import bf16_form
+from converter.graph.step import run
+from converter.model import Array
+from converter.proof.running import open_source
+from converter.search.switches import Switch, positions
+
+X = graphs.values(4, 16)
+
+
+def rounded(array: Array) -> Array:
+    return array.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def answer(
+    nodes: frozenset[str], weights: frozenset[str], saturated: frozenset[str] = frozenset(), w0: float = 1, x: float = 1
+) -> Array:
+    """What the switched MLP gives with ``nodes`` and ``weights`` on; ``w0`` and ``x`` scale weight and input."""
+    model = ir.from_proto(graphs.mlp())
+    weight = model.graph.initializers["w0"]
+    assert weight.const_value is not None
+    weight.const_value = ir.tensor((weight.const_value.numpy() * np.float64(w0)).astype(np.float32), name="w0")
+    forms = {node.name or "": form for node in model.graph if (form := bf16_form(node, 22))}
+    switch = Switch(forms, {"w0", "w1"}, saturated)
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    changed = run([switch], model)
+    runtime = open_source(changed, (*inputs, switch.spec), (*outputs, *switch.shape_specs))
+    found = runtime.run({"x": X * np.float32(x), switch.input: positions(switch.sites, nodes, weights)}, ["y"])
+    return found["y"]
+
+
+def expected(w0: Array, w1: Array) -> Array:
+    b0, b1 = (graphs.values(n, seed=seed, scale=0.1) for n, seed in ((32, 1), (16, 3)))
+    return np.asarray(np.maximum(X @ w0 + b0, 0) @ w1 + b1)
+
+
+W0, W1 = graphs.values(16, 32, seed=0), graphs.values(32, 16, seed=2)
+NONE: frozenset[str] = frozenset()
+
+
+def test_all_off_it_is_the_graph_that_it_was() -> None:
+    np.testing.assert_allclose(answer(NONE, NONE), expected(W0, W1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [{"w0"}, {"w1"}, {"w0", "w1"}])
+def test_each_weight_has_a_switch_of_its_own(weights: set[str]) -> None:
+    w0, w1 = (rounded(w) if name in weights else w for name, w in (("w0", W0), ("w1", W1)))
+    np.testing.assert_allclose(answer(NONE, frozenset(weights)), expected(w0, w1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_node_that_is_on_rounds_its_result() -> None:
+    found = answer(frozenset({"add1"}), NONE)
+    assert np.array_equal(found, rounded(found))
+    assert not np.array_equal(found, answer(NONE, NONE))
+
+
+def test_a_saturated_weight_is_clamped_where_it_would_overflow() -> None:
+    huge, small = 3.4e38 / float(np.abs(W0).max()), 1e-3  # the largest weight is beyond bf16's largest number
+    on = frozenset({"w0"})
+    assert not np.isfinite(answer(NONE, on, w0=huge, x=small)).all()
+    clamped = answer(NONE, on, on, w0=huge, x=small)
+    np.testing.assert_allclose(clamped, answer(NONE, NONE, w0=huge, x=small), rtol=0.1, atol=1e34)
