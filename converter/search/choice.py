@@ -20,17 +20,18 @@ class Choice:
         self._known: dict[Units, bool] = {}
         self.sufficing: list[Units] = []
 
-    def find(self, groups: Sequence[Group], tolerance: float) -> Units | None:
-        """The set; None when not even all units suffice."""
+    def find(self, groups: Sequence[Group], tolerance: float, known: Units | None = None) -> Units | None:
+        """The set; None when not even all units suffice. A part of ``known``, where that is known to suffice."""
         steps = steps_of(groups, tolerance)
+        if known is not None:
+            return self._prune([unit for unit in _in_order(steps) if unit in known])
         if not self._try(_union(steps)):
             return None
         low, high = 0, len(steps)  # steps[:high] suffice
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._try(_union(steps[:middle])) else (middle, high)
-        order = list(dict.fromkeys(unit for step in steps[:high] for unit in step))
-        return self._prune(order)
+        return self._prune(_in_order(steps[:high]))
 
     def _prune(self, order: list[Unit]) -> Units:
         """Take out what is not needed, the least rewarding first: by halves, by quarters … and at last one by one."""
@@ -98,8 +99,14 @@ class _Part:
 
 
 def cost(units: Iterable[Unit]) -> float:
-    """What ``units`` keep from bf16, in all."""
-    return sum(unit.cost for unit in units)
+    """What ``units`` keep from bf16, in all; the same in whatever order a set gives them."""
+    return math.fsum(unit.cost for unit in units)
+
+
+def _in_order(steps: Iterable[Units]) -> list[Unit]:
+    """The units of ``steps``, each once. Those of one step by name: a set's order is another one in each process."""
+    by_name = (sorted(step, key=lambda unit: (unit.kind, unit.name)) for step in steps)
+    return list(dict.fromkeys(unit for step in by_name for unit in step))
 
 
 def _union(steps: Sequence[Units]) -> Units:

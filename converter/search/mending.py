@@ -18,6 +18,7 @@ from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof.certify import Certified
 from converter.proof.samples import Samples
+from converter.search.learnt import Learnt
 from converter.search.result import SearchResult, merged
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges
@@ -35,6 +36,7 @@ class Mending:
         self._progress = progress
         self._deadline: Deadline | None = None  # begins with the first search
         self._tried: dict[str, int] = {}
+        self._learnt: dict[str, tuple[Islands, Learnt]] = {}  # with these islands of other profiles
         self.results: dict[str, SearchResult] = {}
 
     def islands(self, certified: Certified) -> Islands | None:
@@ -82,17 +84,21 @@ class Mending:
 
     def _task(self, name: str, share: float, certified: Certified, deadline: Deadline) -> Task:
         manifest = certified.manifest
+        others = merged(self.results.values())
+        if name not in self._learnt or self._learnt[name][0] != others:
+            self._learnt[name] = others, Learnt()
         inputs, outputs = (tuple(entry.spec() for entry in edges) for edges in (manifest.inputs, manifest.outputs))
         return Task(
             prepared=self._prepared,
             profile=PROFILES[name],
             replan=self._replan,
-            islands=merged(self.results.values()),
+            islands=others,
             edges=Edges(inputs, outputs, manifest.batch_axis),
             feeds=self._samples.feeds,
             budget=self._options.budget.tightened(share),
             deadline=deadline,
             saturate=self._options.saturate,
+            learnt=self._learnt[name][1],
         )
 
     def _replan(self, islands: Islands, profile: Profile) -> Plan:

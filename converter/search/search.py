@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from bf16kit.budget import Breach, Budget
 from bf16kit.manifest import Plan
@@ -20,13 +21,14 @@ from converter.search.candidates import bf16_alone, bf16_of, candidates
 from converter.search.choice import Choice, Units, cost
 from converter.search.costs import Costs
 from converter.search.judged import Judged, ratio
+from converter.search.learnt import Learnt
 from converter.search.ranking import Group, Unit, rank
 from converter.search.result import Island, SearchResult
 from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Where, typical
 
 Replan = Callable[[Islands, Profile], Plan]  # the plan of one profile with these islands
 
-_RANKING = 0.5  # of the time at most
+_RANKING = 0.5  # of the time that is left, at most
 _SHARES = (0.97, 0.9, 0.8)  # of the budget, as a few samples may be kinder than all are
 _COARSE = 16.0  # how far below the error to look for its sources where the budget does not say it
 
@@ -36,6 +38,7 @@ class Task:
     """What is searched for: islands for ``profile`` so that ``feeds`` are answered within ``budget``.
 
     ``islands`` are there already and stay. ``saturate``: weights that overflow become the largest finite number.
+    ``learnt`` is what earlier searches with another budget found out, and grows.
     """
 
     prepared: Prepared
@@ -47,6 +50,7 @@ class Task:
     budget: Budget
     deadline: Deadline
     saturate: bool = False
+    learnt: Learnt = field(default_factory=Learnt)
 
 
 def search(task: Task, progress: Progress) -> SearchResult:
@@ -77,31 +81,33 @@ class _Search:
         self._plan = task.replan(task.islands, task.profile)
         self._bf16 = bf16_of(self._plan, task.profile)
         phases.tell("preparing")
-        self._trials = Trials(self._base, self._bf16, task.edges, task.feeds, task.deadline, saturate=task.saturate)
+        # What is known already is worth the few runs that opening takes, though the time be over.
+        deadline = Deadline(math.inf) if task.learnt.tried else task.deadline
+        self._trials = Trials(self._base, self._bf16, task.edges, task.feeds, deadline, saturate=task.saturate)
         everything = frozenset(e.name for e in self._plan.tensors)
         self._costs = Costs.of(self._base, everything, self._trials.shapes())
+        self._trials.keep_to(task.deadline)
         self._choices: list[Choice] = []
-        self._groups: list[Group] = []
-        self._ranked = True
+        self._groups: list[Group] = task.learnt.groups
+        self._ranked = task.learnt.ranked
         self._before = 0.0
 
     def run(self) -> SearchResult:
         """The result. Raises :class:`OutOfTime`."""
         units = candidates(self._base, self._plan, self._task.profile, self._costs)
-        before = self._trials.drifts(self._bf16)
+        learnt = self._task.learnt
+        before = learnt.before = learnt.before or self._trials.drifts(self._bf16)
         breaches = over(self._task.budget, before)
         if not breaches or not units:
             return self._result(frozenset(), {})
         self._before = ratio(self._task.budget, before)
         where = Where.worst(before, {breach.output for breach in breaches})
         tolerance = self._tolerance(breaches, where.error(before))
-        self._phases.tell(f"where the error comes from, among {len(units)} candidates")
-        self._groups, self._ranked = rank(
-            units,
-            lambda alone: self._trials.error(bf16_alone(alone), where),
-            tolerance,
-            lambda: self._task.deadline.over(_RANKING),
-        )
+        if not learnt.groups:
+            self._phases.tell(f"where the error comes from, among {len(units)} candidates")
+            ranking = self._task.deadline.part(_RANKING)
+            learnt.groups, learnt.ranked = rank(units, partial(self._error, where), tolerance, ranking.over)
+            self._groups, self._ranked = learnt.groups, learnt.ranked
         self._phases.tell("the smallest set that suffices")
         return self._choose(typical(before), tolerance)
 
@@ -110,7 +116,8 @@ class _Search:
         for share in _SHARES if len(samples) < len(self._task.feeds) else (1.0,):
             judged = Judged(self._task.budget.tightened(share), lambda units: self._drifts(units, samples))
             self._choices.append(Choice(judged.suffices))
-            found = self._choices[-1].find(self._groups, share * tolerance)
+            known = self._known(self._task.budget.tightened(share), samples)
+            found = self._choices[-1].find(self._groups, share * tolerance, known[0] if known else None)
             if found is None:
                 return self._hopeless()
             worth = {unit: judged.worth(found, unit) for unit in found}
@@ -122,8 +129,9 @@ class _Search:
     def best_known(self) -> SearchResult:
         """The best that is known and that all samples bear out, which takes a few runs more; an error when none is."""
         self._ranked = False
-        self._trials.forget_deadline()
+        self._trials.keep_to(Deadline(math.inf))
         known = sorted({units for choice in self._choices for units in choice.sufficing}, key=_by_cost)
+        known = known or self._known(self._task.budget)
         steps = {2**step - 1 for step in range(len(known).bit_length())} | {len(known) - 1}
         for units in (known[step] for step in sorted(steps) if known):
             drifts = self._drifts(units)
@@ -134,8 +142,24 @@ class _Search:
     def close(self) -> None:
         self._trials.close()
 
+    def _known(self, budget: Budget, samples: Sequence[int] | None = None) -> list[Units]:
+        """The sets that were seen to meet ``budget``, on ``samples`` or on any, the cheapest first."""
+        found = {
+            units
+            for (units, on), drifts in self._task.learnt.tried.items()
+            if samples in (None, on) and not over(budget, drifts)
+        }
+        return sorted(found, key=_by_cost)
+
     def _drifts(self, units: Units, samples: Sequence[int] | None = None) -> list[Drifts]:
-        return self._trials.drifts(self._with(units), samples)
+        tried = self._task.learnt.tried
+        key = units, tuple(range(len(self._task.feeds)) if samples is None else samples)
+        if key not in tried:
+            tried[key] = self._trials.drifts(self._with(units), samples)
+        return tried[key]
+
+    def _error(self, where: Where, alone: Sequence[Unit]) -> float:
+        return self._trials.error(bf16_alone(alone), where)
 
     def _with(self, units: Units) -> Bf16:
         """What is bf16 with ``units`` as islands: the plan says it, so that nothing differs from what is written."""

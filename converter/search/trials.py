@@ -42,9 +42,14 @@ class Deadline:
     def after(cls, minutes: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
         return cls(60 * minutes, clock, clock())
 
-    def over(self, share: float = 1.0) -> bool:
-        """Whether ``share`` of the time is over."""
-        return self.clock() - self.start > share * self.seconds
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return self.clock() - self.start > self.seconds
+
+    def part(self, share: float) -> Deadline:
+        """When ``share`` of the time that is left will be over."""
+        now = self.clock()
+        return Deadline(share * (self.start + self.seconds - now), self.clock, now)
 
     def check(self) -> None:
         """:class:`OutOfTime` when it is over."""
@@ -121,9 +126,9 @@ class Trials:
         found = self._runtime.run({**self._feeds[0], self._switch.input: self._positions(Bf16())}, names)
         return {node: tuple(int(n) for n in found[name]) for node, name in self._switch.shapes.items()}
 
-    def forget_deadline(self) -> None:
-        """Never raise :class:`OutOfTime` again."""
-        self._deadline = Deadline(math.inf)
+    def keep_to(self, deadline: Deadline) -> None:
+        """Raise :class:`OutOfTime` when this ``deadline`` is over, in place of the one before."""
+        self._deadline = deadline
 
     def close(self) -> None:
         self._runtime.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 import pytest
@@ -20,9 +21,10 @@ from converter.plan.profiles import PROFILES, Profile
 from converter.process.progress import Silent
 from converter.proof.measure import Drifts
 from converter.search import search as of_the_search
+from converter.search.learnt import Learnt
 from converter.search.result import SearchResult
 from converter.search.search import Task, search
-from converter.search.trials import Deadline, Edges, typical
+from converter.search.trials import Deadline, Edges, Trials, typical
 
 _FAILING = (cancellation, overflow, softmax, offset, lstm)
 _Build = Callable[[], Failing]
@@ -34,6 +36,7 @@ def _search(
     deadline: Deadline | None = None,
     budget: Budget | None = None,
     bf16: Sequence[str] = (),
+    learnt: Learnt | None = None,
 ) -> SearchResult:
     model = ir.from_proto(built.proto)
     edges = Edges(specs(model.graph.inputs), specs(model.graph.outputs), None)
@@ -44,7 +47,7 @@ def _search(
 
     deadline = deadline or Deadline.after(5)
     task = Task(prepared, PROFILES[profile], replan, Islands(), edges, built.feeds, budget or Budget(), deadline)
-    return search(task, Silent())
+    return search(replace(task, learnt=learnt or Learnt()), Silent())
 
 
 def _found(result: SearchResult) -> tuple[frozenset[str], frozenset[str]]:
@@ -128,6 +131,41 @@ def test_samples_to_try_are_spaced_from_the_best_to_the_worst() -> None:
     assert (errors[0], errors[-1]) == (0, 99)
     assert max(b - a for a, b in itertools.pairwise(errors)) <= 8
     assert typical([drift(1.0)] * 3) == (0, 1, 2)
+
+
+class TestAnotherBudget:
+    """A search after another one, on the same graph with less of the budget."""
+
+    def test_nothing_is_ranked_again_and_no_set_tried_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        learnt = Learnt()
+        _search(softmax(), "cuda", learnt=learnt)
+        known = set(learnt.tried)
+
+        def ranked_again(*_: object) -> float:
+            raise AssertionError("ranked again")
+
+        monkeypatch.setattr(Trials, "error", ranked_again)
+        tighter = Budget().tightened(0.9)
+        again = _search(softmax(), "cuda", budget=tighter, learnt=learnt)
+        assert _found(again) == _found(_search_freely(monkeypatch, softmax(), tighter))
+        assert known <= set(learnt.tried)
+        tried = set(learnt.tried)
+        _search(softmax(), "cuda", budget=tighter, learnt=learnt)
+        assert set(learnt.tried) == tried
+
+    def test_what_the_first_one_saw_suffice_is_used_when_the_time_is_over(self) -> None:
+        learnt, built = Learnt(), cancellation()
+        _search(built, "cuda", learnt=learnt)
+        found = _search(built, "cuda", Deadline(-1.0), Budget().tightened(0.9), learnt=learnt)
+        nodes, weights = _found(found)
+        assert nodes >= built.nodes
+        assert weights >= built.weights
+        assert not found.complete
+
+
+def _search_freely(monkeypatch: pytest.MonkeyPatch, built: Failing, budget: Budget) -> SearchResult:
+    monkeypatch.undo()
+    return _search(built, "cuda", budget=budget)
 
 
 class TestOutOfTime:

@@ -1,0 +1,23 @@
+"""What the searches of one profile have found out so far, for the next one, which has less of the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from converter.proof.measure import Drifts
+from converter.search.choice import Units
+from converter.search.ranking import Group
+
+
+@dataclass(slots=True)
+class Learnt:
+    """``before`` is the drift without islands, ``groups`` are the candidates as they were ranked (``ranked``: to the
+    end), ``tried`` has the drifts of every set of islands that was tried, by the samples that it was tried on.
+
+    It holds for as long as the graph, the islands that are there already, and the samples are the same.
+    """
+
+    before: list[Drifts] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    ranked: bool = True
+    tried: dict[tuple[Units, tuple[int, ...]], list[Drifts]] = field(default_factory=dict)

@@ -1,0 +1,47 @@
+"""Choosing a set of islands: what is spared first does not depend on how a process orders its sets."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from converter.search.choice import Choice, Units, cost
+from converter.search.ranking import Group, Unit
+
+
+def unit(name: str, price: float = 0.1) -> Unit:
+    return Unit("node", name, "Add", price)
+
+
+def test_units_that_were_not_told_apart_are_spared_in_the_order_of_their_names() -> None:
+    names = [f"n{i:02}" for i in range(32)]
+    random.Random(0).shuffle(names)
+    tried: list[Units] = []
+
+    def suffices(units: Units) -> bool:
+        tried.append(units)
+        return len(units) >= 16
+
+    found = Choice(suffices).find([Group(tuple(map(unit, names)), 1.0)], 0.1)
+    assert found is not None
+    assert sorted(each.name for each in found) == sorted(names)[:16], "the last ones are taken out first"
+
+
+def test_a_set_that_is_known_to_suffice_is_where_to_begin() -> None:
+    units = [unit(f"n{i}") for i in range(8)]
+    groups = [Group((each,), 1.0 + index) for index, each in enumerate(units)]
+    guilty = frozenset(units[2:4])
+    tried: list[Units] = []
+
+    def suffices(chosen: Units) -> bool:
+        tried.append(chosen)
+        return guilty <= chosen
+
+    assert Choice(suffices).find(groups, 0.1, frozenset(units[1:5])) == guilty
+    assert all(each <= frozenset(units[1:5]) for each in tried)
+
+
+def test_the_cost_of_a_set_is_the_same_in_any_order() -> None:
+    units = [unit(f"n{i}", math.pi**-i) for i in range(40)]
+    costs = {cost(random.Random(seed).sample(units, len(units))) for seed in range(50)}
+    assert len(costs) == 1
