@@ -16,6 +16,7 @@ class Stop:
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._on_signals = False
 
     def set(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full of earlier requests to stop
@@ -27,15 +28,23 @@ class Stop:
         return bool(readable)
 
     def close(self) -> None:
+        if self._on_signals:
+            signal.set_wakeup_fd(-1)
         os.close(self._reader)
         os.close(self._writer)
 
     def on_signals(self) -> None:
-        """Set on SIGTERM or SIGINT; the second one kills at once, for a drain that someone will not wait for."""
+        """Set on SIGTERM or SIGINT; the second one kills at once, for a drain that someone will not wait for.
+
+        The kernel may give the signal to any thread, and Python runs handlers on the main one, which may wait in
+        :meth:`wait` for good: so Python's C handler writes to the pipe itself.
+        """
 
         def handle(number: int, _: object) -> None:
             signal.signal(number, signal.SIG_DFL)
             self.set()
 
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._on_signals = True
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, handle)

@@ -29,6 +29,26 @@ def test_a_wait_that_nobody_ends_times_out() -> None:
     stop.close()
 
 
+def test_a_signal_that_another_thread_receives_sets_it() -> None:
+    """The main thread then waits undisturbed, and Python would run no handler before it wakes."""
+    stop = Stop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    release = threading.Event()
+    receiver = threading.Thread(target=release.wait, args=(60,))
+    receiver.start()
+    assert receiver.ident is not None
+    try:
+        stop.on_signals()
+        threading.Timer(0.2, signal.pthread_kill, (receiver.ident, signal.SIGTERM)).start()
+        assert stop.wait(20)
+    finally:
+        release.set()
+        receiver.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        stop.close()
+
+
 def test_a_signal_sets_it_and_a_second_one_would_kill() -> None:
     stop = Stop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
