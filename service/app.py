@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from service.models.repository import Repository
 from service.process.config import ServerConfig
@@ -17,10 +18,17 @@ _log = logging.getLogger(__name__)
 Started = Callable[[int, int], None]  # the gRPC port, the HTTP port
 
 
-def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, http_port: None) -> bool:
+class Ending(NamedTuple):
+    """How the server ended."""
+
+    answered: bool  # every request that was accepted
+    freed: bool  # every thread: none is still loading or running a model
+
+
+def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, http_port: None) -> Ending:
     """Serve until ``stop`` is set, then drain. Answers (live, not ready) while the models load in the background.
 
-    Returns False when a thread had to be left behind (a model still loading). Raises ConfigError for a port in use.
+    Raises ConfigError for a port in use.
     """
     metrics = Metrics()
     repository = Repository(config.repository, metrics, device=config.device, threads=config.threads)
@@ -40,17 +48,22 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
     return _drain(config, repository, transport, http)
 
 
-def _drain(config: ServerConfig, repository: Repository, transport: Transport, http: HttpServer) -> bool:
+def _drain(config: ServerConfig, repository: Repository, transport: Transport, http: HttpServer) -> Ending:
     """Not ready, then no new work, then what is at work finishes; the HTTP port answers to the last."""
+    if config.lame_duck_seconds:
+        _log.info("stopping: not ready, and at work for another %g s", config.lame_duck_seconds)
+        repository.retire()
+        time.sleep(config.lame_duck_seconds)  # a second signal ends the process at once
     begun = time.monotonic()
-    _log.info("stopping: draining for up to %g s", config.drain_seconds)
+    _log.info("draining for up to %g s", config.drain_seconds)
     repository.drain()
-    transport.stop(config.drain_seconds)
-    left = max(1.0, config.drain_seconds - (time.monotonic() - begun))
-    clean = repository.close(left)
+    answered = transport.stop(config.drain_seconds)
+    freed = repository.close(max(1.0, begun + config.drain_seconds - time.monotonic()))
     http.close()
+    if not answered:
+        _log.warning("requests were cut off: they were still at work after %g s", config.drain_seconds)
     _log.info("stopped after %.2f s", time.monotonic() - begun)
-    return clean
+    return Ending(answered, freed and answered)
 
 
 def _announce(config: ServerConfig, repository: Repository, grpc_port: int, http_port: int) -> None:
@@ -67,6 +80,14 @@ def _transport_options(config: ServerConfig) -> TransportOptions:
         port=config.grpc_port,
         max_in_flight=config.max_in_flight,
         max_streams=config.max_streams,
+        max_watches=config.max_watches,
         max_message_bytes=config.max_message_bytes,
+        max_request_bytes=config.max_request_bytes,
+        receive_seconds=config.receive_seconds,
+        send_seconds=config.send_seconds,
+        stream_idle_seconds=config.stream_idle_seconds,
+        keepalive_seconds=config.keepalive_seconds,
+        max_connection_idle_seconds=config.max_connection_idle_seconds,
+        max_connection_age_seconds=config.max_connection_age_seconds,
         overload=config.overload_status,
     )

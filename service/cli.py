@@ -6,11 +6,16 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from bf16kit.errors import Bf16kitError
 
+if TYPE_CHECKING:
+    from service.app import Ending
+
+EXIT_UNCLEAN = 1  # requests were cut off when the time to drain was over
 EXIT_USAGE = 2
 
 
@@ -21,6 +26,11 @@ EXIT_USAGE = 2
 @click.option("--http-port", type=int, help="Port of /metrics, /livez, /readyz and the status page.  [default: 8002]")
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
 @click.option("--workers", type=int, help="Worker processes; only 1 in this version.  [default: 1]")
+@click.option(
+    "--lame-duck-seconds",
+    type=float,
+    help="At SIGTERM, how long to work on while telling load balancers not to send more.  [default: 0]",
+)
 @click.option(
     "--config",
     "file",
@@ -33,19 +43,21 @@ def main(file: Path | None, **flags: object) -> None:
 
     Every flag is also an environment variable: BF16KIT_GRPC_PORT and so on. A flag beats the environment, which beats
     server.yaml, which beats the default. SIGTERM drains and ends the server; a second one ends it at once.
+    Exit code 1: some requests were not answered in time.
     """
     try:
-        clean = _serve(file, flags)
+        ending = _serve(file, flags)
     except Bf16kitError as error:
         click.echo(f"bf16-serve: {error}", err=True)
         sys.exit(EXIT_USAGE)
-    if not clean:
-        # A thread is still inside native code (loading a large model): the interpreter cannot be taken down around it.
+    if not ending.freed:
+        # A thread is still inside native code (loading a large model, or running one): the interpreter cannot be taken
+        # down around it.
         logging.shutdown()
-        os._exit(0)
+        os._exit(0 if ending.answered else EXIT_UNCLEAN)
 
 
-def _serve(file: Path | None, flags: dict[str, object]) -> bool:
+def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime import kernel
     from service.process.config import load_config
     from service.process.logs import configure

@@ -58,7 +58,7 @@ class Request:
 
     ``rows`` is the size of the batch axis (1 for a model without one), ``deadline`` is in :func:`time.monotonic`
     seconds, ``outputs`` are names in the order wanted (``None`` = all of them), ``priority`` is 1 for the most urgent,
-    0 for the model's default.
+    0 for the model's default. A ``patient`` one waits for a place in a full queue, where others are refused.
     """
 
     feeds: dict[str, Array]
@@ -67,6 +67,7 @@ class Request:
     deadline: float | None = None
     cancellation: Cancellation | None = None
     priority: int = 0
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +221,8 @@ class RequestObserver(Protocol):
 
     def request(self, model: str, version: int, code: str, seconds: float) -> None:
         """``code`` is a gRPC code's name, e.g. ``OK``. Never called for a model that does not exist."""
+        ...
+
+    def refused(self, reason: str) -> None:
+        """A call ended before any model was asked; ``reason`` is one word of ours."""
         ...

@@ -33,6 +33,7 @@ Run = Callable[[Mapping[str, Array], Sequence[str] | None], dict[str, Array]]
 _UNLOADING = "the model is being unloaded; try again later"
 _TOO_LATE = "the deadline passed before the request ran"
 _LEFT = "the client left before the request ran"
+_ROOM_S = 0.1  # how often a request that waits for room looks whether its client is still there
 
 
 class BatchObserver(Protocol):
@@ -120,6 +121,7 @@ class Batcher:
         self._queue: Queue[_Call] = Queue(policy.queue())
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
+        self._room = threading.Condition(self._lock)  # a place in the queue, for those that wait for one
         self._idle = policy.instances
         self._closed = False
         self._threads = [
@@ -135,6 +137,7 @@ class Batcher:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+            self._room.notify_all()
             refused = self._queue.clear()
             self._observer.queued(-len(refused))
         for job in refused:
@@ -212,18 +215,32 @@ class Batcher:
             nbytes=sum(array.nbytes for array in request.feeds.values()),
         )
         with self._wake:
-            if self._closed:
-                raise Unavailable(_UNLOADING)
             self._expire(arrived)
-            try:
-                self._queue.put(job)
-            except Overloaded as error:
-                self._observer.rejected(error.reason, 0.0)
-                raise
+            while not self._put(job):
+                self._room.wait(_ROOM_S)
             self._observer.queued(1)
             if self._idle:
                 self._wake.notify()
         return job
+
+    def _put(self, job: _Job) -> bool:
+        """False when there is no room, for a request that waits for it. Raises what ends the others."""
+        request = job.work.request
+        if self._closed:
+            raise Unavailable(_UNLOADING)
+        now = time.monotonic()
+        over = _over(request, now) if request.patient else None  # it may have waited for long
+        if over is not None:
+            self._observer.rejected(_word(over), now - job.arrived)
+            raise over
+        try:
+            self._queue.put(job)
+        except Overloaded as error:
+            if request.patient:
+                return False
+            self._observer.rejected(error.reason, 0.0)
+            raise
+        return True
 
     def _outcome(self, job: _Job) -> Reply:
         """Wait for the job; at its deadline, or when its client leaves, take it out unless it is already running."""
@@ -269,6 +286,7 @@ class Batcher:
                 batch = self._queue.take(now) if self._idle else []
                 if batch:
                     self._idle -= 1
+                    self._room.notify_all()
                     self._observer.queued(-len(batch))
                     return batch
                 until = self._queue.next_wakeup(now) if self._idle else None

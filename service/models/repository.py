@@ -31,7 +31,7 @@ class Repository:
         self._threads = threads
         self._models: dict[str, dict[int, ServedModel]] = {}
         self._callbacks: list[Callable[[], None]] = []
-        self._stopping = False
+        self._stopping = self._retired = False
         self._loader = threading.Thread(target=self._load_all, name="loader", daemon=True)
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -53,6 +53,11 @@ class Repository:
     def start(self) -> None:
         """Load the models one after another on a thread of its own."""
         self._loader.start()
+
+    def retire(self) -> None:
+        """From now on not ready, so that load balancers send no more; whoever still comes is answered."""
+        self._retired = True
+        self._notify()
 
     def drain(self) -> None:
         """From now on not ready, and every new request is refused."""
@@ -78,7 +83,9 @@ class Repository:
 
     @property
     def ready(self) -> bool:
-        return not self._stopping and bool(self._models) and all(model.state == "ready" for model in self._all())
+        if self._stopping or self._retired:
+            return False
+        return bool(self._models) and all(model.state == "ready" for model in self._all())
 
     def get(self, name: str, version: str) -> ServedModel:
         model = self.find(name, version)
@@ -105,7 +112,7 @@ class Repository:
 
     def is_ready(self, name: str, version: str) -> bool:
         try:
-            return self.find(name, version).state == "ready" and not self._stopping
+            return self.find(name, version).state == "ready" and not (self._stopping or self._retired)
         except NotFound:
             return False
 

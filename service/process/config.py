@@ -14,6 +14,7 @@ from bf16kit.errors import ConfigError
 
 ENV_PREFIX = "BF16KIT_"
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
+Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
 
 
 class ServerConfig(BaseSettings):
@@ -31,8 +32,17 @@ class ServerConfig(BaseSettings):
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
     max_in_flight: int = Field(default=256, ge=1)  # requests; more than this are refused at the door
     max_streams: int = Field(default=64, ge=1)
+    max_watches: int = Field(default=1024, ge=1)  # of health
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    max_request_bytes: int = Field(default=512 << 20, ge=1 << 10)  # of all requests together
+    receive_seconds: Seconds = 10.0
+    send_seconds: Seconds = 30.0
+    stream_idle_seconds: Seconds = 600.0
+    keepalive_seconds: Seconds = 60.0
+    max_connection_idle_seconds: Seconds = 1800.0
+    max_connection_age_seconds: float = Field(default=0.0, ge=0, le=2_000_000)  # 0 = no limit
     overload_status: Literal["RESOURCE_EXHAUSTED", "UNAVAILABLE"] = "RESOURCE_EXHAUSTED"
+    lame_duck_seconds: float = Field(default=0.0, ge=0, le=86_400)  # not ready, but at work, before the drain
     drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # below the 30 s that Kubernetes waits before it kills
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

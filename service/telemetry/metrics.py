@@ -231,6 +231,9 @@ class Metrics:
         if series is not None:
             series.request(code, seconds)
 
+    def refused(self, reason: str) -> None:
+        """See :class:`service.contract.RequestObserver`."""
+
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """The metrics as a scraper wants them (its Accept header), and their content type."""
         encode, content_type = choose_encoder(accept)

@@ -1,28 +1,165 @@
-"""The bound on what the transport holds at once: more is refused at the door, where the caller sees it."""
+"""How much the server holds at once: more is refused before it is read, where the client sees it.
+
+A place is taken when the headers of a call arrive, and given back when gRPC has nothing left to do for the call: a
+client that does not read its response keeps its place, and with it what its response takes.
+"""
 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
+import time
+from collections.abc import Callable
 
-from bf16kit.errors import Overloaded
+from bf16kit.errors import Overloaded, RequestError
 
 
-class Admission:
-    """Counts those inside, at most ``limit``. A context manager that raises :class:`Overloaded` when full."""
+class Shares:
+    """Who holds how many of ``limit`` places. While half of them are free, whoever comes takes one.
 
-    def __init__(self, limit: int, what: str) -> None:
+    After that each holder may have an equal part, and no single one the last eighth: so there is room for others to
+    come, and a flood from one makes room for them as it is answered. Not thread-safe.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._held: dict[str, int] = {}
+
+    def take(self, holder: str) -> bool:
+        """Whether ``holder`` may have one place more; it then has it."""
+        own = self._held.get(holder, 0)
+        if 2 * self._taken >= self._limit:
+            holders = len(self._held) + (own == 0)
+            if own >= max(1, min(self._limit // holders, self._limit - self._limit // 8)):
+                return False
+        self._held[holder] = own + 1
+        self._taken += 1
+        return True
+
+    def give(self, holder: str) -> None:
+        own = self._held[holder] - 1
+        self._taken -= 1
+        if own:
+            self._held[holder] = own
+        else:
+            del self._held[holder]
+
+
+class Place:
+    """One call's place behind a :class:`Door`, with what it holds there; :meth:`leave` gives all of it back, once."""
+
+    __slots__ = ("_client", "_door", "_left", "_nbytes")
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._client: str | None = None
+        self._nbytes = 0
+        self._left = False
+
+    def claim(self, client: str) -> None:
+        """Say whose the place is. Raises :class:`Overloaded` when this client has its share already."""
+        with self._door.lock:
+            if self._left:
+                return
+            if not self._door.shares.take(client):
+                raise Overloaded(
+                    f"this connection has its share of the {self._door.limit} {self._door.what}; try again later",
+                    "connection_share",
+                )
+            self._client = client
+
+    def hold(self, nbytes: int) -> None:
+        """Count a message of ``nbytes``. Raises :class:`Overloaded` when all of them together are too many."""
+        with self._door.lock:
+            if not self._left:
+                self._door.add(nbytes)
+                self._nbytes += nbytes
+
+    def leave(self) -> None:
+        with self._door.lock:
+            if self._left:
+                return
+            self._left = True
+            if self._client is not None:
+                self._door.shares.give(self._client)
+            self._door.remove(self._nbytes)
+
+
+class Door:
+    """Counts the calls inside, at most ``limit``, and the bytes of their requests, at most ``max_bytes``."""
+
+    def __init__(self, limit: int, what: str, *, reason: str = "in_flight", max_bytes: int = 1 << 62) -> None:
+        self.limit = limit
+        self.what = what
+        self.shares = Shares(limit)
+        self.lock = threading.Lock()
+        self._reason = reason
+        self._max_bytes = max_bytes
+        self._inside = 0
+        self._nbytes = 0
+        self._closed: Callable[[], RequestError] | None = None
+        self._empty = threading.Condition(self.lock)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether half of the places are taken: the moment to be strict with those who keep one without need."""
+        return 2 * self._inside >= self.limit
+
+    def enter(self) -> Place:
+        """Raises :class:`Overloaded` when there is no place, or what :meth:`close` was told to."""
+        with self.lock:
+            if self._closed is not None:
+                raise self._closed()
+            if self._inside >= self.limit:
+                raise Overloaded(f"{self.limit} {self.what} is the limit of this server; try again later", self._reason)
+            self._inside += 1
+        return Place(self)
+
+    def add(self, nbytes: int) -> None:
+        """Bytes that a place holds. Called with the lock held."""
+        if self._nbytes and self._nbytes + nbytes > self._max_bytes:
+            raise Overloaded(
+                f"requests of {self._nbytes} bytes are held, the limit is {self._max_bytes}; try again later", "bytes"
+            )
+        self._nbytes += nbytes
+
+    def remove(self, nbytes: int) -> None:
+        """A place, and what it held, are free again. Called with the lock held."""
+        self._inside -= 1
+        self._nbytes -= nbytes
+        if not self._inside:
+            self._empty.notify_all()
+
+    def close(self, error: Callable[[], RequestError]) -> None:
+        """From now on whoever comes is told this error."""
+        with self.lock:
+            self._closed = error
+
+    def wait_empty(self, until: float) -> bool:
+        """Whether everybody had left by ``until`` (:func:`time.monotonic` seconds)."""
+        with self.lock:
+            return self._empty.wait_for(lambda: not self._inside, max(0.0, until - time.monotonic()))
+
+
+class FairShares:
+    """:class:`Shares` for those who take and give on many threads: a context manager for each that is inside."""
+
+    def __init__(self, limit: int, what: str, reason: str) -> None:
+        self._shares = Shares(limit)
         self._limit = limit
         self._what = what
-        self._inside = 0
+        self._reason = reason
         self._lock = threading.Lock()
 
-    def __enter__(self) -> None:
+    def take(self, holder: str) -> None:
+        """Raises :class:`Overloaded` when ``holder`` has its share already."""
         with self._lock:
-            if self._inside >= self._limit:
-                raise Overloaded(f"{self._limit} {self._what} is the limit of this server; try again later")
-            self._inside += 1
+            if not self._shares.take(holder):
+                raise Overloaded(
+                    f"{self._what} {holder!r} has its share of the {self._limit} requests in flight; try again later",
+                    self._reason,
+                )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def give(self, holder: str) -> None:
         with self._lock:
-            self._inside -= 1
+            self._shares.give(holder)

@@ -6,111 +6,133 @@ watcher who leaves needs on gRPC's own thread, and then the whole server stands 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from service.contract import Registry
-from service.transport.handlers import SERVICE
+from service.contract import Cancellation, Registry
+from service.transport.status import Status
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-_LAST_WORDS_S = 1.0  # how long a stopping server waits for watchers to have been told
+_SENDERS = 8  # threads: sending to a watcher who does not read takes one until the watchdog ends the call
+
+Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 
 
-@dataclass(eq=False, slots=True)
 class _Watcher:
-    """An open Watch: ``send`` sends a message, or with None ends the stream. Used on the health thread alone."""
+    """An open Watch. ``send`` sends a message, or with None ends the stream; one thread at a time is at it."""
 
-    service: str
-    send: Callable[[health_pb2.HealthCheckResponse | None], None]
-    told: int | None = None
+    __slots__ = ("_ended", "_lock", "_sending", "_told", "send", "service")
+
+    def __init__(self, service: str, send: Send) -> None:
+        self.service = service
+        self.send = send
+        self._lock = threading.Lock()
+        self._sending = self._ended = False
+        self._told: int | None = None
+
+    def start(self) -> bool:
+        """Whether the caller is to send what is new; False when another thread does, and will see it."""
+        with self._lock:
+            if self._sending or self._ended:
+                return False
+            self._sending = True
+            return True
+
+    def news(self, now: Callable[[], int]) -> int | None:
+        """The status to send; None when the client has been told of it, and this thread is done here."""
+        with self._lock:
+            status = now()  # under the lock: a change is seen either here or by the next who starts
+            if self._told == status:
+                self._sending = False
+                return None
+            self._told = status
+            return status
+
+    def end(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self.send(None)
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Keeps watchers in step with the registry on one thread, which holds no lock while it sends.
+class HealthServicer:
+    """Answers Check at once, and keeps watchers in step with the registry on threads of their own.
 
-    The registry's callback must not block, and sending does where a connection is slow.
+    The registry's callback must not block, and sending does where a client does not read.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, service: str) -> None:
         self._registry = registry
-        self._thread = ThreadPoolExecutor(1, "health")
+        self._service = service
+        self._threads = ThreadPoolExecutor(_SENDERS, "health")
         self._watchers: set[_Watcher] = set()
-        self._closed = self._ended = False
+        self._closed = False
+        self._lock = threading.Lock()
         self._now = self._statuses()
         registry.subscribe(self._changed)
 
-    def Check(  # noqa: N802 -- the RPC's name
-        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
-    ) -> health_pb2.HealthCheckResponse:
+    def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse | Status:
         status = self._now.get(request.service)
         if status is None:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}; models go by their names")
+            return Status(
+                grpc.StatusCode.NOT_FOUND, f"unknown service {request.service[:200]!r}; models go by their names"
+            )
         return _response(status)
 
-    def Watch(  # noqa: N802 -- the RPC's name
-        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext, send_response_callback: Any = None
-    ) -> None:
-        watcher = _Watcher(request.service, send_response_callback)
+    def watch(self, request: health_pb2.HealthCheckRequest, cancellation: Cancellation, send: Send) -> None:
+        """Send the status now, and whenever it changes, until the client leaves or the server stops."""
+        watcher = _Watcher(request.service, send)
         self._watchers.add(watcher)
-        if not context.add_callback(lambda: self._watchers.discard(watcher)):
-            self._watchers.discard(watcher)
-        if not self._on_thread(lambda: self._tell(watcher)):
-            watcher.send(None)  # shut down: a stream left open would hold up the drain
+        cancellation.subscribe(lambda: self._watchers.discard(watcher))
+        self._tell(watcher)
 
-    # gRPC then calls it with a callback and gives its thread back, where a watcher would otherwise hold one for good
-    Watch.experimental_non_blocking = True  # type: ignore[attr-defined]
+    def shut_down(self, patience: float) -> None:
+        """Tell everyone NOT_SERVING, for good, and end their streams: a server that stops waits for every open one.
 
-    def shut_down(self) -> None:
-        """Tell everyone NOT_SERVING, for good, and end their streams: a server that stops waits for every open one."""
-        if not self._closed:
+        Waits for at most ``patience`` seconds for those who do not read.
+        """
+        with self._lock:
             self._closed = True
-            wait([self._thread.submit(self._end)], timeout=_LAST_WORDS_S)
-        self._thread.shutdown(wait=False)
-
-    def _on_thread(self, task: Callable[[], None]) -> bool:
-        """False when the thread has been shut down."""
-        try:
-            self._thread.submit(task)
-        except RuntimeError:
-            return False
-        return True
+            self._now = self._statuses()
+        told = [task for watcher in tuple(self._watchers) if (task := self._tell(watcher)) is not None]
+        wait(told, timeout=patience)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _changed(self) -> None:
-        self._on_thread(self._publish)
-
-    def _publish(self) -> None:
-        self._now = self._statuses()
+        with self._lock:
+            self._now = self._statuses()
         for watcher in tuple(self._watchers):
             self._tell(watcher)
 
-    def _tell(self, watcher: _Watcher) -> None:
-        """Send the status of the service that is watched, if it is news."""
-        status = self._now.get(watcher.service, _SERVICE_UNKNOWN)
-        if watcher.told != status:
-            watcher.told = status
-            watcher.send(_response(status))
-        if self._ended:  # who came too late
-            watcher.send(None)
+    def _tell(self, watcher: _Watcher) -> Future[None] | None:
+        """Have a thread send what is new to ``watcher``; None when there is nothing to wait for."""
+        if not watcher.start():
+            return None
+        try:
+            return self._threads.submit(self._send, watcher)
+        except RuntimeError:  # shut down meanwhile: a stream left open would hold up the drain
+            watcher.end()
+            return None
 
-    def _end(self) -> None:
-        self._publish()
-        for watcher in tuple(self._watchers):
-            watcher.send(None)
-        self._ended = True
+    def _send(self, watcher: _Watcher) -> None:
+        while (status := watcher.news(lambda: self._now.get(watcher.service, _SERVICE_UNKNOWN))) is not None:
+            watcher.send(_response(status))
+        if self._closed:
+            watcher.end()
 
     def _statuses(self) -> dict[str, int]:
         server = _SERVING if self._registry.ready and not self._closed else _NOT_SERVING
         names = {model.name for model in self._registry.models()}
         ready = {name for name in names if not self._closed and self._registry.is_ready(name, "")}
         models = {name: _SERVING if name in ready else _NOT_SERVING for name in names}
-        return {**models, "": server, SERVICE: server}
+        return {**models, "": server, self._service: server}
 
 
 def _response(status: int) -> health_pb2.HealthCheckResponse:

@@ -6,23 +6,25 @@ share protobuf's default pool with tritonclient's.
 
 from __future__ import annotations
 
-import grpc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
-from service.transport.handlers import SERVICE
 
 PUBLIC_FILE = "inference.proto"
 _PUBLIC = "inference"
 
 
-def enable_reflection(server: grpc.Server) -> None:
-    """Add the reflection service to ``server``: inference, health and reflection itself can be looked up."""
-    services = [SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
-    reflection.enable_server_reflection(services, server, pool=public_pool())
+def reflection_answer(services: Sequence[str]) -> Callable[[Iterator[Any], Any], Iterator[Any]]:
+    """What answers a stream of reflection requests: ``services``, and every file that they need."""
+    servicer = reflection.ReflectionServicer(services, pool=public_pool())
+    answer: Callable[[Iterator[Any], Any], Iterator[Any]] = servicer.ServerReflectionInfo
+    return answer
 
 
 def public_pool() -> DescriptorPool:

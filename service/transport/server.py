@@ -4,40 +4,53 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 
-from bf16kit.errors import ConfigError
+from bf16kit.errors import ConfigError, Unavailable
 from service.contract import Registry, RequestObserver
-from service.transport.admission import Admission
-from service.transport.handlers import inference_handlers
+from service.transport.admission import Door, FairShares
+from service.transport.call import Lane
+from service.transport.handlers import SERVICE, Lanes, handlers
 from service.transport.health import HealthServicer
-from service.transport.reflection import enable_reflection
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
+from service.transport.watchdog import Patience, Watchdog
 
-_SPARE_THREADS = 16  # for health, metadata, and for refusing what is over the limits
+_REFUSING_THREADS = 8  # in each lane, beside those of its places: for calls that turn out to be over their share
+_CONTROL_CALLS = 128  # health checks, metadata, statistics at once
+_REFLECTION_STREAMS = 16
+_REFLECTION_SECONDS = 10.0  # between two requests of one stream
+_HURRIED_SECONDS = 1.0  # for those that keep a server waiting which has no more than half of its places
+_LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
+_HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Where to listen and how much to hold. A call waits in a model's queue or is refused, never in between.
+    """Where to listen, how much to hold, and how long to wait for clients. A call has its place or is refused.
 
-    So there is a thread for every request up to ``max_in_flight``, and for every open stream up to ``max_streams``
-    (threads are started as they are needed). Calls beyond them find a few spare threads that refuse them; beyond
-    those, gRPC itself does. ``share_port`` lets several worker processes listen on one port (SO_REUSEPORT).
+    ``share_port`` lets several worker processes listen on one port (SO_REUSEPORT).
     """
 
     host: str = "127.0.0.1"
     port: int = 8001  # 0 = any free port
     max_in_flight: int = 256
     max_streams: int = 64
+    max_watches: int = 1024
     stream_window: int = 16  # requests of one stream at work at once
     max_message_bytes: int = 64 << 20  # of a request
+    max_request_bytes: int = 512 << 20  # of all requests together
+    receive_seconds: float = 10.0  # for a request to arrive, once its headers have
+    send_seconds: float = 30.0  # for a client to take a response
+    stream_idle_seconds: float = 600.0  # for the next request of a stream that waits for none of its responses
+    keepalive_seconds: float = 60.0  # of silence, after which the client is asked whether it is there
+    max_connection_idle_seconds: float = 1800.0
+    max_connection_age_seconds: float = 0.0  # 0 = no limit
     overload: str = "RESOURCE_EXHAUSTED"  # the status code of a refusal for want of room, by name
     share_port: bool = False
 
@@ -47,24 +60,26 @@ class Transport:
 
     def __init__(self, registry: Registry, observer: RequestObserver, options: TransportOptions) -> None:
         self._options = options
-        threads = options.max_in_flight + options.max_streams + _SPARE_THREADS
-        self._threads = ThreadPoolExecutor(threads, "grpc")
-        self._stream_threads = ThreadPoolExecutor(options.max_in_flight + options.max_streams, "grpc-stream")
-        self._health = HealthServicer(registry)
-        self._server = grpc.server(self._threads, options=_channel_arguments(options), maximum_concurrent_rpcs=threads)
-        statuses = StatusTable(grpc.StatusCode[options.overload])
-        self._servicer = servicer = InferenceServicer(
+        self._statuses = StatusTable(grpc.StatusCode[options.overload])
+        self._observer = observer
+        self._patiences: list[Patience] = []
+        self._pools: list[ThreadPoolExecutor] = []
+        self._health = HealthServicer(registry, SERVICE)
+        self._inference = Door(options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes)
+        self._streams = Door(options.max_streams, "open streams", reason="streams", max_bytes=options.max_request_bytes)
+        self._servicer = InferenceServicer(
             registry,
             observer,
-            statuses,
-            requests=Admission(options.max_in_flight, "requests in flight"),
-            streams=Admission(options.max_streams, "open streams"),
-            stream_threads=self._stream_threads,
+            self._statuses,
+            FairShares(options.max_in_flight, "model", "model_share"),
+            stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
             stream_window=options.stream_window,
         )
-        self._server.add_generic_rpc_handlers((inference_handlers(servicer, statuses),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        enable_reflection(self._server)
+        lanes = self._lanes()
+        self._watchdog = Watchdog(self._patiences)
+        # Each lane bounds its own calls: a bound on all of them would let one lane's calls shut out another's.
+        self._server = grpc.server(self._pool("grpc", 1), options=_channel_arguments(options))
+        self._server.add_generic_rpc_handlers((handlers(self._servicer, self._health, lanes, self._statuses),))
 
     def start(self) -> int:
         """Listen and serve; returns the port. Raises :class:`ConfigError` when the address cannot be bound."""
@@ -74,29 +89,87 @@ class Transport:
         except RuntimeError:  # gRPC's own text names neither the cause nor the remedy
             raise ConfigError(_why_not_bound(host, port)) from None
         self._server.start()
+        self._watchdog.start()
         return bound
 
-    def stop(self, grace: float) -> None:
-        """Tell NOT_SERVING, refuse new calls, let those at work finish for ``grace`` seconds, then cancel them.
+    def stop(self, grace: float) -> bool:
+        """Tell NOT_SERVING, refuse new calls, and let those at work finish for ``grace`` seconds; then cancel them.
 
-        Watches and idle streams are ended at once, so that only work is waited for.
+        Watches and idle streams are ended at once, so that only work is waited for. False when something was still at
+        work after ``grace`` seconds.
         """
-        self._health.shut_down()
+        until = time.monotonic() + grace
+        self._health.shut_down(min(grace, _LAST_WORDS_SECONDS))
+        for door in (self._inference, self._streams):
+            door.close(lambda: Unavailable("the server is shutting down; try another"))
         self._servicer.drain()
-        self._server.stop(grace).wait()
-        self._threads.shutdown(wait=True)
-        self._stream_threads.shutdown(wait=True)
+        self._server.stop(max(0.0, until - time.monotonic()))
+        clean = self._inference.wait_empty(until) and self._streams.wait_empty(until)
+        self._server.stop(0)
+        self._watchdog.stop()
+        for pool in self._pools:
+            pool.shutdown(wait=clean, cancel_futures=True)
+        return clean
+
+    def _lanes(self) -> Lanes:
+        options = self._options
+        receive, send = options.receive_seconds, options.send_seconds
+        slow = max(1, options.max_request_bytes // options.max_message_bytes)
+        control = Door(_CONTROL_CALLS, "calls for health and metadata", reason="control")
+        watches = Door(options.max_watches, "health watches", reason="watches")
+        reflection = Door(_REFLECTION_STREAMS, "reflection streams", reason="reflection")
+        return Lanes(
+            inference=self._lane("grpc-infer", self._inference, receive, send, slow=slow),
+            streams=self._lane("grpc-open-stream", self._streams, options.stream_idle_seconds, send),
+            control=self._lane("grpc-control", control, receive, send),
+            watches=self._lane("grpc-watch", watches, receive, _HURRIED_SECONDS, threads=_CONTROL_CALLS),
+            reflection=self._lane("grpc-reflection", reflection, _REFLECTION_SECONDS, _REFLECTION_SECONDS),
+        )
+
+    def _lane(
+        self,
+        name: str,
+        door: Door,
+        receive_seconds: float,
+        send_seconds: float,
+        *,
+        slow: int | None = None,
+        threads: int | None = None,
+    ) -> Lane:
+        hurried = receive_seconds if door is self._streams else _HURRIED_SECONDS  # streams are idle by nature
+        receiving = Patience(receive_seconds, hurried, lambda: door.crowded, slow=slow)
+        sending = Patience(send_seconds, _HURRIED_SECONDS, lambda: door.crowded)
+        self._patiences += [receiving, sending]
+        pool = self._pool(name, (threads or door.limit) + _REFUSING_THREADS)
+        return Lane(door, pool, receiving, sending, self._statuses, self._observer.refused)
+
+    def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
+        self._pools.append(ThreadPoolExecutor(threads, name))
+        return self._pools[-1]
 
 
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
-    return [
+    arguments = {
         # gRPC's default is on: a second server on the same port would silently take half of the calls
-        ("grpc.so_reuseport", int(options.share_port)),
-        ("grpc.max_receive_message_length", options.max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # outputs are as large as the model makes them
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
-    ]
+        "grpc.so_reuseport": int(options.share_port),
+        "grpc.max_receive_message_length": options.max_message_bytes,
+        "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
+        # Of one connection. Twice what is answered, so that the rest is refused here and does not wait in the client.
+        "grpc.max_concurrent_streams": 2 * options.max_in_flight + options.max_streams + _CONTROL_CALLS,
+        "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
+        "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
+        "grpc.keepalive_timeout_ms": _ms(min(options.keepalive_seconds, 20.0)),
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.min_ping_interval_without_data_ms": _MIN_PING_INTERVAL_MS,
+        "grpc.max_connection_idle_ms": _ms(options.max_connection_idle_seconds),
+    }
+    if options.max_connection_age_seconds:
+        arguments["grpc.max_connection_age_ms"] = _ms(options.max_connection_age_seconds)
+    return list(arguments.items())
+
+
+def _ms(seconds: float) -> int:
+    return min(round(seconds * 1e3), 2**31 - 1)
 
 
 def _address(host: str, port: int) -> str:

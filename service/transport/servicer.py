@@ -10,31 +10,34 @@ from concurrent.futures import Executor
 
 import grpc
 
-from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Unsupported
+from bf16kit.errors import Cancelled, RequestError, Unavailable, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Cancellation, Model, Registry, RequestObserver
-from service.transport.admission import Admission
+from service.contract import Model, Registry, Reply, Request, RequestObserver
+from service.transport.admission import FairShares
+from service.transport.call import Call
 from service.transport.status import Status, StatusTable
 from service.transport.streams import OrderedAnswers
 from service.wire import metadata
 from service.wire.parameters import RequestParameters, check_request, wants_final_mark
 from service.wire.request import InferenceCodec
 
-_NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
 _UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
 _Answered = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 
 
 class InferenceServicer:
-    """One method per RPC, named as in the protocol. Errors leave through :class:`StatusTable` alone."""
+    """One method per RPC, named as in the protocol. Errors leave through :class:`StatusTable` alone.
+
+    ``shares`` keeps one model's requests from taking the places of all others'. A stream's requests wait for a place
+    in their model's queue, where others are refused: the stream is held back instead, by not reading on.
+    """
 
     def __init__(
         self,
         registry: Registry,
         observer: RequestObserver,
         statuses: StatusTable,
-        requests: Admission,
-        streams: Admission,
+        shares: FairShares,
         stream_threads: Executor,
         stream_window: int,
         clock: Callable[[], float] = time.monotonic,
@@ -42,8 +45,7 @@ class InferenceServicer:
         self._registry = registry
         self._observer = observer
         self._statuses = statuses
-        self._requests = requests
-        self._streams = streams
+        self._shares = shares
         self._stream_threads = stream_threads
         self._stream_window = stream_window
         self._clock = clock
@@ -60,46 +62,25 @@ class InferenceServicer:
 
     # --- inference --------------------------------------------------------------------------------------------------
 
-    def ModelInfer(self, message: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
-        cancellation = Cancellation()
-        if not context.add_callback(cancellation.cancel):  # who left before this thread came to them
-            cancellation.cancel()
-        answer = self._answer(message, self._deadline(context), cancellation)
-        if isinstance(answer, Status):
-            context.abort(answer.code, answer.details)
-        return answer
+    def ModelInfer(self, message: pb.ModelInferRequest, call: Call) -> pb.ModelInferResponse | Status:
+        return self._answer(message, call, call.started)
 
     def ModelStreamInfer(
-        self, messages: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.ModelStreamInferResponse]:
-        try:
-            with self._streams:
-                yield from self._stream(messages, context)
-        except (Overloaded, Unavailable) as error:
-            refused = self._statuses.of(error)
-            context.abort(refused.code, refused.details)
-
-    def _stream(
-        self, messages: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.ModelStreamInferResponse]:
-        cancellation = Cancellation()
-        deadline = self._deadline(context)
-
+        self, messages: Iterator[pb.ModelInferRequest], call: Call
+    ) -> Iterator[pb.ModelStreamInferResponse | Status]:
         def answer(message: pb.ModelInferRequest) -> _Answered:
-            return message, self._answer(message, deadline, cancellation)
+            return message, self._answer(message, call, self._clock(), patient=True)
 
         answers = OrderedAnswers(messages, answer, self._stream_threads, self._stream_window)
-        if not (context.add_callback(cancellation.cancel) and context.add_callback(answers.close)):
-            cancellation.cancel()
-            answers.close()
-        ends_on_error = _metadatum(context, "triton_grpc_error") == "true"
+        call.cancellation.subscribe(answers.close)
+        ends_on_error = call.metadatum("triton_grpc_error") == "true"
         self._open.add(answers)
         try:
             if self._draining:
                 answers.close()
             for message, result in answers:
                 if ends_on_error and isinstance(result, Status):
-                    context.abort(result.code, result.details)
+                    yield result
                 yield _stream_response(message, result)
         finally:
             self._open.discard(answers)
@@ -107,31 +88,40 @@ class InferenceServicer:
             raise Unavailable("the server is shutting down; open the stream again on another")
 
     def _answer(
-        self, message: pb.ModelInferRequest, deadline: float | None, cancellation: Cancellation
+        self, message: pb.ModelInferRequest, call: Call, started: float, *, patient: bool = False
     ) -> pb.ModelInferResponse | Status:
         """The answer to one request, or the status to refuse it with; observed either way, and never raising."""
-        started = self._clock()
         model: Model | None = None
+        deadline = call.deadline
         code = _UNKNOWN_OUTCOME
         try:
-            with self._requests:
-                model = self._registry.get(message.model_name, message.model_version)
-                codec = self._codec(model)
-                asked = check_request(message.parameters) if message.parameters else RequestParameters()
-                deadline = _earlier(deadline, asked.timeout, started)
-                request, dtypes = codec.decode(message, asked.priority, deadline, cancellation)
-                response = codec.encode(message.id, model.infer(request), dtypes)
+            model = self._registry.get(message.model_name, message.model_version)
+            codec = self._codec(model)
+            asked = check_request(message.parameters) if message.parameters else RequestParameters()
+            deadline = _earlier(deadline, asked.timeout, started)
+            request, dtypes = codec.decode(message, asked.priority, deadline, call.cancellation)
+            request.patient = patient
+            response = codec.encode(message.id, self._infer(model, request), dtypes)
             code = grpc.StatusCode.OK
             return response
-        except Exception as error:  # noqa: BLE001 -- the caller always gets a status, and the metrics a code
+        except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
             status = self._statuses.of(error)
             if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
-                # gRPC tells of a deadline that passed as it tells of a caller who left
+                # gRPC tells of a deadline that passed as it tells of a client that left
                 status = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
             code = status.code
             return status
         finally:
             self._observe(message, model, code, self._clock() - started)
+
+    def _infer(self, model: Model, request: Request) -> Reply:
+        if request.patient:
+            return model.infer(request)
+        self._shares.take(model.name)
+        try:
+            return model.infer(request)
+        finally:
+            self._shares.give(model.name)
 
     def _codec(self, model: Model) -> InferenceCodec:
         key = (model.name, model.version)
@@ -139,10 +129,6 @@ class InferenceServicer:
         if known is None or known[0] is not model:
             known = self._codecs[key] = (model, InferenceCodec(model))
         return known[1]
-
-    def _deadline(self, context: grpc.ServicerContext) -> float | None:
-        remaining = context.time_remaining()
-        return None if remaining > _NEVER else self._clock() + remaining
 
     def _observe(
         self, message: pb.ModelInferRequest, model: Model | None, code: grpc.StatusCode, seconds: float
@@ -207,7 +193,3 @@ def _earlier(deadline: float | None, timeout: float | None, now: float) -> float
     if timeout is None:
         return deadline
     return now + timeout if deadline is None else min(deadline, now + timeout)
-
-
-def _metadatum(context: grpc.ServicerContext, key: str) -> str | bytes | None:
-    return next((value for name, value in context.invocation_metadata() if name == key), None)

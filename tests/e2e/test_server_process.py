@@ -125,6 +125,38 @@ def test_sigterm_finishes_what_is_at_work_refuses_what_is_new_and_exits_0(tmp_pa
     assert "stopped after" in server.log
 
 
+def test_a_lame_duck_is_not_ready_and_answers(tmp_path: Path, serve: Serve) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    server = serve("--repository", str(tmp_path), "--lame-duck-seconds", "3").wait_ready()
+    target = server.target
+    with triton.InferenceServerClient(target) as client:
+        assert client.is_server_ready()
+        server.terminate()
+        until(lambda: server.get("/readyz")[0] == 503)
+        assert not client.is_server_ready()
+        assert not client.is_model_ready("mlp")
+        assert infer(target, rows(1)).shape == (1, 16)
+        assert "draining" not in server.log
+    assert server.exit_code() == 0
+
+
+def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(tmp_path: Path, serve: Serve) -> None:
+    """A queue that waits a minute for a fuller batch, and a drain of half a second."""
+    write_mlp(tmp_path / "mlp" / "1")
+    (tmp_path / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 60000\n")
+    (tmp_path / "server.yaml").write_text("drain_seconds: 0.5\n")
+    server = serve("--repository", str(tmp_path), "--config", str(tmp_path / "server.yaml")).wait_ready()
+    target = server.target
+    with ThreadPoolExecutor(1) as caller:
+        working = caller.submit(infer, target, rows(1))
+        until(lambda: server.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 1)
+        server.terminate()
+        with pytest.raises(triton.InferenceServerException):
+            working.result(60)
+    assert server.exit_code() == 1
+    assert "requests were cut off: they were still at work after 0.5 s" in server.log
+
+
 def test_sigterm_while_models_load_exits_0(tmp_path: Path, serve: Serve) -> None:
     for index in range(20):
         write_mlp(tmp_path / f"mlp{index}" / "1")

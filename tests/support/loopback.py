@@ -166,10 +166,14 @@ class RequestLog:
 
     seen: list[tuple[str, int, str]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
     def request(self, model: str, version: int, code: str, seconds: float) -> None:
         self.seen.append((model, version, code))
         self.seconds.append(seconds)
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
 
 
 @dataclass

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loopback import LoopbackModel, LoopbackRegistry, Served, serving
+from loopback import LoopbackModel, LoopbackRegistry, Served, serving, until
 
+from service.contract import Cancellation
+from service.transport.handlers import SERVICE
 from service.transport.health import HealthServicer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -57,15 +58,11 @@ def test_a_watcher_sees_a_model_come() -> None:
 def test_at_shut_down_a_watcher_is_told_and_its_stream_is_ended() -> None:
     """Without a socket: gRPC's Python client may lose a message that the stream's end overtakes."""
 
-    class Call:
-        def add_callback(self, callback: Callable[[], None]) -> bool:
-            return True
-
     sent: list[Any] = []
-    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]))
-    context: Any = Call()
-    servicer.Watch(health_pb2.HealthCheckRequest(service="m"), context, sent.append)
-    servicer.shut_down()
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), Cancellation(), sent.append)
+    until(lambda: sent)
+    servicer.shut_down(patience=30)
     assert [answer and answer.status for answer in sent] == [SERVING, NOT_SERVING, None]
 
 
@@ -111,13 +108,8 @@ def test_more_watchers_than_threads_hold_no_thread() -> None:
 def test_a_watch_that_comes_after_the_shut_down_is_ended_at_once() -> None:
     """It would hold up the drain for all of its time."""
 
-    class Call:
-        def add_callback(self, callback: Callable[[], None]) -> bool:
-            return True
-
     sent: list[Any] = []
-    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]))
-    servicer.shut_down()
-    context: Any = Call()
-    servicer.Watch(health_pb2.HealthCheckRequest(service="m"), context, sent.append)
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    servicer.shut_down(patience=30)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), Cancellation(), sent.append)
     assert sent == [None]

@@ -16,6 +16,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from bf16kit.errors import RuntimeFailure
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
+from service.transport.call import Rpc
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -260,12 +261,15 @@ def test_a_model_that_changes_is_read_anew() -> None:
         assert "at most 1" in served.refusal("ModelInfer", infer_request(x=X))[1]
 
 
-def test_a_caller_who_left_before_a_thread_came_to_them_is_not_run(served: Served) -> None:
-    """gRPC then refuses the callback by which it would tell of their leaving."""
+def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: Served) -> None:
+    """gRPC then refuses the callback by which it would tell of the end of the call."""
 
     class Gone:
         def add_callback(self, callback: object) -> bool:
             return False
+
+        def peer(self) -> str:
+            return "ipv4:203.0.113.7:1"
 
         def time_remaining(self) -> float:
             return 1e10
@@ -273,9 +277,11 @@ def test_a_caller_who_left_before_a_thread_came_to_them_is_not_run(served: Serve
         def abort(self, code: StatusCode, details: str) -> None:
             raise RuntimeError(code)
 
-    context: Any = Gone()
+    infer = served.transport._servicer.ModelInfer
+    rpc = Rpc(pb.ModelInferRequest.FromString, pb.ModelInferResponse.SerializeToString, infer)
+    handler: Any = served.transport._lanes().inference.open(rpc)
     with pytest.raises(RuntimeError, match="CANCELLED"):
-        served.transport._servicer.ModelInfer(infer_request(x=X), context)
+        handler.stream_unary(iter([infer_request(x=X).SerializeToString()]), Gone())
     assert served.registry.find("echo", "").calls == 0
 
 

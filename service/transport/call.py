@@ -1,0 +1,281 @@
+"""One call, from its headers to the moment when gRPC has nothing left to do for it.
+
+gRPC asks for a handler when headers arrive, on the one thread that all calls share. There a :class:`Lane` lets the call
+in or refuses it, before anything of its request is read and without another thread. What is let in runs on the lane's
+own threads, so that one kind of calls cannot take the threads of another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from bf16kit.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from service.contract import Cancellation
+from service.transport.admission import Door, Place
+from service.transport.status import Status, StatusTable
+from service.transport.watchdog import Patience
+
+_NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
+
+
+@dataclass(frozen=True)
+class Rpc:
+    """One RPC: how its messages are read and written, and what answers it.
+
+    ``answer`` takes the request and the call, and returns the response or a :class:`Status`. For a ``stream`` it takes
+    an iterator of requests, and yields what it would return. For a ``watch`` it takes the request, the call and a
+    function that sends a response (or with None ends the stream), and returns at once. ``reads`` False: the request
+    says nothing, and is not waited for.
+    """
+
+    parse: Callable[[bytes], Any]
+    serialize: Callable[[Any], bytes]
+    answer: Callable[..., Any]
+    kind: Literal["unary", "stream", "watch"] = "unary"
+    reads: bool = True
+
+
+class _Inline(ThreadPoolExecutor):
+    """Runs what it is given at once: for refusals, which block on nothing and are not worth a thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        fn(*args, **kwargs)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+
+_INLINE = _Inline(1)
+
+
+class _Refusal:
+    """A behavior that refuses with one status, whatever the arity of the RPC."""
+
+    experimental_thread_pool = _INLINE
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        context.abort(self._status.code, self._status.details)
+
+
+def refusal(status: Status) -> Handler:
+    """A handler that answers ``status`` and reads nothing."""
+    return grpc.stream_unary_rpc_method_handler(_Refusal(status))
+
+
+class Lane:
+    """Where calls of one kind come in: their places, their threads, and how long they may keep either waiting.
+
+    ``refused`` is told the reason of every refusal that no model was asked about.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        threads: ThreadPoolExecutor,
+        receiving: Patience,
+        sending: Patience,
+        statuses: StatusTable,
+        refused: Callable[[str], None],
+    ) -> None:
+        self.door = door
+        self.threads = threads
+        self.receiving = receiving
+        self.sending = sending
+        self.refused = refused
+        self._statuses = statuses
+
+    def open(self, rpc: Rpc) -> Handler:
+        """The handler of a call whose headers have arrived."""
+        try:
+            place = self.door.enter()
+        except RequestError as error:
+            return refusal(self.status(error))
+        # All of them as streams of requests, of which one is read: gRPC would otherwise read it before it asks anybody.
+        if rpc.kind == "stream":
+            return grpc.stream_stream_rpc_method_handler(StreamCall(rpc, self, place), None, rpc.serialize)
+        if rpc.kind == "watch":
+            watch = WatchCall(rpc, self, place)
+            return grpc.stream_stream_rpc_method_handler(watch, watch.received, rpc.serialize)
+        call = UnaryCall(rpc, self, place)
+        return grpc.stream_unary_rpc_method_handler(call, call.received, rpc.serialize)
+
+    def status(self, error: Exception) -> Status:
+        """What the client is told of an error that ended its call before a model was asked."""
+        if isinstance(error, Overloaded):
+            self.refused(error.reason)
+        elif isinstance(error, Unavailable):
+            self.refused("draining")
+        return self._statuses.of(error)
+
+
+class Call:
+    """What an RPC may know of its call. ``started`` and ``deadline`` are :func:`time.monotonic` seconds."""
+
+    def __init__(self, rpc: Rpc, lane: Lane, place: Place) -> None:
+        self.started = time.monotonic()
+        self.cancellation = Cancellation()
+        self.context: Any = None
+        self.experimental_thread_pool = lane.threads  # gRPC's name: where it runs the call
+        self._rpc = rpc
+        self._lane = lane
+        self._place = place
+        self._aborted = self._over = False
+
+    @property
+    def deadline(self) -> float | None:
+        remaining = self.context.time_remaining()
+        return None if remaining > _NEVER else time.monotonic() + remaining
+
+    def metadatum(self, key: str) -> str | bytes | None:
+        return next((value for name, value in self.context.invocation_metadata() if name == key), None)
+
+    def abort(self, status: Status) -> None:
+        """End the call with ``status``: raises an exception that only gRPC may catch."""
+        self._aborted = True
+        self.context.abort(status.code, status.details)
+
+    def _begin(self, context: grpc.ServicerContext) -> None:
+        """The call has a thread. Raises :class:`Overloaded` when its client has its share already."""
+        self.context = context
+        if not context.add_callback(self._ended):  # it ended before this thread came to it
+            self._ended()
+        self._place.claim(context.peer())
+
+    def _ended(self) -> None:
+        """gRPC has nothing left to do for the call."""
+        self._over = True
+        self.cancellation.cancel()
+        self._lane.receiving.done(self)
+        self._lane.sending.done(self)
+        self._place.leave()
+
+    def _expire(self) -> None:
+        """The client has kept the server waiting for too long."""
+        self._lane.refused("too_slow")
+        self.context.cancel()
+
+    def _parsed(self, data: bytes, already: int = 0) -> Message:
+        """The message, its bytes counted but for those that are ``already``."""
+        if len(data) > already:
+            self._place.hold(len(data) - already)
+        try:
+            message: Message = self._rpc.parse(data)
+        except DecodeError:
+            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
+        return message
+
+
+class OneRequest(Call):
+    """A call of which one request is read."""
+
+    def received(self, data: bytes) -> bytes:
+        """gRPC's thread has the whole message. It is parsed on the call's own."""
+        self._lane.receiving.done(self)
+        return data
+
+    def _receive(self, messages: Iterator[bytes]) -> Message:
+        self._lane.receiving.begin(self, self._expire)
+        data = next(messages, None)
+        if data is None:
+            raise InvalidRequest("the call ended without a request")
+        return self._parsed(data)
+
+
+class UnaryCall(OneRequest):
+    """A behavior for gRPC: one request, one response."""
+
+    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        try:
+            self._begin(context)
+            response = self._rpc.answer(self._receive(messages) if self._rpc.reads else None, self)
+        except grpc.RpcError:  # gRPC's own: the client has left
+            raise
+        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
+            response = self._lane.status(error)
+        if isinstance(response, Status):
+            self.abort(response)
+        self._lane.sending.begin(self, self._expire)  # until it has ended: the client may not read
+        if self._over:
+            self._lane.sending.done(self)
+        return response
+
+
+class WatchCall(OneRequest):
+    """A behavior for gRPC: one request, and responses that others send when there is something to say."""
+
+    experimental_non_blocking = True  # gRPC's name: the thread is free once the answer returns
+
+    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
+        try:
+            self._begin(context)
+            self._rpc.answer(self._receive(messages), self, self._sender(send))
+        except grpc.RpcError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- as above
+            self.abort(self._lane.status(error))
+
+    def _sender(self, send: Callable[[Any], None]) -> Callable[[Any], None]:
+        """``send`` blocks for as long as the client does not read."""
+
+        def send_in_time(response: Any) -> None:
+            self._lane.sending.begin(self, self._expire)
+            send(response)
+            self._lane.sending.done(self)
+
+        return send_in_time
+
+
+class StreamCall(Call):
+    """A behavior for gRPC: many requests, many responses."""
+
+    def __init__(self, rpc: Rpc, lane: Lane, place: Place) -> None:
+        super().__init__(rpc, lane, place)
+        self._unanswered = 0
+
+    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        try:
+            self._begin(context)
+            for response in self._rpc.answer(self._receive(messages), self):
+                if isinstance(response, Status):
+                    self.abort(response)
+                self._lane.sending.begin(self, self._expire)
+                yield response
+                self._lane.sending.done(self)
+                self._unanswered -= 1
+        except grpc.RpcError:
+            raise
+        except Exception as error:
+            if self._aborted:
+                raise
+            self.abort(self._lane.status(error))
+
+    def _receive(self, messages: Iterator[bytes]) -> Iterator[Message]:
+        """Each message, parsed. A stream holds the bytes of its largest message for as long as it is open."""
+        largest = 0
+        while True:
+            self._lane.receiving.begin(self, self._idle)
+            data = next(messages, None)
+            self._lane.receiving.done(self)
+            if data is None:
+                return
+            self._unanswered += 1
+            yield self._parsed(data, already=largest)
+            largest = max(largest, len(data))
+
+    def _idle(self) -> None:
+        """Nothing has come for long: no fault of the client's as long as it waits for responses."""
+        if self._unanswered > 0:
+            self._lane.receiving.begin(self, self._idle)
+        else:
+            self._expire()

@@ -1,0 +1,83 @@
+"""Ends calls that keep the server waiting: for their request, for their next message, or for taking their response.
+
+A thread that waits inside gRPC cannot be told to stop waiting. What can be done is to cancel the call: gRPC then wakes
+the thread, and the client sees CANCELLED.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+_TICK_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+class Patience:
+    """The calls that keep the server waiting in one respect, and how long they may: ``seconds``, or ``hurried`` seconds
+    while it is ``crowded``. Of those that take longer than a second, at most ``slow`` may go on.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        hurried: float,
+        crowded: Callable[[], bool] = lambda: False,
+        *,
+        slow: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds = seconds
+        self._hurried = min(hurried, seconds)
+        self._crowded = crowded
+        self._slow = slow
+        self._clock = clock
+        self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
+
+    def begin(self, call: object, end: Callable[[], None]) -> None:
+        """``call`` keeps the server waiting from now on; ``end`` is what happens when that is for too long."""
+        self._waiting[call] = (self._clock(), end)
+
+    def done(self, call: object) -> None:
+        """``call`` keeps nobody waiting (any more)."""
+        self._waiting.pop(call, None)
+
+    def end_overdue(self) -> int:
+        """End what is overdue; returns how many that were. Single operations on a dict need no lock."""
+        now, ended, slow = self._clock(), 0, 0
+        limit = self._hurried if self._crowded() else self._seconds
+        for call, (since, end) in self._waiting.copy().items():
+            age = now - since
+            slow += age > 1.0
+            over = age > limit or (self._slow is not None and age > 1.0 and slow > self._slow)
+            if over and self._waiting.pop(call, None) is not None:
+                end()
+                ended += 1
+        return ended
+
+
+class Watchdog:
+    """One thread that looks after all patiences, ten times a second."""
+
+    def __init__(self, patiences: Sequence[Patience]) -> None:
+        self._patiences = patiences
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="grpc-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_TICK_S):
+            for patience in self._patiences:
+                try:
+                    patience.end_overdue()
+                except Exception:  # noqa: BLE001 -- this thread must live on
+                    _log.exception("a call that is overdue cannot be ended")

@@ -1,0 +1,88 @@
+"""What keeps the server waiting is ended: with a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+from waiting import until
+
+from service.transport.watchdog import Patience, Watchdog
+
+
+class Times:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ended: list[object] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def begin(self, patience: Patience, *calls: str) -> None:
+        for call in calls:
+            patience.begin(call, lambda call=call: self.ended.append(call))  # type: ignore[misc]
+
+    def after(self, seconds: float, patience: Patience) -> list[object]:
+        self.now += seconds
+        patience.end_overdue()
+        return self.ended
+
+
+@pytest.fixture
+def times() -> Times:
+    return Times()
+
+
+def test_what_takes_too_long_is_ended_once(times: Times) -> None:
+    patience = Patience(10, 1, clock=times)
+    times.begin(patience, "a")
+    assert times.after(9, patience) == []
+    times.begin(patience, "b")
+    assert times.after(2, patience) == ["a"]
+    assert times.after(7, patience) == ["a"]
+    assert times.after(2, patience) == ["a", "b"]
+
+
+def test_what_is_done_is_let_be(times: Times) -> None:
+    patience = Patience(10, 1, clock=times)
+    times.begin(patience, "a")
+    patience.done("a")
+    patience.done("never begun")
+    assert times.after(60, patience) == []
+
+
+def test_in_a_crowd_there_is_less_time(times: Times) -> None:
+    crowded = False
+    patience = Patience(10, 2, lambda: crowded, clock=times)
+    times.begin(patience, "a")
+    assert times.after(3, patience) == []
+    crowded = True
+    assert times.after(0, patience) == ["a"]
+
+
+def test_of_the_slow_only_the_first_few_may_go_on(times: Times) -> None:
+    """Each may be about to hold a message of the largest size."""
+    patience = Patience(10, 10, slow=2, clock=times)
+    times.begin(patience, "a", "b", "c")
+    assert times.after(0.5, patience) == []
+    times.begin(patience, "d")
+    assert times.after(0.6, patience) == ["c"]
+    patience.done("a")
+    assert times.after(1, patience) == ["c"]
+
+
+def test_a_failure_to_end_one_call_does_not_end_the_watch() -> None:
+    ended: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("no such call")
+
+    patience = Patience(0, 0)
+    dog = Watchdog([patience])
+    patience.begin("bad", fail)
+    dog.start()
+    patience.begin("good", lambda: ended.append("good"))
+    until(lambda: ended, what="the second call to be ended")
+    dog.stop()
+
+
+def test_stopping_a_watchdog_that_never_started_is_harmless() -> None:
+    Watchdog([]).stop()
