@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bf16kit.numerics import Census, Subnormals, census, to_bf16
 from bf16kit.residual import Encoder, Scale
-from converter.graph.initializers import blocks, rows_of
+from converter.graph.initializers import blocks, reader, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class Narrowing:
         ``low_bits`` is how many bits of its low halves may be other than zero.
         """
         encoder = Encoder(self.bf16.shape, scale, 16 if scale is not None else low_bits)
+        read = None if original is self.tensor else reader(original)
         for rows, array in self.blocks():
-            words = array if original is self.tensor else np.asarray(rows_of(original.numpy(), rows), order="C")
+            words = array if read is None else np.asarray(read(rows), order="C")
             yield from encoder.rows(words, rows_of(self.bf16, rows))
         yield from encoder.finish()

@@ -50,20 +50,25 @@ def rows_of(array: NDArray[Any], rows: slice) -> NDArray[Any]:
     return array[rows] if array.ndim else array
 
 
+def reader(tensor: ir.TensorProtocol) -> Callable[[slice], NDArray[Any]]:
+    """What gives some rows of ``tensor``, of a scalar itself: of one that is computed no others are computed for it."""
+    if isinstance(tensor, Computed):
+        return tensor.rows
+    array = tensor.numpy()
+    return lambda rows: rows_of(array, rows)
+
+
 def blocks(tensor: ir.TensorProtocol) -> Iterator[tuple[slice, NDArray[Any]]]:
     """``tensor`` in order, as rows of its first axis of about :data:`_BLOCK` bytes: which, and a C-contiguous array.
 
     What is stored contiguously is a view: of a file that is mapped, nothing is read before it is used.
     """
     shape = dims(tensor)
-    array = None if isinstance(tensor, Computed) else tensor.numpy()
+    read = reader(tensor)
     step = max(1, _BLOCK // max(1, tensor.nbytes // max(1, shape[0]))) if shape else 1
     for start in range(0, shape[0] if shape else 1, step):
         rows = slice(start, start + step)
-        if isinstance(tensor, Computed):
-            yield rows, np.asarray(tensor.rows(rows), order="C")
-        elif array is not None:
-            yield rows, np.asarray(rows_of(array, rows), order="C")
+        yield rows, np.asarray(read(rows), order="C")
 
 
 def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from converter.graph.initializers import Computed, const, dims, initializer
+from converter.graph.initializers import Computed, const, dims, initializer, reader
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 from converter.passes.linear import Linear, linear_before
@@ -102,11 +102,12 @@ def _affine(node: ir.Node) -> tuple[NDArray[np.float64], NDArray[np.float64]] | 
 def _scaled(linear: Linear, scale: NDArray[np.float64]) -> ir.TensorProtocol:
     """The weight times ``scale`` along its axis, computed when asked for: in float64, then fp32."""
     tensor = linear.tensor
+    read = reader(tensor)
     shape = [1] * len(dims(tensor))
     shape[linear.axis] = -1
 
     def compute(rows: slice) -> NDArray[np.float32]:
-        array = tensor.numpy()[rows]
+        array = read(rows)
         factor = scale.reshape(shape)
         out = np.empty(array.shape, dtype=np.float32)
         factor = factor[rows] if linear.axis == 0 else factor

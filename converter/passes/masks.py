@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bf16kit.numerics import LARGEST, OVERFLOW
 from converter.graph.equality import Array
-from converter.graph.initializers import Computed, rows_of
+from converter.graph.initializers import Computed, reader
 from converter.graph.operators import MOVEMENT, WEIGHTED
 from converter.graph.step import Step
 
@@ -65,8 +65,10 @@ def is_weight(value: ir.Value, readers: Collection[str] = WEIGHTED) -> bool:
 
 
 def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    read = reader(tensor)
+
     def compute(rows: slice) -> NDArray[np.float32]:
-        array = rows_of(tensor.numpy(), rows)
+        array = read(rows)
         limited = np.clip(array, np.float32(-LARGEST), np.float32(LARGEST))
         return np.where(np.isinf(array), array, limited).astype(np.float32)
 

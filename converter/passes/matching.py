@@ -47,21 +47,21 @@ def match(graph: ir.Graph, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, 
     return {name: Match(value.name or "", order, narrowed) for name, (value, order, narrowed) in found.items()}
 
 
-def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, Array]]]:
-    index: dict[Fingerprint, list[tuple[ir.Value, Array]]] = defaultdict(list)
+def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]:
+    """Tensors, not arrays: what is widened when it is read would be in memory for all weights at once."""
+    index: dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]] = defaultdict(list)
     for value in graph.initializers.values():
         tensor = value.const_value
         if tensor is not None and not stays_inline(tensor):
-            array = tensor.numpy()
-            index[fingerprint(array)].append((value, array))
+            index[fingerprint(tensor.numpy())].append((value, tensor))
     return index
 
 
-def _lookup(array: Array, index: Mapping[Fingerprint, list[tuple[ir.Value, Array]]]) -> _Found | None:
+def _lookup(array: Array, index: Mapping[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]) -> _Found | None:
     for as_fp32 in (False, True) if array.dtype.name in OTHER_FLOATS else (False,):
         for view, order in _views(array):
             for value, candidate in index.get(fingerprint(view, as_fp32=as_fp32), ()):
-                if same_bits(view, candidate, as_fp32=as_fp32):
+                if same_bits(view, candidate.numpy(), as_fp32=as_fp32):
                     return value, order, as_fp32 and array.dtype == np.float64
     return None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import numpy as np
 import onnx_ir as ir
 
 from converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 
+# By fingerprint. Tensors, not arrays: what is computed when it is read would be in memory for all weights at once.
+_Kept = dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
 SMALLEST_BYTES = 1024  # sharing biases that are all zero saves nothing and costs them their names
 
 
@@ -25,11 +26,11 @@ class ShareEqualWeights(Step):
 
     def apply(self, model: ir.Model) -> bool:
         graph, fresh = model.graph, FreshNames(all_value_names(model))
-        kept: dict[Fingerprint, list[tuple[ir.Value, Array]]] = defaultdict(list)
+        kept: _Kept = defaultdict(list)
         transposed: dict[ir.Value, ir.Value] = {}
         before = len(graph.initializers)
-        for value in _weights(graph):
-            array = value.const_value.numpy() if value.const_value is not None else np.empty(0)
+        for value, tensor in _weights(graph):
+            array = tensor.numpy()
             twin = _find(kept, array)
             if twin is not None:
                 _replace(graph, value, twin)
@@ -40,30 +41,30 @@ class ShareEqualWeights(Step):
                     transposed[twin] = _transpose(graph, twin, fresh)
                 _replace(graph, value, transposed[twin])
                 continue
-            kept[fingerprint(array)].append((value, array))
+            kept[fingerprint(array)].append((value, tensor))
         return len(graph.initializers) != before
 
 
-def _weights(graph: ir.Graph) -> list[ir.Value]:
+def _weights(graph: ir.Graph) -> list[tuple[ir.Value, ir.TensorProtocol]]:
     """In graph order, but tables first: rows are looked up as they lie, and a product is as fast by a Transpose."""
     found = [
-        value
+        (value, tensor)
         for value in graph.initializers.values()
-        if value.const_value is not None
-        and value.const_value.dtype == ir.DataType.FLOAT
-        and len(value.const_value.shape) >= 2
-        and value.const_value.nbytes >= SMALLEST_BYTES
+        if (tensor := value.const_value) is not None
+        and tensor.dtype == ir.DataType.FLOAT
+        and len(tensor.shape) >= 2
+        and tensor.nbytes >= SMALLEST_BYTES
     ]
-    return sorted(found, key=lambda value: not _looked_up(value))
+    return sorted(found, key=lambda pair: not _looked_up(pair[0]))
 
 
 def _looked_up(value: ir.Value) -> bool:
     return any(node.op_type == "Gather" and position == 0 for node, position in value.uses())
 
 
-def _find(kept: dict[Fingerprint, list[tuple[ir.Value, Array]]], array: Array) -> ir.Value | None:
+def _find(kept: _Kept, array: Array) -> ir.Value | None:
     for value, candidate in kept.get(fingerprint(array), ()):
-        if same_bits(candidate, array):
+        if same_bits(candidate.numpy(), array):
             return value
     return None
 

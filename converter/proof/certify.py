@@ -90,7 +90,9 @@ def certify(
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
         edges = _edges(manifest)
-        reference = load_reference(draft, scratch=stage.path) if source is None else open_source(source, *edges)
+        reference = (
+            load_reference(draft, scratch=stage.path) if source is None else open_source(source, *edges, stage.path)
+        )
         expected = _expected(reference, samples, stage)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
@@ -99,7 +101,7 @@ def certify(
             asked,
             samples.feeds,
             expected,
-            lambda random: open_nudged(draft, source, random, asked.roundoff),
+            lambda random: open_nudged(draft, source, random, asked.roundoff, stage.path),
             stage.path,
         )
         release()

@@ -7,17 +7,15 @@ A sum of products computed in another order is, to the last bit, the exact sum f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import TensorEntry
 from bf16kit.runtime import Runtime
-from bf16kit.runtime.externaldata import REBUILT, initializers
-from bf16kit.runtime.loading import REFERENCE
-from converter.formats.weights import FP32_FILE
+from bf16kit.runtime.externaldata import REBUILT
 from converter.model import FP32_ROUNDOFF, Array, Feeds
 from converter.proof.running import open_source
 
@@ -54,26 +52,27 @@ def nudged_feeds(feeds: Sequence[Feeds], random: np.random.Generator, roundoff: 
         yield {name: nudge(array, random, roundoff) for name, array in feed.items()}
 
 
-def open_nudged(artifact: Artifact, source: ir.Model | None, random: np.random.Generator, roundoff: float) -> Runtime:
+def open_nudged(
+    artifact: Artifact, source: ir.Model | None, random: np.random.Generator, roundoff: float, scratch: Path
+) -> Runtime:
     """The fp32 reference with all weights nudged but those small enough to be in the graph's own file.
 
-    ``source`` is the reference of an artifact that keeps none of its own. Memory is twice the fp32 weights while
-    loading, once afterwards.
+    ``source`` is the reference of an artifact that keeps none of its own. The weights are mapped from ``scratch``.
     """
-    from bf16kit.runtime.onnx import OnnxRuntime
+    import onnx_ir as ir
 
     manifest = artifact.manifest
-    inputs = tuple(entry.spec() for entry in manifest.inputs)
-    outputs = tuple(entry.spec() for entry in manifest.outputs)
+    inputs = [entry.spec() for entry in manifest.inputs]
+    outputs = [entry.spec() for entry in manifest.outputs]
     if source is not None:
-        return open_source(source, inputs, outputs, lambda array: nudge(array, random, roundoff))
-    graph = artifact.file(manifest.reference or "")
-    names = [*initializers(graph, REBUILT), *initializers(graph, FP32_FILE)]
-    entries = {entry.name: entry for entry in manifest.tensors}
+        return open_source(
+            source, inputs, outputs, scratch, lambda _name, tensor: nudge(tensor.numpy(), random, roundoff)
+        )
+    model = ir.load(artifact.file(manifest.reference or ""))
     reader = Artifact(artifact.path, manifest)
-    weights = {name: nudge(_stored(reader, entries[name]), random, roundoff) for name in names}
-    return OnnxRuntime(graph, inputs, outputs, profile=REFERENCE, precision="fp32", external=weights)
 
+    def read(name: str, tensor: ir.TensorProtocol) -> Array:
+        rebuilt = isinstance(tensor, ir.ExternalTensor) and tensor.location == REBUILT
+        return nudge(reader.restore(name) if rebuilt else tensor.numpy(), random, roundoff)
 
-def _stored(artifact: Artifact, entry: TensorEntry) -> Array:
-    return artifact.restore(entry.name) if entry.dtype == "bfloat16" else artifact.tensor(entry.name)
+    return open_source(model, inputs, outputs, scratch, read)

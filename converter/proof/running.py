@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -11,9 +13,9 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import DeviceUnavailable
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU
-from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
+from bf16kit.weightfile import WeightWriter
 from converter.formats.onnx import serialize
 from converter.graph.initializers import dims, stays_inline
 from converter.model import Array
@@ -22,6 +24,10 @@ from converter.proof.emulate import emulation
 
 if TYPE_CHECKING:
     from bf16kit.runtime.onnx import OnnxRuntime
+
+Read = Callable[[str, ir.TensorProtocol], Array]
+
+_WEIGHTS = "fp32.weights"
 
 
 def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
@@ -69,26 +75,36 @@ def _emulated(artifact: Artifact, profile: str) -> OnnxRuntime:
 
 def open_source(
     model: ir.Model,
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
-    change: Callable[[Array], Array] | None = None,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    scratch: Path | None = None,
+    read: Read = lambda _name, tensor: tensor.numpy(),
 ) -> OnnxRuntime:
-    """The fp32 graph that a conversion started from: the reference of an artifact that keeps no residual.
+    """An fp32 graph of a conversion, run for itself: what it starts from, what profiles start from.
 
-    ``change`` is applied to each of its weights; the graph keeps its own.
+    ``read`` gives each of its weights by name; the graph keeps its own. They lie in a file in ``scratch`` (None: the
+    system's directory), which is mapped and gone from there: given as arrays they would be in memory twice.
     """
     from bf16kit.runtime.onnx import OnnxRuntime
 
+    with tempfile.TemporaryDirectory(dir=scratch) as directory, WeightWriter(Path(directory) / _WEIGHTS) as file:
+
+        def place(name: str, tensor: ir.TensorProtocol) -> tuple[str, int, int]:
+            segment = file.append(read(name, tensor))
+            return _WEIGHTS, segment.offset, segment.bytes
+
+        data = serialize(placed(model, place))
+        file.close()
+        return OnnxRuntime(data, inputs, outputs, profile="reference", precision="fp32", base_dir=Path(directory))
+
+
+def placed(model: ir.Model, place: Callable[[str, ir.TensorProtocol], tuple[str, int, int]]) -> ir.Model:
+    """A copy of ``model`` whose weights are external data: file, offset and bytes as ``place`` says."""
     slim = model.clone()
-    weights: Mapping[str, Array] = {
-        name: value.const_value.numpy() if change is None else change(value.const_value.numpy())
-        for name, value in slim.graph.initializers.items()
-        if value.const_value is not None and not stays_inline(value.const_value)
-    }
-    for name in weights:
-        value = slim.graph.initializers[name]
+    for name, value in slim.graph.initializers.items():
         tensor = value.const_value
-        assert tensor is not None  # noqa: S101 - it has weights
-        shape = ir.Shape(dims(tensor))
-        value.const_value = ir.ExternalTensor(REBUILT, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
-    return OnnxRuntime(serialize(slim), inputs, outputs, profile="reference", precision="fp32", external=weights)
+        if tensor is not None and not stays_inline(tensor):
+            location, offset, length = place(name, tensor)
+            shape = ir.Shape(dims(tensor))
+            value.const_value = ir.ExternalTensor(location, offset, length, tensor.dtype, shape=shape, name=name)
+    return slim

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
+from peaks import measured_alone
 
 import graphs
 from converter.graph.equality import fingerprint, same_bits
@@ -67,3 +68,33 @@ def test_layout_in_memory_does_not_matter(order: Any) -> None:
 def test_the_two_zeros_differ_and_a_nan_equals_itself() -> None:
     assert not same_bits(np.zeros(3, np.float32), -np.zeros(3, np.float32))
     assert same_bits(np.full(3, np.nan, np.float32), np.full(3, np.nan, np.float32))
+
+
+PREPARE = """
+import graphs
+import numpy as np
+import onnx_ir as ir
+from converter.graph.initializers import Computed, rows_of
+from converter.passes import prepare
+from converter.process.memory import map_large_blocks
+from peaks import anonymous, peak_anonymous
+map_large_blocks()
+def prepared(width):
+    model, checkpoint = ir.from_proto(graphs.mlp((width,) * 13)), {}
+    for name, value in model.graph.initializers.items():
+        half = checkpoint[name] = value.const_value.numpy().astype(np.float16)
+        value.const_value = Computed(lambda rows, half=half: rows_of(half, rows).astype(np.float32), value.const_value)
+    before = anonymous()
+    with peak_anonymous() as peak:
+        found = prepare(model, checkpoint)
+    assert len(found.matches) == 24
+    return peak.bytes - before
+prepared(64)  # its libraries are in memory from here on
+print(prepared(1024), 12 * 4 * 1024 * 1024)
+"""
+
+
+def test_weights_that_are_widened_are_looked_at_one_by_one() -> None:
+    """50 MB in fp32, of an fp16 checkpoint; 4 MB a weight."""
+    peak, size = map(int, measured_alone(PREPARE).split())
+    assert peak / size < 0.5, f"{peak / size:.2f} times the weights"

@@ -17,6 +17,7 @@ from bf16kit.errors import ConversionError
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.tensors import TensorSpec
 from converter.formats.onnx import serialize
+from converter.graph.initializers import Computed
 from converter.sources.edges import kind_of, output_specs
 from converter.sources.torch.onnx_export import adapt, to_onnx
 
@@ -37,6 +38,19 @@ def test_weights_become_views_of_the_checkpoint_under_its_names() -> None:
     assert found.keys() == checkpoint.keys()
     for name in ("up.weight", "down.weight"):
         assert np.shares_memory(found[name].const_value.numpy(), checkpoint[name])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_weights_of_another_precision_are_made_of_the_checkpoint_when_they_are_read(dtype: Any) -> None:
+    """A copy of each in fp32 would be as large as the model."""
+    checkpoint = {name: array.astype(dtype) for name, array in tensors(seeded(Mlp())).items()}
+    module = seeded(Mlp())
+    module.load_state_dict({name: torch.from_numpy(array) for name, array in checkpoint.items()})
+    found = to_onnx(adapt(module, X), checkpoint).graph.initializers
+    for name in ("up.weight", "down.weight"):
+        tensor = found[name].const_value
+        assert isinstance(tensor, Computed)
+        np.testing.assert_array_equal(tensor.numpy(), checkpoint[name].astype(np.float32))
 
 
 def test_a_transposed_weight_is_a_view_of_the_checkpoint_too() -> None:
