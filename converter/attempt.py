@@ -78,7 +78,7 @@ def _write_weights(
             subnormals=options.subnormals,
             saturate=options.saturate,
             residual=options.residual,
-            panels=planned.work.panels,  # as the cpu profile's kernel reads them; other profiles put them together
+            panels=planned.work.panels,  # the cpu profile's kernel reads panels; other profiles turn them back
             progress=advance,
         )
 

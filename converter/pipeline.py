@@ -3,9 +3,11 @@ rename into place → report. The parts are in ``intake``, ``attempt`` and ``pub
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bf16kit.artifact import Artifact
+from bf16kit.manifest import Manifest
 from bf16kit.publish import staging
 from converter import intake
 from converter.attempt import Attempt
@@ -62,10 +64,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         del source, prepared, attempt
         garbage.settle()
         notes += certified.notes
-        if not any(entry.dtype == "bfloat16" for entry in certified.manifest.tensors):
-            notes.append("no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved")
-        if not options.residual:
-            notes.append("--no-residual: the checkpoint cannot be restored; how its weights were rounded was checked")
+        notes += _remarks(options, certified.manifest)
         check_judged(options.budget, certified.manifest)
         manifest, left_out = judge(certified.over, certified.manifest, options, stage)
         notes += left_out
@@ -74,6 +73,14 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         draft = stage.draft(manifest)
         layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late)
         measurements = measured(manifest, certified, layers, census, mending)
-        # The page has a search beside its islands, out of the measurements.
+        # Not `sentences`: the page takes what a search did from the measurements, and shows it beside the islands.
         artifact = publish(options, stage, manifest, measurements, [*notes, *mending.remarks()], progress)
     return Result(artifact, (*notes, *mending.sentences()))
+
+
+def _remarks(options: Options, manifest: Manifest) -> Iterator[str]:
+    """What an owner may not expect of the artifact."""
+    if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
+        yield "no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved"
+    if not options.residual:
+        yield "--no-residual: the checkpoint cannot be restored; how its weights were rounded was checked"

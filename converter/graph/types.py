@@ -90,7 +90,7 @@ def _forget_sequences(untyped: list[ir.Value]) -> None:
     """Take back the type of sequences: onnx_ir 1.1 calls every value it had no type for a tensor of its elements."""
     found: set[ir.Value] = set()
     before = -1
-    while before < len(found):  # until what hands sequences on is found, out of bodies too
+    while before < len(found):  # a node that hands a sequence on, also out of a body, gives one too
         before = len(found)
         found.update(value for value in untyped if value not in found and _is_sequence(value, found))
     for value in found:

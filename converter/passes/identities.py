@@ -19,7 +19,7 @@ class RemoveIdentities(Step):
     def apply(self, model: ir.Model) -> bool:
         modified = False
         for node in tuple(model.graph):
-            if _changes_nothing(node):  # asked one by one: what was removed before may have left an edge on both sides
+            if _changes_nothing(node):  # not all at once: removing one may put the next between two edges
                 _bypass(model.graph, node)
                 modified = True
         return modified

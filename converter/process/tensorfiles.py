@@ -13,8 +13,8 @@ from bf16kit.runtime.scratch import NoScratch, scratch_file
 
 _LARGE = 1 << 20  # bytes; what is smaller stays in memory
 _UNFILLED = (torch.empty, torch.empty_like)
-# What gives a tensor of its own memory. Not those that look at memory of others, as from_numpy does: whoever wrote to
-# that memory later would no longer be heard.
+# What gives a tensor of its own memory. Not those that look at memory of others, as from_numpy does: a later write to
+# that memory would not reach the tensor.
 _MAKERS: frozenset[Any] = frozenset(
     (
         *_UNFILLED,

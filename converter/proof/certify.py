@@ -33,8 +33,8 @@ from converter.proof.spool import Spool
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_QUOTED = 160  # characters of ONNX Runtime's reason in a message that goes on for as long again
-_OTHER = 8  # samples of the arithmetic that this machine's CPU would not use
+_QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
+_OTHER = 8  # samples that TorchScript also answers in the arithmetic that this CPU does not use
 
 
 @dataclass(slots=True)

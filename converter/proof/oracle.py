@@ -22,12 +22,13 @@ from converter.proof.distance import Distance, between, is_float, leave_out
 from converter.proof.nudge import nudged_feeds
 from converter.proof.spool import Spool
 
-FEEDS = 4  # of the samples
+FEEDS = 4  # the source answers the first so many samples
 FLOOR = 64 * FP32_ROUNDOFF
-_COARSE_FLOOR = 8  # unit roundoffs of a source that computes in fp16: they are rounded to once a node, not once a sum
-_MULTIPLE = 4  # of what nudging the weights by 16 ulps changes
+# In unit roundoffs, like FLOOR. Fewer: fp16 is rounded to once a node, fp32 once for each term of a sum.
+_COARSE_FLOOR = 8
+_MULTIPLE = 4  # the bound is so many times what nudging the weights by 16 ulps changes
 _RUNS = 3
-_TELLING = 1e-3  # a bound above this lets faults through that drift would be judged for
+_TELLING = 1e-3  # a bound above this could hide faults as large as bf16's own drift; a note says so
 
 OpenNudged = Callable[[np.random.Generator], Runtime]
 

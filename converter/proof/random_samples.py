@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 COUNT = 8  # feeds
 ROWS = 2  # of the first named dimension: two, so that batching can be tried
-_TRIED = 2  # feeds of an attempt: what fails fails on the first
+_TRIED = 2  # feeds of an attempt: sizes that do not run fail at once
 _DEFAULT_BOUND = 2  # an integer that indexes no table found: a flag or a mask
 
 Runs = Callable[[Sequence[Feeds]], object]

@@ -15,7 +15,7 @@ from converter.search.ranking import Unit
 from converter.search.switches import moved_from
 from converter.search.trials import Bf16
 
-_ISLAND = 1e-4  # what one island more costs by itself: casts, and a line in the report
+_ISLAND = 1e-4  # what an island costs beside its bytes and arithmetic: casts, and a line in the report
 
 
 def bf16_of(plan: Plan, profile: Profile) -> Bf16:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from converter.search.ranking import Group, Unit
 
-_ENOUGH = 1 / 64  # of the variance that is tolerated: what is left then is no longer worth a careful order
+_ENOUGH = 1 / 64  # share of the tolerated variance; groups that leave less than this are taken in any order
 
 Units = frozenset[Unit]
 

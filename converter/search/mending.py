@@ -23,7 +23,7 @@ from converter.search.result import SearchResult, merged
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges
 
-_SHARES = (1.0, 0.9, 0.75)  # of the budget, one search after the other
+_SHARES = (1.0, 0.9, 0.75)  # of the budget, for the first search of a profile, the second and the third
 
 
 class Mending:
@@ -36,7 +36,7 @@ class Mending:
         self._progress = progress
         self._deadline: Deadline | None = None  # begins with the first search
         self._tried: dict[str, int] = {}
-        self._learnt: dict[str, tuple[Islands, Learnt]] = {}  # with these islands of other profiles
+        self._learnt: dict[str, tuple[Islands, Learnt]] = {}  # and the other profiles' islands at that time
         self.results: dict[str, SearchResult] = {}
 
     def islands(self, certified: Certified) -> Islands | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-_NEGLIGIBLE = 0.25  # of the error that is tolerated: what groups that were not parted may bring about together
+_NEGLIGIBLE = 0.25  # share of the tolerated error; groups that together cause less than this are not parted
 
 
 @dataclass(frozen=True, slots=True)

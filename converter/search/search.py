@@ -28,9 +28,9 @@ from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Wh
 
 Replan = Callable[[Islands, Profile], Plan]  # the plan of one profile with these islands
 
-_RANKING = 0.5  # of the time that is left, at most
-_SHARES = (0.97, 0.9, 0.8)  # of the budget, as a few samples may be kinder than all are
-_COARSE = 16.0  # how far below the error to look for its sources where the budget does not say it
+_RANKING = 0.5  # the largest share of the remaining time that ranking may take
+_SHARES = (0.97, 0.9, 0.8)  # of the budget, tried in turn: a set that suffices on few samples may not on all
+_COARSE = 16.0  # the tolerated error is the measured one divided by this where the budget gives no finite one
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _Search:
         self._plan = task.replan(task.islands, task.profile)
         self._bf16 = bf16_of(self._plan, task.profile)
         phases.tell("preparing")
-        # What is known already is worth the few runs that opening takes, though the time be over.
+        # A search that goes on from an earlier one may open its session when its time is over: it has sets to check.
         deadline = Deadline(math.inf) if task.learnt.tried else task.deadline
         self._trials = Trials(self._base, self._bf16, task.edges, task.feeds, deadline, saturate=task.saturate)
         everything = frozenset(e.name for e in self._plan.tensors)

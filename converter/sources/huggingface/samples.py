@@ -59,7 +59,7 @@ class _Feed:
         if isinstance(dim, int):
             return dim
         if dim not in self.sizes:
-            rows = _ROWS + sum(d in self.sizes for d in BATCHES)  # batches that are not the same are not of one size
+            rows = _ROWS + sum(d in self.sizes for d in BATCHES)  # texts and images differ in number
             self.sizes[dim] = rows if axis == 0 else int(self.random.integers(*_range(dim, self.directory)))
         return self.sizes[dim]
 
