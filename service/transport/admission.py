@@ -16,25 +16,36 @@ from bf16kit.errors import Overloaded, RequestError
 class Shares:
     """Who holds how many of ``limit`` places. While half of them are free, whoever comes takes one.
 
-    After that each holder may have an equal part, and no single one the last eighth: so there is room for others to
-    come, and a flood from one makes room for them as it is answered. Not thread-safe.
+    After that each holder may have an equal part, and the last eighth is for those who hold hardly any: so there is
+    room for others to come, however many one of them sends. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._few = max(1, limit // 32)
         self._taken = 0
         self._held: dict[str, int] = {}
 
     def take(self, holder: str) -> bool:
         """Whether ``holder`` may have one place more; it then has it."""
         own = self._held.get(holder, 0)
-        if 2 * self._taken >= self._limit:
-            holders = len(self._held) + (own == 0)
-            if own >= max(1, min(self._limit // holders, self._limit - self._limit // 8)):
-                return False
+        if self._taken >= self._limit or own >= self._part(own):
+            return False
         self._held[holder] = own + 1
         self._taken += 1
         return True
+
+    @property
+    def full(self) -> bool:
+        return self._taken >= self._limit
+
+    def _part(self, own: int) -> int:
+        """How many places a holder of ``own`` may have as things are."""
+        if 2 * self._taken < self._limit:
+            return self._limit
+        if 8 * self._taken < 7 * self._limit:
+            return max(1, self._limit // (len(self._held) + (own == 0)))
+        return self._few
 
     def give(self, holder: str) -> None:
         own = self._held[holder] - 1
@@ -50,23 +61,11 @@ class Place:
 
     __slots__ = ("_client", "_door", "_left", "_nbytes")
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, client: str) -> None:
         self._door = door
-        self._client: str | None = None
+        self._client = client
         self._nbytes = 0
         self._left = False
-
-    def claim(self, client: str) -> None:
-        """Say whose the place is. Raises :class:`Overloaded` when this client has its share already."""
-        with self._door.lock:
-            if self._left:
-                return
-            if not self._door.shares.take(client):
-                raise Overloaded(
-                    f"this connection has its share of the {self._door.limit} {self._door.what}; try again later",
-                    "connection_share",
-                )
-            self._client = client
 
     def hold(self, nbytes: int) -> None:
         """Count a message of ``nbytes``. Raises :class:`Overloaded` when all of them together are too many."""
@@ -80,9 +79,7 @@ class Place:
             if self._left:
                 return
             self._left = True
-            if self._client is not None:
-                self._door.shares.give(self._client)
-            self._door.remove(self._nbytes)
+            self._door.remove(self._client, self._nbytes)
 
 
 class Door:
@@ -90,10 +87,10 @@ class Door:
 
     def __init__(self, limit: int, what: str, *, reason: str = "in_flight", max_bytes: int = 1 << 62) -> None:
         self.limit = limit
-        self.what = what
-        self.shares = Shares(limit)
         self.lock = threading.Lock()
+        self._what = what
         self._reason = reason
+        self._shares = Shares(limit)
         self._max_bytes = max_bytes
         self._inside = 0
         self._nbytes = 0
@@ -105,15 +102,19 @@ class Door:
         """Whether half of the places are taken: the moment to be strict with those who keep one without need."""
         return 2 * self._inside >= self.limit
 
-    def enter(self) -> Place:
-        """Raises :class:`Overloaded` when there is no place, or what :meth:`close` was told to."""
+    def enter(self, client: str) -> Place:
+        """A place for a call of ``client``. Raises :class:`Overloaded` when there is none for it, or what :meth:`close`
+        was told to."""
         with self.lock:
             if self._closed is not None:
                 raise self._closed()
-            if self._inside >= self.limit:
-                raise Overloaded(f"{self.limit} {self.what} is the limit of this server; try again later", self._reason)
+            if not self._shares.take(client):
+                limit = f"{self.limit} {self._what} is the limit of this server"
+                if self._shares.full:
+                    raise Overloaded(f"{limit}; try again later", self._reason)
+                raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
             self._inside += 1
-        return Place(self)
+        return Place(self, client)
 
     def add(self, nbytes: int) -> None:
         """Bytes that a place holds. Called with the lock held."""
@@ -123,8 +124,9 @@ class Door:
             )
         self._nbytes += nbytes
 
-    def remove(self, nbytes: int) -> None:
+    def remove(self, client: str, nbytes: int) -> None:
         """A place, and what it held, are free again. Called with the lock held."""
+        self._shares.give(client)
         self._inside -= 1
         self._nbytes -= nbytes
         if not self._inside:

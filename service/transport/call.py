@@ -1,8 +1,9 @@
 """One call, from its headers to the moment when gRPC has nothing left to do for it.
 
-gRPC asks for a handler when headers arrive, on the one thread that all calls share. There a :class:`Lane` lets the call
-in or refuses it, before anything of its request is read and without another thread. What is let in runs on the lane's
-own threads, so that one kind of calls cannot take the threads of another.
+gRPC asks for a handler when headers arrive, on the one thread that all calls share, and hands the call to the executor
+that its handler brings. There a :class:`Lane` lets the call in or refuses it, before anything of its request is read.
+What is refused is answered at once on that thread; what is let in runs on the lane's own threads, so that one kind of
+calls cannot take the threads of another.
 """
 
 from __future__ import annotations
@@ -43,6 +44,22 @@ class Rpc:
     reads: bool = True
 
 
+class _Refusal:
+    """A behavior that refuses with one status, whatever the arity of the RPC."""
+
+    def __init__(self, status: Status) -> None:
+        self.experimental_thread_pool = _INLINE
+        self._status = status
+
+    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        context.abort(self._status.code, self._status.details)
+
+
+def refusal(status: Status) -> Handler:
+    """A handler that answers ``status`` and reads nothing."""
+    return grpc.stream_unary_rpc_method_handler(_Refusal(status))
+
+
 class _Inline(ThreadPoolExecutor):
     """Runs what it is given at once: for refusals, which block on nothing and are not worth a thread."""
 
@@ -56,21 +73,27 @@ class _Inline(ThreadPoolExecutor):
 _INLINE = _Inline(1)
 
 
-class _Refusal:
-    """A behavior that refuses with one status, whatever the arity of the RPC."""
+class _Admitting(ThreadPoolExecutor):
+    """A lane's threads, for calls that have a place."""
 
-    experimental_thread_pool = _INLINE
-
-    def __init__(self, status: Status) -> None:
-        self._status = status
-
-    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        context.abort(self._status.code, self._status.details)
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        call = next((argument for argument in args if isinstance(argument, Call)), None)
+        if call is not None and not call.admit(_peer(args)):
+            return _INLINE.submit(fn, *args, **kwargs)
+        return super().submit(fn, *args, **kwargs)
 
 
-def refusal(status: Status) -> Handler:
-    """A handler that answers ``status`` and reads nothing."""
-    return grpc.stream_unary_rpc_method_handler(_Refusal(status))
+def _peer(arguments: tuple[Any, ...]) -> str | None:
+    """Whose the call is. gRPC says so to behaviors only, but the event that they are made of is here already.
+
+    None where another version of grpcio hands over something else: the call is then admitted on its thread.
+    """
+    for argument in arguments:
+        call: Any = getattr(argument, "call", None)
+        if hasattr(call, "peer"):
+            peer = call.peer()
+            return peer.decode() if isinstance(peer, bytes) else str(peer)
+    return None
 
 
 class Lane:
@@ -81,15 +104,16 @@ class Lane:
 
     def __init__(
         self,
+        name: str,
         door: Door,
-        threads: ThreadPoolExecutor,
+        threads: int,
         receiving: Patience,
         sending: Patience,
         statuses: StatusTable,
         refused: Callable[[str], None],
     ) -> None:
         self.door = door
-        self.threads = threads
+        self.threads: ThreadPoolExecutor = _Admitting(threads, name)
         self.receiving = receiving
         self.sending = sending
         self.refused = refused
@@ -97,17 +121,13 @@ class Lane:
 
     def open(self, rpc: Rpc) -> Handler:
         """The handler of a call whose headers have arrived."""
-        try:
-            place = self.door.enter()
-        except RequestError as error:
-            return refusal(self.status(error))
         # All of them as streams of requests, of which one is read: gRPC would otherwise read it before it asks anybody.
         if rpc.kind == "stream":
-            return grpc.stream_stream_rpc_method_handler(StreamCall(rpc, self, place), None, rpc.serialize)
+            return grpc.stream_stream_rpc_method_handler(StreamCall(rpc, self), None, rpc.serialize)
         if rpc.kind == "watch":
-            watch = WatchCall(rpc, self, place)
+            watch = WatchCall(rpc, self)
             return grpc.stream_stream_rpc_method_handler(watch, watch.received, rpc.serialize)
-        call = UnaryCall(rpc, self, place)
+        call = UnaryCall(rpc, self)
         return grpc.stream_unary_rpc_method_handler(call, call.received, rpc.serialize)
 
     def status(self, error: Exception) -> Status:
@@ -122,14 +142,15 @@ class Lane:
 class Call:
     """What an RPC may know of its call. ``started`` and ``deadline`` are :func:`time.monotonic` seconds."""
 
-    def __init__(self, rpc: Rpc, lane: Lane, place: Place) -> None:
+    def __init__(self, rpc: Rpc, lane: Lane) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
         self.context: Any = None
         self.experimental_thread_pool = lane.threads  # gRPC's name: where it runs the call
         self._rpc = rpc
         self._lane = lane
-        self._place = place
+        self._place: Place | None = None
+        self._refused: RequestError | None = None
         self._aborted = self._over = False
 
     @property
@@ -145,12 +166,24 @@ class Call:
         self._aborted = True
         self.context.abort(status.code, status.details)
 
-    def _begin(self, context: grpc.ServicerContext) -> None:
-        """The call has a thread. Raises :class:`Overloaded` when its client has its share already."""
+    def admit(self, client: str | None) -> bool:
+        """Take a place for ``client``; False when the call is refused, which :meth:`_begin` then says."""
+        if client is not None and self._place is None:
+            try:
+                self._place = self._lane.door.enter(client)
+            except RequestError as error:
+                self._refused = error
+        return self._refused is None
+
+    def _begin(self, context: grpc.ServicerContext) -> Place:
+        """The call runs. Raises what it is refused for."""
         self.context = context
+        self.admit(context.peer())
+        if self._place is None:
+            raise self._refused or Unavailable("the call was not let in")
         if not context.add_callback(self._ended):  # it ended before this thread came to it
             self._ended()
-        self._place.claim(context.peer())
+        return self._place
 
     def _ended(self) -> None:
         """gRPC has nothing left to do for the call."""
@@ -158,17 +191,18 @@ class Call:
         self.cancellation.cancel()
         self._lane.receiving.done(self)
         self._lane.sending.done(self)
-        self._place.leave()
+        if self._place is not None:
+            self._place.leave()
 
     def _expire(self) -> None:
         """The client has kept the server waiting for too long."""
         self._lane.refused("too_slow")
         self.context.cancel()
 
-    def _parsed(self, data: bytes, already: int = 0) -> Message:
+    def _parsed(self, data: bytes, place: Place, already: int = 0) -> Message:
         """The message, its bytes counted but for those that are ``already``."""
         if len(data) > already:
-            self._place.hold(len(data) - already)
+            place.hold(len(data) - already)
         try:
             message: Message = self._rpc.parse(data)
         except DecodeError:
@@ -184,12 +218,12 @@ class OneRequest(Call):
         self._lane.receiving.done(self)
         return data
 
-    def _receive(self, messages: Iterator[bytes]) -> Message:
+    def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
         self._lane.receiving.begin(self, self._expire)
         data = next(messages, None)
         if data is None:
             raise InvalidRequest("the call ended without a request")
-        return self._parsed(data)
+        return self._parsed(data, place)
 
 
 class UnaryCall(OneRequest):
@@ -197,8 +231,8 @@ class UnaryCall(OneRequest):
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         try:
-            self._begin(context)
-            response = self._rpc.answer(self._receive(messages) if self._rpc.reads else None, self)
+            place = self._begin(context)
+            response = self._rpc.answer(self._receive(messages, place) if self._rpc.reads else None, self)
         except grpc.RpcError:  # gRPC's own: the client has left
             raise
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
@@ -218,8 +252,8 @@ class WatchCall(OneRequest):
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
         try:
-            self._begin(context)
-            self._rpc.answer(self._receive(messages), self, self._sender(send))
+            place = self._begin(context)
+            self._rpc.answer(self._receive(messages, place), self, self._sender(send))
         except grpc.RpcError:
             raise
         except Exception as error:  # noqa: BLE001 -- as above
@@ -239,14 +273,14 @@ class WatchCall(OneRequest):
 class StreamCall(Call):
     """A behavior for gRPC: many requests, many responses."""
 
-    def __init__(self, rpc: Rpc, lane: Lane, place: Place) -> None:
-        super().__init__(rpc, lane, place)
+    def __init__(self, rpc: Rpc, lane: Lane) -> None:
+        super().__init__(rpc, lane)
         self._unanswered = 0
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
-            self._begin(context)
-            for response in self._rpc.answer(self._receive(messages), self):
+            place = self._begin(context)
+            for response in self._rpc.answer(self._receive(messages, place), self):
                 if isinstance(response, Status):
                     self.abort(response)
                 self._lane.sending.begin(self, self._expire)
@@ -260,7 +294,7 @@ class StreamCall(Call):
                 raise
             self.abort(self._lane.status(error))
 
-    def _receive(self, messages: Iterator[bytes]) -> Iterator[Message]:
+    def _receive(self, messages: Iterator[bytes], place: Place) -> Iterator[Message]:
         """Each message, parsed. A stream holds the bytes of its largest message for as long as it is open."""
         largest = 0
         while True:
@@ -270,7 +304,7 @@ class StreamCall(Call):
             if data is None:
                 return
             self._unanswered += 1
-            yield self._parsed(data, already=largest)
+            yield self._parsed(data, place, already=largest)
             largest = max(largest, len(data))
 
     def _idle(self) -> None:

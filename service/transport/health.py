@@ -102,8 +102,8 @@ class HealthServicer:
             self._closed = True
             self._now = self._statuses()
         told = [task for watcher in tuple(self._watchers) if (task := self._tell(watcher)) is not None]
-        wait(told, timeout=patience)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        _, deaf = wait(told, timeout=patience)
+        self._threads.shutdown(wait=not deaf, cancel_futures=True)
 
     def _changed(self) -> None:
         with self._lock:

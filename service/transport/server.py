@@ -20,13 +20,13 @@ from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
 from service.transport.watchdog import Patience, Watchdog
 
-_REFUSING_THREADS = 8  # in each lane, beside those of its places: for calls that turn out to be over their share
 _CONTROL_CALLS = 128  # health checks, metadata, statistics at once
 _REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
 _HURRIED_SECONDS = 1.0  # for those that keep a server waiting which has no more than half of its places
 _LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
+_STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 
 
@@ -140,8 +140,9 @@ class Transport:
         receiving = Patience(receive_seconds, hurried, lambda: door.crowded, slow=slow)
         sending = Patience(send_seconds, _HURRIED_SECONDS, lambda: door.crowded)
         self._patiences += [receiving, sending]
-        pool = self._pool(name, (threads or door.limit) + _REFUSING_THREADS)
-        return Lane(door, pool, receiving, sending, self._statuses, self._observer.refused)
+        lane = Lane(name, door, threads or door.limit, receiving, sending, self._statuses, self._observer.refused)
+        self._pools.append(lane.threads)
+        return lane
 
     def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
         self._pools.append(ThreadPoolExecutor(threads, name))
@@ -154,8 +155,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.so_reuseport": int(options.share_port),
         "grpc.max_receive_message_length": options.max_message_bytes,
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
-        # Of one connection. Twice what is answered, so that the rest is refused here and does not wait in the client.
-        "grpc.max_concurrent_streams": 2 * options.max_in_flight + options.max_streams + _CONTROL_CALLS,
+        "grpc.max_concurrent_streams": _STREAMS_PER_CONNECTION,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
         "grpc.keepalive_timeout_ms": _ms(min(options.keepalive_seconds, 20.0)),

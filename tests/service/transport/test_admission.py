@@ -12,9 +12,9 @@ from service.transport.admission import Door, FairShares, Shares
 
 
 class TestShares:
-    def test_one_holder_alone_never_gets_the_last_eighth(self) -> None:
-        shares = Shares(16)
-        assert [shares.take("flood") for _ in range(16)] == [True] * 14 + [False] * 2
+    def test_one_holder_alone_gets_no_place_of_the_last_eighth(self) -> None:
+        shares = Shares(64)
+        assert [shares.take("flood") for _ in range(64)] == [True] * 56 + [False] * 8
 
     def test_half_of_the_places_go_to_whoever_comes(self) -> None:
         shares = Shares(16)
@@ -23,50 +23,54 @@ class TestShares:
         assert all(shares.take("d") for _ in range(5))
 
     def test_when_places_are_few_each_holder_has_an_equal_part(self) -> None:
-        shares = Shares(16)
+        shares = Shares(64)
         while shares.take("flood"):
             pass
         assert shares.take("other")
-        shares.give("flood")
-        assert not shares.take("flood")  # it holds 13, and its part is 8 now
+        assert shares.take("other")
+        assert not shares.take("other")  # two are few of 64, and three are not
+        for _ in range(10):
+            shares.give("flood")
+        assert not shares.take("flood")  # it holds 46, and its part is 32 now
         assert shares.take("other")
 
-    def test_a_holder_that_has_left_has_no_part(self) -> None:
-        shares = Shares(4)
-        shares.take("a"), shares.take("b")
-        shares.give("b")
-        assert shares.take("a")
-        assert shares.take("a")
+    def test_a_few_who_flood_leave_room_for_those_who_do_not(self) -> None:
+        shares = Shares(64)
+        for _ in range(100):
+            for flood in "abcd":
+                shares.take(flood)
+        assert shares.take("honest")
 
-    def test_there_is_a_place_for_a_newcomer_however_many_there_are(self) -> None:
+    def test_the_limit_holds_for_newcomers_too(self) -> None:
         shares = Shares(4)
-        assert [shares.take(holder) for holder in "abcd"] == [True] * 4
+        assert [shares.take(holder) for holder in "abcde"] == [True] * 4 + [False]
+        shares.give("a")
+        assert shares.take("e")
 
 
 class TestDoor:
     def test_one_more_than_the_limit_is_refused_and_says_the_limit(self) -> None:
         door = Door(2, "requests in flight")
-        places = [door.enter(), door.enter()]
-        with pytest.raises(Overloaded, match="2 requests in flight is the limit") as refused:
-            door.enter()
+        places = [door.enter("a"), door.enter("b")]
+        with pytest.raises(Overloaded, match="2 requests in flight is the limit of this server; try") as refused:
+            door.enter("c")
         assert refused.value.reason == "in_flight"
         places[0].leave()
-        door.enter()
+        door.enter("c")
 
     def test_a_place_is_given_back_once(self) -> None:
         door = Door(1, "calls")
-        place = door.enter()
-        place.claim("a")
+        place = door.enter("a")
         place.hold(10)
         place.leave()
         place.leave()
-        door.enter().hold(1)
+        door.enter("a").hold(1)
         with pytest.raises(Overloaded):
-            door.enter()
+            door.enter("b")
 
     def test_bytes_are_bounded_but_for_a_request_alone(self) -> None:
         door = Door(10, "calls", max_bytes=100)
-        first, second = door.enter(), door.enter()
+        first, second = door.enter("a"), door.enter("a")
         first.hold(150)
         with pytest.raises(Overloaded, match="requests of 150 bytes are held, the limit is 100") as refused:
             second.hold(1)
@@ -76,41 +80,41 @@ class TestDoor:
 
     def test_what_arrives_after_its_call_has_ended_is_not_counted(self) -> None:
         door = Door(2, "calls", max_bytes=100)
-        place = door.enter()
+        place = door.enter("a")
         place.leave()
-        place.claim("a")
         place.hold(60)
-        other = door.enter()
+        other = door.enter("a")
         other.hold(60)
         other.hold(40)
 
     def test_a_clients_share_is_refused_with_its_reason(self) -> None:
         door = Door(8, "calls")
         for _ in range(7):
-            door.enter().claim("flood")
-        with pytest.raises(Overloaded, match="this connection has its share") as refused:
-            door.enter().claim("flood")
+            door.enter("flood")
+        with pytest.raises(Overloaded, match=r"8 calls is the limit .* this connection has its share") as refused:
+            door.enter("flood")
         assert refused.value.reason == "connection_share"
+        door.enter("other")
 
     def test_closed_it_tells_everybody_why(self) -> None:
         door = Door(8, "calls")
         door.close(lambda: Unavailable("going away"))
         with pytest.raises(Unavailable, match="going away"):
-            door.enter()
+            door.enter("a")
 
     def test_waiting_for_the_last_to_leave(self) -> None:
         door = Door(8, "calls")
         assert door.wait_empty(time.monotonic() - 1)
-        place = door.enter()
+        place = door.enter("a")
         assert not door.wait_empty(time.monotonic() + 0.01)
         threading.Timer(0.02, place.leave).start()
         assert door.wait_empty(time.monotonic() + 30)
 
     def test_crowded_from_half_of_its_places_on(self) -> None:
         door = Door(4, "calls")
-        door.enter()
+        door.enter("a")
         assert not door.crowded
-        door.enter()
+        door.enter("a")
         assert door.crowded
 
 

@@ -1,0 +1,197 @@
+"""Clients over real sockets that hold a server up, and the others, which it answers meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from attacked import Target
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from loopback import LoopbackModel, infer_request, serving
+from rawgrpc import RawConnection, framed
+from waiting import until
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport.handlers import SERVICE
+
+pytestmark = pytest.mark.hostile
+Attack = Callable[..., Target]
+INFER = f"/{SERVICE}/ModelInfer"
+STREAM = f"/{SERVICE}/ModelStreamInfer"
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+X = np.ones((1, 16), np.float32)
+MESSAGE = infer_request("mlp", x=X).SerializeToString()
+
+
+def infer(target: Target, timeout: float = 5.0) -> None:
+    """One request of an honest client, on a connection of its own."""
+    with grpc.insecure_channel(target.address) as channel:
+        rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]
+        call: Any = channel.unary_unary(INFER, response_deserializer=GetMessageClass(rpc.output_type).FromString)
+        assert len(call(MESSAGE, timeout=timeout).raw_output_contents) == 1
+
+
+@pytest.fixture
+def connections() -> Iterator[Callable[..., RawConnection]]:
+    with ExitStack() as stack:
+        yield lambda port, **more: stack.enter_context(RawConnection(port, **more))
+
+
+Connect = Callable[..., RawConnection]
+
+
+def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect) -> None:
+    """Thirty of them: more than there are threads that send."""
+    model = LoopbackModel("m", state="loading")
+    with serving(model) as served:
+        request = health_pb2.HealthCheckRequest(service="m").SerializeToString()
+        deaf = connections(served.port, window=0)
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="m"), timeout=60)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        streams = [deaf.call(WATCH, request) for _ in range(30)]
+        time.sleep(0.2)  # they are being sent what they do not read
+        served.registry.change(model, "ready")
+        serving_now = health_pb2.HealthCheckResponse.SERVING
+        assert stub.Check(health_pb2.HealthCheckRequest(service="m"), timeout=1).status == serving_now
+        assert next(watch).status == serving_now
+        until(lambda: deaf.ended.issuperset(streams), what="the end of those who do not read")
+        assert set(served.log.refusals) == {"too_slow"}
+
+
+def test_four_hundred_calls_without_a_request_hold_up_nobody(attack: Attack, connections: Connect) -> None:
+    target = attack()
+    with target.stays_well():
+        for _ in range(4):
+            silent = connections(target.port)
+            for _ in range(100):
+                silent.call(INFER)
+        for _ in range(20):
+            infer(target)
+
+
+def test_health_checks_without_a_request_hold_up_no_other_health_check(attack: Attack, connections: Connect) -> None:
+    target = attack()
+    with target.stays_well():
+        for _ in range(4):
+            silent = connections(target.port)
+            for _ in range(100):
+                silent.call(CHECK)
+        infer(target)
+        time.sleep(1)
+
+
+def test_silent_reflection_streams_are_ended_and_hold_up_nothing_else(attack: Attack, connections: Connect) -> None:
+    target = attack()
+    with target.stays_well():
+        silent = connections(target.port)
+        streams = [silent.call(REFLECTION) for _ in range(100)]
+        infer(target)
+        until(lambda: silent.ended.issuperset(streams), what="the end of the streams")
+    with grpc.insecure_channel(target.address) as channel:
+        call: Any = channel.stream_stream(
+            REFLECTION,
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        (answer,) = call(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10)
+        assert SERVICE in {service.name for service in answer.list_services_response.service}
+
+
+def test_idle_streams_leave_requests_their_places(attack: Attack, connections: Connect) -> None:
+    target = attack()
+    with target.stays_well():
+        for _ in range(4):
+            silent = connections(target.port)
+            for _ in range(100):
+                silent.call(STREAM)
+        infer(target)
+
+
+def test_a_thousand_idle_connections_cost_little_and_hold_up_nobody(attack: Attack, connections: Connect) -> None:
+    target = attack()
+    infer(target)
+    before = target.rss()
+    with target.stays_well():
+        for _ in range(1000):
+            connections(target.port)
+        infer(target)
+        assert target.rss() - before < 100 << 20
+
+
+def test_requests_that_arrive_a_byte_a_second_hold_up_nobody_and_are_ended(
+    attack: Attack, connections: Connect
+) -> None:
+    target = attack()
+    data = framed(MESSAGE)
+    with target.stays_well():
+        slow = connections(target.port)
+        streams = [slow.call(INFER) for _ in range(50)]
+        for byte in range(4):
+            for stream in streams:
+                slow.data(stream, data[byte : byte + 1])
+            infer(target)
+            time.sleep(1)
+        # No more than eight may be slow at once: 512 MiB of requests of 64 MiB each.
+        assert len(slow.ended.intersection(streams)) == 42
+        until(lambda: slow.ended.issuperset(streams), what="the end of the rest")
+
+
+def test_responses_that_nobody_reads_use_up_one_connections_share_and_are_ended(
+    attack: Attack, connections: Connect
+) -> None:
+    target = attack("send_seconds: 3\n")
+    with target.stays_well():
+        deaf = connections(target.port, window=0)
+        streams = [deaf.call(INFER, MESSAGE) for _ in range(400)]
+        for _ in range(10):
+            infer(target)
+        until(lambda: deaf.ended.issuperset(streams), what="the end of the calls")
+        infer(target)
+
+
+def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Connect) -> None:
+    target = attack()
+    with target.stays_well():
+        storm = connections(target.port)
+        for _ in range(5_000):
+            try:
+                storm.reset(storm.call(INFER, MESSAGE))
+            except OSError:  # the server may close a connection that does this
+                storm = connections(target.port)
+        infer(target)
+        until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
+
+
+def test_clients_that_cancel_everything_leave_nothing_behind(attack: Attack) -> None:
+    target = attack()
+    with target.stays_well(), grpc.insecure_channel(target.address) as channel:
+        call: Any = channel.unary_unary(INFER)
+        for _ in range(20):
+            for future in [call.future(MESSAGE) for _ in range(100)]:
+                future.cancel()
+        infer(target)
+        until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
+
+
+def test_connections_that_come_and_go_leave_nothing_behind(attack: Attack) -> None:
+    target = attack()
+    infer(target)
+    before = target.rss()
+    with target.stays_well():
+        for turn in range(1000):
+            with RawConnection(target.port) as passing:
+                passing.call(INFER, MESSAGE)
+                if turn % 2:
+                    until(lambda passing=passing: passing.ended, what="an answer")  # type: ignore[misc]
+        infer(target)
+    assert target.rss() < before * 1.1 + (8 << 20)

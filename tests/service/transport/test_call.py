@@ -1,0 +1,154 @@
+"""One call, over a real socket: where it is let in or refused, and what is given back when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from loopback import Gate, LoopbackModel, infer_request, serving, until
+from rawgrpc import RawConnection, framed
+
+from service.contract import Array
+from service.transport import call as call_module
+from service.transport.handlers import SERVICE
+
+X = np.ones((1, 3), np.float32)
+MESSAGE = infer_request(x=X).SerializeToString()
+INFER = f"/{SERVICE}/ModelInfer"
+
+
+def test_whose_a_call_is_is_known_before_it_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found in what grpcio hands to an executor: another version may hand over something else."""
+    found: list[str | None] = []
+    peer_of = call_module._peer
+
+    def peer(arguments: tuple[Any, ...]) -> str | None:
+        found.append(peer_of(arguments))
+        return found[-1]
+
+    monkeypatch.setattr(call_module, "_peer", peer)
+    with serving(LoopbackModel()) as served:
+        served.call("ModelInfer", infer_request(x=X))
+    assert [name and name.startswith("ipv4:127.0.0.1:") for name in found] == [True]
+
+
+def test_where_that_is_not_known_a_call_is_admitted_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "_peer", lambda arguments: None)
+    gate = Gate()
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        refused = served.stub("ModelInfer").future(infer_request(x=X))
+        gate.go.set()
+        assert running.result(30)
+        assert refused.exception(30) is None or refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_refusal_takes_no_thread_of_the_lanes() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        for _ in range(20):
+            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert sum(thread.name.startswith("grpc-infer") for thread in threading.enumerate()) == 1
+        assert served.log.refusals == ["in_flight"] * 20
+        gate.go.set()
+        running.result(30)
+
+
+def test_a_call_that_is_refused_is_never_read() -> None:
+    """A message of 1 MiB: more than the server lets a client send before it reads."""
+    gate = Gate()
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        with RawConnection(served.port) as client:
+            stream = client.call(INFER)
+            until(lambda: stream in client.ended)  # answered, and nothing of the message sent
+        gate.go.set()
+        running.result(30)
+
+
+def test_bytes_that_are_no_message_are_an_invalid_argument() -> None:
+    with serving(LoopbackModel()) as served:
+        for path, message in ((INFER, b"\xff" * 50), ("/grpc.health.v1.Health/Check", b"\x0a\xff")):
+            call: Any = served.channel.unary_unary(path)
+            with pytest.raises(grpc.RpcError) as refused:
+                call(message, timeout=30)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "cannot be parsed" in (refused.value.details() or "")
+
+
+def test_a_call_that_ends_without_a_request_is_an_invalid_argument() -> None:
+    with serving(LoopbackModel()) as served:
+        call: Any = served.channel.stream_unary(INFER)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(iter(()), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_request_that_says_nothing_is_not_waited_for() -> None:
+    with serving(LoopbackModel()) as served, RawConnection(served.port) as client:
+        stream = client.call(f"/{SERVICE}/ServerLive")
+        until(lambda: stream in client.ended)
+
+
+def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
+    with serving(LoopbackModel(), receive_seconds=0.2) as served, RawConnection(served.port) as client:
+        stream = client.call(INFER)
+        client.data(stream, framed(MESSAGE)[:10])
+        until(lambda: stream in client.ended)
+        assert served.log.refusals == ["too_slow"]
+        assert served.transport._inference.wait_empty(0)
+
+
+def test_a_response_that_is_not_taken_keeps_its_place_until_its_time_is_up() -> None:
+    with serving(LoopbackModel(), send_seconds=0.5) as served, RawConnection(served.port, window=0) as client:
+        stream = client.call(INFER, MESSAGE)
+        until(lambda: served.log.seen)
+        assert not served.transport._inference.wait_empty(0)
+        until(lambda: stream in client.ended)
+        until(lambda: served.transport._inference.wait_empty(0))
+        assert served.log.refusals == ["too_slow"]
+
+
+def test_an_idle_stream_is_ended_and_one_that_waits_for_its_answer_is_not() -> None:
+    gate = Gate()
+    path = f"/{SERVICE}/ModelStreamInfer"
+    with serving(LoopbackModel(run=gate), stream_idle_seconds=0.3) as served, RawConnection(served.port) as client:
+        idle, waiting = client.call(path), client.call(path)
+        client.data(waiting, framed(MESSAGE))
+        assert gate.started.wait(30)
+        until(lambda: idle in client.ended)
+        assert waiting not in client.ended
+        gate.go.set()
+        until(lambda: waiting in client.ended)  # now it is idle, too
+
+
+def test_an_unexpected_error_in_a_stream_tells_the_client_nothing_of_itself() -> None:
+    def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return {}  # and not the output that was asked for
+
+    with serving(LoopbackModel(run=fail)) as served:
+        message = infer_request(x=X)
+        message.outputs.add(name="y")
+        (answer,) = served.stub("ModelStreamInfer")(iter([message]), timeout=30)
+        assert "incident" in answer.error_message
+        assert "KeyError" not in answer.error_message
+
+
+def test_a_stream_is_held_back_where_a_request_would_be_refused() -> None:
+    """Four streams of forty requests each, before a queue of two: every one is answered."""
+    model = LoopbackModel(max_batch_size=1, max_queue=2)
+    with serving(model) as served:
+        streams = [
+            served.stub("ModelStreamInfer")(iter([infer_request(x=X) for _ in range(40)]), timeout=60) for _ in range(4)
+        ]
+        answers = [answer for stream in streams for answer in stream]
+        assert len(answers) == 160
+        assert [answer.error_message for answer in answers if answer.error_message] == []

@@ -1,0 +1,75 @@
+"""A server process under attack, and somebody who asks it all the time whether it is well."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serverprocess import ServerProcess
+from waiting import until
+
+PATIENCE_S = 1.0  # in which a server that is well says so
+
+
+class Wellness:
+    """Health checks every 50 ms on a connection of their own; the slowest, and what failed."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._stop = threading.Event()
+        self.seconds: list[float] = []
+        self.failures: list[str] = []
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        with grpc.insecure_channel(self._target) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            check = stub.Check
+            check(health_pb2.HealthCheckRequest(), timeout=30)
+            while not self._stop.wait(0.05):
+                begun = time.monotonic()
+                try:
+                    check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+                except grpc.RpcError as error:
+                    self.failures.append(f"{error.code()}: {error.details()}")
+                self.seconds.append(time.monotonic() - begun)
+
+
+class Target:
+    """The server under attack."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self.process = process
+        self.port = process.ports()[0]
+        self.address = process.target
+
+    def rss(self) -> int:
+        """Bytes."""
+        status = Path(f"/proc/{self.process.process.pid}/status").read_text()
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) << 10
+
+    @contextmanager
+    def stays_well(self) -> Iterator[Wellness]:
+        """Fails when the server, meanwhile, does not say within a second that it is serving."""
+        wellness = Wellness(self.address)
+        wellness.start()
+        try:
+            yield wellness
+            until(lambda: wellness.seconds, what="a health check")
+        finally:
+            wellness.stop()
+        assert wellness.failures == []
+        assert self.process.process.poll() is None
