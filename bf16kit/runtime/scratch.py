@@ -34,16 +34,29 @@ def scratch_file(size: int, directory: Path | None = None) -> Iterator[tuple[Pat
     _remove_stale(directory)
     with contextlib.ExitStack() as stack:
         try:
-            descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+            descriptor, name = _locked_file(directory)
             stack.callback(os.close, descriptor)
             stack.callback(Path(name).unlink, missing_ok=True)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(descriptor, 0, size)  # a page that finds no room when it is written kills the process
         except OSError as error:
             room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             why = f"has no room for {size / 1e6:.0f} MB" if room else f"cannot be used ({error.strerror})"
             raise NoScratch(f"{directory} {why}") from error
         yield Path(name), np.memmap(name, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
+
+
+def _locked_file(directory: Path) -> tuple[int, str]:
+    """A new file, and the lock on it; again where another process took it for a stale one before it was locked."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor, name
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _usable(directory: Path | None) -> Path:

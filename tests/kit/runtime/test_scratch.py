@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +112,24 @@ def test_room_that_is_not_there_is_found_before_anything_is_written(tmp_path: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert files(tmp_path) == []
+
+
+def test_a_file_that_another_process_takes_for_a_stale_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its birth and its lock, a file looks like one that a killed process left."""
+    make = tempfile.mkstemp
+    removed: list[str] = []
+
+    def make_and_lose(prefix: str, dir: Path) -> tuple[int, str]:
+        descriptor, name = make(prefix=prefix, dir=dir)
+        if not removed:
+            removed.append(name)
+            Path(name).unlink()
+        return descriptor, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_and_lose)
+    with scratch_file(1 << 12, tmp_path) as (path, array):
+        assert path.exists()
+        assert str(path) not in removed
+        assert array.size == 1 << 12
