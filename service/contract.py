@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -93,10 +94,25 @@ class Timings:
 
 @dataclass(slots=True)
 class Reply:
-    """Outputs by name, in the order asked for, and where the time went."""
+    """Outputs by name, in the order asked for, which precision made them, and where the time went.
+
+    ``precision`` is :attr:`~bf16kit.runtime.RuntimeInfo.precision` of what ran the batch.
+    """
 
     outputs: dict[str, Array]
+    precision: str
     timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one request may ask of a model, beyond its message's own size.
+
+    ``dims`` bounds free dimensions by their names; ``response_bytes`` the outputs of one answer.
+    """
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    response_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +157,12 @@ class Statistics(Protocol):
 
 
 class Model(Protocol):
-    """One version of one model, ready or not. ``inputs``, ``outputs`` and ``info`` are complete once it is ready."""
+    """One loaded generation of one version of a model: nothing but its statistics changes while it lives."""
 
     @property
     def name(self) -> str: ...
     @property
     def version(self) -> int: ...
-    @property
-    def state(self) -> State: ...
-    @property
-    def reason(self) -> str:
-        """Why the model is not ready, for people; empty when it is."""
-        ...
-
     @property
     def inputs(self) -> tuple[TensorSpec, ...]: ...
     @property
@@ -170,6 +179,8 @@ class Model(Protocol):
     @property
     def instances(self) -> int: ...
     @property
+    def bounds(self) -> Bounds: ...
+    @property
     def info(self) -> RuntimeInfo: ...
     @property
     def statistics(self) -> Statistics: ...
@@ -183,6 +194,26 @@ class Model(Protocol):
         ...
 
 
+class Slot(Protocol):
+    """The place of one version of one model, whatever is in it: its generation may be replaced, or be none."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def state(self) -> State: ...
+    @property
+    def reason(self) -> str:
+        """Why nothing answers here, for people; empty when the slot is ready."""
+        ...
+
+    @property
+    def model(self) -> Model | None:
+        """The generation that answers; None where none does. It may be unloaded at any time: it is for looking at."""
+        ...
+
+
 class Registry(Protocol):
     """The models of this server. ``version`` is as it came from the wire: ``""`` asks for the newest ready one."""
 
@@ -193,23 +224,32 @@ class Registry(Protocol):
         """At least one model, all of them ready, and not draining."""
         ...
 
-    def get(self, name: str, version: str) -> Model:
-        """A ready model. Raises NotFound, Unavailable (loading, draining) or InvalidRequest (version no integer)."""
+    def acquire(self, name: str, version: str) -> AbstractContextManager[Model]:
+        """A ready model, which is not unloaded before the context is left: once its answer is encoded.
+
+        Raises NotFound, Unavailable (loading, draining) or InvalidRequest (the version is no integer).
+        """
         ...
 
-    def find(self, name: str, version: str) -> Model:
-        """A model in whatever state (for its metadata and statistics). Raises NotFound or InvalidRequest."""
+    def get(self, name: str, version: str) -> Model:
+        """The same without a lease: for looking at, not for inference."""
+        ...
+
+    def find(self, name: str, version: str) -> Slot:
+        """A slot in whatever state. Raises NotFound or InvalidRequest."""
         ...
 
     def is_ready(self, name: str, version: str) -> bool:
         """Whether :meth:`get` would give a model; False for what is not known. Raises InvalidRequest like it."""
         ...
 
-    def models(self) -> Sequence[Model]:
+    def models(self) -> Sequence[Slot]:
         """Every version, by name and then by version."""
         ...
 
-    def versions(self, name: str) -> list[int]: ...
+    def versions(self, name: str) -> list[int]:
+        """The versions that are ready, ascending."""
+        ...
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """``callback`` runs, on any thread, after every change of a state; it must not block."""

@@ -28,7 +28,8 @@ from service.batching.gather import gather, signature, split, wanted
 from service.batching.queue import Job, LevelPolicy, Queue, QueuePolicy
 from service.contract import Array, Reply, Request, Timings
 
-Run = Callable[[Mapping[str, Array], Sequence[str] | None], dict[str, Array]]
+# Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
+Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
 
 _UNLOADING = "the model is being unloaded; try again later"
 _TOO_LATE = "the deadline passed before the request ran"
@@ -111,7 +112,7 @@ _Job = Job[_Call]
 
 
 class Batcher:
-    """Start it before the first :meth:`submit`; :meth:`close` refuses what still waits and joins the threads."""
+    """Start it before the first :meth:`submit`; :meth:`close` refuses what still waits and ends the threads."""
 
     def __init__(self, run: Run, policy: BatchPolicy, observer: BatchObserver, *, name: str = "model") -> None:
         self._run = run
@@ -133,7 +134,8 @@ class Batcher:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
+    def close(self, deadline: float = math.inf) -> bool:
+        """False when a batch still runs at ``deadline``, in :func:`time.monotonic` seconds: its thread is left."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -142,9 +144,10 @@ class Batcher:
             self._observer.queued(-len(refused))
         for job in refused:
             job.work.fail(Unavailable(_UNLOADING))
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for thread in started:
+            thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in started)
 
     def submit(self, request: Request) -> Reply:
         """Run one request in some batch; blocks until it is done.
@@ -196,12 +199,12 @@ class Batcher:
 
     def _run_inline(self, request: Request, arrived: float) -> Reply:
         try:
-            outputs = self._run(request.feeds, request.outputs)
+            outputs, precision = self._run(request.feeds, request.outputs)
         except InputRefused as error:
             raise _invalid(error) from error
         timings = Timings(compute_infer=time.monotonic() - arrived)
         self._observer.executed(1, request.rows, timings)
-        return Reply(outputs, timings)
+        return Reply(outputs, precision, timings)
 
     def _enqueue(self, request: Request, arrived: float, level: int) -> _Job:
         batches, axis = self._policy.batches, self._policy.axis
@@ -339,7 +342,7 @@ class Batcher:
         begun = time.monotonic()
         feeds = gather(requests, self._policy.axis)
         gathered = time.monotonic()
-        outputs = self._run(feeds, wanted(requests))
+        outputs, precision = self._run(feeds, wanted(requests))
         ran = time.monotonic()
         parts = split(outputs, requests, self._policy.axis)
         done = time.monotonic()
@@ -348,7 +351,7 @@ class Batcher:
             self._queue.observe(batch, done - begun)
         self._observer.executed(len(batch), sum(job.rows for job in batch), phases)
         for job, part in zip(batch, parts, strict=True):
-            job.work.succeed(Reply(part, phases.queued(taken - job.arrived)))
+            job.work.succeed(Reply(part, precision, phases.queued(taken - job.arrived)))
 
 
 def _over(request: Request, now: float) -> RequestError | None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from bf16kit.drift import Breach, Budget, DriftSummary, SampleDrift, measure
 from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
@@ -74,3 +76,15 @@ def sample_of(arrays: Mapping[str, Array], rows: int, batch_axis: int | None) ->
         return dict(arrays)
     window = (slice(None),) * batch_axis + (slice(0, rows),)
     return {name: array[window] for name, array in arrays.items()}
+
+
+def size_of(arrays: Mapping[str, Array]) -> int:
+    """The bytes that a copy of ``arrays`` holds; a string counts its characters."""
+    return sum(
+        array.nbytes + (sum(map(len, array.flat)) if array.dtype == np.object_ else 0) for array in arrays.values()
+    )
+
+
+def copies(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The same arrays, C-contiguous, in memory of their own: a view would keep the whole message or batch alive."""
+    return {name: np.array(array, order="C") for name, array in arrays.items()}

@@ -1,13 +1,15 @@
 """Live drift: a share of the requests is run again on the fp32 reference, off the hot path, and compared.
 
 One thread of low priority per model, before it a short queue. Offering a request costs the caller well under a
-microsecond when it is not chosen; when the queue or the rate is full the sample is dropped and counted, not waited for.
+microsecond when it is not chosen, and copying the rows to measure when it is. When the queue or the rate is full the
+sample is dropped and counted, not waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import random
@@ -20,9 +22,9 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from bf16kit.errors import Bf16kitError
-from bf16kit.runtime import Runtime, contiguous
+from bf16kit.runtime import Runtime
 from service.contract import Array, Reply, Request
-from service.drift.comparison import Comparison, DriftObserver, sample_of
+from service.drift.comparison import Comparison, DriftObserver, copies, sample_of, size_of
 
 _log = logging.getLogger(__name__)
 QUEUE_SIZE = 8
@@ -43,6 +45,7 @@ class ShadowPolicy(BaseModel):
     rate: float = Field(default=0.01, ge=0, le=1)
     max_per_second: float = Field(default=1.0, gt=0)
     max_rows: PositiveInt = 8  # of one request; the rest of a larger one is not measured
+    max_bytes: PositiveInt = 64 << 20  # of the samples that wait, inputs and outputs
 
 
 class ShadowObserver(DriftObserver, Protocol):
@@ -53,11 +56,12 @@ class ShadowObserver(DriftObserver, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A chosen request: feeds as they ran, the outputs that were answered."""
+    """The rows to measure of a chosen request: feeds as they ran, the outputs that were answered; copies of both."""
 
     feeds: dict[str, Array]
     outputs: dict[str, Array]
     rows: int
+    nbytes: int
 
 
 class TokenBucket:
@@ -83,7 +87,7 @@ class TokenBucket:
 
 
 class Shadow:
-    """:meth:`start` loads the reference in the background; :meth:`close` ends the thread after the sample at work."""
+    """:meth:`start` loads the reference in the background, once; :meth:`close` ends the thread."""
 
     def __init__(
         self,
@@ -105,11 +109,14 @@ class Shadow:
         self._draw = draw
         self._tokens = TokenBucket(policy.max_per_second)
         self._queue: queue.Queue[Sample | None] = queue.Queue(QUEUE_SIZE)
+        self._lock = threading.Lock()
+        self._held = 0  # bytes of the samples that wait or are measured
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"{name}-shadow", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        if self._thread.ident is None and not self._closed:
+            self._thread.start()
 
     def offer(self, request: Request, reply: Reply) -> None:
         """Choose by chance whether to measure this request; never blocks, never raises."""
@@ -121,26 +128,47 @@ class Shadow:
             return
         feeds = sample_of(request.feeds, rows, self._batch_axis)
         outputs = sample_of(reply.outputs, rows, self._batch_axis)
+        nbytes = size_of(feeds) + size_of(outputs)
+        if not self._hold(nbytes):
+            self._observer.sampled("dropped", rows)
+            return
         try:
-            self._queue.put_nowait(Sample(feeds, outputs, rows))
+            self._queue.put_nowait(Sample(copies(feeds), copies(outputs), rows, nbytes))
         except queue.Full:
+            self._hold(-nbytes)
             self._observer.sampled("dropped", rows)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """End the thread after the sample it is at; one that needs longer is left behind (it is a daemon)."""
+    def stop(self) -> None:
+        """Tell the thread to end after the sample it is at; does not wait for it."""
         self._closed = True
         with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is closed
             self._queue.put_nowait(None)
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+
+    def close(self, deadline: float = math.inf) -> bool:
+        """End the thread. False when it still runs at ``deadline``, in :func:`time.monotonic` seconds: it is left
+        behind, a daemon inside native code that nothing can interrupt."""
+        self.stop()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _hold(self, nbytes: int) -> bool:
+        """Take so many bytes (less than 0: give them back); False where that would hold more than may wait."""
+        with self._lock:
+            if nbytes > 0 and (self._held + nbytes > self._policy.max_bytes or self._queue.full()):
+                return False
+            self._held += nbytes
+            return True
 
     # --- the shadow's thread ------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         lower_priority()  # before loading: the threads that a session starts inherit it
-        reference = self._loaded()
+        reference = None if self._closed else self._loaded()
         while not self._closed and (sample := self._queue.get()) is not None:
             self._measure(reference, sample)
+            self._hold(-sample.nbytes)
         if reference is not None:
             reference.close()
 
@@ -160,7 +188,7 @@ class Shadow:
             self._observer.sampled("failed", sample.rows)
             return
         try:
-            expected = reference.run(contiguous(sample.feeds), tuple(sample.outputs))
+            expected = reference.run(sample.feeds, tuple(sample.outputs))
             self._comparison.observe(expected, sample.outputs, self._observer)
         except Exception:  # noqa: BLE001 - one sample that fails must not end the measuring
             _log.exception("%s: a shadow sample failed", self._name)

@@ -16,7 +16,7 @@ from bf16kit.artifact import Artifact, Golden
 from bf16kit.drift import METRICS, Budget, DriftSummary
 from bf16kit.errors import BudgetExceeded, ConfigError
 from bf16kit.manifest import Manifest
-from bf16kit.runtime import Runtime
+from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds
 from service.contract import Array
 from service.drift.comparison import judge
@@ -36,6 +36,34 @@ class Opened:
     max_batch_size: int
     budget: Budget
     weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A runtime that has shown that it may answer. ``summary`` says how, for the log."""
+
+    opened: Opened
+    runtime: Runtime
+    summary: str
+
+
+def load(path: Path, serving: Serving, *, device: str, threads: int | None) -> Loaded:
+    """The whole gate. ``device`` is the server's ``--device``, ``threads`` what one execution may use (None = the
+    runtime's choice). Nothing is left behind by one that fails."""
+    from bf16kit.runtime import loading
+
+    opened = open_artifact(path, serving)
+    profile, chosen = loading.choose_profile(opened.artifact, device)
+    runtime = loading.load(opened.artifact, profile, device=chosen, threads=threads)
+    try:
+        golden = golden_of(opened.artifact)
+        warm_up(runtime, opened, serving.warmup, golden)
+        verdict = check_golden(runtime, opened, golden)
+    except BaseException:
+        runtime.close()
+        raise
+    batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
+    return Loaded(opened, runtime, f"{_describe(runtime.info)}; {batches}; {verdict}")
 
 
 def open_artifact(path: Path, serving: Serving) -> Opened:
@@ -93,6 +121,15 @@ def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str
 def golden_of(artifact: Artifact) -> Golden | None:
     """The artifact's golden samples, None when it has none."""
     return artifact.golden() if artifact.manifest.golden is not None else None
+
+
+def _describe(info: RuntimeInfo) -> str:
+    kernel = f", kernel {info.kernel}" if info.kernel else ""
+    note = f" ({info.note})" if info.note else ""
+    return (
+        f"{info.backend} on {info.device}, profile {info.profile}, precision {info.precision},"
+        f" accumulation {info.accumulation}{kernel}{note}"
+    )
 
 
 def _share_batch_dimension(specs: Sequence[TensorSpec], axis: int | None) -> bool:

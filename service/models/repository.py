@@ -1,17 +1,22 @@
-"""The model repository, ``<model>/<version>/``: found at start, loaded in the background, asked by every request."""
+"""The model repository, ``<model>/<version>/``: what is in it is wanted, and every request asks here for its model."""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
-from bf16kit.runtime import RuntimeInfo
+from service.models.generation import Generation
+from service.models.lease import Lease
+from service.models.plan import Plan, Wish
 from service.models.policy import Serving, load_serving
-from service.models.version import ServedModel
+from service.models.reconciler import UNLOAD_SECONDS, Reconciler, Slots
+from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -24,35 +29,63 @@ _VERSION_NAME = re.compile(rf"[1-9][0-9]{{0,{_LONGEST_VERSION - 1}}}")
 class Repository:
     """See :class:`service.contract.Registry`. :meth:`scan`, then :meth:`start`; :meth:`drain`, then :meth:`close`."""
 
-    def __init__(self, root: Path, metrics: Metrics, *, device: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        metrics: Metrics,
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        unload_seconds: float = UNLOAD_SECONDS,
+    ) -> None:
         self._root = root
-        self._metrics = metrics
-        self._device = device
-        self._threads = threads
-        self._models: dict[str, dict[int, ServedModel]] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._stopping = self._retired = False
-        self._loader = threading.Thread(target=self._load_all, name="loader", daemon=True)
+        self._reconciler = Reconciler(
+            metrics, self._notify, device=device, threads=threads, unload_seconds=unload_seconds
+        )
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def scan(self) -> None:
-        """Find the models to serve; each appears as ``loading``. Raises ConfigError when the root cannot be listed."""
+        """Want what the directory holds: new models appear as ``loading``, those that are gone are unloaded.
+
+        Raises ConfigError when the root cannot be listed.
+        """
         try:
             directories = [d for d in sorted(self._root.iterdir()) if d.is_dir() and not d.name.startswith(".")]
         except OSError as error:
             raise ConfigError(f"repository {self._root}: cannot be listed: {error.strerror}") from None
-        for directory in directories:
-            self._scan_model(directory)
-        if not self._models:
+        wishes = [wish for directory in directories if (wish := _wish(directory)) is not None]
+        if not wishes:
             _log.warning(
                 "repository %s is empty: serving, but not ready; put artifacts under <model>/<version>/ and restart",
                 self._root,
             )
+        self._reconciler.desire(wishes)
 
     def start(self) -> None:
-        """Load the models one after another on a thread of its own."""
-        self._loader.start()
+        """Load the models one after another, by name and version, on a thread of their own."""
+        self._reconciler.start()
+
+    def load(self, name: str) -> Future[None]:
+        """Serve what the directory of model ``name`` holds now; what is unchanged is left alone.
+
+        The future ends when it is served, or fails with Unavailable. Raises NotFound where there is no such model.
+        """
+        wish = _wish(self._root / name) if _MODEL_NAME.fullmatch(name) else None
+        if wish is None:
+            raise NotFound(f"the repository has no model {name!r}")
+        return self._reconciler.want(wish)
+
+    def unload(self, name: str) -> Future[None]:
+        """Serve model ``name`` no more; the future ends when its last request is answered and its memory free.
+
+        Raises NotFound for a model that is not served.
+        """
+        if name not in self._slots:
+            raise NotFound(f"unknown model {name!r}")
+        return self._reconciler.want(Wish(name))
 
     def retire(self) -> None:
         """From now on not ready, so that load balancers send no more; whoever still comes is answered."""
@@ -65,15 +98,9 @@ class Repository:
         self._notify()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Free every model; False when one was still loading after ``timeout`` seconds."""
+        """Free every model, all at once; False when something was still at work after ``timeout`` seconds."""
         self._stopping = True
-        if self._loader.ident is not None:
-            self._loader.join(timeout)
-        for model in self.models():
-            if model.state != "loading":
-                model.close()
-                self._metrics.remove(model.name, model.version)
-        return not self._loader.is_alive()
+        return self._reconciler.close(math.inf if timeout is None else time.monotonic() + timeout)
 
     # --- the registry -------------------------------------------------------------------------------------------------
 
@@ -85,22 +112,31 @@ class Repository:
     def ready(self) -> bool:
         if self._stopping or self._retired:
             return False
-        return bool(self._models) and all(model.state == "ready" for model in self._all())
+        slots = self.models()
+        return bool(slots) and all(slot.state == "ready" for slot in slots)
 
-    def get(self, name: str, version: str) -> ServedModel:
-        model = self.find(name, version)
+    def acquire(self, name: str, version: str) -> Lease[Generation]:
+        while True:
+            model = self.get(name, version)
+            if model.leases.take():
+                return Lease(model.leases, model)
+            # It was unpublished between the two: what has taken its place is found now.
+
+    def get(self, name: str, version: str) -> Generation:
+        slot = self.find(name, version)
         if self._stopping:
-            model.rejected("draining", 0.0)
+            slot.series.rejected("draining")
             raise Unavailable("the server is shutting down; try another")
-        if model.state == "loading":
-            raise Unavailable(f"{model.label} is loading; try again later")
-        if model.state != "ready":
-            which = f"version {model.version}" if version else "no version"
-            raise NotFound(f"{which} of model {name!r} is {'not ' if version else ''}ready; the server's log says why")
-        return model
+        model = slot.model
+        if model is not None:
+            return model
+        if slot.state == "loading":
+            raise Unavailable(f"{slot.label} is loading; try again later")
+        which = f"version {slot.version}" if version else "no version"
+        raise NotFound(f"{which} of model {name!r} is {'not ' if version else ''}ready; the server's log says why")
 
-    def find(self, name: str, version: str) -> ServedModel:
-        versions = self._models.get(name)
+    def find(self, name: str, version: str) -> Slot:
+        versions = self._slots.get(name)
         wanted = _parse_version(version)
         if versions is None:
             raise NotFound(f"unknown model {name!r}")
@@ -116,73 +152,52 @@ class Repository:
         except NotFound:
             return False
 
-    def models(self) -> list[ServedModel]:
-        return list(self._all())
+    def models(self) -> list[Slot]:
+        return [slot for versions in self._slots.values() for slot in versions.values()]
 
     def versions(self, name: str) -> list[int]:
-        return list(self._models.get(name, ()))
+        return [version for version, slot in self._slots.get(name, {}).items() if slot.state == "ready"]
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _all(self) -> Iterator[ServedModel]:
-        for versions in self._models.values():
-            yield from versions.values()
+    @property
+    def _slots(self) -> Slots:
+        return self._reconciler.slots
 
     def _notify(self) -> None:
         for callback in self._callbacks:
             callback()
 
-    def _scan_model(self, directory: Path) -> None:
-        name, versions = directory.name, _versions_in(directory)
-        if not _MODEL_NAME.fullmatch(name):
-            _log.warning("%s is passed over: a model's name has letters, digits and . _ + - only", directory)
-            return
-        if not versions:
-            _log.warning("%s is passed over: it has no version directory (a positive integer)", directory)
-            return
-        serving, broken = Serving(), ""
-        try:
-            serving = load_serving(directory)
-            versions = serving.version_policy.choose(versions)
-        except ConfigError as error:
-            broken, versions = str(error), versions[-1:]
-        self._models[name] = {version: self._new_model(directory, version, serving) for version in versions}
-        for model in self._models[name].values() if broken else ():
-            model.fail(broken)
 
-    def _new_model(self, directory: Path, version: int, serving: Serving) -> ServedModel:
-        return ServedModel(
-            directory.name,
-            version,
-            directory / str(version),
-            serving,
-            self._metrics.add(directory.name, version),
-            self._notify,
-            device=self._device,
-            threads=self._threads,
-        )
-
-    def _load_all(self) -> None:
-        advised: set[str] = set()
-        for model in self.models():
-            if self._stopping:
-                return
-            if model.state == "loading":
-                model.load()
-                _advise(model.info, advised)
-        for model in self.models():
-            if model.state == "ready" and not self._stopping:
-                model.start_shadow()
+def _wish(directory: Path) -> Wish | None:
+    """What a model's directory asks for; None where it is no model's, which the log says."""
+    name, versions = directory.name, _versions_in(directory)
+    if not _MODEL_NAME.fullmatch(name):
+        _log.warning("%s is passed over: a model's name has letters, digits and . _ + - only", directory)
+        return None
+    if not versions:
+        _log.warning("%s is passed over: it has no version directory (a positive integer)", directory)
+        return None
+    serving, broken = Serving(), ""
+    try:
+        serving = load_serving(directory)
+        versions = serving.version_policy.choose(versions)
+    except ConfigError as error:
+        broken, versions = str(error), versions[-1:]
+    paths = [(version, directory / str(version)) for version in versions]
+    return Wish(name, tuple(Plan(version, path, serving, _stamp(path), broken) for version, path in paths))
 
 
-def _advise(info: RuntimeInfo, advised: set[str]) -> None:
-    """Say what to do about a model's note, once: what one model lacks, the next one on this machine lacks too."""
-    if info.advice and info.note not in advised:
-        advised.add(info.note)
-        _log.warning("%s: %s", info.note, info.advice)
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes when the artifact is replaced: an artifact is published by one rename, its manifest with it."""
+    try:
+        seen = (path / "manifest.json").stat()
+    except OSError:
+        return ()
+    return seen.st_ino, seen.st_size, seen.st_mtime_ns
 
 
 def _versions_in(directory: Path) -> list[int]:
@@ -201,6 +216,6 @@ def _parse_version(version: str) -> int | None:
     return int(version) if len(version) <= _LONGEST_VERSION else 10**_LONGEST_VERSION  # Python limits long numbers
 
 
-def _preference(model: ServedModel) -> tuple[int, int]:
+def _preference(slot: Slot) -> tuple[int, int]:
     """The newest ready version; failing that the newest that is loading; failing that the newest."""
-    return {"ready": 2, "loading": 1, "unavailable": 0}[model.state], model.version
+    return {"ready": 2, "loading": 1, "unavailable": 0}[slot.state], slot.version

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 from bf16kit.tensors import BY_NAME, TensorSpec, describe
-from service.contract import Duration, Model, Registry
+from service.contract import Duration, Model, Registry, Slot
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
@@ -21,10 +21,10 @@ a { color: #8ab4f8; } .ready { color: #6fcf97; } .loading { color: #f2c94c; } .u
 
 def status_page(registry: Registry) -> str:
     """The whole page, as HTML that needs nothing from elsewhere."""
-    models = registry.models()
+    slots = registry.models()
     state = "ready" if registry.ready else "unavailable"
     words = "ready" if registry.ready else "not ready"
-    body = "\n".join(_model(model) for model in models) if models else _EMPTY
+    body = "\n".join(_slot(slot) for slot in slots) if slots else _EMPTY
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -41,16 +41,16 @@ _EMPTY = (
 )
 
 
-def _model(model: Model) -> str:
-    rows = [_row("state", f'<span class="{escape(model.state)}">{escape(model.state)}</span>')]
-    if model.state == "unavailable":
-        rows.append(_row("reason", escape(model.reason)))
-    if model.state == "ready":
+def _slot(slot: Slot) -> str:
+    state, model = slot.state, slot.model
+    rows = [_row("state", f'<span class="{escape(state)}">{escape(state)}</span>')]
+    if state == "unavailable":
+        rows.append(_row("reason", escape(slot.reason)))
+    if model is not None:
         rows += _running(model)
-    if model.inputs:
         rows += [_row("inputs", _specs(model.inputs)), _row("outputs", _specs(model.outputs))]
     table = "\n".join(rows)
-    return f"<h2>{escape(model.name)} · version {model.version}</h2>\n<table>\n{table}\n</table>"
+    return f"<h2>{escape(slot.name)} · version {slot.version}</h2>\n<table>\n{table}\n</table>"
 
 
 def _running(model: Model) -> list[str]:

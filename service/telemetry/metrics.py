@@ -1,7 +1,8 @@
 """Every metric of the server, its buckets and the moments its series appear and go: the one file that knows Prometheus.
 
 The rest of the server calls :class:`ModelMetrics`, whose methods say what happened. Series of a model appear with value
-0 when it is loaded and go when it is unloaded; nothing a caller sends ever becomes a label.
+0 when it is loaded, start anew when another generation takes its place, and go when it is unloaded; nothing a caller
+sends ever becomes a label.
 """
 
 from __future__ import annotations
@@ -108,9 +109,11 @@ class _OutputSeries:
 
 
 class ModelMetrics:
-    """The series of one version of one model, looked up once so that a request pays for none of it."""
+    """The series of one generation of a model version, looked up once so that a request pays for none of it."""
 
     def __init__(self, families: _Families, model: str, version: int) -> None:
+        self.model, self.version = model, version
+        self.exposed = True  # False once other series have taken their place, or the model is unloaded
         self._families = families
         self._labels = (model, str(version))
         f = families
@@ -203,6 +206,8 @@ class ModelMetrics:
             series.top1[1].inc(sample.top1_rows)
 
     def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
+        if not self.exposed:  # looked up by its labels, it would be another generation's, or come back for good
+            return
         self._of(self._families.budget_ratio, output, metric).set(ratio)
 
 
@@ -215,15 +220,25 @@ class Metrics:
         self._models: dict[tuple[str, int], ModelMetrics] = {}
 
     def add(self, model: str, version: int) -> ModelMetrics:
-        """The series of this model version, all of them present with value 0."""
+        """New series of this model version, all of them present with value 0, in place of any it has already.
+
+        The series replaced still count for whoever holds them, where no scraper sees them.
+        """
+        self._drop(model, version)
         series = self._models[model, version] = ModelMetrics(self._families, model, version)
         return series
 
-    def remove(self, model: str, version: int) -> None:
-        """Remove every series of this model version."""
-        self._models.pop((model, version), None)
-        for family in self._families.all():
-            family.remove_by_labels({"model": model, "version": str(version)})
+    def remove(self, series: ModelMetrics) -> None:
+        """Remove these series; nothing happens where others have taken their place."""
+        if self._models.get((series.model, series.version)) is series:
+            self._drop(series.model, series.version)
+
+    def _drop(self, model: str, version: int) -> None:
+        series = self._models.pop((model, version), None)
+        if series is not None:
+            series.exposed = False
+            for family in self._families.all():
+                family.remove_by_labels({"model": model, "version": str(version)})
 
     def request(self, model: str, version: int, code: str, seconds: float) -> None:
         """See :class:`service.contract.RequestObserver`; a model that does not exist leaves no trace."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from weakref import WeakKeyDictionary
 
 import grpc
 
 from bf16kit.errors import Cancelled, RequestError, Unavailable, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Model, Registry, Reply, Request, RequestObserver
+from service.contract import Model, Registry, Reply, Request, RequestObserver, Slot
 from service.transport.admission import FairShares
 from service.transport.call import Call
 from service.transport.status import Status, StatusTable
@@ -49,10 +50,10 @@ class InferenceServicer:
         self._stream_threads = stream_threads
         self._stream_window = stream_window
         self._clock = clock
-        self._codecs: dict[tuple[str, int], tuple[Model, InferenceCodec]] = {}
+        # Weak: a codec must not keep a model that was unloaded, nor be found again for the one loaded in its place.
+        self._codecs: WeakKeyDictionary[Model, InferenceCodec] = WeakKeyDictionary()
         self._open: set[OrderedAnswers[pb.ModelInferRequest, _Answered]] = set()
         self._draining = False
-        registry.subscribe(self._codecs.clear)
 
     def drain(self) -> None:
         """End every stream once what was read from it is answered: an idle one would outlast any patience."""
@@ -95,13 +96,13 @@ class InferenceServicer:
         deadline = call.deadline
         code = _UNKNOWN_OUTCOME
         try:
-            model = self._registry.get(message.model_name, message.model_version)
-            codec = self._codec(model)
-            asked = check_request(message.parameters) if message.parameters else RequestParameters()
-            deadline = _earlier(deadline, asked.timeout, started)
-            request, dtypes = codec.decode(message, asked.priority, deadline, call.cancellation)
-            request.patient = patient
-            response = codec.encode(message.id, self._infer(model, request), dtypes)
+            with self._registry.acquire(message.model_name, message.model_version) as model:
+                codec = self._codec(model)
+                asked = check_request(message.parameters) if message.parameters else RequestParameters()
+                deadline = _earlier(deadline, asked.timeout, started)
+                request, dtypes = codec.decode(message, asked.priority, deadline, call.cancellation)
+                request.patient = patient
+                response = codec.encode(message.id, self._infer(model, request), dtypes)
             code = grpc.StatusCode.OK
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
@@ -124,22 +125,22 @@ class InferenceServicer:
             self._shares.give(model.name)
 
     def _codec(self, model: Model) -> InferenceCodec:
-        key = (model.name, model.version)
-        known = self._codecs.get(key)
-        if known is None or known[0] is not model:
-            known = self._codecs[key] = (model, InferenceCodec(model))
-        return known[1]
+        codec = self._codecs.get(model)
+        if codec is None:
+            codec = self._codecs[model] = InferenceCodec(model)
+        return codec
 
     def _observe(
         self, message: pb.ModelInferRequest, model: Model | None, code: grpc.StatusCode, seconds: float
     ) -> None:
         """Tell the metrics. A name that does not exist must not become a label, so it is looked up once more."""
-        if model is None:
+        served: Model | Slot | None = model
+        if served is None:
             try:
-                model = self._registry.find(message.model_name, message.model_version)
+                served = self._registry.find(message.model_name, message.model_version)
             except RequestError:
                 return
-        self._observer.request(model.name, model.version, code.name, seconds)
+        self._observer.request(served.name, served.version, code.name, seconds)
 
     # --- health and metadata ----------------------------------------------------------------------------------------
 
@@ -168,9 +169,8 @@ class InferenceServicer:
             return metadata.model_statistics([self._registry.get(message.name, message.version)])
         if message.name:
             self._registry.find(message.name, "")  # raises NotFound for what does not exist
-        return metadata.model_statistics(
-            model for model in self._registry.models() if model.state == "ready" and message.name in ("", model.name)
-        )
+        ready = (slot.model for slot in self._registry.models() if message.name in ("", slot.name))
+        return metadata.model_statistics(model for model in ready if model is not None)
 
     def RepositoryIndex(self, message: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
         if message.repository_name:

@@ -8,7 +8,7 @@ from typing import cast
 import bf16kit
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, TensorSpec
-from service.contract import Duration, Model, StatisticsSnapshot
+from service.contract import Duration, Model, Slot, StatisticsSnapshot
 
 SERVER_NAME = "bf16kit"
 #: Only what is really there. perf_analyzer looks for ``statistics``.
@@ -26,7 +26,10 @@ def server_metadata() -> pb.ServerMetadataResponse:
 
 
 def model_metadata(model: Model, versions: Iterable[int]) -> pb.ModelMetadataResponse:
-    """Names, datatypes and shapes (−1 = any size), and in ``properties`` how the model really runs."""
+    """Names, datatypes and shapes (−1 = any size), and in ``properties`` how the model really runs.
+
+    ``versions`` are those that a client may ask for: the ready ones.
+    """
     return pb.ModelMetadataResponse(
         name=model.name,
         versions=[str(v) for v in versions],
@@ -66,14 +69,14 @@ def model_statistics(models: Iterable[Model]) -> pb.ModelStatisticsResponse:
     return pb.ModelStatisticsResponse(model_stats=[_statistics(m, m.statistics.snapshot()) for m in models])
 
 
-def repository_index(models: Iterable[Model], ready_only: bool) -> pb.RepositoryIndexResponse:
+def repository_index(slots: Iterable[Slot], ready_only: bool) -> pb.RepositoryIndexResponse:
     """Every version with its state, and the reason where it is not ready."""
     index = pb.RepositoryIndexResponse.ModelIndex
     return pb.RepositoryIndexResponse(
         models=[
-            index(name=m.name, version=str(m.version), state=_STATES[m.state], reason=m.reason)
-            for m in models
-            if m.state == "ready" or not ready_only
+            index(name=slot.name, version=str(slot.version), state=_STATES[slot.state], reason=slot.reason)
+            for slot in slots
+            if slot.state == "ready" or not ready_only
         ]
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec
 from service.batching.batcher import Batcher, BatchPolicy
 from service.batching.queue import LevelPolicy
-from service.contract import Array, Duration, Reply, Request, State, StatisticsSnapshot, Timings
+from service.contract import Array, Bounds, Duration, Reply, Request, State, StatisticsSnapshot, Timings
 from service.transport.handlers import SERVICE
 from service.transport.server import Transport, TransportOptions
 from service.wire.tensors import encode_raw
@@ -69,6 +69,7 @@ class LoopbackModel:
         max_queue: int = 64,
         state: State = "ready",
         info: RuntimeInfo = INFO,
+        bounds: Bounds = Bounds(),  # noqa: B008 - frozen
     ) -> None:
         self.name = name
         self.version = version
@@ -79,6 +80,7 @@ class LoopbackModel:
         self.max_queue_delay_s = 0.002
         self.instances = 1
         self.info = info
+        self.bounds = bounds
         self.state: State = state
         self.reason = "" if state == "ready" else f"it is {state}"
         self.statistics = Counted()
@@ -88,10 +90,15 @@ class LoopbackModel:
         policy = BatchPolicy(batch_axis, max_batch_size, levels=(LevelPolicy(max_queue),))
         self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
 
-    def _execute(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
+    @property
+    def model(self) -> LoopbackModel | None:
+        """A slot and its generation in one, for as long as it is ready."""
+        return self if self.state == "ready" else None
+
+    def _execute(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         self.calls += 1
         results = self._run(feeds)
-        return results if outputs is None else {name: results[name] for name in outputs}
+        return results if outputs is None else {name: results[name] for name in outputs}, self.info.precision
 
     def infer(self, request: Request) -> Reply:
         self.seen.append(request)
@@ -111,19 +118,24 @@ class LoopbackRegistry:
     def ready(self) -> bool:
         return not self.draining and bool(self._models) and all(m.state == "ready" for m in self._models)
 
+    def acquire(self, name: str, version: str) -> AbstractContextManager[LoopbackModel]:
+        return nullcontext(self.get(name, version))
+
     def get(self, name: str, version: str) -> LoopbackModel:
         model = self.find(name, version)
-        if self.draining or model.state != "ready":
+        if self.draining or model.state == "loading":
             raise Unavailable(f"model {name!r} version {model.version} is not ready: {model.reason}")
+        if model.state != "ready":
+            raise NotFound(f"model {name!r} version {model.version} is not ready: {model.reason}")
         return model
 
     def find(self, name: str, version: str) -> LoopbackModel:
-        if version and not version.isdecimal():
+        if version and not (version.isascii() and version.isdecimal()):
             raise InvalidRequest(f"version {version!r} is not an integer of 0 or more")
         found = [m for m in self._models if m.name == name and version in ("", str(m.version))]
         if not found:
             raise NotFound(f"model {name!r} is not known")
-        return max(found, key=lambda m: (m.state == "ready", m.version))
+        return max(found, key=lambda m: (("unavailable", "loading", "ready").index(m.state), m.version))
 
     def is_ready(self, name: str, version: str) -> bool:
         try:
@@ -136,13 +148,25 @@ class LoopbackRegistry:
         return self._models
 
     def versions(self, name: str) -> list[int]:
-        return [m.version for m in self._models if m.name == name]
+        return [m.version for m in self._models if m.name == name and m.state == "ready"]
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
+    def drain(self) -> None:
+        self.draining = True
+        self._tell()
+
+    def replace(self, old: LoopbackModel, new: LoopbackModel) -> None:
+        """Another generation in the place of ``old``."""
+        self._models[self._models.index(old)] = new
+
     def change(self, model: LoopbackModel, state: State) -> None:
         model.state = state
+        model.reason = "" if state == "ready" else f"it is {state}"
+        self._tell()
+
+    def _tell(self) -> None:
         for callback in self._callbacks:
             callback()
 
@@ -212,21 +236,25 @@ class Served:
         raise AssertionError(f"{method} was answered: {answer}")
 
 
+def _each(registry: LoopbackRegistry, do: Callable[[Batcher], object]) -> None:
+    for model in registry.models():
+        do(model.batcher)
+
+
 @contextmanager
 def serving(*models: LoopbackModel, **options: Any) -> Iterator[Served]:
     """The transport over ``models``, on a free port; ``options`` are :class:`TransportOptions`."""
     registry, log = LoopbackRegistry(models), RequestLog()
+    del models  # they may be replaced: what is left of them then is for the tests to see
     transport = Transport(registry, log, TransportOptions(port=0, **options))
-    for model in models:
-        model.batcher.start()
+    _each(registry, Batcher.start)
     port = transport.start()
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield Served(port, channel, registry, log, transport)
     finally:
         transport.stop(grace=0)
-        for model in models:
-            model.batcher.close()
+        _each(registry, Batcher.close)
 
 
 def infer_request(model: str = "echo", **arrays: Array) -> pb.ModelInferRequest:

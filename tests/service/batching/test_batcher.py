@@ -54,7 +54,7 @@ class Doubler:
         self.refusal = RuntimeFailure("negative")
         self.meanwhile: Callable[[], object] = lambda: None  # while any batch but the first runs
 
-    def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
+    def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         self.running += 1
         self.threads.add(threading.current_thread().name)
         self.batches.append([float(v) for v in feeds["x"].reshape(-1)])
@@ -64,7 +64,7 @@ class Doubler:
         self.running -= 1
         if (feeds["x"] < 0).any():
             raise self.refusal
-        return {"y": feeds["x"] * 2}
+        return {"y": feeds["x"] * 2}, "bf16"
 
 
 class Bench:

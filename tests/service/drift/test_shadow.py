@@ -97,7 +97,7 @@ def make(reference: Reference, heard: Heard) -> Iterator[Make]:
 
 def pair(rows: int = 1, error: float = 0.0) -> tuple[Request, Reply]:
     x = np.ones((rows, 2), np.float32)
-    return Request({"x": x}, rows=rows), Reply({"y": x * np.float32(1 + error)})
+    return Request({"x": x}, rows=rows), Reply({"y": x * np.float32(1 + error)}, "bf16")
 
 
 def test_a_live_answer_is_compared_with_the_reference_row_by_row(make: Make, heard: Heard) -> None:

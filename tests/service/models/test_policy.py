@@ -41,7 +41,7 @@ def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None
     [
         ("fallback: fp32", "the only policy is 'none'"),
         ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
-        ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_per_second, max_rows, rate"),
+        ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_bytes, max_per_second, max_rows, rate"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
         ("fallback: {policy: fp32}", "the only policy is 'none'"),
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),

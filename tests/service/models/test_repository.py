@@ -14,8 +14,9 @@ from waiting import until
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime import kernel
 from service.contract import Request
+from service.models.generation import Generation
 from service.models.repository import Repository
-from service.models.version import ServedModel
+from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
 
 Open = Callable[..., Repository]
@@ -55,9 +56,16 @@ def load(scan: Open) -> Open:
     return build
 
 
-def only(repository: Repository) -> ServedModel:
-    (model,) = repository.models()
-    return model
+def only(repository: Repository) -> Slot:
+    (slot,) = repository.models()
+    return slot
+
+
+def answering(slot: Slot) -> Generation:
+    """The generation in ``slot``, which must be ready."""
+    assert (slot.state, slot.reason) == ("ready", "")
+    assert slot.model is not None
+    return slot.model
 
 
 def serving(root: Path, text: str) -> None:
@@ -72,8 +80,7 @@ def test_a_model_is_ready_after_its_golden_samples_were_within_budget(
 ) -> None:
     caplog.set_level(logging.INFO)
     artifact = write_mlp(tmp_path / "mlp" / "1")
-    model = only(load())
-    assert (model.state, model.reason) == ("ready", "")
+    model = answering(only(load()))
     assert (model.batch_axis, model.max_batch_size) == (0, 32)
     assert (model.info.backend, model.info.device, model.info.profile) == ("onnxruntime", "cpu", "cpu")
     assert model.info.accumulation == "fp32"
@@ -91,8 +98,8 @@ def test_a_model_on_the_cpu_kernel_says_which_path_runs(
     monkeypatch.setenv(kernel.VARIABLE, "portable")
     caplog.set_level(logging.INFO)
     write_product(tmp_path / "product" / "1")
-    model = only(load())
-    assert (model.state, model.info.kernel, model.info.note) == ("ready", "portable", "")
+    model = answering(only(load()))
+    assert (model.info.kernel, model.info.note) == ("portable", "")
     until(lambda: "accumulation fp32, kernel portable;" in caplog.text)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -105,9 +112,10 @@ def test_without_the_cpu_kernel_models_serve_and_one_line_tells_the_cost_and_the
         write_product(tmp_path / name / "1")
     write_mlp(tmp_path / "mlp" / "1")  # needs no kernel
     repository = load()
-    repository.close()  # ends the loader, which may not have said all yet
-    assert [model.info.kernel for model in repository.models()] == [""] * 4
-    assert ["was not built" in model.info.note for model in repository.models()] == [True, True, True, False]
+    models = [answering(slot) for slot in repository.models()]
+    repository.close()  # ends the thread, which may not have said all yet
+    assert [model.info.kernel for model in models] == [""] * 4
+    assert ["was not built" in model.info.note for model in models] == [True, True, True, False]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "no CPU kernel, because it was not built" in warning
     assert "twice the memory" in warning
@@ -163,7 +171,7 @@ def test_one_bad_model_does_not_keep_another_from_serving(tmp_path: Path, load: 
     repository = load()
     assert {m.name: m.state for m in repository.models()} == {"good": "ready", "bad": "unavailable"}
     assert "it has no manifest.json" in repository.find("bad", "").reason
-    assert repository.get("good", "").state == "ready"
+    assert repository.get("good", "").name == "good"
     assert not repository.ready
 
 
@@ -182,7 +190,7 @@ def test_fallback_is_refused_until_it_exists(tmp_path: Path, load: Open) -> None
 def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     serving(tmp_path, "max_batch_size: 2\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")
-    model = only(load())
+    model = answering(only(load()))
     assert (model.max_batch_size, model.max_queue_delay_s, model.instances) == (2, 0.0015, 2)
     with pytest.raises(InvalidRequest, match="max_batch_size is 2"):
         model.infer(Request({"x": np.zeros((3, 16), np.float32)}, rows=3))
@@ -191,7 +199,7 @@ def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open)
 def test_max_batch_size_0_turns_batching_off(tmp_path: Path, load: Open) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     serving(tmp_path, "max_batch_size: 0")
-    model = only(load())
+    model = answering(only(load()))
     assert model.max_batch_size == 0
     assert model.infer(Request({"x": np.zeros((50, 16), np.float32)}, rows=50)).outputs["y"].shape == (50, 16)
 
@@ -232,7 +240,8 @@ def test_versions_follow_the_policy_and_the_newest_ready_one_answers(tmp_path: P
         write_mlp(tmp_path / "mlp" / str(version), spoil=spoil)
     serving(tmp_path, "version_policy: {latest: 2}")
     repository = load()
-    assert repository.versions("mlp") == [2, 3]
+    assert [slot.version for slot in repository.models()] == [2, 3]
+    assert repository.versions("mlp") == [2]
     assert repository.get("mlp", "").version == 2
     assert repository.get("mlp", "2").version == 2
     assert not repository.is_ready("mlp", "3")
@@ -295,7 +304,7 @@ def test_closing_removes_every_series(tmp_path: Path, load: Open, metrics: Metri
 
 def test_requests_show_in_statistics_and_metrics(tmp_path: Path, load: Open, metrics: Metrics) -> None:
     write_lookup(tmp_path / "lookup" / "1")
-    model = only(load())
+    model = answering(only(load()))
     model.infer(Request({"ids": np.array([[1, 2], [3, 4]])}, rows=2))
     with pytest.raises(InvalidRequest, match="idx=99"):
         model.infer(Request({"ids": np.array([[99]])}, rows=1))
@@ -311,7 +320,7 @@ def test_requests_show_in_statistics_and_metrics(tmp_path: Path, load: Open, met
 def test_live_drift_is_measured_against_the_fp32_reference(tmp_path: Path, load: Open, metrics: Metrics) -> None:
     write_mlp(tmp_path / "mlp" / "1", logits=True)
     serving(tmp_path, "shadow: {rate: 1.0, max_per_second: 100}")
-    model = only(load())
+    model = answering(only(load()))
     x = np.random.default_rng(1).standard_normal((5, 16)).astype(np.float32)
     model.infer(Request({"x": x}, rows=5))
 

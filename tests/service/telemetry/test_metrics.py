@@ -84,10 +84,31 @@ def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
     metrics = Metrics()
     loaded(metrics, "stays")
     before = exposed(metrics)
-    loaded(metrics, "goes").drift("y", SAMPLE)
+    goes = loaded(metrics, "goes")
+    goes.drift("y", SAMPLE)
     metrics.request("goes", 1, "OK", 0.1)
-    metrics.remove("goes", 1)
+    metrics.remove(goes)
     assert exposed(metrics) == before
+    goes.drift("y", SAMPLE)  # a shadow that was left behind
+    goes.budget_ratio("y", "relative_l2", 0.5)
+    assert exposed(metrics) == before
+
+
+def test_series_that_others_have_replaced_neither_show_nor_take_them_along_when_they_go() -> None:
+    metrics = Metrics()
+    old = loaded(metrics)
+    old.executed(3, 0.1)
+    new = loaded(metrics)
+    new.executed(1, 0.1)
+    before = exposed(metrics)
+    old.executed(5, 0.1)
+    old.queued(1)
+    old.budget_ratio("y", "relative_l2", 0.5)
+    metrics.remove(old)
+    assert exposed(metrics) == before
+    assert before['bf16kit_rows_total{model="m",version="1"}'] == 1
+    metrics.remove(new)
+    assert exposed(metrics) == {}
 
 
 def test_a_model_that_does_not_exist_leaves_no_trace() -> None:

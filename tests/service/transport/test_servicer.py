@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -103,12 +105,13 @@ def test_readiness_of_something_unknown_is_false_and_not_an_error(served: Served
     )
 
 
-@pytest.mark.parametrize("name", ["slow", "bad"])
-def test_a_model_that_is_not_ready_is_unavailable_and_counted(served: Served, name: str) -> None:
+@pytest.mark.parametrize(("name", "expected"), [("slow", StatusCode.UNAVAILABLE), ("bad", StatusCode.NOT_FOUND)])
+def test_a_model_that_is_not_ready_is_refused_and_counted(served: Served, name: str, expected: StatusCode) -> None:
+    """UNAVAILABLE asks the client to try again, which helps with a model that is loading and with no other."""
     code, details = served.refusal("ModelInfer", infer_request(name, x=X))
-    assert code is StatusCode.UNAVAILABLE
+    assert code is expected
     assert name in details
-    assert served.log.seen == [(name, 1, "UNAVAILABLE")]
+    assert served.log.seen == [(name, 1, expected.name)]
 
 
 def test_a_draining_server_is_unavailable(served: Served) -> None:
@@ -252,13 +255,30 @@ def test_the_newest_version_answers_where_none_is_named() -> None:
         assert served.call("ModelInfer", changed(infer_request(x=X), model_version="2")).model_version == "2"
 
 
-def test_a_model_that_changes_is_read_anew() -> None:
-    model = LoopbackModel()
-    with serving(model) as served:
+def test_another_generation_of_a_model_is_read_by_its_own_codec() -> None:
+    old, new = LoopbackModel(), LoopbackModel(max_batch_size=1)
+    with serving(old) as served:
+        new.batcher.start()
         served.call("ModelInfer", infer_request(x=X))
-        model.max_batch_size = 1
-        served.registry.change(model, "ready")
+        served.registry.replace(old, new)
         assert "at most 1" in served.refusal("ModelInfer", infer_request(x=X))[1]
+        new.batcher.close()
+
+
+def test_a_model_that_was_unloaded_is_not_kept_alive_by_its_codec() -> None:
+    old, new = LoopbackModel(), LoopbackModel()
+    with serving(old) as served:
+        served.call("ModelInfer", infer_request(x=X))
+        gone = weakref.ref(old)
+        served.registry.replace(old, new)
+        old.batcher.close()
+        del old
+
+        def is_gone() -> bool:
+            gc.collect()
+            return gone() is None
+
+        until(is_gone, patience=1.0)
 
 
 def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: Served) -> None:

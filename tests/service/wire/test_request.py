@@ -108,7 +108,7 @@ def test_the_answer_bears_id_version_and_raw_contents_in_order() -> None:
     message.outputs.add(name="b").parameters["datatype"].string_param = "BF16"
     message.outputs.add(name="a")
     _, dtypes = codec.decode(message, 0, None, Cancellation())
-    reply = Reply({"b": np.ones(2, np.float32), "a": np.zeros((2, 2), np.float32)})
+    reply = Reply({"b": np.ones(2, np.float32), "a": np.zeros((2, 2), np.float32)}, "bf16")
     answer = codec.encode("id-1", reply, dtypes)
     assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "id-1")
     assert [(o.name, o.datatype, list(o.shape)) for o in answer.outputs] == [("b", "BF16", [2]), ("a", "FP32", [2, 2])]

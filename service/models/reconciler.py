@@ -1,0 +1,262 @@
+"""What should be served, and the one thread that moves what is served towards it.
+
+Start-up, and whoever else wants models loaded or unloaded, only say what is wanted: a :class:`Wish` for each model, of
+which the newest counts. One at a time, in the order in which they were asked for, the thread fulfils them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from bf16kit.errors import Bf16kitError, ConfigError, Unavailable
+from bf16kit.runtime import RuntimeInfo
+from service.models import loading
+from service.models.generation import Generation
+from service.models.plan import Plan, Wish
+from service.models.slot import Slot
+from service.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+UNLOAD_SECONDS = 30.0  # how long the requests of a generation that is unloaded may still take
+Slots = Mapping[str, Mapping[int, Slot]]
+_STOPPING = "the server is shutting down; try another"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    wish: Wish
+    told: list[Future[None]] = field(default_factory=list)
+
+
+class Reconciler:
+    """Owns the slots. :meth:`want` may be called before :meth:`start`; :meth:`close` ends it for good.
+
+    ``changed`` is called, on any thread, after every change of a slot.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        changed: Callable[[], None],
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        unload_seconds: float = UNLOAD_SECONDS,
+    ) -> None:
+        self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
+        self._metrics = metrics
+        self._changed = changed
+        self._device = device
+        self._threads = threads
+        self._unload_seconds = unload_seconds
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._waiting: dict[str, _Waiting] = {}
+        self._closed = False
+        self._advised: set[str] = set()
+        self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def want(self, wish: Wish) -> Future[None]:
+        """Ask for a model to be served as ``wish`` says. Versions that are not known yet are ``loading`` at once.
+
+        The future ends when it is so. It fails with Unavailable where a version cannot be loaded (its slot has the
+        reason), where the server is shut down, and where the opposite was wanted before the thread came to it.
+        """
+        told: Future[None] = Future()
+        overtaken: list[Future[None]] = []
+        with self._lock:
+            if self._closed:
+                told.set_exception(Unavailable(_STOPPING))
+                return told
+            earlier = self._waiting.get(wish.name, _Waiting(wish))
+            same = bool(earlier.wish.plans) == bool(wish.plans)
+            self._waiting[wish.name] = _Waiting(wish, [*(earlier.told if same else ()), told])
+            overtaken = [] if same else earlier.told
+            self._add_slots(wish)
+            self._wake.notify()
+        _tell(overtaken, Unavailable(f"model {wish.name!r} is to be {'loaded' if wish.plans else 'unloaded'} instead"))
+        self._changed()
+        return told
+
+    def desire(self, wishes: Iterable[Wish]) -> dict[str, Future[None]]:
+        """Ask for exactly these models: every other one is unloaded. A future for each model that changes, by name.
+
+        What could not be loaded is tried again only when its plan is another; :meth:`want` always tries.
+        """
+        wanted = {wish.name: wish for wish in wishes}
+        for name in (*self.slots, *self._waiting):
+            wanted.setdefault(name, Wish(name))
+        return {name: self.want(wanted[name]) for name in sorted(wanted) if not self._tried(wanted[name])}
+
+    def _tried(self, wish: Wish) -> bool:
+        """Whether all that could be done for ``wish`` has been done."""
+        slots = self.slots.get(wish.name, {})
+        if wish.name in self._waiting or slots.keys() < wish.versions:
+            return False
+        served = [plan for plan in wish.plans if slots[plan.version].serves(plan)]
+        others = slots.keys() - wish.versions
+        return all(slots[plan.version].tried == plan for plan in wish.plans) and not (
+            others and (served or not wish.plans)
+        )
+
+    def close(self, deadline: float = math.inf) -> bool:
+        """Unload everything, all at once. False when something was still at work at ``deadline``, in
+        :func:`time.monotonic` seconds: a request, a batch, a shadow, or a model being loaded."""
+        with self._lock:
+            self._closed = True
+            abandoned, self._waiting = self._waiting, {}
+            self._wake.notify()
+            slots = [slot for versions in self.slots.values() for slot in versions.values()]
+            models = [model for slot in slots if (model := slot.withdraw("unloaded")) is not None]
+        for waiting in abandoned.values():
+            _tell(waiting.told, Unavailable(_STOPPING))
+        with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
+            clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
+        if self._thread.ident is not None:
+            self._thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            _log.warning("a model is still being loaded or unloaded; it is left behind")
+        for slot in slots:
+            self._metrics.remove(slot.series)
+        return clean and not self._thread.is_alive()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (waiting := self._next()) is not None:
+            error: Exception | None = None
+            try:
+                self._fulfil(waiting.wish)
+            except Bf16kitError as refused:
+                error = refused
+            except Exception as bug:  # noqa: BLE001 - this thread must live on for the other models
+                _log.exception("model %r: reconciling failed unexpectedly", waiting.wish.name)
+                error = bug
+            _tell(waiting.told, error)
+
+    def _next(self) -> _Waiting | None:
+        """The oldest wish; blocks until there is one. None when the reconciler is closed."""
+        with self._wake:
+            if not self._waiting and not self._closed:
+                self._start_shadows()
+            self._wake.wait_for(lambda: self._waiting or self._closed)
+            return None if self._closed else self._waiting.pop(next(iter(self._waiting)))
+
+    def _fulfil(self, wish: Wish) -> None:
+        """Versions are loaded before others of their model are unloaded, and where none of them can be loaded what is
+        served stays."""
+        slots = self.slots.get(wish.name, {})
+        failed = [plan.version for plan in wish.plans if not self._serve(slots[plan.version], plan)]
+        if self._closed:
+            raise Unavailable(_STOPPING)
+        if len(failed) < len(wish.plans) or not wish.plans:
+            self._unload(wish)
+        if failed:
+            which = ", ".join(map(str, failed))
+            raise Unavailable(f"model {wish.name!r}: version {which} cannot be loaded; the server's log says why")
+
+    def _serve(self, slot: Slot, plan: Plan) -> bool:
+        """Load what ``plan`` says and let it answer; whether it does now."""
+        if self._closed or slot.serves(plan):
+            return not self._closed
+        slot.begin(plan)
+        begun = time.monotonic()
+        try:
+            if plan.broken:
+                raise ConfigError(plan.broken)
+            loaded = loading.load(plan.path, plan.serving, device=self._device, threads=self._threads)
+            replaced = self._publish(slot, plan, loaded, begun)
+        except Bf16kitError as error:
+            slot.fail(str(error))
+        except Exception:  # noqa: BLE001 - a bug in loading one model must not take the others down
+            _log.exception("%s: loading failed unexpectedly", slot.label)
+            slot.fail("an unexpected error, see the server's log")
+        else:
+            self._changed()
+            self._advise(slot.label, loaded.runtime.info)
+            if replaced is not None:
+                replaced.close(time.monotonic() + self._unload_seconds)
+            return True
+        self._changed()
+        return False
+
+    def _publish(self, slot: Slot, plan: Plan, loaded: loading.Loaded, begun: float) -> Generation | None:
+        """What was loaded takes the place of what the slot holds, which is returned."""
+        with self._lock:
+            if self._closed:
+                loaded.runtime.close()
+                raise Unavailable("the server was shut down before it was loaded")
+            replaced = slot.model
+            if replaced is not None:
+                slot.series = self._metrics.add(slot.name, slot.version)
+            model = Generation(slot.name, slot.version, loaded, plan.serving, slot.series)
+            model.start()
+            seconds = time.monotonic() - begun
+            model.metrics.ready(True, seconds)
+            # first: whoever sees the model ready can look
+            _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
+            slot.publish(model, plan)
+            return replaced
+
+    def _unload(self, wish: Wish) -> None:
+        """Unload every version of the model that is not wished for."""
+        with self._lock:
+            slots = {} if self._closed else self.slots.get(wish.name, {})
+            gone = [slot for version, slot in slots.items() if version not in self._wanted(wish)]
+            if not gone:
+                return
+            kept = {version: slot for version, slot in slots.items() if slot not in gone}
+            self.slots = {name: held for name, held in {**self.slots, wish.name: kept}.items() if held}
+            models = [slot.withdraw("unloaded") for slot in gone]
+        self._changed()
+        for slot, model in zip(gone, models, strict=True):
+            if model is not None:
+                model.close(time.monotonic() + self._unload_seconds)
+            self._metrics.remove(slot.series)
+            _log.info("%s is unloaded", slot.label)
+
+    def _wanted(self, wish: Wish) -> frozenset[int]:
+        """The versions of ``wish``, and of a newer wish that waits: those have slots already."""
+        newer = self._waiting.get(wish.name)
+        return wish.versions if newer is None else wish.versions | newer.wish.versions
+
+    def _add_slots(self, wish: Wish) -> None:
+        known = self.slots.get(wish.name, {})
+        new = {v: Slot(wish.name, v, self._metrics.add(wish.name, v)) for v in wish.versions if v not in known}
+        if new:
+            versions = dict(sorted({**known, **new}.items()))
+            self.slots = dict(sorted({**self.slots, wish.name: versions}.items()))
+
+    def _start_shadows(self) -> None:
+        """Once nothing is left to load: a reference must delay no model."""
+        for versions in self.slots.values():
+            for slot in versions.values():
+                if slot.model is not None:
+                    slot.model.start_shadow()
+
+    def _advise(self, label: str, info: RuntimeInfo) -> None:
+        """Say what a model's numbers lack, and what to do about it, once: what one model lacks here, others do too."""
+        if info.accumulation != "fp32":
+            _log.warning("%s: the accumulation probe found %s, not fp32", label, info.accumulation)
+        if info.advice and info.note not in self._advised:
+            self._advised.add(info.note)
+            _log.warning("%s: %s", info.note, info.advice)
+
+
+def _tell(futures: Iterable[Future[None]], error: Exception | None) -> None:
+    for future in futures:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

@@ -1,0 +1,78 @@
+"""The place of one version of a model: loading, ready or unavailable, and the generation that answers in it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from service.contract import State
+from service.models.generation import Generation
+from service.models.plan import Plan
+from service.telemetry.metrics import ModelMetrics
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """State, reason and generation together: whoever reads them sees one moment."""
+
+    state: State
+    reason: str
+    model: Generation | None = None
+    plan: Plan | None = None  # that the generation was loaded by
+
+
+class Slot:
+    """See :class:`service.contract.Slot`. Changed by the reconciler's thread alone."""
+
+    def __init__(self, name: str, version: int, series: ModelMetrics) -> None:
+        self.name = name
+        self.version = version
+        self.series = series  # of the generation; before there is one, for the requests that are refused
+        self.tried: Plan | None = None  # the newest that was loaded, or could not be
+        self._now = _Now("loading", "loading")
+
+    @property
+    def label(self) -> str:
+        return f"model {self.name!r} version {self.version}"
+
+    @property
+    def state(self) -> State:
+        return self._now.state
+
+    @property
+    def reason(self) -> str:
+        return self._now.reason
+
+    @property
+    def model(self) -> Generation | None:
+        return self._now.model
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether what answers was loaded by this very plan."""
+        return self._now.plan == plan
+
+    def begin(self, plan: Plan) -> None:
+        """``plan`` is about to be loaded; what answers goes on answering."""
+        self.tried = plan
+        if self._now.model is None:
+            self._now = _Now("loading", "loading")
+
+    def publish(self, model: Generation, plan: Plan) -> None:
+        """From now on ``model`` answers."""
+        self._now = _Now("ready", "", model, plan)
+
+    def fail(self, reason: str) -> None:
+        """Nothing can be loaded. What was loaded before goes on answering; without it, the slot is unavailable."""
+        if self._now.model is not None:
+            _log.error("%s goes on answering as it was loaded before: what should replace it: %s", self.label, reason)
+            return
+        _log.error("%s is unavailable: %s", self.label, reason)
+        self.series.ready(False)
+        self._now = _Now("unavailable", reason)
+
+    def withdraw(self, reason: str) -> Generation | None:
+        """From now on nothing answers; returns what did, for closing."""
+        model, self._now = self._now.model, _Now("unavailable", reason)
+        return model

@@ -1,0 +1,408 @@
+"""Models loaded, replaced and unloaded while requests are at work, and everything closed by one deadline."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+from waiting import until
+
+from bf16kit.errors import NotFound, Unavailable
+from bf16kit.runtime import loading as runtime_loading
+from service.contract import Request
+from service.models import loading
+from service.models.generation import Generation
+from service.models.repository import Repository
+from service.telemetry.metrics import Metrics
+
+QUIET = "shadow: {rate: 0}\nversion_policy: all\n"
+ONE = Request({"x": np.zeros((1, 16), np.float32)}, rows=1)
+
+
+class Held:
+    """Wraps a function: calls are noted, and wait where told to."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real = real
+        self.begun: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+
+    def __call__(self, subject: Any, *given: Any, **more: Any) -> Any:
+        path = getattr(subject, "path", subject)
+        self.begun.append(f"{path.parent.name}/{path.name}")
+        assert self.go.wait(60)
+        return self.real(subject, *given, **more)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """The loading of models."""
+    held = Held(loading.load)
+    monkeypatch.setattr(loading, "load", held)
+    yield held
+    held.go.set()
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """The loading of fp32 references."""
+    held = Held(runtime_loading.load_reference)
+    monkeypatch.setattr(runtime_loading, "load_reference", held)
+    yield held
+    held.go.set()
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, metrics: Metrics) -> Iterator[Repository]:
+    """Empty and started."""
+    repository = Repository(tmp_path, metrics, device="cpu", threads=1, unload_seconds=30.0)
+    repository.start()
+    yield repository
+    repository.close()
+
+
+def put(root: Path, name: str = "m", version: int = 1, *, serving: str = QUIET, **made: Any) -> None:
+    """A new artifact in the place of any that is there."""
+    shutil.rmtree(root / name / str(version), ignore_errors=True)
+    write_mlp(root / name / str(version), **made)
+    (root / name / "serving.yaml").write_text(serving, "utf-8")
+
+
+def states(repository: Repository) -> dict[tuple[str, int], str]:
+    return {(slot.name, slot.version): slot.state for slot in repository.models()}
+
+
+def rows_run(metrics: Metrics) -> float | None:
+    lines = metrics.expose()[0].decode().splitlines()
+    found = [line for line in lines if line.startswith('bf16kit_rows_total{model="m",version="1"}')]
+    return float(found[0].rsplit(" ", 1)[1]) if found else None
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_loading_a_model_waits_until_it_is_ready(tmp_path: Path, repository: Repository) -> None:
+    put(tmp_path)
+    with pytest.raises(NotFound):
+        repository.get("m", "")
+    repository.load("m").result(60)
+    assert repository.get("m", "").infer(ONE).outputs["y"].shape == (1, 16)
+
+
+def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path, metrics: Metrics, loads: Held) -> None:
+    for name, version in (("b", 1), ("a", 10), ("a", 9), ("c", 1)):
+        put(tmp_path, name, version)
+    repository = Repository(tmp_path, metrics, device="cpu", threads=1)
+    repository.scan()
+    repository.start()
+    until(lambda: set(states(repository).values()) == {"ready"})
+    assert loads.begun == ["a/9", "a/10", "b/1", "c/1"]
+    assert repository.close()
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_future_and_leaves_the_others_alone(
+    tmp_path: Path, repository: Repository
+) -> None:
+    put(tmp_path, "good")
+    put(tmp_path, "bad", spoil=0.5)
+    bad, good = repository.load("bad"), repository.load("good")
+    with pytest.raises(Unavailable, match="version 1 cannot be loaded; the server's log says why"):
+        bad.result(60)
+    good.result(60)
+    assert states(repository) == {("bad", 1): "unavailable", ("good", 1): "ready"}
+
+
+def test_a_bug_while_loading_leaves_the_others_alone(
+    tmp_path: Path, repository: Repository, loads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path)
+    real, loads.real = loads.real, lambda *given, **more: 1 / 0
+    with pytest.raises(Unavailable):
+        repository.load("m").result(60)
+    assert repository.find("m", "").reason == "an unexpected error, see the server's log"
+    loads.real = real
+    repository.load("m").result(60)
+    assert repository.ready
+
+
+def test_loading_what_is_unchanged_does_nothing_and_what_has_failed_is_tried_again(
+    tmp_path: Path, repository: Repository, loads: Held
+) -> None:
+    put(tmp_path, "m")
+    put(tmp_path, "bad", spoil=0.5)
+    repository.load("m").result(60)
+    model = repository.get("m", "")
+    repository.load("m").result(60)
+    assert repository.get("m", "") is model
+    for _ in range(2):
+        assert isinstance(repository.load("bad").exception(60), Unavailable)
+    repository.scan()  # as a poll would: only what has changed
+    repository.load("m").result(60)
+    assert loads.begun == ["m/1", "bad/1", "bad/1"]
+
+
+@pytest.mark.parametrize("name", ["nobody", "", "..", "../m", "/", "m/1"])
+def test_what_is_no_model_of_the_repository_is_not_found(tmp_path: Path, repository: Repository, name: str) -> None:
+    put(tmp_path)
+    with pytest.raises(NotFound):
+        repository.load(name)
+    with pytest.raises(NotFound):
+        repository.unload(name)
+
+
+# --- replacing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_artifact_takes_the_place_of_the_old_one_whose_requests_are_answered_first(
+    tmp_path: Path, repository: Repository, metrics: Metrics
+) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    with repository.acquire("m", "") as old:
+        old.infer(ONE)
+        put(tmp_path)
+        replaced = repository.load("m")
+        until(lambda: repository.get("m", "") is not old)
+        with repository.acquire("m", "") as new:
+            assert new is not old
+            assert new.infer(ONE).outputs["y"].shape == (1, 16)
+        assert not replaced.done()
+        assert old.infer(ONE).outputs["y"].shape == (1, 16)  # it was acquired before
+        assert rows_run(metrics) == 1  # the new one's
+    replaced.result(60)
+    with pytest.raises(Unavailable):
+        old.infer(ONE)
+    assert rows_run(metrics) == 1
+    assert states(repository) == {("m", 1): "ready"}
+
+
+def test_while_it_is_replaced_a_model_always_answers(tmp_path: Path, repository: Repository) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    ended = threading.Event()
+
+    def ask() -> int:
+        answered = 0
+        while not ended.is_set():
+            with repository.acquire("m", "") as model:
+                model.infer(ONE)
+            answered += 1
+        return answered
+
+    with ThreadPoolExecutor(4) as clients:
+        asking = [clients.submit(ask) for _ in range(4)]
+        seen: set[Generation] = {repository.get("m", "")}
+        for _ in range(5):
+            put(tmp_path)
+            repository.load("m").result(60)
+            seen.add(repository.get("m", ""))
+        ended.set()
+        assert all(client.result(60) for client in asking)
+    assert len(seen) == 6
+
+
+def test_what_cannot_be_loaded_never_replaces_what_answers(
+    tmp_path: Path, repository: Repository, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    model = repository.get("m", "")
+    model.infer(ONE)
+    put(tmp_path, spoil=0.5)
+    assert isinstance(repository.load("m").exception(60), Unavailable)
+    (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1", "utf-8")
+    assert isinstance(repository.load("m").exception(60), Unavailable)
+    assert repository.get("m", "") is model
+    assert repository.find("m", "").reason == ""
+    assert rows_run(metrics) == 1
+    assert b'bf16kit_model_ready{model="m",version="1"} 1.0' in metrics.expose()[0]
+    assert caplog.text.count("goes on answering as it was loaded before") == 2
+
+
+def test_a_version_goes_when_a_newer_one_answers_and_stays_while_none_does(
+    tmp_path: Path, repository: Repository
+) -> None:
+    latest = "version_policy: {latest: 1}\nshadow: {rate: 0}"
+    put(tmp_path, version=1, serving=latest)
+    repository.load("m").result(60)
+    put(tmp_path, version=2, serving=latest, spoil=0.5)
+    assert isinstance(repository.load("m").exception(60), Unavailable)
+    assert states(repository) == {("m", 1): "ready", ("m", 2): "unavailable"}
+    put(tmp_path, version=2, serving=latest)
+    repository.load("m").result(60)
+    assert states(repository) == {("m", 2): "ready"}
+
+
+# --- unloading --------------------------------------------------------------------------------------------------------
+
+
+def test_unloading_waits_for_requests_and_removes_the_model_and_its_series(
+    tmp_path: Path, repository: Repository, metrics: Metrics
+) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    with repository.acquire("m", "") as model:
+        unloaded = repository.unload("m")
+        until(lambda: not repository.models())
+        assert not unloaded.done()
+        model.infer(ONE)
+        with pytest.raises(NotFound):
+            repository.acquire("m", "")
+    unloaded.result(60)
+    assert b'model="m"' not in metrics.expose()[0]
+    with pytest.raises(Unavailable):
+        model.infer(ONE)
+
+
+def test_a_version_that_is_added_while_the_old_one_goes_keeps_its_series(
+    tmp_path: Path, repository: Repository, metrics: Metrics
+) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    with repository.acquire("m", ""):
+        unloaded = repository.unload("m")
+        until(lambda: not repository.models())
+        loaded = repository.load("m")
+        assert rows_run(metrics) == 0
+    unloaded.result(60)
+    loaded.result(60)
+    assert rows_run(metrics) == 0
+    repository.get("m", "").infer(ONE)
+    assert rows_run(metrics) == 1
+
+
+def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_told(
+    tmp_path: Path, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path)
+    repository = Repository(tmp_path, metrics, device="cpu", threads=1, unload_seconds=0.01)
+    repository.start()
+    repository.load("m").result(60)
+    with repository.acquire("m", "") as model:
+        repository.unload("m").result(60)
+        with pytest.raises(Unavailable):
+            model.infer(ONE)
+    assert "unloaded with requests still at work" in caplog.text
+    assert repository.close()
+
+
+def test_a_scan_unloads_what_is_gone_and_loads_what_is_new(tmp_path: Path, repository: Repository, loads: Held) -> None:
+    put(tmp_path, "stays")
+    put(tmp_path, "goes")
+    repository.scan()
+    until(lambda: repository.ready)
+    model = repository.get("stays", "")
+    shutil.rmtree(tmp_path / "goes")
+    put(tmp_path, "comes")
+    repository.scan()
+    until(lambda: states(repository) == {("comes", 1): "ready", ("stays", 1): "ready"})
+    assert repository.get("stays", "") is model
+    assert loads.begun == ["goes/1", "stays/1", "comes/1"]
+
+
+def test_of_opposite_wishes_the_newest_counts(tmp_path: Path, repository: Repository, loads: Held) -> None:
+    put(tmp_path, "first")
+    put(tmp_path)
+    loads.go.clear()
+    first = repository.load("first")
+    until(lambda: loads.begun)
+    load, again = repository.load("m"), repository.load("m")
+    unload = repository.unload("m")
+    for overtaken in (load, again):
+        assert isinstance(overtaken.exception(60), Unavailable)
+    loads.go.set()
+    first.result(60)
+    unload.result(60)
+    assert states(repository) == {("first", 1): "ready"}
+    assert loads.begun == ["first/1"]
+
+
+def test_equal_wishes_are_fulfilled_once(tmp_path: Path, repository: Repository, loads: Held) -> None:
+    put(tmp_path, "first")
+    put(tmp_path)
+    loads.go.clear()
+    waiting: list[Future[None]] = [repository.load("first")]
+    until(lambda: loads.begun)
+    waiting += [repository.load("m") for _ in range(3)]
+    loads.go.set()
+    for future in waiting:
+        future.result(60)
+    assert loads.begun == ["first/1", "m/1"]
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_waits_for_three_references_being_loaded_until_one_deadline_and_says_so(
+    tmp_path: Path, repository: Repository, references: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    references.go.clear()
+    for name in ("a", "b", "c"):
+        put(tmp_path, name, serving="")
+    repository.scan()
+    until(lambda: len(references.begun) == 3)
+    begun = time.monotonic()
+    assert not repository.close(1.0)
+    assert time.monotonic() - begun < 4.0  # not 3 × 1 s, nor 3 × 5 s
+    assert caplog.text.count("unloaded with the fp32 reference, being loaded or run, still at work") == 3
+
+
+def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_says_so(
+    tmp_path: Path, repository: Repository, loads: Held, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, "a")
+    put(tmp_path, "b")
+    loads.go.clear()
+    a, b = repository.load("a"), repository.load("b")
+    until(lambda: loads.begun)
+    assert not repository.close(0.1)
+    assert "a model is still being loaded or unloaded; it is left behind" in caplog.text
+    assert isinstance(b.exception(60), Unavailable)
+    loads.go.set()
+    assert isinstance(a.exception(60), Unavailable)
+    assert repository.close()
+    assert set(states(repository).values()) <= {"unavailable"}
+    assert b'model="' not in metrics.expose()[0]
+    assert isinstance(repository.load("a").exception(60), Unavailable)
+
+
+def test_closing_is_clean_when_nothing_is_left(
+    tmp_path: Path, repository: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    before = set(threading.enumerate())
+    for name in ("a", "b"):
+        put(tmp_path, name, serving="")
+    repository.scan()
+    until(lambda: repository.ready)
+    assert repository.close(60)
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert left == set()
+    assert caplog.text == ""
+
+
+def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Path, repository: Repository) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    with ThreadPoolExecutor(1) as closer:
+        with repository.acquire("m", "") as model:
+            closing = closer.submit(repository.close, 60.0)
+            until(lambda: repository.models()[0].state == "unavailable")
+            assert model.infer(ONE).precision == "bf16-weights"
+            assert not closing.done()
+        assert closing.result(60)

@@ -1,0 +1,194 @@
+"""What every registry promises (``service.contract.Registry``): the production one, and the one of the tests.
+
+A test of the transport that passes on a registry of another mind proves nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+from loopback import LoopbackModel, LoopbackRegistry
+from waiting import until
+
+from bf16kit.errors import InvalidRequest, NotFound, RequestError, Unavailable
+from service.contract import Registry, Request, State
+from service.models import loading
+from service.models.repository import Repository
+from service.telemetry.metrics import Metrics
+
+States = Mapping[tuple[str, int], State]
+
+
+@dataclass
+class World:
+    """A registry whose slots are in the states asked for, how it is drained, and how its first slot stops answering."""
+
+    registry: Registry
+    drain: Callable[[], None]
+    stop: Callable[[], object]
+
+
+Make = Callable[[States], World]
+
+
+@pytest.fixture
+def loopback() -> Iterator[Make]:
+    def build(states: States) -> World:
+        models = [LoopbackModel(name, version=version, state=state) for (name, version), state in states.items()]
+        registry = LoopbackRegistry(models)
+        for model in models:
+            model.batcher.start()
+        opened.extend(models)
+        return World(registry, registry.drain, lambda: registry.change(models[0], "unavailable"))
+
+    opened: list[LoopbackModel] = []
+    yield build
+    for model in opened:
+        model.batcher.close()
+
+
+@pytest.fixture
+def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    held = threading.Event()
+    opened: list[Repository] = []
+
+    def build(states: States) -> World:
+        for (name, version), state in states.items():
+            write_mlp(tmp_path / name / str(version), spoil=0.5 if state == "unavailable" else 0)
+            (tmp_path / name / "serving.yaml").write_text("version_policy: all\nshadow: {rate: 0}", "utf-8")
+        load = loading.load
+
+        def load_or_wait(path: Path, *given: Any, **more: Any) -> Any:
+            if states[path.parent.name, int(path.name)] == "loading":
+                held.wait(60)
+            return load(path, *given, **more)
+
+        monkeypatch.setattr(loading, "load", load_or_wait)
+        repository = Repository(tmp_path, Metrics(), device="cpu", threads=1)
+        opened.append(repository)
+        repository.scan()
+        repository.start()
+        until(lambda: {(s.name, s.version): s.state for s in repository.models()} == dict(states))
+        return World(repository, repository.drain, lambda: repository.unload(next(iter(states))[0]))
+
+    yield build
+    held.set()
+    for repository in opened:
+        repository.close()
+
+
+@pytest.fixture(params=["loopback", "production"])
+def make(request: pytest.FixtureRequest) -> Make:
+    return cast(Make, request.getfixturevalue(request.param))
+
+
+def refused(call: Callable[[str, str], object], name: str, version: str) -> type[RequestError]:
+    with pytest.raises(RequestError) as error:
+        call(name, version)
+    return error.type
+
+
+def test_a_ready_model_is_found_acquired_and_answers(make: Make) -> None:
+    registry = make({("m", 1): "ready"}).registry
+    width = registry.get("m", "").inputs[0].shape[1]
+    assert isinstance(width, int)
+    with registry.acquire("m", "1") as model:
+        reply = model.infer(Request({"x": np.zeros((2, width), np.float32)}, rows=2))
+    assert (model.name, model.version) == ("m", 1)
+    assert reply.outputs["y"].shape == (2, width)
+    assert reply.precision == model.info.precision
+    slot = registry.find("m", "")
+    assert (slot.name, slot.version, slot.state, slot.reason) == ("m", 1, "ready", "")
+    assert slot.model is registry.get("m", "1")
+    assert registry.is_ready("m", "")
+    assert registry.ready
+    assert registry.live
+
+
+@pytest.mark.parametrize(("state", "error"), [("loading", Unavailable), ("unavailable", NotFound)])
+def test_a_model_that_is_not_ready_is_refused_by_its_state(make: Make, state: State, error: type[RequestError]) -> None:
+    """Unavailable asks the client to try again, and NotFound not to."""
+    registry = make({("m", 1): state, ("good", 1): "ready"}).registry
+    for version in ("", "1"):
+        assert refused(registry.get, "m", version) is error
+        assert refused(registry.acquire, "m", version) is error
+        assert not registry.is_ready("m", version)
+    slot = registry.find("m", "1")
+    assert (slot.state, slot.model) == (state, None)
+    assert slot.reason
+    assert not registry.ready
+    assert registry.live
+    assert registry.get("good", "").name == "good"
+
+
+def test_the_newest_ready_version_answers_and_only_ready_ones_are_told(make: Make) -> None:
+    registry = make({("m", 2): "ready", ("m", 10): "ready", ("m", 11): "unavailable"}).registry
+    assert registry.get("m", "").version == 10
+    assert registry.find("m", "").version == 10
+    assert registry.get("m", "2").version == 2
+    assert registry.versions("m") == [2, 10]
+    assert [slot.version for slot in registry.models()] == [2, 10, 11]
+
+
+def test_slots_are_told_by_name_and_then_by_version(make: Make) -> None:
+    registry = make({("b", 1): "ready", ("a", 10): "ready", ("a", 9): "ready"}).registry
+    assert [(slot.name, slot.version) for slot in registry.models()] == [("a", 9), ("a", 10), ("b", 1)]
+
+
+@pytest.mark.parametrize("name", ["nobody", ""])
+def test_a_name_that_is_not_served_is_not_found(make: Make, name: str) -> None:
+    registry = make({("m", 1): "ready"}).registry
+    for call in (registry.get, registry.find, registry.acquire):
+        assert refused(call, name, "") is NotFound
+    assert not registry.is_ready(name, "")
+    assert registry.versions(name) == []
+
+
+@pytest.mark.parametrize("version", ["0", "2", "9" * 5000])
+def test_a_version_that_is_not_served_is_not_found(make: Make, version: str) -> None:
+    registry = make({("m", 1): "ready"}).registry
+    for call in (registry.get, registry.find, registry.acquire):
+        assert refused(call, "m", version) is NotFound
+    assert not registry.is_ready("m", version)
+
+
+@pytest.mark.parametrize("version", ["x", "-1", "1.0", " 1", "²"])
+def test_a_version_that_is_no_number_is_an_invalid_request(make: Make, version: str) -> None:
+    registry = make({("m", 1): "ready"}).registry
+    for call in (registry.get, registry.find, registry.acquire, registry.is_ready):
+        assert refused(call, "m", version) is InvalidRequest
+
+
+def test_a_draining_registry_refuses_and_still_shows_its_models(make: Make) -> None:
+    world = make({("m", 1): "ready"})
+    told: list[bool] = []
+    world.registry.subscribe(lambda: told.append(world.registry.ready))
+    world.drain()
+    assert told == [False]
+    assert refused(world.registry.acquire, "m", "") is Unavailable
+    assert refused(world.registry.get, "m", "1") is Unavailable
+    assert not world.registry.is_ready("m", "")
+    assert world.registry.live
+    assert world.registry.find("m", "").state == "ready"
+
+
+def test_an_empty_registry_is_live_and_not_ready(make: Make) -> None:
+    registry = make({}).registry
+    assert registry.live
+    assert not registry.ready
+    assert list(registry.models()) == []
+
+
+def test_a_change_is_told_after_it_can_be_seen(make: Make) -> None:
+    world = make({("m", 1): "ready"})
+    told: list[bool] = []
+    world.registry.subscribe(lambda: told.append(world.registry.is_ready("m", "")))
+    world.stop()
+    until(lambda: told and not told[-1])
