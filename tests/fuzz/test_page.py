@@ -21,16 +21,17 @@ def _tally(*faults: str) -> dict[str, Any]:
 
 
 def test_a_row_counts_how_the_mutants_ended() -> None:
-    written = page.of([_tally(), _tally()])
+    written = page.of([_tally(), _tally()], "abc1234")
     assert "| onnx | 8 | 2 | 0 | 0 | 4 | 0 | 2 |" in written
     assert "| onnx | 0.50 | 1.5: onnx 2 (mlp: dims) | 3: onnx 3 (mlp: grow) |" in written
     assert "No faults." in written
+    assert "on commit abc1234." in written
 
 
 @pytest.mark.parametrize("directory", ["/dev/shm/bf16kit-fuzz-a1/cases/case/in", "/tmp/bf16kit-fuzz-b2/case/in"])
 def test_the_directories_of_the_machine_are_not_on_the_page(directory: str) -> None:
     fault = f"onnx 7 (mlp: any_field): is 647 characters long: '{directory}/m.onnx: does not run on {directory}/w.bin'"
-    written = page.of([_tally(fault, "onnx 8 (mlp: external): outside: open read /etc/hostname")])
+    written = page.of([_tally(fault, "onnx 8 (mlp: external): outside: open read /etc/hostname")], "abc1234")
     assert "2 faults:" in written
     assert "is 647 characters long: 'm.onnx: does not run on w.bin'" in written
     assert "outside: open read /etc/hostname" in written

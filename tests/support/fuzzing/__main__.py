@@ -35,13 +35,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--page", type=Path, default=Path("docs/reliability-converter.md"))
     given = parser.parse_args(arguments)
     given.results.mkdir(parents=True, exist_ok=True)
-    slices = _slices(given.count, given.results / page.commit())
+    commit = page.commit()
+    slices = _slices(given.count, given.results / commit)
     with ThreadPoolExecutor(given.jobs) as pool:
         done = []
         for finished in pool.map(_apart, slices):  # the page is there, and true, when the campaign is cut short
             done.append(finished)
             tallies = [json.loads(result.read_text()) for _, _, _, result in slices if result.is_file()]
-            given.page.write_text(page.of(tallies))
+            given.page.write_text(page.of(tallies, commit))
     faults = sum(len(tally["faults"]) for tally in tallies)
     print(f"{sum(tally['count'] for tally in tallies)} mutants, {faults} faults: {given.page}")
     return bool(faults) or not all(done)

@@ -58,8 +58,8 @@ def commit() -> str:
     ).stdout.strip()
 
 
-def of(tallies: Sequence[dict[str, Any]]) -> str:
-    """The page for the tallies of all slices."""
+def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
+    """The page for the tallies of all slices, which ran on the code of ``of_commit``."""
     from fuzzing import campaign, confined, judge
 
     kinds = sorted({tally["kind"] for tally in tallies})
@@ -67,7 +67,7 @@ def of(tallies: Sequence[dict[str, Any]]) -> str:
     faults = [_WORK.sub("", fault) for tally in tallies for fault in tally["faults"]]
     found = len(faults)
     head = _HEAD.format(
-        commit=commit(),
+        commit=of_commit,
         total=f"{total:,}",
         seeds="13 ONNX, 3 safetensors and 5 torch seeds",
         longest=judge.LONGEST,
