@@ -52,7 +52,7 @@ def departure(trace: Trace, budget: Budget) -> Departure | None:
     bound = budget.bounds.get("relative_l2", math.inf)
     allowed = -20 * math.log10(bound) if 0 < bound < math.inf else -math.inf
     found = []
-    for output in trace.graph.outputs:
+    for output in (value for value in trace.graph.outputs if value.producer() is not None):  # not an input handed on
         goal = max(trace.line(output) - MARGIN_DB, allowed)
         if trace.has(output) and trace.sqnr(output) < goal:
             path = _path(trace, output)

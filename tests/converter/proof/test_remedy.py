@@ -68,6 +68,13 @@ def test_nothing_is_blamed_where_rounding_does_what_it_should(cli: Cli, target: 
     assert (found["ails"], found["leaves"], found["remedy"]) == (False, None, None)
 
 
+@pytest.mark.parametrize("given", ["x", "w0"])
+def test_an_output_that_no_node_computes_leaves_no_line(cli: Cli, target: Path, given: str) -> None:
+    model = graphs.mlp()
+    model.graph.output.append(graphs.edge(given, ["batch", 16] if given == "x" else [16, 32]))
+    assert explained(cli, model, target, "cpu")["ails"] is False
+
+
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_a_trial_that_keeps_nothing_more_is_the_profile_itself(cli: Cli, target: Path, profile: str) -> None:
     """Islands that a search found, and those the owner asked for, are islands in every trial."""
