@@ -12,7 +12,7 @@ from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
 from bf16kit.runtime.probe import probe_onnx
 from bf16kit.runtime.session import Session, open_session
-from bf16kit.tensors import TensorSpec
+from bf16kit.tensors import TensorSpec, describe
 from bf16kit.wording import brief
 
 
@@ -55,7 +55,7 @@ class OnnxRuntime:
         )
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
-        _check_names(session, self._inputs, self._outputs)
+        _check_edges(session, self._inputs, self._outputs)
         self._output_names = [spec.name for spec in outputs]
         self._has_bf16_edges = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
         accumulation = probe_onnx(device, precision, kernel.library)
@@ -105,6 +105,7 @@ class OnnxRuntime:
 # (InvalidArgument) is not enough: sizes that cannot be broadcast together end as a RuntimeException.
 _BLAMES_INPUT = re.compile(r"out of (data )?bounds|out of range|broadcast|reshape|dimension", re.IGNORECASE)
 _STATUS = "Status Message: "
+_ONNX_TYPES = {"float32": "float", "float64": "double"}  # ONNX Runtime's names where they are not ours
 
 
 def _failure(error: Exception) -> RuntimeFailure:
@@ -115,8 +116,21 @@ def _failure(error: Exception) -> RuntimeFailure:
     return RuntimeFailure(text)
 
 
-def _check_names(session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-    for what, specs, found in (("inputs", inputs, session.get_inputs()), ("outputs", outputs, session.get_outputs())):
+def _check_edges(session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    """Hold what is declared against the graph: names, dtypes, and the ranks of inputs. The ranks of outputs show in
+    every run; what a graph says of them itself may be wrong."""
+    for what, specs, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
         declared, real = sorted(s.name for s in specs), sorted(f.name for f in found)
         if declared != real:
-            raise RuntimeFailure(f"the graph's {what} are {', '.join(real)}, but {', '.join(declared)} are declared")
+            raise RuntimeFailure(f"the graph's {what}s are {', '.join(real)}, but {', '.join(declared)} are declared")
+        edges = {edge.name: edge for edge in found}
+        for spec in specs:
+            edge, expected = edges[spec.name], f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})"
+            if edge.type != expected:
+                raise RuntimeFailure(f"the graph's {what} {spec.name!r} is {edge.type}, but {expected} is declared")
+            # ONNX Runtime tells of a scalar as of an unknown shape: []
+            rank = len(edge.shape)
+            if what == "input" and rank and rank != len(spec.shape):
+                raise RuntimeFailure(
+                    f"the graph's input {spec.name!r} is of rank {rank}, but {describe(spec.shape)} is declared"
+                )

@@ -14,10 +14,10 @@ import numpy as np
 
 from bf16kit.artifact import Artifact, Golden
 from bf16kit.drift import METRICS, Budget, DriftSummary
-from bf16kit.errors import BudgetExceeded, ConfigError
+from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError
 from bf16kit.manifest import Manifest
 from bf16kit.runtime import Runtime, RuntimeInfo
-from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds
+from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from service.contract import Array
 from service.drift.comparison import judge
 from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
@@ -72,6 +72,7 @@ def open_artifact(path: Path, serving: Serving) -> Opened:
     manifest = artifact.manifest
     inputs = tuple(entry.spec() for entry in manifest.inputs)
     outputs = tuple(entry.spec() for entry in manifest.outputs)
+    _check_dims(serving, inputs)
     axis = manifest.batch_axis if _share_batch_dimension((*inputs, *outputs), manifest.batch_axis) else None
     return Opened(
         artifact=artifact,
@@ -101,7 +102,7 @@ def warm_up(runtime: Runtime, opened: Opened, rows: Sequence[int], golden: Golde
     for count in rows:
         if count > 1 and opened.batch_axis is None:
             raise ConfigError(f"warmup asks for {count} rows, but this model has no batch axis; leave warmup at [1]")
-        runtime.run(_feeds(opened, count, golden))
+        _run(runtime, opened, _feeds(opened, count, golden))
 
 
 def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str:
@@ -111,7 +112,7 @@ def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str
     """
     if golden is None:
         return "no golden samples in the artifact, accuracy not checked"
-    outputs = runtime.run(golden.inputs)
+    outputs = _run(runtime, opened, golden.inputs)
     breaches, summary = judge(golden.outputs, outputs, opened.outputs, opened.batch_axis, opened.budget)
     if breaches:
         raise BudgetExceeded(f"golden samples are over the drift budget: {'; '.join(map(str, breaches))}")
@@ -121,6 +122,25 @@ def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str
 def golden_of(artifact: Artifact) -> Golden | None:
     """The artifact's golden samples, None when it has none."""
     return artifact.golden() if artifact.manifest.golden is not None else None
+
+
+def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """One run whose outputs are held against the manifest: clients are told what it says.
+
+    Raises ArtifactError naming the output.
+    """
+    outputs = runtime.run(feeds)
+    for spec in opened.outputs:
+        array = outputs[spec.name]
+        fits = array.dtype == BY_NAME[spec.dtype].numpy and len(array.shape) == len(spec.shape)
+        if not fits or any(
+            isinstance(dim, int) and dim != size for dim, size in zip(spec.shape, array.shape, strict=True)
+        ):
+            raise ArtifactError(
+                f"output {spec.name!r} is declared as {spec.dtype}{describe(spec.shape)}, and the model gives"
+                f" {array.dtype.name}{list(array.shape)}; convert the checkpoint again"
+            )
+    return outputs
 
 
 def _describe(info: RuntimeInfo) -> str:
@@ -138,6 +158,14 @@ def _share_batch_dimension(specs: Sequence[TensorSpec], axis: int | None) -> boo
         return False
     names = {spec.shape[axis] for spec in specs}
     return len(names) == 1 and isinstance(names.pop(), str)
+
+
+def _check_dims(serving: Serving, inputs: Sequence[TensorSpec]) -> None:
+    free = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
+    for name in serving.max_dims:
+        if name not in free:
+            known = f"those of its inputs are {', '.join(free)}" if free else "its inputs have none"
+            raise ConfigError(f"serving.yaml bounds dimension {name!r} (max_dims), which is no free one: {known}")
 
 
 def _max_batch_size(serving: Serving, axis: int | None) -> int:

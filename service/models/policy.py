@@ -89,7 +89,7 @@ class Serving(_Part):
     default_priority_level: PositiveInt = 1  # of requests that ask for none; 1 is the most urgent
     priority_queue_policy: dict[PositiveInt, LevelBounds] = {}  # bounds of single levels
     max_dims: dict[str, PositiveInt] = {}  # the largest sizes of free dimensions, by name
-    max_response_bytes: PositiveInt = 256 << 20  # of one answer's outputs
+    max_response_bytes: Annotated[int, Field(ge=1, le=2_000_000_000)] = 256 << 20  # protobuf holds 2 GiB
     instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches running at once
     version_policy: VersionPolicy = VersionPolicy(latest=1)
     warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none

@@ -9,6 +9,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from service.contract import Cancellation, Model, Reply, Request
 from service.wire import parameters
+from service.wire.bounds import BoundsCheck, item_size
 from service.wire.tensors import Array, decode_contents, decode_raw, encode_raw, widen, wire_dtype
 
 
@@ -26,6 +27,7 @@ class InferenceCodec:
         self._outputs: Mapping[str, DType] = {spec.name: BY_NAME[spec.dtype] for spec in model.outputs}
         self._batch_axis = model.batch_axis
         self._max_rows = model.max_batch_size
+        self._bounds = BoundsCheck(model)
 
     def decode(
         self, message: pb.ModelInferRequest, priority: int, deadline: float | None, cancellation: Cancellation
@@ -39,11 +41,17 @@ class InferenceCodec:
             dtypes = self._answer_dtypes(message.outputs)
             wanted = tuple(dtypes)
         feeds = self._feeds(message)
-        check_feeds(self._specs, feeds)
-        return Request(feeds, self._rows(feeds), wanted, deadline, cancellation, priority), dtypes
+        sizes = check_feeds(self._specs, feeds)
+        rows = self._rows(feeds)
+        self._bounds.check_request(feeds, sizes, dtypes)
+        return Request(feeds, rows, wanted, deadline, cancellation, priority), dtypes
 
     def encode(self, request_id: str, reply: Reply, dtypes: Mapping[str, DType]) -> pb.ModelInferResponse:
-        """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``."""
+        """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``.
+
+        Raises :class:`InvalidRequest` when it is larger than the model's answers may be, before it is encoded.
+        """
+        self._bounds.check_answer(sum(array.size * item_size(dtypes[name]) for name, array in reply.outputs.items()))
         response = pb.ModelInferResponse(model_name=self._name, model_version=self._version, id=request_id)
         outputs, raw = response.outputs, response.raw_output_contents
         for name, array in reply.outputs.items():

@@ -221,6 +221,27 @@ def test_specs_that_are_not_the_graphs_are_refused() -> None:
         OnnxRuntime(model.SerializeToString(), [TensorSpec("z", "float32", (1, 16))], specs(model)[1])
 
 
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        (TensorSpec("x", "float64", ("batch", 16)), r"input 'x' is tensor\(float\), but tensor\(double\) is declared"),
+        (TensorSpec("x", "int32", ("batch", 16)), r"input 'x' is tensor\(float\), but tensor\(int32\) is declared"),
+        (TensorSpec("x", "float32", (16,)), r"input 'x' is of rank 2, but \[16\] is declared"),
+    ],
+)
+def test_inputs_declared_with_another_dtype_or_rank_are_refused(declared: TensorSpec, words: str) -> None:
+    model = graphs.mlp()
+    with pytest.raises(RuntimeFailure, match=words):
+        OnnxRuntime(model.SerializeToString(), [declared], specs(model)[1])
+
+
+def test_an_output_declared_with_another_dtype_is_refused() -> None:
+    model = graphs.mlp()
+    inputs, (output,) = specs(model)
+    with pytest.raises(RuntimeFailure, match=r"output 'y' is tensor\(float\), but tensor\(bfloat16\) is declared"):
+        OnnxRuntime(model.SerializeToString(), inputs, [TensorSpec("y", "bfloat16", output.shape)])
+
+
 def test_a_closed_runtime_refuses_to_run() -> None:
     loaded = runtime(graphs.mlp())
     loaded.close()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -15,7 +17,7 @@ from bf16kit.errors import ArtifactError
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.contract import Reply, Request
-from service.drift.comparison import Comparison
+from service.drift.comparison import Comparison, size_of
 from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow, ShadowPolicy, TokenBucket
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
@@ -154,6 +156,47 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(make: Make, heard: Heard
     until(lambda: heard.samples["measured"] == QUEUE_SIZE + 1)
 
 
+def test_a_sample_holds_its_rows_and_not_the_message_and_the_batch_that_they_came_in(
+    make: Make, heard: Heard, reference: Reference
+) -> None:
+    """A view would keep both alive, and show what became of the memory meanwhile."""
+    reference.gate.clear()
+    shadow = make(max_rows=2)
+    shadow.offer(*pair())
+    until(lambda: reference.running)
+    message = np.ones((1000, 2), np.float32)
+    batch = message * np.float32(1.01)
+    alive = weakref.ref(message), weakref.ref(batch)
+    shadow.offer(Request({"x": message[:5]}, rows=5), Reply({"y": batch[:5]}, "bf16"))
+    message[:], batch[:] = 7, 8
+    del message, batch
+    assert [array() for array in alive] == [None, None]
+    reference.gate.set()
+    until(lambda: heard.samples["measured"] == 3)
+    assert [round(drift.relative_l2, 4) for drift in heard.drifts] == [0, 0.01, 0.01]
+
+
+def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, reference: Reference) -> None:
+    """Each row is 8 bytes of input and as many of output."""
+    reference.gate.clear()
+    shadow = make(max_bytes=48)
+    for _ in range(4):
+        shadow.offer(*pair())
+    assert heard.samples == {"dropped": 1}
+    reference.gate.set()
+    until(lambda: heard.samples["measured"] == 3)
+    until(lambda: not shadow._held)
+    shadow.offer(*pair(rows=4))  # alone, and still too large
+    shadow.offer(*pair(rows=3))
+    until(lambda: heard.samples["measured"] == 6)
+    assert heard.samples == {"measured": 6, "dropped": 5}
+
+
+def test_texts_count_by_their_characters() -> None:
+    texts = np.array(["a" * 1000, "b"], np.object_)
+    assert size_of({"x": texts, "y": np.zeros(3, np.float32)}) == 2 * 8 + 1001 + 12
+
+
 def test_more_than_max_per_second_are_dropped(make: Make, heard: Heard) -> None:
     shadow = make(max_per_second=0.001)
     shadow.offer(*pair())
@@ -181,7 +224,29 @@ def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog
 
 
 def test_closing_ends_the_thread_and_frees_the_reference(make: Make, reference: Reference) -> None:
-    make().close()
+    shadow = make()
+    shadow.offer(*pair())
+    until(lambda: reference.running)
+    assert shadow.close()
+    assert reference.closed
+
+
+def test_closing_waits_for_no_longer_than_its_deadline_and_says_so(make: Make, reference: Reference) -> None:
+    loading = threading.Event()
+
+    def load() -> Reference:
+        loading.set()
+        assert reference.gate.wait(20)
+        return reference
+
+    reference.gate.clear()
+    shadow = make(load)
+    assert loading.wait(20)
+    begun = time.monotonic()
+    assert not shadow.close(begun + 0.05)
+    assert time.monotonic() - begun < 10
+    reference.gate.set()
+    assert shadow.close()
     assert reference.closed
 
 

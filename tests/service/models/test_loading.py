@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from artifacts import write_artifact, write_mlp
 from onnx import helper
 
 from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.errors import BudgetExceeded, ConfigError
+from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError
 from bf16kit.manifest import DriftEntry
 from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
@@ -50,6 +51,29 @@ def test_asking_to_batch_it_is_an_error(without_batch_axis: Path) -> None:
     found = opened(without_batch_axis)
     with pytest.raises(ConfigError, match="warmup asks for 2 rows"):
         warm_up(load(found.artifact, "cpu", threads=1), found, (2,), None)
+
+
+@pytest.mark.parametrize("shape", [("batch", 8), ("batch",), ("batch", 16, "more")])
+def test_an_output_of_another_shape_than_declared_keeps_a_model_from_serving(
+    tmp_path: Path, shape: tuple[int | str, ...]
+) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    found = opened(tmp_path / "mlp" / "1")
+    runtime = load(found.artifact, "cpu", threads=1)
+    lied_about = replace(found, outputs=(TensorSpec("y", "float32", shape),))
+    with pytest.raises(ArtifactError, match=r"output 'y' is declared as .*, and the model gives float32\[1, 16\]"):
+        warm_up(runtime, lied_about, (1,), None)
+    with pytest.raises(ArtifactError, match=r"the model gives float32\[4, 16\]"):
+        check_golden(runtime, lied_about, golden_of(found.artifact))
+
+
+def test_a_bound_of_a_dimension_that_is_not_there_is_an_error(tmp_path: Path, without_batch_axis: Path) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    opened(tmp_path / "mlp" / "1", max_dims={"batch": 4})
+    with pytest.raises(ConfigError, match=r"bounds dimension 'seq' \(max_dims\).*those of its inputs are batch"):
+        opened(tmp_path / "mlp" / "1", max_dims={"seq": 4})
+    with pytest.raises(ConfigError, match="its inputs have none"):
+        opened(without_batch_axis, max_dims={"seq": 4})
 
 
 def test_a_batch_axis_that_an_output_does_not_share_is_not_used(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
         ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
         ("instances: 0", "'instances' is 0"),
+        ("max_dims: {seq: 0}", r"'max_dims\.seq' is 0"),
+        ("max_response_bytes: 3000000000", "'max_response_bytes' is 3000000000"),
         ("max_queue_delay_ms: -1", "'max_queue_delay_ms' is -1"),
         ("budget: {relative_l2: much}", r"'budget\.relative_l2' is 'much'"),
     ],

@@ -248,6 +248,25 @@ def test_a_version_goes_when_a_newer_one_answers_and_stays_while_none_does(
     assert states(repository) == {("m", 2): "ready"}
 
 
+def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
+    tmp_path: Path, repository: Repository, loads: Held
+) -> None:
+    put(tmp_path, version=1)
+    repository.load("m").result(60)
+    model = repository.get("m", "1")
+    put(tmp_path, version=2, serving=QUIET.replace("all", "{latest: 1}"))
+    loads.go.clear()
+    only_the_second = repository.load("m")
+    until(lambda: loads.begun[-1] == "m/2")
+    (tmp_path / "m" / "serving.yaml").write_text(QUIET, "utf-8")
+    both = repository.load("m")
+    loads.go.set()
+    only_the_second.result(60)
+    both.result(60)
+    assert repository.get("m", "1") is model
+    assert states(repository) == {("m", 1): "ready", ("m", 2): "ready"}
+
+
 # --- unloading --------------------------------------------------------------------------------------------------------
 
 
@@ -394,6 +413,28 @@ def test_closing_is_clean_when_nothing_is_left(
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert left == set()
     assert caplog.text == ""
+
+
+def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository: Repository) -> None:
+    put(tmp_path, "a")
+    put(tmp_path, "b")
+    repository.load("a").result(60)
+    repository.load("b").result(60)
+    idle = repository.get("b", "")
+
+    def freed() -> bool:
+        try:
+            idle.infer(ONE)
+        except Unavailable:
+            return True
+        return False
+
+    with ThreadPoolExecutor(1) as closer:
+        with repository.acquire("a", "") as model:
+            closing = closer.submit(repository.close, 60.0)
+            until(freed)
+            model.infer(ONE)
+        assert closing.result(60)
 
 
 def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Path, repository: Repository) -> None:

@@ -17,7 +17,8 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Array
+from bf16kit.tensors import TensorSpec
+from service.contract import Array, Bounds
 from service.transport.call import Rpc
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -82,6 +83,36 @@ def test_a_request_that_does_not_fit_is_an_invalid_argument_that_says_how(served
     code, details = served.refusal("ModelInfer", message)
     assert code is StatusCode.INVALID_ARGUMENT
     assert words in details
+
+
+def test_an_empty_tensor_that_would_grow_inside_the_model_is_refused_before_it_runs() -> None:
+    """Nothing on the wire, and 256 MiB out of a sum over its empty dimension."""
+    model = LoopbackModel(
+        run=lambda feeds: {"y": feeds["x"].sum(axis=1)},
+        inputs=[TensorSpec("x", "float32", ("n", "m"))],
+        outputs=[TensorSpec("y", "float32", ("n",))],
+        max_batch_size=0,
+    )
+    with serving(model) as served:
+        code, details = served.refusal("ModelInfer", infer_request(x=np.zeros((2**26, 0), np.float32)))
+        assert code is StatusCode.INVALID_ARGUMENT
+        assert details == "input 'x' has shape [67108864, 0]: too large, although it is empty"
+        assert model.calls == 0
+        assert served.call("ModelInfer", infer_request(x=np.zeros((4, 0), np.float32))).outputs[0].shape == [4]
+
+
+def test_an_answer_over_its_bound_is_refused_with_the_bound() -> None:
+    """Its size shows only when it has run: no input has the dimension that makes it large."""
+    grows = LoopbackModel(
+        run=lambda feeds: {"y": np.zeros((1, 1000), np.float32)},
+        outputs=[TensorSpec("y", "float32", ("batch", "found"))],
+        bounds=Bounds(response_bytes=3999),
+    )
+    with serving(grows) as served:
+        code, details = served.refusal("ModelInfer", infer_request(x=X[:1]))
+        assert code is StatusCode.INVALID_ARGUMENT
+        assert "the answer has 4000 bytes or more, expected at most 3999 (max_response_bytes" in details
+        assert grows.calls == 1
 
 
 def test_an_unknown_model_or_version_is_not_found_and_makes_no_label(served: Served) -> None:

@@ -1,0 +1,78 @@
+"""What one request may ask of a model beyond the size of its message: dimensions, empty tensors, its answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from bf16kit.errors import InvalidRequest
+from bf16kit.tensors import Array, DType, TensorSpec
+from service.contract import Bounds, Model
+
+# Elements that an empty tensor would have, were its empty dimensions 1. It costs the client nothing, whatever its other
+# dimensions, and a model may still make as much of them as of a tensor that was sent: the sum of [2^26,0] is 256 MiB.
+_LARGEST_EMPTY = 1 << 20
+_SMALLEST_BYTES = 4  # of one element of a BYTES tensor: the length of an empty string
+
+
+class BoundsCheck:
+    """The bounds of one model, and what of its shapes they need."""
+
+    def __init__(self, model: Model) -> None:
+        self._bounds: Bounds = model.bounds
+        known = {dim for spec in model.inputs for dim in spec.shape if isinstance(dim, str)}
+        self._dims = {name: bound for name, bound in self._bounds.dims.items() if name in known}
+        self._empty = {spec.name: max(_fixed(spec), _LARGEST_EMPTY) for spec in model.inputs}
+        self._outputs = {spec.name: _size_of(spec) for spec in model.outputs if known.issuperset(_free(spec))}
+
+    def check_request(self, feeds: Mapping[str, Array], sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
+        """Raise InvalidRequest for a dimension that is too large, or an answer that is known to become so.
+
+        ``sizes`` are those of the free dimensions, by name; ``wanted`` the datatypes of the outputs to answer.
+        """
+        for name, bound in self._dims.items():
+            if sizes[name] > bound:
+                raise InvalidRequest(
+                    f"dimension {name!r} is {sizes[name]}, expected at most {bound}"
+                    " (max_dims of the model's serving.yaml)"
+                )
+        if 0 in sizes.values():
+            self._check_empty(feeds)
+        answer = 0
+        for name, dtype in wanted.items():
+            if name in self._outputs:
+                fixed, free = self._outputs[name]
+                answer += math.prod([sizes[dim] for dim in free], start=fixed) * item_size(dtype)
+        self.check_answer(answer)
+
+    def check_answer(self, nbytes: int) -> None:
+        """Raise InvalidRequest for an answer of so many bytes of outputs, if that is too much."""
+        bound = self._bounds.response_bytes
+        if nbytes > bound:
+            raise InvalidRequest(
+                f"the answer has {nbytes} bytes or more, expected at most {bound} (max_response_bytes of the model's"
+                " serving.yaml); ask for fewer rows, shorter inputs or fewer outputs"
+            )
+
+    def _check_empty(self, feeds: Mapping[str, Array]) -> None:
+        for name, array in feeds.items():
+            if not array.size and math.prod(max(size, 1) for size in array.shape) > self._empty[name]:
+                raise InvalidRequest(f"input {name!r} has shape {list(array.shape)}: too large, although it is empty")
+
+
+def item_size(dtype: DType) -> int:
+    """The bytes of one element on the wire; of BYTES, the fewest."""
+    return _SMALLEST_BYTES if dtype.oip == "BYTES" else dtype.numpy.itemsize
+
+
+def _free(spec: TensorSpec) -> Sequence[str]:
+    return [dim for dim in spec.shape if isinstance(dim, str)]
+
+
+def _fixed(spec: TensorSpec) -> int:
+    return math.prod(dim for dim in spec.shape if isinstance(dim, int))
+
+
+def _size_of(spec: TensorSpec) -> tuple[int, Sequence[str]]:
+    """The product of the fixed dimensions, and the names of the free ones."""
+    return _fixed(spec), _free(spec)
