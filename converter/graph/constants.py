@@ -16,15 +16,24 @@ def index_bound(value: ir.Value) -> int | None:
     """The size of the smallest table that ``value`` indexes, be it through ops that move it; None for no table."""
     bounds: list[int | None] = []
     for node, position in value.uses():
+        if node.domain != "":
+            continue
         if node.op_type == "Gather" and position == 1:
-            table = node.inputs[0]
-            axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-            size = table.shape[axis] if table is not None and table.shape is not None else None
-            bounds.append(size if isinstance(size, int) else None)
+            bounds.append(_rows(node))
         elif node.op_type in _TRANSPARENT and position == 0:
             bounds.append(index_bound(node.outputs[0]))
     found = [bound for bound in bounds if bound]
     return min(found) if found else None
+
+
+def _rows(gather: ir.Node) -> int | None:
+    """How many entries the table of a Gather has; None where nothing says so, or the axis is none of the table's."""
+    table = gather.inputs[0]
+    axis = gather.attributes["axis"].as_int() if "axis" in gather.attributes else 0
+    if table is None or table.shape is None or not -len(table.shape) <= axis < len(table.shape):
+        return None
+    size = table.shape[axis]
+    return size if isinstance(size, int) else None
 
 
 def compared_with(value: ir.Value) -> tuple[int, ...]:
@@ -34,7 +43,7 @@ def compared_with(value: ir.Value) -> tuple[int, ...]:
 
 def _compared(value: ir.Value) -> Iterator[int]:
     for node, position in value.uses():
-        if node.op_type == "Equal":
+        if node.domain == "" and node.op_type == "Equal":
             yield from _number(node.inputs[1 - position])
         elif node.op_type in _TRANSPARENT and position == 0:
             yield from _compared(node.outputs[0])

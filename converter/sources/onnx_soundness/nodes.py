@@ -23,8 +23,6 @@ _SINGLE = OpSchema.FormalParameterOption.Single
 
 def check_node(path: Path, node: NodeProto, schema: OpSchema | None) -> None:
     """:class:`SourceError` where ``node`` is not as ``schema`` has it; None is an operator that is not ONNX's."""
-    if any(isinstance(name, bytes) for name in (node.name, node.op_type, node.domain, *node.input, *node.output)):
-        raise SourceError(f"{path}: damaged: node {node.name!r} has names that are not UTF-8")
     names = [attribute.name for attribute in node.attribute]
     if len(set(names)) < len(names):
         raise SourceError(f"{path}: damaged: node {quoted(node.name)} has two attributes of one name")

@@ -88,8 +88,6 @@ def _check_unused(path: Path, tensor: TensorProto, used: str) -> None:
 def _check_external(path: Path, tensor: TensorProto, nbytes: int) -> None:
     """Where its bytes are said to be: what lies there is checked where files are looked at."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    if any(isinstance(text, bytes) for text in (*entries, *entries.values())):
-        raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} is in another file, named not in UTF-8")
     if not entries.get("location") or "\0" in entries["location"]:
         raise SourceError(f"{path}: damaged: tensor {quoted(tensor.name)} is in another file, and not said in which")
     if tensor.data_type == TensorProto.STRING:

@@ -24,8 +24,6 @@ def check_names(path: Path, graph: GraphProto) -> None:
             if name in seen:
                 raise SourceError(f"{path}: damaged: {quoted(name)} is given twice")
             seen.add(name)
-    if any(isinstance(name, bytes) for name in (*inputs, *initializers, *(value.name for value in graph.output))):
-        raise SourceError(f"{path}: damaged: an input, output or initializer has a name that is not UTF-8")
     if "" in (*inputs, *initializers):
         raise SourceError(f"{path}: damaged: an input or an initializer of graph {quoted(graph.name)} has no name")
 

@@ -64,6 +64,23 @@ def test_an_input_that_indexes_nothing_has_no_bound() -> None:
     assert index_bound(input_named(read(graphs.mlp()), "x")) is None
 
 
+@pytest.mark.parametrize(("axis", "bound"), [(0, 100), (1, 8), (-1, 8), (-2, 100), (2, None), (2**40, None)])
+def test_an_axis_that_the_table_has_not_bounds_nothing(axis: int, bound: int | None) -> None:
+    proto = graphs.embedding(100, 8)
+    gather = next(node for node in proto.graph.node if node.op_type == "Gather")
+    gather.attribute.append(helper.make_attribute("axis", axis))
+    assert index_bound(read(proto).graph.inputs[0]) == bound
+
+
+@pytest.mark.parametrize("op", ["Gather", "Equal"])
+def test_another_domains_operators_say_nothing_of_an_index(op: str) -> None:
+    node = helper.make_node(op, ["x"], ["y"], domain="own", axis="last")
+    edges = [graphs.edge("x", [1], TensorProto.INT64)], [graphs.edge("y", [1])]
+    value = ir.from_proto(graphs.model([node], *edges)).graph.inputs[0]
+    assert index_bound(value) is None
+    assert compared_with(value) == ()
+
+
 def test_the_same_seed_gives_the_same_samples_and_another_gives_others() -> None:
     model = read(graphs.mlp())
     first, again, other = (generate(input_specs(model), model, None, seed).feeds for seed in (0, 0, 1))

@@ -10,7 +10,6 @@ from onnx import AttributeProto, ModelProto, NodeProto, helper
 import graphs
 from bf16kit.errors import SourceError
 from converter.sources import onnx_soundness
-from converter.sources.onnx_file import read_graph
 
 
 def _with(*nodes: NodeProto) -> ModelProto:
@@ -137,11 +136,3 @@ def test_nodes_of_a_function_are_of_its_own_opset(tmp_path: Path) -> None:
 def test_a_function_of_an_operators_name_is_called_as_it_is_defined(tmp_path: Path) -> None:
     model = _calling(graphs.OPSET, helper.make_node("Relu", ["a"], ["b"]), "Gemm", "")
     onnx_soundness.check(tmp_path / "m.onnx", model)
-
-
-@pytest.mark.parametrize("name", [b"matmul0", b"m0"])
-def test_names_that_are_not_utf_8_are_refused(tmp_path: Path, name: bytes) -> None:
-    content = graphs.mlp().SerializeToString()
-    (tmp_path / "m.onnx").write_bytes(content.replace(name, b"\xff" * len(name)))
-    with pytest.raises(SourceError, match="not UTF-8"):
-        read_graph(tmp_path / "m.onnx")

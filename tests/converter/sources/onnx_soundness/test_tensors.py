@@ -70,16 +70,6 @@ def test_a_file_that_lies_is_refused_by_name(tmp_path: Path, lie: str) -> None:
     assert str(raised.value).startswith(f"{tmp_path}/m.onnx: ")
 
 
-@pytest.mark.parametrize("word", [b"length", b"w.bin"])
-def test_entries_of_external_data_that_are_not_utf_8_are_refused(tmp_path: Path, word: bytes) -> None:
-    model = graphs.mlp()
-    _external(model)
-    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(word, b"\xff" * len(word)))
-    (tmp_path / "w.bin").write_bytes(bytes(2048))
-    with pytest.raises(SourceError, match="'w0' is in another file, named not in UTF-8"):
-        read_graph(tmp_path / "m.onnx")
-
-
 def test_numbers_in_typed_fields_are_counted_as_their_dtype_packs_them(tmp_path: Path) -> None:
     several: dict[str, Any] = {
         "FLOAT16": [1.0, 2.0, 3.0],

@@ -11,7 +11,6 @@ from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, helper
 import graphs
 from bf16kit.errors import SourceError
 from converter.sources import onnx_soundness
-from converter.sources.onnx_file import read_graph
 
 
 def _weight(model: ModelProto) -> TensorProto:
@@ -58,13 +57,6 @@ def test_free_dimensions_may_be_declared_of_a_weight(tmp_path: Path, shape: list
     model = graphs.mlp()
     _declare(model, TensorProto.FLOAT, shape)
     onnx_soundness.check(tmp_path / "m.onnx", model)
-
-
-def test_names_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
-    content = graphs.mlp().SerializeToString()
-    (tmp_path / "m.onnx").write_bytes(content.replace(b"w0", b"\xff\xff"))
-    with pytest.raises(SourceError, match="not UTF-8"):
-        read_graph(tmp_path / "m.onnx")
 
 
 def _body(model: ModelProto, place: int = 0) -> GraphProto:
