@@ -32,6 +32,8 @@ def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, 
             f"{path}: is a bare pickle (torch before 1.6, or not torch at all), and loading it could run any code;"
             " save it again as safetensors, or pass --trust-pickle if you trust whoever made it"
         )
+    if kind is Kind.TORCH_ZIP and not trust_pickle:
+        torch_records.check_stored(path)
     loaded = _load(path, mapped=kind is Kind.TORCH_ZIP, trust_pickle=trust_pickle)
     import torch
 

@@ -15,6 +15,21 @@ from bf16kit.errors import SourceError
 _NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
 
 
+def check_stored(path: Path) -> None:
+    """:class:`SourceError` where a record is compressed: torch never does that, and unpacks what gigabytes it is told.
+
+    An archive that cannot be read is left to torch to complain of.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return
+    for info in records:
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
+
+
 def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
     """``storages`` are the address and the size of each storage that torch mapped from ``path``.
 
@@ -38,8 +53,6 @@ def _records(path: Path) -> set[tuple[int, int]]:
     found = set()
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
             file.seek(info.header_offset)
             header = file.read(_LOCAL_HEADER)
             lengths = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))

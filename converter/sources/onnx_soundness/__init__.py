@@ -15,7 +15,7 @@ from converter.sources.onnx_soundness.endings import check_ends
 from converter.sources.onnx_soundness.nodes import check_node
 from converter.sources.onnx_soundness.tensors import check_tensor
 from converter.sources.onnx_soundness.texts import check_texts
-from converter.sources.onnx_soundness.values import check_declared, check_names, check_outputs
+from converter.sources.onnx_soundness.values import check_declared, check_functions, check_names, check_outputs
 from converter.sources.onnx_soundness.walk import Schemas, graphs, nodes
 
 
@@ -23,6 +23,7 @@ def check(path: Path, model: ModelProto) -> None:
     """Raise :class:`~bf16kit.errors.SourceError` naming the tensor, value, node or attribute that is not as ``model``
     says, and :class:`~bf16kit.errors.ConversionError` for a Loop that never ends."""
     check_texts(path, model)
+    check_functions(path, model)
     for graph in graphs(model):
         check_names(path, graph)
         for tensor in graph.initializer:

@@ -28,6 +28,16 @@ def check_names(path: Path, graph: GraphProto) -> None:
         raise SourceError(f"{path}: damaged: an input or an initializer of graph {quoted(graph.name)} has no name")
 
 
+def check_functions(path: Path, model: ModelProto) -> None:
+    """Each function is defined once: of two, readers take one or the other."""
+    seen = set()
+    for function in model.functions:
+        known_by = (function.domain, function.name, function.overload)
+        if known_by in seen:
+            raise SourceError(f"{path}: damaged: function {quoted(function.name)} is defined twice")
+        seen.add(known_by)
+
+
 def check_declared(path: Path, graph: GraphProto) -> None:
     """An initializer that is an input too is what the input is declared to be."""
     initializers = {tensor.name: tensor for tensor in graph.initializer}

@@ -65,3 +65,12 @@ def test_compressed_records_are_refused_and_not_read_as_they_lie(tmp_path: Path)
     path = _rewritten(_saved(tmp_path / "m.pt", STATE), lambda name, content: content, zipfile.ZIP_DEFLATED)
     with pytest.raises(SourceError, match="is compressed, which torch never does"):
         _read(path)
+
+
+def test_a_compressed_record_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a bomb; torch would look for names in the gigabytes that it becomes."""
+    saved = _saved(tmp_path / "a.pt", STATE)
+    bomb = _rewritten(saved, lambda _, content: content, zipfile.ZIP_DEFLATED)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch was asked to load it"))
+    with pytest.raises(SourceError, match="is compressed, which torch never does"):
+        _read(bomb)

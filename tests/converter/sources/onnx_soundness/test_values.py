@@ -98,6 +98,17 @@ def test_a_sparse_initializer_gives_a_value(tmp_path: Path) -> None:
     onnx_soundness.check(tmp_path / "m.onnx", model)
 
 
+def test_a_function_is_defined_once(tmp_path: Path) -> None:
+    opsets = [helper.make_opsetid("", graphs.OPSET)]
+    model = graphs.mlp()
+    for overload in ("", "other", ""):
+        onnx_soundness.check(tmp_path / "m.onnx", model)
+        node = helper.make_node("Relu", ["a"], ["b"])
+        model.functions.append(helper.make_function("own", "F", ["a"], ["b"], [node], opsets, overload=overload))
+    with pytest.raises(SourceError, match="function 'F' is defined twice"):
+        onnx_soundness.check(tmp_path / "m.onnx", model)
+
+
 def test_a_functions_output_is_given_inside_it(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", graphs.OPSET)]
     model = graphs.mlp()
