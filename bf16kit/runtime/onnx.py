@@ -12,7 +12,7 @@ from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
 from bf16kit.runtime.probe import probe_onnx
 from bf16kit.runtime.session import Session, open_session
-from bf16kit.tensors import TensorSpec, describe
+from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 
 
@@ -117,8 +117,8 @@ def _failure(error: Exception) -> RuntimeFailure:
 
 
 def _check_edges(session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-    """Hold what is declared against the graph: names, dtypes, and the ranks of inputs. The ranks of outputs show in
-    every run; what a graph says of them itself may be wrong."""
+    """Hold names and dtypes that are declared against the graph. Shapes show in every run: what a graph says of them
+    itself may be wrong, and not every caller declares them."""
     for what, specs, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
         declared, real = sorted(s.name for s in specs), sorted(f.name for f in found)
         if declared != real:
@@ -128,9 +128,3 @@ def _check_edges(session: Session, inputs: Sequence[TensorSpec], outputs: Sequen
             edge, expected = edges[spec.name], f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})"
             if edge.type != expected:
                 raise RuntimeFailure(f"the graph's {what} {spec.name!r} is {edge.type}, but {expected} is declared")
-            # ONNX Runtime tells of a scalar as of an unknown shape: []
-            rank = len(edge.shape)
-            if what == "input" and rank and rank != len(spec.shape):
-                raise RuntimeFailure(
-                    f"the graph's input {spec.name!r} is of rank {rank}, but {describe(spec.shape)} is declared"
-                )

@@ -221,18 +221,12 @@ def test_specs_that_are_not_the_graphs_are_refused() -> None:
         OnnxRuntime(model.SerializeToString(), [TensorSpec("z", "float32", (1, 16))], specs(model)[1])
 
 
-@pytest.mark.parametrize(
-    ("declared", "words"),
-    [
-        (TensorSpec("x", "float64", ("batch", 16)), r"input 'x' is tensor\(float\), but tensor\(double\) is declared"),
-        (TensorSpec("x", "int32", ("batch", 16)), r"input 'x' is tensor\(float\), but tensor\(int32\) is declared"),
-        (TensorSpec("x", "float32", (16,)), r"input 'x' is of rank 2, but \[16\] is declared"),
-    ],
-)
-def test_inputs_declared_with_another_dtype_or_rank_are_refused(declared: TensorSpec, words: str) -> None:
+@pytest.mark.parametrize(("declared", "theirs"), [("float64", "double"), ("int32", "int32")])
+def test_an_input_declared_with_another_dtype_is_refused(declared: str, theirs: str) -> None:
     model = graphs.mlp()
-    with pytest.raises(RuntimeFailure, match=words):
-        OnnxRuntime(model.SerializeToString(), [declared], specs(model)[1])
+    (input_,), outputs = specs(model)
+    with pytest.raises(RuntimeFailure, match=rf"input 'x' is tensor\(float\), but tensor\({theirs}\) is declared"):
+        OnnxRuntime(model.SerializeToString(), [TensorSpec("x", declared, input_.shape)], outputs)
 
 
 def test_an_output_declared_with_another_dtype_is_refused() -> None:
