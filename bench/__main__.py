@@ -29,6 +29,7 @@ NAMES = (
     "startup",
     "latency_mlp",
     "throughput_minilm",
+    "overload",
     "kernel",
     "kernel_minilm",
     "kernel_lm",

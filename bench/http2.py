@@ -12,15 +12,15 @@ import struct
 import time
 from collections import defaultdict
 
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-_END_STREAM = _ACK = 1
-_END_HEADERS = 4
-_LARGEST_WINDOW = (1 << 31) - 1
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM = ACK = 1
+END_HEADERS = 4
+LARGEST_WINDOW = (1 << 31) - 1
 _REFILL = 1 << 28  # bytes received before the connection's window is opened again
 _HEADER_TABLE_SIZE, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 4, 5
 _LARGEST_FRAME = (1 << 24) - 1
 _FRAME_HEADER = 9
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _POST_OVER_HTTP = b"\x83\x86"  # RFC 7541, static table: ":method: POST", ":scheme: http"
 
 
@@ -28,23 +28,15 @@ class Connection:
     """Calls ``path`` with ``message`` on ``port`` of the loopback interface; each reply must have ``reply_bytes``."""
 
     def __init__(self, port: int, path: str, message: bytes, reply_bytes: int) -> None:
-        self._headers = _POST_OVER_HTTP + b"".join(
-            _literal(name, value)
-            for name, value in (
-                (":path", path),
-                (":authority", f"127.0.0.1:{port}"),
-                ("content-type", "application/grpc"),
-                ("te", "trailers"),
-            )
-        )
-        self._body = b"\0" + struct.pack(">I", len(message)) + message
+        self._headers = request_headers(path, port)
+        self._message = message
         self._reply_bytes = 5 + reply_bytes  # gRPC puts a flag and a length before the message
         self._received: defaultdict[int, int] = defaultdict(int)  # DATA bytes by stream
         self._next_stream = 1
         self._to_refill = 0
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.sendall(_PREFACE + _settings() + _window_update(_LARGEST_WINDOW - 65535))
+        self._socket.sendall(PREFACE + settings() + window_update(LARGEST_WINDOW - 65535))
         self._buffer = bytearray()
 
     def run(self, in_flight: int, seconds: float) -> int:
@@ -68,7 +60,7 @@ class Connection:
     def _request(self) -> bytes:
         stream = self._next_stream
         self._next_stream += 2
-        return _frame(_HEADERS, _END_HEADERS, stream, self._headers) + _frame(_DATA, _END_STREAM, stream, self._body)
+        return request_frames(stream, self._headers, self._message)
 
     def _receive(self) -> tuple[int, list[bytes]]:
         """Wait for bytes; how many calls they end, and the frames that HTTP/2 wants in answer."""
@@ -82,7 +74,7 @@ class Connection:
             start = end
         del self._buffer[:start]
         if self._to_refill > _REFILL:
-            answers.append(_window_update(self._to_refill))
+            answers.append(window_update(self._to_refill))
             self._to_refill = 0
         return ended, answers
 
@@ -98,15 +90,15 @@ class Connection:
         """Take note of one frame; 1 when it ends a call, and frames to send are added to ``answers``."""
         kind, flags = self._buffer[start + 3], self._buffer[start + 4]
         stream = int.from_bytes(self._buffer[start + 5 : start + 9])
-        if kind == _DATA:
+        if kind == DATA:
             self._received[stream] += end - start - _FRAME_HEADER
             self._to_refill += end - start - _FRAME_HEADER
-        elif kind in (_SETTINGS, _PING) and not flags & _ACK:
-            payload = bytes(self._buffer[start + _FRAME_HEADER : end]) if kind == _PING else b""
-            answers.append(_frame(kind, _ACK, 0, payload))
-        elif kind in (_RST_STREAM, _GOAWAY):
+        elif kind in (SETTINGS, PING) and not flags & ACK:
+            payload = bytes(self._buffer[start + _FRAME_HEADER : end]) if kind == PING else b""
+            answers.append(frame(kind, ACK, 0, payload))
+        elif kind in (RST_STREAM, GOAWAY):
             raise ConnectionError(f"the server ended stream {stream} with a frame of type {kind}")
-        if kind != _HEADERS or not flags & _END_STREAM:
+        if kind != HEADERS or not flags & END_STREAM:
             return 0
         received = self._received.pop(stream, 0)
         if received != self._reply_bytes:
@@ -114,18 +106,37 @@ class Connection:
         return 1
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def request_headers(path: str, port: int) -> bytes:
+    """The header block of a call to ``path``: the same for every one of them."""
+    fields = (
+        (":path", path),
+        (":authority", f"127.0.0.1:{port}"),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    )
+    return _POST_OVER_HTTP + b"".join(_literal(name, value) for name, value in fields)
+
+
+def request_frames(stream: int, headers: bytes, message: bytes) -> bytes:
+    """The whole of one call."""
+    body = b"\0" + struct.pack(">I", len(message)) + message
+    return frame(HEADERS, END_HEADERS, stream, headers) + frame(DATA, END_STREAM, stream, body)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """RFC 9113 §4.1."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
-def _settings() -> bytes:
+def settings() -> bytes:
     """Windows and frames as large as they may be, so that nothing waits; no header table, so none must be kept."""
-    chosen = ((_HEADER_TABLE_SIZE, 0), (_INITIAL_WINDOW_SIZE, _LARGEST_WINDOW), (_MAX_FRAME_SIZE, _LARGEST_FRAME))
-    return _frame(_SETTINGS, 0, 0, b"".join(struct.pack(">HI", key, value) for key, value in chosen))
+    chosen = ((_HEADER_TABLE_SIZE, 0), (_INITIAL_WINDOW_SIZE, LARGEST_WINDOW), (_MAX_FRAME_SIZE, _LARGEST_FRAME))
+    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", key, value) for key, value in chosen))
 
 
-def _window_update(size: int) -> bytes:
-    return _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", size))
+def window_update(size: int) -> bytes:
+    """Lets the other side send ``size`` bytes more on the whole connection."""
+    return frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", size))
 
 
 def _literal(name: str, value: str) -> bytes:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal
 
 from bf16kit.errors import (
     Cancelled,
@@ -25,7 +24,9 @@ from bf16kit.errors import (
     Unavailable,
 )
 from service.batching.gather import gather, signature, split, wanted
-from service.batching.queue import Job, LevelPolicy, Queue, QueuePolicy
+from service.batching.policy import BatchObserver, BatchPolicy
+from service.batching.queue import Job, Queue
+from service.batching.waiting import Waiting
 from service.contract import Array, Reply, Request, Timings
 
 # Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
@@ -37,78 +38,7 @@ _LEFT = "the client left before the request ran"
 _ROOM_S = 0.1  # how often a request that waits for room looks whether its client is still there
 
 
-class BatchObserver(Protocol):
-    """Told what happens in the queue; must be quick and thread-safe."""
-
-    def rejected(self, reason: str, waited_s: float) -> None:
-        """``reason`` is ``deadline``, ``cancelled``, or what :class:`Overloaded` says."""
-        ...
-
-    def queued(self, change: int) -> None: ...
-
-    def executed(self, requests: int, rows: int, timings: Timings) -> None:
-        """One batch has run; the queue time in ``timings`` means nothing here."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPolicy:
-    """``axis`` None or ``max_rows`` 0: every request runs alone. ``inline``: see :meth:`Batcher.submit`.
-
-    A request's ``priority`` chooses one of ``levels``, counted from 1, the most urgent; 0 means ``default_level``.
-    """
-
-    axis: int | None = None
-    max_rows: int = 0
-    max_delay_s: float = 0.0
-    max_bytes: int = 1 << 62
-    levels: tuple[LevelPolicy, ...] = (LevelPolicy(),)
-    default_level: int = 1
-    instances: int = 1
-    inline: bool = False
-
-    @property
-    def batches(self) -> bool:
-        return self.axis is not None and self.max_rows > 0
-
-    def queue(self) -> QueuePolicy:
-        rows = self.max_rows if self.batches else 0
-        return QueuePolicy(rows, self.max_delay_s, self.max_bytes, self.instances, self.levels)
-
-
-class _Call:
-    """A request that waits. ``done`` is held from the start; releasing it wakes the one thread that waits."""
-
-    __slots__ = ("_done", "_error", "_reply", "request")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self._reply: Reply | None = None
-        self._error: Exception | None = None
-        self._done = threading.Lock()
-        self._done.acquire()
-
-    def succeed(self, reply: Reply) -> None:
-        self._reply = reply
-        self._done.release()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._done.release()
-
-    def wait(self, timeout: float) -> bool:
-        """Whether the outcome is there, after at most ``timeout`` seconds (−1: no limit)."""
-        return self._done.acquire(timeout=timeout)
-
-    def result(self) -> Reply:
-        if self._error is not None:
-            raise self._error
-        if self._reply is None:
-            raise RuntimeError("a call ended with neither a reply nor an error")
-        return self._reply
-
-
-_Job = Job[_Call]
+_Job = Job[Waiting]
 
 
 class Batcher:
@@ -119,7 +49,7 @@ class Batcher:
         self._policy = policy
         self._inline = policy.inline and policy.max_delay_s == 0
         self._observer = observer
-        self._queue: Queue[_Call] = Queue(policy.queue())
+        self._queue: Queue[Waiting] = Queue(policy.queue())
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
         self._room = threading.Condition(self._lock)  # a place in the queue, for those that wait for one
@@ -203,16 +133,23 @@ class Batcher:
         except InputRefused as error:
             raise _invalid(error) from error
         timings = Timings(compute_infer=time.monotonic() - arrived)
+        shape = self._shape(request)
+        with self._lock:
+            self._queue.pace.observe(shape, request.rows, timings.compute_infer)
         self._observer.executed(1, request.rows, timings)
         return Reply(outputs, precision, timings)
 
+    def _shape(self, request: Request) -> Hashable:
+        """What must be equal for two requests to share a batch."""
+        axis = self._policy.axis
+        return signature(request.feeds, axis) if self._policy.batches and axis is not None else ()
+
     def _enqueue(self, request: Request, arrived: float, level: int) -> _Job:
-        batches, axis = self._policy.batches, self._policy.axis
         job: _Job = Job(
-            _Call(request),
+            Waiting(request),
             arrived,
             rows=request.rows,
-            shape=signature(request.feeds, axis) if batches and axis is not None else (),
+            shape=self._shape(request),
             deadline=math.inf if request.deadline is None else request.deadline,
             level=level,
             nbytes=sum(array.nbytes for array in request.feeds.values()),
@@ -348,7 +285,7 @@ class Batcher:
         done = time.monotonic()
         phases = Timings(0.0, gathered - begun, ran - gathered, done - ran)
         with self._lock:
-            self._queue.observe(batch, done - begun)
+            self._queue.pace.observe(batch[0].shape, sum(job.rows for job in batch), done - begun)
         self._observer.executed(len(batch), sum(job.rows for job in batch), phases)
         for job, part in zip(batch, parts, strict=True):
             job.work.succeed(Reply(part, precision, phases.queued(taken - job.arrived)))

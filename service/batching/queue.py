@@ -72,11 +72,13 @@ class Queue(Generic[Work]):
     Every job is *due* when it has waited for ``max_delay_s``, or at once where its deadline is no later than that. The
     first of those that are due runs next; failing that, a batch that is full, of whatever shape. So no shape waits
     for another's batch to fill, and none is starved by another's full batches.
+
+    :attr:`pace` is to be told how long what was taken ran: the measure of what others will wait.
     """
 
     def __init__(self, policy: QueuePolicy, pace: Pace | None = None) -> None:
         self._policy = policy
-        self._pace = Pace() if pace is None else pace
+        self.pace = Pace() if pace is None else pace
         self._groups: dict[Hashable, _Group[Work]] = {}
         self._places = itertools.count()
         self._counts = [0] * len(policy.levels)
@@ -90,7 +92,7 @@ class Queue(Generic[Work]):
 
     def put(self, job: Job[Work]) -> None:
         """Let ``job`` wait. Raises :class:`Overloaded`, which says what is exhausted."""
-        job.cost = self._pace.seconds(job.shape, job.rows)
+        job.cost = self.pace.seconds(job.shape, job.rows)
         self._refuse(job)
         urgency = min(job.deadline, job.arrived + PATIENCE_S)
         job.key = (job.level, urgency, next(self._places))
@@ -148,10 +150,6 @@ class Queue(Generic[Work]):
         if self._next(now) is not None:
             return now
         return max(now, min(self._due(job) for job in self))
-
-    def observe(self, batch: list[Job[Work]], seconds: float) -> None:
-        """A batch that was taken ran for ``seconds``: the measure of what others will wait for."""
-        self._pace.observe(batch[0].shape, sum(job.rows for job in batch), seconds)
 
     def clear(self) -> list[Job[Work]]:
         """Take out everything."""

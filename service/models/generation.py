@@ -6,7 +6,8 @@ import logging
 import time
 
 from bf16kit.runtime import RuntimeInfo
-from service.batching.batcher import Batcher, BatchPolicy
+from service.batching.batcher import Batcher
+from service.batching.policy import BatchPolicy
 from service.contract import Bounds, Reply, Request, Timings
 from service.drift.comparison import Comparison
 from service.drift.shadow import Shadow

@@ -11,25 +11,25 @@ import time
 from collections.abc import Callable
 
 from bf16kit.errors import Overloaded, RequestError
+from service.transport.limit import AdaptiveLimit
 
 
 class Shares:
     """Who holds how many of ``limit`` places. While half of them are free, whoever comes takes one.
 
     After that each holder may have an equal part, and the last eighth is for those who hold hardly any: so there is
-    room for others to come, however many one of them sends. Not thread-safe.
+    room for others to come, however many one of them sends. ``limit`` may change at any time. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._few = max(1, limit // 32)
+        self.limit = limit
         self._taken = 0
         self._held: dict[str, int] = {}
 
     def take(self, holder: str) -> bool:
         """Whether ``holder`` may have one place more; it then has it."""
         own = self._held.get(holder, 0)
-        if self._taken >= self._limit or own >= self._part(own):
+        if self._taken >= self.limit or own >= self._part(own):
             return False
         self._held[holder] = own + 1
         self._taken += 1
@@ -37,15 +37,15 @@ class Shares:
 
     @property
     def full(self) -> bool:
-        return self._taken >= self._limit
+        return self._taken >= self.limit
 
     def _part(self, own: int) -> int:
         """How many places a holder of ``own`` may have as things are."""
-        if 2 * self._taken < self._limit:
-            return self._limit
-        if 8 * self._taken < 7 * self._limit:
-            return max(1, self._limit // (len(self._held) + (own == 0)))
-        return self._few
+        if 2 * self._taken < self.limit:
+            return self.limit
+        if 8 * self._taken < 7 * self.limit:
+            return max(1, self.limit // (len(self._held) + (own == 0)))
+        return max(1, self.limit // 32)
 
     def give(self, holder: str) -> None:
         own = self._held[holder] - 1
@@ -83,10 +83,22 @@ class Place:
 
 
 class Door:
-    """Counts the calls inside, at most ``limit``, and the bytes of their requests, at most ``max_bytes``."""
+    """Counts the calls inside, at most ``limit``, and the bytes of their requests, at most ``max_bytes``.
 
-    def __init__(self, limit: int, what: str, *, reason: str = "in_flight", max_bytes: int = 1 << 62) -> None:
+    With ``adaptive``, that may be fewer for a time.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        what: str,
+        *,
+        reason: str = "in_flight",
+        max_bytes: int = 1 << 62,
+        adaptive: AdaptiveLimit | None = None,
+    ) -> None:
         self.limit = limit
+        self._adaptive = adaptive
         self.lock = threading.Lock()
         self._what = what
         self._reason = reason
@@ -108,8 +120,14 @@ class Door:
         with self.lock:
             if self._closed is not None:
                 raise self._closed()
+            if self._adaptive is not None:
+                self._shares.limit = self._adaptive.now
             if not self._shares.take(client):
-                limit = f"{self.limit} {self._what} is the limit of this server"
+                if self._adaptive is not None:
+                    self._adaptive.refused()
+                limit = f"{self._shares.limit} {self._what} is the limit of this server"
+                if self._shares.limit < self.limit:
+                    limit += " while so many come"
                 if self._shares.full:
                     raise Overloaded(f"{limit}; try again later", self._reason)
                 raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")

@@ -1,30 +1,28 @@
 """One call, from its headers to the moment when gRPC has nothing left to do for it.
 
-gRPC asks for a handler when headers arrive, on the one thread that all calls share, and hands the call to the executor
-that its handler brings. There a :class:`Lane` lets the call in or refuses it, before anything of its request is read.
-What is refused is answered at once on that thread; what is let in runs on the lane's own threads, so that one kind of
-calls cannot take the threads of another.
+Each class is what gRPC calls a behavior. It comes in by a :class:`~service.transport.lane.Lane`, which has asked it to
+:meth:`~Call.admit` its client before gRPC gives it a thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from bf16kit.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from bf16kit.errors import InvalidRequest, RequestError, Unavailable
 from service.contract import Cancellation
-from service.transport.admission import Door, Place
-from service.transport.status import Status, StatusTable
-from service.transport.watchdog import Patience
+from service.transport.admission import Place
+from service.transport.status import Status
+
+if TYPE_CHECKING:
+    from service.transport.lane import Lane
 
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
 @dataclass(frozen=True)
@@ -42,101 +40,6 @@ class Rpc:
     answer: Callable[..., Any]
     kind: Literal["unary", "stream", "watch"] = "unary"
     reads: bool = True
-
-
-class _Refusal:
-    """A behavior that refuses with one status, whatever the arity of the RPC."""
-
-    def __init__(self, status: Status) -> None:
-        self.experimental_thread_pool = _INLINE
-        self._status = status
-
-    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        context.abort(self._status.code, self._status.details)
-
-
-def refusal(status: Status) -> Handler:
-    """A handler that answers ``status`` and reads nothing."""
-    return grpc.stream_unary_rpc_method_handler(_Refusal(status))
-
-
-class _Inline(ThreadPoolExecutor):
-    """Runs what it is given at once: for refusals, which block on nothing and are not worth a thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        fn(*args, **kwargs)
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
-
-
-_INLINE = _Inline(1)
-
-
-class _Admitting(ThreadPoolExecutor):
-    """A lane's threads, for calls that have a place."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        call = next((argument for argument in args if isinstance(argument, Call)), None)
-        if call is not None and not call.admit(_peer(args)):
-            return _INLINE.submit(fn, *args, **kwargs)
-        return super().submit(fn, *args, **kwargs)
-
-
-def _peer(arguments: tuple[Any, ...]) -> str | None:
-    """Whose the call is. gRPC says so to behaviors only, but the event that they are made of is here already.
-
-    None where another version of grpcio hands over something else: the call is then admitted on its thread.
-    """
-    for argument in arguments:
-        call: Any = getattr(argument, "call", None)
-        if hasattr(call, "peer"):
-            peer = call.peer()
-            return peer.decode() if isinstance(peer, bytes) else str(peer)
-    return None
-
-
-class Lane:
-    """Where calls of one kind come in: their places, their threads, and how long they may keep either waiting.
-
-    ``refused`` is told the reason of every refusal that no model was asked about.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        door: Door,
-        threads: int,
-        receiving: Patience,
-        sending: Patience,
-        statuses: StatusTable,
-        refused: Callable[[str], None],
-    ) -> None:
-        self.door = door
-        self.threads: ThreadPoolExecutor = _Admitting(threads, name)
-        self.receiving = receiving
-        self.sending = sending
-        self.refused = refused
-        self._statuses = statuses
-
-    def open(self, rpc: Rpc) -> Handler:
-        """The handler of a call whose headers have arrived."""
-        # All of them as streams of requests, of which one is read: gRPC would otherwise read it before it asks anybody.
-        if rpc.kind == "stream":
-            return grpc.stream_stream_rpc_method_handler(StreamCall(rpc, self), None, rpc.serialize)
-        if rpc.kind == "watch":
-            watch = WatchCall(rpc, self)
-            return grpc.stream_stream_rpc_method_handler(watch, watch.received, rpc.serialize)
-        call = UnaryCall(rpc, self)
-        return grpc.stream_unary_rpc_method_handler(call, call.received, rpc.serialize)
-
-    def status(self, error: Exception) -> Status:
-        """What the client is told of an error that ended its call before a model was asked."""
-        if isinstance(error, Overloaded):
-            self.refused(error.reason)
-        elif isinstance(error, Unavailable):
-            self.refused("draining")
-        return self._statuses.of(error)
 
 
 class Call:

@@ -13,8 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from bf16kit.errors import Unsupported
 from bf16kit.protocol import inference_pb2 as pb
-from service.transport.call import Handler, Lane, Rpc, refusal
+from service.transport.call import Rpc
 from service.transport.health import HealthServicer
+from service.transport.lane import Handler, Lane, refusal
 from service.transport.reflection import reflection_answer
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable

@@ -13,9 +13,10 @@ import grpc
 from bf16kit.errors import ConfigError, Unavailable
 from service.contract import Registry, RequestObserver
 from service.transport.admission import Door, FairShares
-from service.transport.call import Lane
 from service.transport.handlers import SERVICE, Lanes, handlers
 from service.transport.health import HealthServicer
+from service.transport.lane import Lane
+from service.transport.limit import AdaptiveLimit
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
 from service.transport.watchdog import Patience, Watchdog
@@ -24,7 +25,7 @@ _CONTROL_CALLS = 128  # health checks, metadata, statistics at once
 _REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
 _HURRIED_SECONDS = 1.0  # for those that keep a server waiting which has no more than half of its places
-_LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told
+_LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
@@ -65,13 +66,17 @@ class Transport:
         self._patiences: list[Patience] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._health = HealthServicer(registry, SERVICE)
-        self._inference = Door(options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes)
+        limit = AdaptiveLimit(options.max_in_flight)
+        self._inference = Door(
+            options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes, adaptive=limit
+        )
         self._streams = Door(options.max_streams, "open streams", reason="streams", max_bytes=options.max_request_bytes)
         self._servicer = InferenceServicer(
             registry,
             observer,
             self._statuses,
             FairShares(options.max_in_flight, "model", "model_share"),
+            limit,
             stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
             stream_window=options.stream_window,
         )
@@ -104,12 +109,17 @@ class Transport:
             door.close(lambda: Unavailable("the server is shutting down; try another"))
         self._servicer.drain()
         self._server.stop(max(0.0, until - time.monotonic()))
-        clean = self._inference.wait_empty(until) and self._streams.wait_empty(until)
+        answered = self._empty(until)
         self._server.stop(0)
         self._watchdog.stop()
+        ended = self._empty(time.monotonic() + _LAST_WORDS_SECONDS)
         for pool in self._pools:
-            pool.shutdown(wait=clean, cancel_futures=True)
-        return clean
+            pool.shutdown(wait=ended, cancel_futures=True)
+        return answered
+
+    def _empty(self, until: float) -> bool:
+        """Whether no call was inside by ``until``."""
+        return self._inference.wait_empty(until) and self._streams.wait_empty(until)
 
     def _lanes(self) -> Lanes:
         options = self._options

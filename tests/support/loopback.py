@@ -20,7 +20,8 @@ from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec
-from service.batching.batcher import Batcher, BatchPolicy
+from service.batching.batcher import Batcher
+from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
 from service.contract import Array, Bounds, Duration, Reply, Request, State, StatisticsSnapshot, Timings
 from service.transport.handlers import SERVICE

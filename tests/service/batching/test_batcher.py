@@ -19,7 +19,8 @@ from bf16kit.errors import (
     RuntimeFailure,
     Unavailable,
 )
-from service.batching.batcher import Batcher, BatchPolicy
+from service.batching.batcher import Batcher
+from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
 from service.contract import Array, Cancellation, Reply, Request, Timings
 

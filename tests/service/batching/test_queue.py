@@ -223,7 +223,7 @@ def test_whatever_comes_every_job_leaves_once_and_nothing_is_left_of_it() -> Non
             assert len({job.shape for job in batch}) <= 1
             assert all(job.deadline > now for job in batch)
             if batch:
-                waiting.observe(batch, 0.001 * len(batch))
+                pace.observe(batch[0].shape, sum(job.rows for job in batch), 0.001 * len(batch))
             for job in (*late, *batch):
                 inside.remove(job)
         assert len(waiting) == len(inside)

@@ -13,7 +13,7 @@ from loopback import Gate, LoopbackModel, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
 from service.contract import Array
-from service.transport import call as call_module
+from service.transport import lane as lane_module
 from service.transport.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -24,20 +24,20 @@ INFER = f"/{SERVICE}/ModelInfer"
 def test_whose_a_call_is_is_known_before_it_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found in what grpcio hands to an executor: another version may hand over something else."""
     found: list[str | None] = []
-    peer_of = call_module._peer
+    peer_of = lane_module._peer
 
     def peer(arguments: tuple[Any, ...]) -> str | None:
         found.append(peer_of(arguments))
         return found[-1]
 
-    monkeypatch.setattr(call_module, "_peer", peer)
+    monkeypatch.setattr(lane_module, "_peer", peer)
     with serving(LoopbackModel()) as served:
         served.call("ModelInfer", infer_request(x=X))
     assert [name and name.startswith("ipv4:127.0.0.1:") for name in found] == [True]
 
 
 def test_where_that_is_not_known_a_call_is_admitted_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_module, "_peer", lambda arguments: None)
+    monkeypatch.setattr(lane_module, "_peer", lambda arguments: None)
     gate = Gate()
     with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
         running = served.stub("ModelInfer").future(infer_request(x=X))

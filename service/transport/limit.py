@@ -1,0 +1,63 @@
+"""How many calls may be inside: fewer than there are places while most of what comes is refused anyway.
+
+When far more is asked than can be done, answering goes on at the same rate however many calls wait, and each of those
+waits the longer the more there are. So then few are let in, and answered soon. While little or nothing is refused,
+everybody who finds a place may wait: nobody is refused for the sake of others' latency.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+_WINDOW_S = 0.1
+_SLOWER = 3.0  # than alone: what an answer may take while calls are refused in masses
+_SLACK_S = 0.005  # beyond that: the threads' turns
+_SHRINK, _GROW = 0.7, 1.25
+_DRIFT = 1.001  # per answer: what is fastest now may be slower than what once was
+_MODELS = 1024  # remembered
+
+
+class AdaptiveLimit:
+    """A number between ``least`` and ``most``: :attr:`now`. Tell it of every refusal and of every answer."""
+
+    def __init__(self, most: int, least: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
+        self.now = most
+        self._most = most
+        self._least = min(least, most)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._alone: dict[Hashable, float] = {}  # seconds of a model's fastest answers
+        self._since = clock()
+        self._refused = 0
+        self._answered = 0
+        self._slow = 0
+
+    def refused(self) -> None:
+        """A call was refused for want of room."""
+        with self._lock:
+            self._refused += 1
+            self._turn()
+
+    def answered(self, model: Hashable, seconds: float) -> None:
+        """A call was answered ``seconds`` after its headers had come."""
+        with self._lock:
+            alone = min(seconds, self._alone.get(model, seconds) * _DRIFT)
+            if model in self._alone or len(self._alone) < _MODELS:
+                self._alone[model] = alone
+            self._answered += 1
+            self._slow += seconds > _SLOWER * alone + _SLACK_S
+            self._turn()
+
+    def _turn(self) -> None:
+        """At the end of a window, draw the conclusion."""
+        now = self._clock()
+        if now - self._since < _WINDOW_S:
+            return
+        storm = self._refused > self._answered
+        if storm and 2 * self._slow > self._answered:
+            self.now = max(self._least, int(self.now * _SHRINK))
+        elif not storm:
+            self.now = min(self._most, int(self.now * _GROW) + 1)
+        self._since, self._refused, self._answered, self._slow = now, 0, 0, 0
