@@ -24,7 +24,9 @@ from service.transport.watchdog import Patience, Watchdog
 _CONTROL_CALLS = 128  # health checks, metadata, statistics at once
 _REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
-_HURRIED_SECONDS = 1.0  # for those that keep a server waiting which has no more than half of its places
+# For those that keep a server waiting which has no more than half of its places. Not less: it may be the server that is
+# late, with thousands of calls before this one on gRPC's one thread.
+_HURRIED_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 class Patience:
     """The calls that keep the server waiting in one respect, and how long they may: ``seconds``, or ``hurried`` seconds
-    while it is ``crowded``. Of those that take longer than a second, at most ``slow`` may go on.
+    while it is ``crowded``. Of those that take longer than ``hurried`` at any time, at most ``slow`` may go on.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Patience:
         limit = self._hurried if self._crowded() else self._seconds
         for call, (since, end) in self._waiting.copy().items():
             age = now - since
-            slow += age > 1.0
-            over = age > limit or (self._slow is not None and age > 1.0 and slow > self._slow)
+            slow += age > self._hurried
+            over = age > limit or (self._slow is not None and age > self._hurried and slow > self._slow)
             if over and self._waiting.pop(call, None) is not None:
                 end()
                 ended += 1

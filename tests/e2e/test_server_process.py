@@ -70,7 +70,7 @@ def test_a_model_over_budget_is_never_ready_and_the_log_says_why(tmp_path: Path,
     write_lookup(tmp_path / "good" / "1")
     server = serve("--repository", str(tmp_path))
     until(lambda: "is unavailable" in server.log)
-    assert "'good' version 1 is ready" in server.log
+    until(lambda: "'good' version 1 is ready" in server.log, what="the other model")
     assert "model 'spoilt' version 1 is unavailable: golden samples are over the drift budget" in server.log
     assert server.get("/readyz")[0] == 503
     assert "golden samples are over the drift budget" in server.get("/")[1]

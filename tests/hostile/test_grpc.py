@@ -40,6 +40,18 @@ def infer(target: Target, timeout: float = 5.0) -> None:
         assert len(call(MESSAGE, timeout=timeout).raw_output_contents) == 1
 
 
+def answers(target: Target) -> bool:
+    """Whether a request is answered: with a thousand calls waiting for its one thread, gRPC itself cancels some."""
+    try:
+        infer(target)
+    except grpc.RpcError as error:
+        code = error.code()
+        if code not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED):
+            raise
+        return False
+    return True
+
+
 @pytest.fixture
 def connections() -> Iterator[Callable[..., RawConnection]]:
     with ExitStack() as stack:
@@ -136,7 +148,7 @@ def test_requests_that_arrive_a_byte_a_second_hold_up_nobody_and_are_ended(
     with target.stays_well():
         slow = connections(target.port)
         streams = [slow.call(INFER) for _ in range(50)]
-        for byte in range(4):
+        for byte in range(6):
             for stream in streams:
                 slow.data(stream, data[byte : byte + 1])
             infer(target)
@@ -168,7 +180,7 @@ def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Co
                 storm.reset(storm.call(INFER, MESSAGE))
             except OSError:  # the server may close a connection that does this
                 storm = connections(target.port)
-        infer(target)
+        until(lambda: answers(target), 5, "an answer")
         until(lambda: target.process.metric('bf16kit_requests_in_flight{model="mlp",version="1"}') == 0)
 
 

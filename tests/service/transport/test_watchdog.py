@@ -60,7 +60,7 @@ def test_in_a_crowd_there_is_less_time(times: Times) -> None:
 
 def test_of_the_slow_only_the_first_few_may_go_on(times: Times) -> None:
     """Each may be about to hold a message of the largest size."""
-    patience = Patience(10, 10, slow=2, clock=times)
+    patience = Patience(10, 1, slow=2, clock=times)
     times.begin(patience, "a", "b", "c")
     assert times.after(0.5, patience) == []
     times.begin(patience, "d")
