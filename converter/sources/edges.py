@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import ConversionError
-from bf16kit.tensors import BY_ONNX, Kind, TensorSpec
+from bf16kit.tensors import BY_ONNX, Kind, TensorSpec, describe
 from converter.graph.dimensions import UNKNOWN, name_all
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_LARGEST = 2**47  # elements of one tensor: more than any machine maps
+
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     """The graph's inputs; free dimensions that nobody named are called after input and axis.
 
-    Raises :class:`ConversionError` for sequences, optionals, unknown ranks, and dtypes that bf16kit does not serve.
+    Raises :class:`ConversionError` for sequences, optionals, unknown ranks, dtypes that bf16kit does not serve, and
+    sizes that no memory holds.
     """
     return name_all([_spec(value, "other") for value in model.graph.inputs])
 
@@ -47,6 +51,8 @@ def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
     if value.shape is None:
         raise ConversionError(f"{name!r} has no known rank; run ONNX shape inference on the model first")
     shape = tuple(_dim(name, axis, dim) for axis, dim in enumerate(value.shape))
+    if math.prod(dim for dim in shape if isinstance(dim, int)) > _LARGEST:
+        raise ConversionError(f"{name!r} is declared as {describe(shape)}, which no memory holds")
     return TensorSpec(name, BY_ONNX[int(value.dtype)].name, shape, kind)
 
 
