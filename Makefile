@@ -22,7 +22,7 @@ FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test fuzz serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
+.PHONY: help setup demo test test-hostile fuzz serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,7 +72,10 @@ check: setup ## format, lint, types, import rules, generated code
 		echo "check: bf16kit/protocol is not what proto/inference.proto generates; commit what 'make proto' wrote" >&2; exit 1; }
 
 test: setup ## every test that needs neither Docker nor a GPU
-	$(BIN)/pytest -m 'not compose and not gpu and not models and not fuzz' $(PYTEST_ARGS)
+	$(BIN)/pytest -m 'not compose and not gpu and not models and not fuzz and not hostile' $(PYTEST_ARGS)
+
+test-hostile: setup ## attacks on a running server over real sockets, each of seconds
+	$(BIN)/pytest -m hostile tests/hostile $(PYTEST_ARGS)
 
 fuzz: setup ## 20,000 damaged sources and 50 SIGKILLs, on all cores: about half an hour of two; writes docs/reliability-converter.md
 	@$(BIN)/pytest -q -m fuzz tests/fuzz $(PYTEST_ARGS)

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from service.models.repository import Repository
+from service.process.certificates import CertificateFiles
 from service.process.config import ServerConfig
 from service.process.stop import Stop
-from service.status_http.server import HttpServer, routes
+from service.process.tokens import TokenFile
+from service.status_http.conversation import Limits
+from service.status_http.pages import Access, routes
+from service.status_http.server import HttpServer
 from service.telemetry.metrics import Metrics
 from service.transport.server import Transport, TransportOptions
 
@@ -33,8 +37,17 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
     metrics = Metrics()
     repository = Repository(config.repository, metrics, device=config.device, threads=config.threads)
     repository.scan()
+    certificates, tokens = _credentials(config)
     transport = Transport(repository, metrics, _transport_options(config))
-    http = HttpServer(config.host, config.http_port, routes(repository, metrics))
+    http = HttpServer(
+        config.host,
+        config.http_port,
+        routes(repository, metrics),
+        limits=_http_limits(config),
+        access=Access(tokens, client_certificate=config.tls_client_ca is not None),
+        certificates=certificates,
+        refused=metrics.refused,
+    )
     try:
         grpc_port = transport.start()
     except BaseException:
@@ -68,10 +81,37 @@ def _drain(config: ServerConfig, repository: Repository, transport: Transport, h
 
 def _announce(config: ServerConfig, repository: Repository, grpc_port: int, http_port: int) -> None:
     _log.info(
-        "gRPC on %s port %d; metrics and status page on http://%s:%d/", config.host, grpc_port, config.host, http_port
+        "gRPC on %s port %d; metrics and status page on %s://%s:%d/",
+        config.host,
+        grpc_port,
+        "https" if config.tls_certificate else "http",
+        config.host,
+        http_port,
     )
+    if config.token_file or config.tls_certificate:
+        _log.warning("TLS and tokens protect the HTTP port; the gRPC port has neither: put a proxy that has before it")
+    if config.token_file and not config.tls_certificate and config.host not in ("127.0.0.1", "::1", "localhost"):
+        _log.warning("tokens pass over the network unencrypted: give tls_certificate and tls_key, or put TLS in front")
     for model in repository.models():
         _log.info("%s: %s", model.label, model.state)
+
+
+def _credentials(config: ServerConfig) -> tuple[CertificateFiles | None, TokenFile | None]:
+    """What both ports prove and ask. Raises ConfigError for files that cannot be used."""
+    certificates = None
+    if config.tls_certificate is not None and config.tls_key is not None:
+        certificates = CertificateFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    return certificates, None if config.token_file is None else TokenFile(config.token_file)
+
+
+def _http_limits(config: ServerConfig) -> Limits:
+    return Limits(
+        connections=config.http_max_connections,
+        request_seconds=config.http_request_seconds,
+        idle_seconds=config.http_idle_seconds,
+        answer_seconds=config.http_idle_seconds,
+        header_bytes=config.http_max_header_bytes,
+    )
 
 
 def _transport_options(config: ServerConfig) -> TransportOptions:

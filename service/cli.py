@@ -26,6 +26,11 @@ EXIT_USAGE = 2
 @click.option("--http-port", type=int, help="Port of /metrics, /livez, /readyz and the status page.  [default: 8002]")
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
 @click.option("--workers", type=int, help="Worker processes; only 1 in this version.  [default: 1]")
+@click.option("--tls-certificate", metavar="FILE", help="PEM certificate (chain) of both ports; with --tls-key.")
+@click.option("--tls-key", metavar="FILE", help="Its key.")
+@click.option("--tls-client-ca", metavar="FILE", help="Clients must show a certificate of this authority.")
+@click.option("--token-file", metavar="FILE", help="Lines of 'token scope[,scope]': infer, read, manage.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line, or one JSON object, per event.")
 @click.option(
     "--lame-duck-seconds",
     type=float,
@@ -60,14 +65,16 @@ def main(file: Path | None, **flags: object) -> None:
 def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime import kernel
     from service.process.config import load_config
+    from service.process.files import allow_open_files
     from service.process.logs import configure
     from service.process.stop import Stop
 
     stop = Stop()
     stop.on_signals()  # before the slow imports: a signal during them is kept, not lost
     config = load_config(flags, file)
+    allow_open_files()
     kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when the first model has been read
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     from service.app import run
 
     return run(config, stop)

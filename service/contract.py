@@ -19,6 +19,28 @@ from bf16kit.tensors import TensorSpec
 
 State = Literal["loading", "ready", "unavailable"]
 
+#: Why something was refused before any model was asked: the metrics' words, and no others. Those with ``http_`` are the
+#: HTTP port's, ``unauthenticated`` and ``forbidden`` are both ports'.
+REFUSALS = (
+    "in_flight",  # as many requests are at work as may be
+    "connection_share",  # this connection has as many of them as it may have
+    "model_share",  # and this model
+    "bytes",  # the messages at work are as large as they may be together
+    "streams",  # as many streams are open as may be
+    "watches",  # as many health watches are open as may be
+    "reflection",  # as many reflection streams
+    "control",  # as many calls for health and metadata
+    "too_slow",  # the client kept the server waiting, in sending or in taking, for too long
+    "draining",  # the server is shutting down
+    "unauthenticated",  # no token, or one that is not known; no client certificate where one is needed
+    "forbidden",  # a token without the scope that this needs
+    "http_connections",  # a connection was closed to make room for another
+    "http_busy",  # too many different pages were asked for at once
+    "http_timeout",  # a request did not come within its time
+    "http_malformed",  # what came was no request, too large, or of a method that this port does not answer
+    "other",
+)
+
 
 class Cancellation:
     """The client has left: a flag that the transport raises once, and callbacks for those who wait.
@@ -264,5 +286,5 @@ class RequestObserver(Protocol):
         ...
 
     def refused(self, reason: str) -> None:
-        """A call ended before any model was asked; ``reason`` is one word of ours."""
+        """Something was refused at the door, without a model; ``reason`` is one of :data:`REFUSALS`."""
         ...

@@ -42,7 +42,7 @@ class Generation:
         self._engine = Engine(loaded.runtime)
         self._batcher = self._new_batcher(serving)
         self._shadow = self._new_shadow(opened, serving)
-        metrics.opened(opened.weight_bytes, opened.outputs, opened.budget.as_dict())
+        metrics.opened(opened.weight_bytes, opened.outputs)
         metrics.loaded(info, loading.baseline(opened.artifact.manifest, info.profile))
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from bf16kit.errors import Bf16kitError, ConfigError, Unavailable
+from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
 from service.models import loading
 from service.models.generation import Generation
@@ -23,6 +23,7 @@ from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
+_NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
 UNLOAD_SECONDS = 30.0  # how long the requests of a generation that is unloaded may still take
 Slots = Mapping[str, Mapping[int, Slot]]
 _STOPPING = "the server is shutting down; try another"
@@ -176,7 +177,7 @@ class Reconciler:
             loaded = loading.load(plan.path, plan.serving, device=self._device, threads=self._threads)
             replaced = self._publish(slot, plan, loaded, begun)
         except Bf16kitError as error:
-            slot.fail(str(error))
+            slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
         except Exception:  # noqa: BLE001 - a bug in loading one model must not take the others down
             _log.exception("%s: loading failed unexpectedly", slot.label)
             slot.fail("an unexpected error, see the server's log")

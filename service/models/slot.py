@@ -63,14 +63,17 @@ class Slot:
         """From now on ``model`` answers."""
         self._now = _Now("ready", "", model, plan)
 
-    def fail(self, reason: str) -> None:
-        """Nothing can be loaded. What was loaded before goes on answering; without it, the slot is unavailable."""
+    def fail(self, reason: str, public: str = "") -> None:
+        """Nothing can be loaded. What was loaded before goes on answering; without it, the slot is unavailable.
+
+        ``reason`` is for the log; ``public``, or it, for the status page and the repository's index.
+        """
         if self._now.model is not None:
             _log.error("%s goes on answering as it was loaded before: what should replace it: %s", self.label, reason)
             return
         _log.error("%s is unavailable: %s", self.label, reason)
         self.series.ready(False)
-        self._now = _Now("unavailable", reason)
+        self._now = _Now("unavailable", public or reason)
 
     def withdraw(self, reason: str) -> Generation | None:
         """From now on nothing answers; returns what did, for closing."""

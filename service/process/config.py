@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from bf16kit.errors import ConfigError
@@ -45,6 +45,17 @@ class ServerConfig(BaseSettings):
     lame_duck_seconds: float = Field(default=0.0, ge=0, le=86_400)  # not ready, but at work, before the drain
     drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # below the 30 s that Kubernetes waits before it kills
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+
+    tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None  # clients show certificates of this authority
+    token_file: Path | None = None  # lines of "token scope[,scope]"
+
+    http_max_connections: int = Field(default=256, ge=8, le=65_536)
+    http_request_seconds: float = Field(default=5.0, gt=0, le=3_600)  # for a whole request to come, TLS included
+    http_idle_seconds: float = Field(default=15.0, gt=0, le=3_600)  # between requests, and for an answer to be taken
+    http_max_header_bytes: int = Field(default=16 << 10, ge=1 << 10, le=1 << 20)
 
     @field_validator("repository", mode="before")
     @classmethod
@@ -53,6 +64,25 @@ class ServerConfig(BaseSettings):
         if value == "":
             raise ValueError("give the directory of the models")
         return value
+
+    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "token_file", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """An empty one is a variable that was not set; taking it for "none" would switch the protection off."""
+        if value == "":
+            raise ValueError("give the path of a file, or leave the key out")
+        return value
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            given, missing = ("tls_certificate", "tls_key") if self.tls_certificate else ("tls_key", "tls_certificate")
+            raise ValueError(f"{given} is given without {missing}; TLS needs both")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError(
+                "tls_client_ca is given without tls_certificate and tls_key; clients' certificates need TLS"
+            )
+        return self
 
     @field_validator("workers")
     @classmethod
@@ -122,6 +152,8 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     if first["type"] == "missing":
         return f"{where}: {key!r} is missing"
     message = first["msg"].removeprefix("Value error, ")
+    if not key:  # keys that do not go together
+        return f"{where}: {message}"
     return f"{where}: {key!r} is {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 

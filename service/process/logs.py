@@ -1,27 +1,74 @@
-"""The log: standard error, one line per event, times in UTC."""
+"""The log: standard error, one line per event, times in UTC; text for people or JSON for machines."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 import time
+from datetime import UTC, datetime
+from typing import Literal
+
+Format = Literal["text", "json"]
+
+#: What an event may carry besides its message, given through ``extra``. Nothing else of a record is written: a payload
+#: or a secret that someone attaches to one does not reach the log.
+FIELDS = ("model", "version", "request_id", "incident", "trace_id", "code")
+_LONGEST_FIELD = 256  # characters: request ids are the clients'
+# What a terminal obeys instead of showing it, and what joins or turns text around (Unicode's bidirectional controls).
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class OneLine(logging.Formatter):
-    """Newlines become ``|``: a traceback stays one event, and no text from outside can forge a second one."""
+    """Newlines become ``|``: a traceback stays one event, and no text from outside can forge a second one.
+
+    Control characters are written as ``\\x1b``, so that no text can rewrite what stands in a terminal.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
         self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
-        return " | ".join(super().format(record).splitlines())
+        return _CONTROL.sub(_escaped, " | ".join(super().format(record).splitlines()).replace("\t", " "))
 
 
-def configure(level: str) -> None:
+class JsonLine(logging.Formatter):
+    """One object per line: ``time``, ``level``, ``logger``, ``message``; ``exception`` where there is one; FIELDS."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = {
+            "time": datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            event["exception"] = self.formatException(record.exc_info)
+        for name in FIELDS:
+            value = getattr(record, name, None)
+            if value is not None:
+                event[name] = str(value)[:_LONGEST_FIELD]
+        # ASCII only, so that no character can end the line. A lone surrogate is not JSON to every reader: it is spelt.
+        return json.dumps({key: _unicode(value) for key, value in event.items()})
+
+
+FORMATS: dict[Format, type[logging.Formatter]] = {"text": OneLine, "json": JsonLine}
+
+
+def configure(level: str, kind: Format = "text") -> None:
     """Send everything from ``level`` (a name) up to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine())
+    handler.setFormatter(FORMATS[kind]())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
+
+
+def _unicode(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

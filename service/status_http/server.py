@@ -1,149 +1,185 @@
-"""The HTTP port, for machines that watch (metrics, probes) and people who look (the status page). No inference here."""
+"""The HTTP port, for machines that watch (metrics, probes) and people who look (the status page). No inference here.
+
+One thread and its event loop hold every connection, so that hundreds of silent ones cost no thread; docs/decisions has
+why it is h11 on asyncio. Connections are bounded: when there is no room, the one that has waited longest makes some.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+import itertools
 import logging
 import socket
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
-from urllib.parse import urlsplit
+from typing import Any
 
 from bf16kit.errors import ConfigError
-from service.contract import Registry
-from service.status_http.page import status_page
-from service.telemetry.metrics import Metrics
+from service.process.certificates import CertificateFiles
+from service.status_http.conversation import Asked, Conversation, Limits
+from service.status_http.pages import Access, Page, Routes, text
+from service.status_http.rendering import Rendering
 
 _log = logging.getLogger(__name__)
-TEXT = "text/plain; charset=utf-8"
-_IDLE_SECONDS = 15  # a connection that says nothing for this long is closed
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One answer."""
-
-    status: HTTPStatus
-    content_type: str
-    body: bytes
-
-
-#: Paths to what answers them, given the request's Accept header.
-Routes = Mapping[str, Callable[[str], Page]]
-
-
-def routes(registry: Registry, metrics: Metrics) -> Routes:
-    """``/metrics``, ``/livez``, ``/readyz`` and ``/``."""
-
-    def scrape(accept: str) -> Page:
-        body, content_type = metrics.expose(accept)
-        return Page(HTTPStatus.OK, content_type, body)
-
-    def live(_: str) -> Page:
-        return _probe(registry.live, "live")
-
-    def ready(_: str) -> Page:
-        return _probe(registry.ready, "ready")
-
-    def people(_: str) -> Page:
-        return Page(HTTPStatus.OK, "text/html; charset=utf-8", status_page(registry).encode())
-
-    return {"/metrics": scrape, "/livez": live, "/readyz": ready, "/": people}
+_BACKLOG = 1024  # connections that the system holds until they are accepted
+_SEND_BUFFER = 128 << 10  # bytes of an answer that the system holds for a client that does not read
+_ANSWERED_AT_ONCE = 16  # requests, before it is the others' turn; a probe that is its connection's first goes ahead
+# Connections accepted before it is the others' turn. A probe is read and answered in seven turns: it must not lose its
+# place to connections that came after it.
+_ACCEPTED_AT_ONCE = 8
+_PAUSE_SECONDS = 0.05  # before accepting again when there are no file descriptors left
+_SAY_AGAIN_SECONDS = 60.0
 
 
 class HttpServer:
-    """Binds in the constructor, so that a port in use is known before anything is loaded; :meth:`start` serves."""
+    """Binds in the constructor, so that a port in use is known before anything is loaded; :meth:`start` serves.
 
-    def __init__(self, host: str, port: int, pages: Routes) -> None:
-        handler = type("Handler", (_Handler,), {"pages": pages})
-        kind = _Ipv6Server if ":" in host else _Server
-        try:
-            self._server = kind((host, port), handler)
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a domain name
-            raise ConfigError(_why_not_bound(host, port, error)) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="http", daemon=True)
+    ``refused`` is told the reason of each refusal, on the server's thread. Raises :class:`ConfigError` for an address
+    that cannot be bound.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        pages: Routes,
+        *,
+        limits: Limits | None = None,
+        access: Access | None = None,
+        certificates: CertificateFiles | None = None,
+        refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._listener = _listen(host, port)
+        self._pages = pages
+        self._limits = limits or Limits()
+        self._access = access or Access()
+        self._certificates = certificates
+        self._refused = refused
+        self._rendering = Rendering(pages)
+        self._open: dict[Conversation, asyncio.Task[None]] = {}
+        self._turns = asyncio.Semaphore(_ANSWERED_AT_ONCE)
+        self._said = -_SAY_AGAIN_SECONDS
+        self._stop: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     @property
     def port(self) -> int:
-        return int(self._server.server_address[1])
+        return int(self._listener.getsockname()[1])
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
+        """End every connection, and the thread."""
         if self._thread.ident is not None:
-            self._server.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                loop, stop = self._stop.result()
+                loop.call_soon_threadsafe(stop.set)
             self._thread.join()
-        self._server.server_close()
+        self._rendering.close()
+        self._listener.close()
 
+    # --- the loop's thread --------------------------------------------------------------------------------------------
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is no event."""
-        if not isinstance(sys.exception(), OSError):
-            _log.exception("a connection to the HTTP port failed")
-
-
-class _Ipv6Server(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_version = "bf16kit"
-    sys_version = ""
-    timeout = _IDLE_SECONDS
-    pages: ClassVar[Routes] = {}
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Probes and scrapes come every few seconds: they are not events."""
-
-    def _answer(self, *, with_body: bool) -> None:
-        page = self._page()
-        self.send_response(page.status)
-        self.send_header("Content-Type", page.content_type)
-        self.send_header("Content-Length", str(len(page.body)))
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(page.body)
-
-    def _page(self) -> Page:
-        make = self.pages.get(urlsplit(self.path).path)
-        if make is None:
-            known = ", ".join(self.pages)
-            return Page(HTTPStatus.NOT_FOUND, TEXT, f"not found; there are {known}\n".encode())
+    def _run(self) -> None:
         try:
-            return make(self.headers.get("Accept", ""))
-        except Exception:  # noqa: BLE001 -- an empty answer would tell neither a scraper nor the operator
-            _log.exception("%s cannot be answered", self.path)
-            return Page(HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, b"internal error; the server's log has the details\n")
+            asyncio.run(self._serve())
+        except Exception:  # noqa: BLE001 -- the last thing this thread can do is say so
+            _log.exception("the HTTP port has ended")
+        finally:
+            if not self._stop.done():
+                self._stop.set_exception(RuntimeError("the loop never ran"))
+
+    async def _serve(self) -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_exception_handler(_unexpected)
+        self._listener.setblocking(False)
+        accepting = loop.create_task(self._accept())
+        accepting.add_done_callback(lambda _: stop.set())
+        self._stop.set_result((loop, stop))
+        await stop.wait()
+        if accepting.done():
+            accepting.result()  # raises what ended it
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        for count in itertools.count(1):
+            try:
+                peer, _ = await loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue  # the client left before it was accepted
+            except OSError as error:  # no file descriptor is left, most likely
+                self._make_room(f"no connection can be accepted: {error.strerror}")
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            if len(self._open) >= self._limits.connections:
+                self._make_room(f"it has {len(self._open)} connections, its limit")
+            self._begin(peer)
+            if count % _ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # a flood of connections must not keep those that are open waiting
+
+    def _begin(self, peer: socket.socket) -> None:
+        conversation = Conversation(peer, self._limits, self._answer, self._refused)
+        context = None if self._certificates is None else self._certificates.current().context
+        talk: Coroutine[Any, Any, None] = conversation.run(context)
+        task = asyncio.get_running_loop().create_task(talk)
+        self._open[conversation] = task
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._open.pop(conversation, None)
+            conversation.close()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error("a connection to the HTTP port failed", exc_info=error)
+
+        task.add_done_callback(end)
+
+    def _make_room(self, why: str) -> None:
+        """Hang up on the client that did nothing for the longest time: nothing asked, nothing taken of an answer."""
+        if not self._open:
+            return
+        victim = min(self._open, key=lambda conversation: conversation.since)
+        victim.evict()
+        self._open.pop(victim).cancel()
+        now = time.monotonic()
+        if now - self._said >= _SAY_AGAIN_SECONDS:
+            self._said = now
+            _log.warning("HTTP port: %s: those that have been silent longest are closed", why)
+
+    async def _answer(self, asked: Asked) -> Page:
+        """A new connection's probe goes ahead: hundreds of clients that never pause do not keep it waiting."""
+        route = self._pages.get(asked.path)
+        if route is None or not (route.probe and asked.first):
+            async with self._turns:
+                await asyncio.sleep(0)
+        if route is None or not route.probe:
+            refusal = self._access.refusal(asked.authorization, asked.has_certificate)
+            if refusal is not None:
+                return refusal
+        if route is None:
+            return text(HTTPStatus.NOT_FOUND, f"not found; there are {', '.join(self._pages)}")
+        return await self._rendering.page(asked.path, asked.accept)
 
 
-def _probe(good: bool, word: str) -> Page:
-    if good:
-        return Page(HTTPStatus.OK, TEXT, f"{word}\n".encode())
-    return Page(HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"not {word}; / says why\n".encode())
+def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio would log as an error: hang-ups and failed handshakes are none."""
+    error = context.get("exception")
+    if not isinstance(error, OSError):
+        _log.error("HTTP port: %s", context.get("message"), exc_info=error)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted sockets inherit it
+        return listener
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a domain name
+        raise ConfigError(_why_not_bound(host, port, error)) from None
 
 
 def _why_not_bound(host: str, port: int, error: OSError | UnicodeError) -> str:

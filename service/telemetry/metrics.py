@@ -8,11 +8,20 @@ sends ever becomes a label.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -20,6 +29,7 @@ from prometheus_client.registry import Collector
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
+from service.contract import REFUSALS
 
 # 100 µs (a small MLP on the machine itself) to 10 s.
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -139,10 +149,10 @@ class ModelMetrics:
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def opened(self, weight_bytes: int, outputs: Iterable[TensorSpec], budgeted: Iterable[str]) -> None:
-        """The artifact is open: its outputs are known. ``budgeted`` are the drift metrics that have a bound."""
+    def opened(self, weight_bytes: int, outputs: Iterable[TensorSpec]) -> None:
+        """The artifact is open: its outputs are known."""
         self._weight_bytes.set(weight_bytes)
-        f, metrics = self._families, tuple(budgeted)
+        f = self._families
         for spec in outputs:
             logits = spec.kind == "logits"
             self._outputs[spec.name] = _OutputSeries(
@@ -152,9 +162,6 @@ class ModelMetrics:
                 nonfinite=self._of(f.nonfinite, spec.name),
                 top1=(self._of(f.top1_matches, spec.name), self._of(f.top1_rows, spec.name)) if logits else None,
             )
-            for metric in metrics:
-                if logits or metric != "top1_agreement":
-                    self.budget_ratio(spec.name, metric, 0.0)
 
     def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
         """The runtime is loaded. ``baseline`` is the manifest's drift, by output and then metric."""
@@ -206,6 +213,7 @@ class ModelMetrics:
             series.top1[1].inc(sample.top1_rows)
 
     def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
+        """Recent drift ÷ budget. Until the first call there is no series: 0 would say that the model is perfect."""
         if not self.exposed:  # looked up by its labels, it would be another generation's, or come back for good
             return
         self._of(self._families.budget_ratio, output, metric).set(ratio)
@@ -218,6 +226,15 @@ class Metrics:
         self._registry = registry or CollectorRegistry()
         self._families = _Families(self._registry)
         self._models: dict[tuple[str, int], ModelMetrics] = {}
+        refused = Counter(
+            "bf16kit_refused_total",
+            "Refused at the door, before a model was known.",
+            ["reason"],
+            registry=self._registry,
+        )
+        self._refused = {reason: refused.labels(reason) for reason in REFUSALS}
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
 
     def add(self, model: str, version: int) -> ModelMetrics:
         """New series of this model version, all of them present with value 0, in place of any it has already.
@@ -247,12 +264,28 @@ class Metrics:
             series.request(code, seconds)
 
     def refused(self, reason: str) -> None:
-        """See :class:`service.contract.RequestObserver`."""
+        """See :class:`service.contract.RequestObserver`; a reason that is not in the vocabulary counts as ``other``."""
+        self._refused.get(reason, self._refused["other"]).inc()
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """The metrics as a scraper wants them (its Accept header), and their content type."""
-        encode, content_type = choose_encoder(accept)
+        """The metrics as a scraper wants them (its Accept header), and their content type.
+
+        An Accept header that makes no sense gets what one gets who sends none.
+        """
+        encode, content_type = _encoder(accept)
         return encode(_WithoutCreationTimes(self._registry)), content_type
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """prometheus_client's choice. It repeats the version asked for in its answer and fails on one that is no number."""
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (ValueError, AttributeError, TypeError, IndexError):
+        return choose_encoder("")
+    known = re.fullmatch(
+        r"[a-z/-]+(; (version=\d+(\.\d+){1,2}|charset=utf-8|escaping=[a-z-]+))*", content_type, re.ASCII
+    )
+    return (encode, content_type) if known else choose_encoder("")
 
 
 class _WithoutCreationTimes(Collector):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from service.contract import REFUSALS
 from service.models.policy import Serving
 from service.process.config import ServerConfig
 from service.telemetry.metrics import Metrics
@@ -23,7 +24,14 @@ def first_cells(page: str) -> list[str]:
 def test_every_metric_is_documented_and_every_documented_metric_exists() -> None:
     exposed = re.findall(r"^# TYPE (\S+)", Metrics().expose()[0].decode(), re.MULTILINE)
     documented = [name for name in first_cells("metrics.md") if name.startswith("bf16kit_")]
-    assert sorted(documented) == sorted(exposed)
+    assert sorted(documented) == sorted(name for name in exposed if name.startswith("bf16kit_"))
+    page = (DOCS / "metrics.md").read_text("utf-8")
+    assert set(re.findall(r"`((?:process|python)_[a-z_]+)`", page)) <= set(exposed)
+
+
+def test_every_reason_of_a_refusal_is_documented() -> None:
+    page = (DOCS / "metrics.md").read_text("utf-8")
+    assert [reason for reason in REFUSALS if reason not in page] == []
 
 
 def test_every_key_of_the_server_is_documented_and_every_documented_key_exists() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from waiting import until
 
-_BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on http://\S+:(\d+)/")
+_BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on https?://\S+:(\d+)/")
 
 
 class ServerProcess:

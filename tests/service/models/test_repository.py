@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from artifacts import write_lookup, write_mlp, write_product
 from waiting import until
 
+from bf16kit import seal
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime import kernel
 from service.contract import Request
@@ -128,6 +132,26 @@ def test_a_kernel_path_that_is_none_keeps_a_model_not_ready(
     write_product(tmp_path / "product" / "1")
     monkeypatch.setenv(kernel.VARIABLE, "fast")
     assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are" in only(load()).reason
+
+
+def test_what_a_runtime_says_of_its_failure_is_for_the_log_and_not_for_callers(
+    tmp_path: Path, load: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph that ONNX Runtime cannot load, in an artifact whose digests are right."""
+    directory = tmp_path / "mlp" / "1"
+    write_mlp(directory)
+    graph = onnx.load(directory / "cpu.onnx", load_external_data=False)
+    graph.graph.node[-1].op_type = "SecretOperator"
+    graph.graph.node[-1].domain = "secret.domain"
+    content = graph.SerializeToString()
+    (directory / "cpu.onnx").write_bytes(content)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"]["cpu.onnx"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (directory / "manifest.json").write_bytes(seal.dump({k: v for k, v in manifest.items() if k != seal.FIELD}))
+    model = only(load())
+    assert (model.state, "secret" in model.reason.lower()) == ("unavailable", False)
+    assert "the server's log says why" in model.reason
+    assert "SecretOperator" in caplog.text
 
 
 def test_golden_samples_over_budget_keep_a_model_not_ready_with_the_reason_in_the_log(

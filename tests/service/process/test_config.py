@@ -48,6 +48,13 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
         ({"host": "a\udcff"}, "'host' is"),
         ({"repository": ""}, "'repository' is ''"),
         ({"overload_status": "OK"}, "'overload_status' is 'OK'"),
+        ({"log_format": "xml"}, "'log_format' is 'xml': input should be 'text' or 'json'"),
+        ({"tls_key": "k"}, "tls_key is given without tls_certificate; TLS needs both"),
+        ({"tls_certificate": "c"}, "tls_certificate is given without tls_key; TLS needs both"),
+        ({"tls_client_ca": "a"}, "tls_client_ca is given without tls_certificate"),
+        ({"token_file": ""}, "'token_file' is '': give the path of a file, or leave the key out"),
+        ({"http_max_connections": 1}, "'http_max_connections' is 1"),
+        ({"http_request_seconds": 0}, "'http_request_seconds' is 0"),
         ({"repository": "/no/such/place"}, "is not a directory; create it"),
     ],
 )

@@ -1,14 +1,39 @@
 from __future__ import annotations
 
+import io
+import json
 import logging
 import re
+from typing import Any
 
-from service.process.logs import OneLine
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.process import logs
+from service.process.logs import JsonLine, OneLine
 
 
-def record(message: str, *args: object, error: BaseException | None = None) -> logging.LogRecord:
+def record(message: str, *args: object, error: BaseException | None = None, **extra: object) -> logging.LogRecord:
     exc_info = (type(error), error, error.__traceback__) if error else None
-    return logging.LogRecord("service.x", logging.INFO, "x.py", 1, message, args, exc_info)
+    made = logging.LogRecord("service.x", logging.INFO, "x.py", 1, message, args, exc_info)
+    vars(made).update(extra)
+    return made
+
+
+def failure() -> ValueError:
+    try:
+        raise ValueError("why\nand how")
+    except ValueError as error:
+        return error
+
+
+def parsed(line: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+HOSTILE = "a\n2026-01-01T00:00:00.000Z INFO forged\r\nb\u2028c\u2029d\x85e\x0bf\x1cg\x1b[2Kh\x00i\x08j\udcffk\u202el"
 
 
 def test_an_event_is_one_line_with_time_in_utc_level_and_origin() -> None:
@@ -16,14 +41,56 @@ def test_an_event_is_one_line_with_time_in_utc_level_and_origin() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO service\.x: model 'm' is ready", line)
 
 
-def test_no_text_can_forge_a_second_event() -> None:
-    assert len(OneLine().format(record("name %s", "a\n2026-01-01 INFO forged\r\nb\u2028c")).splitlines()) == 1
+@pytest.mark.parametrize("formatter", [OneLine(), JsonLine()], ids=["text", "json"])
+def test_no_text_can_forge_a_second_event_or_command_a_terminal(formatter: logging.Formatter) -> None:
+    line = formatter.format(record("name %s", HOSTILE, request_id=HOSTILE))
+    assert len(line.splitlines()) == 1
+    assert line.isprintable()
+    line.encode("utf-8")  # no lone surrogate
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_any_text_at_all_is_one_line_of_either_kind(text: str) -> None:
+    for formatter in (OneLine(), JsonLine()):
+        line = formatter.format(record("%s", text, request_id=text))
+        assert len(line.splitlines()) == 1
+        line.encode("utf-8")
+    assert set(parsed(line)) == {"time", "level", "logger", "message", "request_id"}
 
 
 def test_a_traceback_is_part_of_its_event() -> None:
-    try:
-        raise ValueError("why")
-    except ValueError as error:
-        line = OneLine().format(record("failed", error=error))
+    line = OneLine().format(record("failed", error=failure()))
     assert len(line.splitlines()) == 1
-    assert "ValueError: why" in line
+    assert "ValueError: why | and how" in line
+
+
+def test_a_json_event_has_its_fields() -> None:
+    event = parsed(JsonLine().format(record("model %r is ready", "m", error=failure(), incident="c0ffee", version=3)))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", event.pop("time"))
+    assert "ValueError: why\nand how" in event.pop("exception")
+    assert event == {
+        "level": "info", "logger": "service.x", "message": "model 'm' is ready", "incident": "c0ffee", "version": "3",
+    }  # fmt: skip
+
+
+def test_what_else_hangs_on_a_record_is_not_written_and_an_endless_id_is_cut() -> None:
+    event = parsed(JsonLine().format(record("x", payload="secret", token="secret", request_id="i" * 10_000)))
+    assert "secret" not in json.dumps(event)
+    assert event["request_id"] == "i" * 256
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_the_format_is_the_one_asked_for(kind: logs.Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, stream = logging.getLogger(), io.StringIO()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.setattr("sys.stderr", stream)
+    try:
+        logs.configure("info", kind)
+        logging.getLogger("service.y").info("hello")
+        logging.getLogger("service.y").debug("not this")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("{") is (kind == "json")
+    assert "hello" in line

@@ -11,7 +11,8 @@ from waiting import until
 
 from bf16kit.errors import ConfigError
 from service.models.repository import Repository
-from service.status_http.server import HttpServer, Page, routes
+from service.status_http.pages import Page, Route, routes
+from service.status_http.server import HttpServer
 from service.telemetry.metrics import Metrics
 
 
@@ -88,7 +89,7 @@ def test_anything_else_is_404_and_names_what_there_is(server: HttpServer, path: 
 
 
 def test_other_methods_are_refused(server: HttpServer) -> None:
-    assert get(server, "/metrics", "DELETE")[0] == 501
+    assert get(server, "/metrics", "DELETE")[0] == 405
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
@@ -107,7 +108,7 @@ def test_a_page_that_fails_is_500_and_its_text_stays_in_the_log(caplog: pytest.L
     def broken(_: str) -> Page:
         raise RuntimeError("secret")
 
-    server = HttpServer("127.0.0.1", 0, {"/metrics": broken})
+    server = HttpServer("127.0.0.1", 0, {"/metrics": Route(broken)})
     server.start()
     try:
         status, _, body = get(server, "/metrics")

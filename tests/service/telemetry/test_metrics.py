@@ -6,10 +6,13 @@ import shutil
 import subprocess
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
+from service.contract import REFUSALS
 from service.telemetry.metrics import Metrics, ModelMetrics
 
 #: Design §8: name → type and the labels beside model and version.
@@ -41,12 +44,26 @@ DESIGN = {
     "bf16kit_fallback_transitions_total": ("counter", {"to"}),
 }
 INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")
+PIECES = (
+    *(
+        "text/plain",
+        "application/openmetrics-text",
+        "*/*",
+        "version",
+        "escaping",
+        "allow-utf-8",
+        "underscores",
+        "q=0.5",
+    ),
+    *(";", ",", "=", " ", "\x0b", "1.0.0", "0.0.4", "2", "-1", "1e9", "x"),
+)
+FEW = Metrics()
 SAMPLE = SampleDrift(2e-3, 1e-6, 0.01, 54.0, top1_matches=1, top1_rows=2, nonfinite=0)
 
 
 def loaded(metrics: Metrics, name: str = "m", version: int = 1) -> ModelMetrics:
     model = metrics.add(name, version)
-    model.opened(1024, [TensorSpec("y", "float32", ("batch", 4), "logits")], ["relative_l2", "top1_agreement"])
+    model.opened(1024, [TensorSpec("y", "float32", ("batch", 4), "logits")])
     model.loaded(INFO, {"y": {"relative_l2": 1e-3}})
     return model
 
@@ -57,14 +74,23 @@ def exposed(metrics: Metrics) -> dict[str, float]:
     return {key: float(value) for line in lines if not line.startswith("#") for key, value in [line.rsplit(" ", 1)]}
 
 
+def ours(metrics: Metrics) -> dict[str, float]:
+    """Without the process's own, which never stand still."""
+    return {key: value for key, value in exposed(metrics).items() if key.startswith("bf16kit_")}
+
+
 def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> None:
     metrics = Metrics()
-    loaded(metrics)
+    loaded(metrics).budget_ratio("y", "relative_l2", 0.1)
     text = metrics.expose()[0].decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
-    assert types == {name: kind for name, (kind, _) in DESIGN.items()}
+    ours = {name: kind for name, kind in types.items() if name.startswith("bf16kit_")}
+    assert ours == {"bf16kit_refused_total": "counter"} | {name: kind for name, (kind, _) in DESIGN.items()}
     labels: dict[str, set[str]] = {name: set() for name in DESIGN}
-    for name, pairs in re.findall(r"^([a-z0-9_]+)\{(.*)\} \S+$", text, re.MULTILINE):
+    for name, pairs in re.findall(r"^(bf16kit_[a-z0-9_]+)\{(.*)\} \S+$", text, re.MULTILINE):
+        if name == "bf16kit_refused_total":  # what is refused before a model is known has none
+            assert pairs.startswith("reason=")
+            continue
         base = name if name in DESIGN else re.sub(r"_(bucket|sum|count)$", "", name)
         labels[base] |= set(re.findall(r'(\w+)="', pairs))
     assert labels == {name: extra | {"model", "version"} for name, (_, extra) in DESIGN.items()}
@@ -73,7 +99,7 @@ def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> No
 def test_every_series_is_there_with_value_0_before_the_first_request() -> None:
     metrics = Metrics()
     loaded(metrics)
-    samples = exposed(metrics)
+    samples = ours(metrics)
     known = {"bf16kit_model_info", "bf16kit_model_weight_bytes", "bf16kit_drift_baseline"}
     assert {key: value for key, value in samples.items() if value and key.split("{")[0] not in known} == {}
     assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 0
@@ -83,15 +109,15 @@ def test_every_series_is_there_with_value_0_before_the_first_request() -> None:
 def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
     metrics = Metrics()
     loaded(metrics, "stays")
-    before = exposed(metrics)
+    before = ours(metrics)
     goes = loaded(metrics, "goes")
     goes.drift("y", SAMPLE)
     metrics.request("goes", 1, "OK", 0.1)
     metrics.remove(goes)
-    assert exposed(metrics) == before
+    assert ours(metrics) == before
     goes.drift("y", SAMPLE)  # a shadow that was left behind
     goes.budget_ratio("y", "relative_l2", 0.5)
-    assert exposed(metrics) == before
+    assert ours(metrics) == before
 
 
 def test_series_that_others_have_replaced_neither_show_nor_take_them_along_when_they_go() -> None:
@@ -100,15 +126,15 @@ def test_series_that_others_have_replaced_neither_show_nor_take_them_along_when_
     old.executed(3, 0.1)
     new = loaded(metrics)
     new.executed(1, 0.1)
-    before = exposed(metrics)
+    before = ours(metrics)
     old.executed(5, 0.1)
     old.queued(1)
     old.budget_ratio("y", "relative_l2", 0.5)
     metrics.remove(old)
-    assert exposed(metrics) == before
+    assert ours(metrics) == before
     assert before['bf16kit_rows_total{model="m",version="1"}'] == 1
     metrics.remove(new)
-    assert exposed(metrics) == {}
+    assert not [key for key in ours(metrics) if "model=" in key]
 
 
 def test_a_model_that_does_not_exist_leaves_no_trace() -> None:
@@ -157,9 +183,73 @@ def test_an_infinite_drift_is_counted_and_leaves_the_sum_finite() -> None:
 def test_an_output_that_is_not_logits_has_no_top1_series() -> None:
     metrics = Metrics()
     model = metrics.add("m", 1)
-    model.opened(0, [TensorSpec("y", "float32", ("batch", 4), "embedding")], ["relative_l2", "top1_agreement"])
+    model.opened(0, [TensorSpec("y", "float32", ("batch", 4), "embedding")])
     model.drift("y", SAMPLE)
     assert not [key for key in exposed(metrics) if "top1" in key]
+
+
+def test_a_budget_ratio_is_absent_until_something_was_measured() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    assert not [key for key in exposed(metrics) if key.startswith("bf16kit_drift_budget_ratio")]
+    model.budget_ratio("y", "relative_l2", 0.0)
+    assert [value for key, value in exposed(metrics).items() if key.startswith("bf16kit_drift_budget_ratio")] == [0.0]
+
+
+def test_refusals_at_the_door_are_counted_by_reason_and_every_reason_is_there_from_the_start() -> None:
+    metrics = Metrics()
+    assert {key for key in exposed(metrics) if "refused" in key} == {
+        f'bf16kit_refused_total{{reason="{reason}"}}' for reason in REFUSALS
+    }
+    metrics.refused("streams")
+    metrics.refused("a model's name from outside")
+    refused = {key: value for key, value in exposed(metrics).items() if "refused" in key and value}
+    assert refused == {
+        'bf16kit_refused_total{reason="streams"}': 1,
+        'bf16kit_refused_total{reason="other"}': 1,
+    }
+
+
+def test_the_process_tells_its_cpu_memory_files_and_garbage_collections() -> None:
+    samples = exposed(Metrics())
+    for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
+        assert samples[name] > 0
+    assert 'python_gc_collections_total{generation="2"}' in samples
+    assert [key for key in samples if key.startswith("python_info{")]
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=x",
+        "text/plain;version=x",
+        "text/plain;version=1.0.0;escaping=\u00e9",
+        "application/openmetrics-text;version=" + "9" * 5000,
+        "application/openmetrics-text;version=1.0.0\u00b2",
+    ],
+)
+def test_an_accept_header_that_makes_no_sense_gets_the_default(accept: str) -> None:
+    body, content_type = Metrics().expose(accept)
+    assert b"# TYPE bf16kit_requests_total counter" in body or b"# TYPE bf16kit_requests counter" in body
+    assert content_type.isascii()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(
+        st.text(st.characters(max_codepoint=255), max_size=80),
+        st.lists(
+            st.sampled_from(
+                PIECES
+            ),
+            max_size=12,
+        ).map("".join),
+    )
+)  # fmt: skip
+def test_no_accept_header_is_answered_with_anything_but_metrics(accept: str) -> None:
+    body, content_type = FEW.expose(accept)
+    assert b"bf16kit_requests" in body
+    assert re.fullmatch(r"[ -~]+", content_type)
 
 
 def test_a_scraper_that_speaks_openmetrics_gets_it() -> None:

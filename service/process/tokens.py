@@ -1,0 +1,116 @@
+"""Bearer tokens and what each is good for, from a file that is re-read on change.
+
+Tokens are kept as SHA-256 digests: no traceback, core file or repr of this process shows one. They are compared in
+constant time, all of them every time, so that an answer's time tells nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+from bf16kit.errors import ConfigError
+from service.process.files import Watched
+
+_log = logging.getLogger(__name__)
+Scope = Literal["infer", "read", "manage"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+SHORTEST = 16  # characters: shorter ones can be guessed
+LARGEST_FILE = 1 << 20  # bytes
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750's b64token: what may stand in a header
+_CREDENTIALS = re.compile(r"[Bb][Ee][Aa][Rr][Ee][Rr] +(\S+) *")
+
+Scopes = frozenset[Scope]
+_Table = Mapping[bytes, Scopes]
+
+
+class TokenFile:
+    """``token scope[,scope]`` on each line; ``#`` begins a comment. Scopes are infer, read and manage.
+
+    Raises :class:`ConfigError` for a file that is not so. Once the server runs, a file that cannot be used leaves the
+    old tokens in force, with a line in the log; one without any token is obeyed, and lets nobody in.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._watched: Watched[_Table] = Watched((path,), self._load, self._keep)
+        if not self._watched.current():
+            raise ConfigError(f"token_file {path} holds no token; write lines of 'token scope[,scope]'")
+
+    def scopes(self, authorization: str) -> Scopes | None:
+        """What the holder of this Authorization header may do; None for no token, or one that is not known.
+
+        Authenticated without a scope cannot happen: every line has one.
+        """
+        found = _CREDENTIALS.fullmatch(authorization)
+        return None if found is None else self.scopes_of(found[1])
+
+    def scopes_of(self, token: str) -> Scopes | None:
+        """The same of the bare token."""
+        asked = _digest(token)
+        granted: Scopes | None = None
+        for known, scopes in self._watched.current().items():
+            if hmac.compare_digest(known, asked):  # no early exit: every token costs the same
+                granted = scopes
+        return granted
+
+    def _load(self) -> _Table:
+        try:
+            with self._path.open("rb") as file:
+                mode = stat.S_IMODE(self._path.stat().st_mode)
+                content = file.read(LARGEST_FILE + 1)
+        except OSError as error:
+            raise ConfigError(f"token_file {self._path}: cannot be read: {error.strerror}") from None
+        if len(content) > LARGEST_FILE:
+            raise ConfigError(f"token_file {self._path} is over {LARGEST_FILE} bytes; remove what is not needed")
+        if mode & stat.S_IROTH:
+            _log.warning("token_file %s can be read by every user (mode %o); chmod o-r it", self._path, mode)
+        table = _parse(content, str(self._path))
+        if not table:
+            _log.warning("token_file %s holds no token: every request that needs one is refused", self._path)
+        return table
+
+    def _keep(self, error: Exception) -> None:
+        _log.error("the token file changed and cannot be used; the old tokens stay in force: %s", error)
+
+
+def _parse(content: bytes, where: str) -> _Table:
+    """The table of a file. Its errors name the line and never what stands there: it may be a token."""
+    try:
+        lines = content.decode("ascii").splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"token_file {where} is not ASCII text; write lines of 'token scope[,scope]'") from None
+    table: dict[bytes, Scopes] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        digest, scopes = _entry(words, f"token_file {where}, line {number}")
+        if digest in table:
+            raise ConfigError(f"token_file {where}, line {number}: this token was given before; remove one of the two")
+        table[digest] = scopes
+    return table
+
+
+def _entry(words: list[str], where: str) -> tuple[bytes, Scopes]:
+    if len(words) != 2:
+        raise ConfigError(f"{where}: expected 'token scope[,scope]', found {len(words)} words")
+    token, listed = words
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(f"{where}: a token has letters, digits and . _ ~ + / - = only")
+    if len(token) < SHORTEST:
+        raise ConfigError(f"{where}: the token has {len(token)} characters; give {SHORTEST} or more")
+    scopes = frozenset(scope for scope in SCOPES if scope in listed.split(","))
+    if len(scopes) != len(listed.split(",")):
+        raise ConfigError(f"{where}: the scopes are not all of {', '.join(SCOPES)}, each once, with commas between")
+    return _digest(token), scopes
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,246 @@
+"""One connection of the HTTP port: requests one after another, each within its time and size. h11 parses them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+import h11
+
+from service.status_http.pages import Page, text
+
+_CHUNK = 16 << 10  # of an answer at once: what a slow reader makes the server hold
+_READ = 4 << 10
+_LINGER_SECONDS = 1.0  # for a refused client to read why, before its unread bytes make the system reset the connection
+_LINGER_BYTES = 1 << 20
+_HEADERS = [
+    ("Server", "bf16kit"),
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one connection, and all of them, may take. Seconds and bytes."""
+
+    connections: int = 256
+    request_seconds: float = 5.0  # from the connection to its first whole request, TLS handshake included
+    idle_seconds: float = 15.0  # from an answer to the next whole request
+    answer_seconds: float = 15.0  # for a client to take an answer
+    header_bytes: int = 16 << 10
+    headers: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, as far as this port looks at it."""
+
+    path: str
+    accept: str
+    authorization: str
+    has_certificate: bool
+    first: bool  # of its connection
+
+
+Answer = Callable[[Asked], Awaitable[Page]]
+
+
+class Conversation:
+    """:meth:`run` serves one socket.
+
+    ``since`` is when the client last did something, ask or take a piece of its answer, on the loop's clock.
+    """
+
+    def __init__(self, peer: socket.socket, limits: Limits, answer: Answer, refused: Callable[[str], None]) -> None:
+        self._progress()
+        self._peer = peer
+        self._limits = limits
+        self._answer = answer
+        self._refused = refused
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.header_bytes)
+        self._first = True
+        self._begun = False  # some bytes of a request have come
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def run(self, context: ssl.SSLContext | None) -> None:
+        """Until either side ends it; what a network does to it is no event. :meth:`close` must follow."""
+        with contextlib.suppress(OSError, TimeoutError, h11.ProtocolError):
+            await self._serve(context)
+
+    def close(self) -> None:
+        """Close the socket, whatever is unsent: also where :meth:`run` was cancelled before it began."""
+        if self._streams is None:
+            self._peer.close()
+        else:
+            self._streams[1].transport.abort()
+
+    def evict(self) -> None:
+        """Tell a client that has begun to ask that its connection is needed; the caller ends :meth:`run`."""
+        self._refused("http_connections")
+        if self._begun and self._streams is not None and self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            words = "too many connections; try again"
+            with contextlib.suppress(OSError, h11.ProtocolError):
+                page = text(HTTPStatus.SERVICE_UNAVAILABLE, words, ("Retry-After", "1"))
+                self._streams[1].write(self._head(page, last=True) + page.body)
+
+    async def _serve(self, context: ssl.SSLContext | None) -> None:
+        patience = self._limits.request_seconds
+        while (request := await self._next(patience, context)) is not None:
+            async with asyncio.timeout(self._limits.answer_seconds):
+                again = await self._respond(request)
+            if not again:
+                await self._part()
+                return
+            self._begun = bool(self._http.trailing_data[0])
+            self._progress()
+            patience = self._limits.idle_seconds
+
+    def _progress(self) -> None:
+        self.since = asyncio.get_running_loop().time()
+
+    async def _next(self, seconds: float, context: ssl.SSLContext | None) -> h11.Request | Page | None:
+        """The next request; the page that refuses it; None when the client has hung up or says nothing."""
+        try:
+            async with asyncio.timeout(seconds):
+                if self._streams is None:
+                    self._streams = await _open(self._peer, context, seconds)
+                return await self._request(self._streams[0])
+        except TimeoutError:
+            return _TOO_SLOW if self._begun else None
+        except h11.RemoteProtocolError as error:
+            return _malformed(error)
+
+    async def _request(self, reader: asyncio.StreamReader) -> h11.Request | None:
+        while True:
+            event = self._http.next_event()
+            if isinstance(event, h11.Request):
+                return event
+            if event is not h11.NEED_DATA:  # the connection is closed, or goes on in what is not HTTP
+                return None
+            data = await reader.read(_READ)
+            self._begun = self._begun or bool(data)
+            self._http.receive_data(data)
+
+    async def _respond(self, request: h11.Request | Page) -> bool:
+        """Send the answer; whether the connection is good for another request."""
+        if isinstance(request, Page):
+            page, last, with_body = request, True, True
+        else:
+            self._progress()
+            page = self._wrong(request) or await self._answer(self._asked(request))
+            last = page.status == HTTPStatus.METHOD_NOT_ALLOWED or not self._read_to_its_end()
+            with_body = request.method != b"HEAD"
+        if page.refused:
+            self._refused(page.refused)
+        await self._send(page, last, with_body)
+        if last or self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+            return False
+        self._http.start_next_cycle()
+        self._first = False
+        return True
+
+    async def _send(self, page: Page, last: bool, with_body: bool) -> None:
+        """In pieces, each when the client has taken the one before: a slow reader holds one piece, not the page."""
+        _, writer = self._connected
+        writer.write(self._head(page, last))
+        for start in range(0, len(page.body) if with_body else 0, _CHUNK):
+            writer.write(self._http.send(h11.Data(data=page.body[start : start + _CHUNK])) or b"")
+            await writer.drain()
+            self._progress()
+        writer.write(self._http.send(h11.EndOfMessage()) or b"")
+        await writer.drain()
+
+    async def _part(self) -> None:
+        """End an answered connection so that the client gets the answer: closing on unread bytes would reset it."""
+        reader, writer = self._connected
+        self._progress()
+        async with asyncio.timeout(_LINGER_SECONDS):
+            if not writer.can_write_eof():  # TLS has a farewell of its own
+                writer.close()
+                await writer.wait_closed()
+                return
+            writer.write_eof()
+            left = _LINGER_BYTES
+            while left > 0 and (data := await reader.read(_LINGER_BYTES)):
+                left -= len(data)
+
+    @property
+    def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        assert self._streams is not None  # noqa: S101 -- for mypy: whoever has asked has a connection
+        return self._streams
+
+    def _head(self, page: Page, last: bool) -> bytes:
+        headers = [("Content-Type", page.content_type), ("Content-Length", str(len(page.body)))]
+        headers += [*_HEADERS, *page.headers, *([("Connection", "close")] if last else [])]
+        return self._http.send(h11.Response(status_code=page.status, reason=page.status.phrase, headers=headers)) or b""
+
+    def _read_to_its_end(self) -> bool:
+        """Whether the request ends with its headers. One with a body is answered, and its body is not read."""
+        try:
+            return isinstance(self._http.next_event(), h11.EndOfMessage)
+        except h11.RemoteProtocolError:
+            return False
+
+    def _wrong(self, request: h11.Request) -> Page | None:
+        if request.method not in (b"GET", b"HEAD"):
+            words = "this port answers GET and HEAD only"
+            return text(HTTPStatus.METHOD_NOT_ALLOWED, words, ("Allow", "GET, HEAD"), refused="http_malformed")
+        if len(request.headers) > self._limits.headers:
+            words = f"{len(request.headers)} headers, over the limit of {self._limits.headers}; send fewer"
+            return text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, words, refused="http_malformed")
+        return None
+
+    def _asked(self, request: h11.Request) -> Asked:
+        def header(name: bytes) -> str:
+            return ", ".join(value.decode("latin-1") for key, value in request.headers if key == name)
+
+        _, writer = self._connected
+        return Asked(
+            path=_path(request.target),
+            accept=header(b"accept"),
+            authorization=header(b"authorization"),  # two of them joined are no token
+            has_certificate=bool(writer.get_extra_info("peercert")),
+            first=self._first,
+        )
+
+
+_TOO_SLOW = text(HTTPStatus.REQUEST_TIMEOUT, "the request took too long to come", refused="http_timeout")
+
+
+def _malformed(error: h11.RemoteProtocolError) -> Page:
+    """What h11 cannot read: 400; 431 for headers that are too large; 501 for a transfer coding it does not know."""
+    status = HTTPStatus(error.error_status_hint)
+    return text(status, f"{status.phrase.lower()}: this is no request that can be read", refused="http_malformed")
+
+
+def _path(target: bytes) -> str:
+    try:
+        return urlsplit(target.decode("latin-1")).path
+    except ValueError:  # an IPv6 address that is none
+        return ""
+
+
+async def _open(
+    peer: socket.socket, context: ssl.SSLContext | None, seconds: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams over an accepted socket, after its TLS handshake."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(_CHUNK)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol,
+        peer,
+        ssl=context,
+        ssl_handshake_timeout=None if context is None else seconds,
+        ssl_shutdown_timeout=None if context is None else _LINGER_SECONDS,
+    )
+    transport.set_write_buffer_limits(0)  # `drain` returns when the system has taken everything
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

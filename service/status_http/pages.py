@@ -1,0 +1,97 @@
+"""What the HTTP port answers, path by path, and who may see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from service.contract import Registry
+from service.process.tokens import TokenFile
+from service.status_http.page import status_page
+from service.telemetry.metrics import Metrics
+
+TEXT = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One answer. ``refused`` is the metrics' word where it is a refusal."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What answers a path, given the request's Accept header. A probe costs nothing and is for everybody."""
+
+    make: Callable[[str], Page]
+    probe: bool = False
+
+
+Routes = Mapping[str, Route]
+
+
+def routes(registry: Registry, metrics: Metrics) -> Routes:
+    """``/metrics``, ``/livez``, ``/readyz`` and ``/``."""
+
+    def scrape(accept: str) -> Page:
+        body, content_type = metrics.expose(accept)
+        return Page(HTTPStatus.OK, content_type, body)
+
+    def live(_: str) -> Page:
+        return _probe(registry.live, "live")
+
+    def ready(_: str) -> Page:
+        return _probe(registry.ready, "ready")
+
+    def people(_: str) -> Page:
+        return Page(HTTPStatus.OK, "text/html; charset=utf-8", status_page(registry).encode("utf-8", "replace"))
+
+    return {
+        "/metrics": Route(scrape),
+        "/livez": Route(live, probe=True),
+        "/readyz": Route(ready, probe=True),
+        "/": Route(people),
+    }
+
+
+def text(status: HTTPStatus, words: str, *headers: tuple[str, str], refused: str = "") -> Page:
+    """A page of one line."""
+    return Page(status, TEXT, f"{words}\n".encode("utf-8", "replace"), headers, refused)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may see what is no probe: all who can connect, unless there are tokens or clients' certificates are asked."""
+
+    tokens: TokenFile | None = None
+    client_certificate: bool = False
+
+    def refusal(self, authorization: str, has_certificate: bool) -> Page | None:
+        """Why this client is refused; None for one that may see the page."""
+        if self.client_certificate and not has_certificate:
+            words = "this page needs a client certificate of the configured authority"
+            return text(HTTPStatus.FORBIDDEN, words, refused="unauthenticated")
+        if self.tokens is None:
+            return None
+        scopes = self.tokens.scopes(authorization)
+        if scopes is None:
+            words = "this page needs a token: send 'Authorization: Bearer TOKEN'"
+            challenge = ("WWW-Authenticate", 'Bearer realm="bf16kit"')
+            return text(HTTPStatus.UNAUTHORIZED, words, challenge, refused="unauthenticated")
+        if "read" not in scopes:
+            challenge = ("WWW-Authenticate", 'Bearer realm="bf16kit", error="insufficient_scope", scope="read"')
+            words = "this token lacks the scope 'read'"
+            return text(HTTPStatus.FORBIDDEN, words, challenge, refused="forbidden")
+        return None
+
+
+def _probe(good: bool, word: str) -> Page:
+    if good:
+        return text(HTTPStatus.OK, word)
+    return text(HTTPStatus.SERVICE_UNAVAILABLE, f"not {word}; / says why")

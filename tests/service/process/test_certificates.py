@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from tlsfiles import Authority, Pair
+
+from bf16kit.errors import ConfigError
+from service.process import files
+from service.process.certificates import CertificateFiles
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def pair(authority: Authority) -> Pair:
+    return authority.sign("server")
+
+
+def test_what_the_files_hold_is_given_as_pem_and_as_a_context(authority: Authority, pair: Pair) -> None:
+    held = CertificateFiles(pair.certificate, pair.key, authority.certificate).current()
+    assert held.certificate == pair.certificate.read_bytes()
+    assert held.key == pair.key.read_bytes()
+    assert held.client_ca == authority.certificate.read_bytes()
+    assert held.context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert held.context.verify_mode is ssl.CERT_OPTIONAL
+    assert "PRIVATE KEY" not in repr(held)
+
+
+def test_a_key_that_is_not_the_certificates_is_refused(authority: Authority, pair: Pair) -> None:
+    other = authority.sign("other")
+    with pytest.raises(ConfigError, match=r"tls_certificate .* and tls_key .* cannot be used: key values mismatch"):
+        CertificateFiles(pair.certificate, other.key)
+
+
+def test_files_that_are_not_pem_or_not_there_are_refused(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("secret text")
+    for certificate, key, ca, message in (
+        (tmp_path / "text", pair.key, None, "tls_certificate .* cannot be used"),
+        (pair.certificate, tmp_path / "text", None, "tls_key .* cannot be used"),
+        (pair.certificate, pair.key, tmp_path / "text", "tls_client_ca .* cannot be used"),
+        (tmp_path / "gone", pair.key, None, "tls_certificate .*gone: cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=message) as refused:
+            CertificateFiles(certificate, key, ca)
+        assert "secret text" not in str(refused.value)
+
+
+def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(pair: Pair, tmp_path: Path) -> None:
+    import subprocess
+
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "ec", "-in", str(pair.key), "-aes128", "-passout", "pass:secret", "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="unencrypted"):
+        CertificateFiles(pair.certificate, locked)
+
+
+def test_a_new_pair_is_used_and_one_that_does_not_fit_is_not(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    first, second = authority.sign("first"), authority.sign("second")
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    certificate.write_bytes(first.certificate.read_bytes())
+    key.write_bytes(first.key.read_bytes())
+    held = CertificateFiles(certificate, key)
+    before = held.current()
+    assert held.current() is before
+    certificate.write_bytes(second.certificate.read_bytes())  # half of a rotation
+    assert held.current() is before
+    assert "the old ones stay in force: tls_certificate" in caplog.text
+    key.write_bytes(second.key.read_bytes())
+    assert held.current().certificate == second.certificate.read_bytes()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+
+import pytest
+
+from bf16kit.errors import ConfigError
+from service.process import files
+from service.process.tokens import SCOPES, Scope, TokenFile
+
+READER = "reader-0123456789abcdef"
+ADMIN = "admin+0123456789/abcdef=="
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# who may what\n\n{READER} read\n  {ADMIN}\tinfer,read,manage  # the operator\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER   "])
+def test_a_token_is_good_for_its_scopes(path: Path, scheme: str) -> None:
+    tokens = TokenFile(path)
+    assert tokens.scopes(scheme + READER) == frozenset[Scope](["read"])
+    assert tokens.scopes(scheme + ADMIN) == frozenset(SCOPES)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "", "Bearer", "Bearer ", READER, f"Basic {READER}", f"Bearer {READER}x", f"Bearer {READER[:-1]}",
+        f"Bearer {READER}, Bearer {ADMIN}", "Bearer \udcff\u20ac", f"Bearer {READER} read",
+    ],
+)  # fmt: skip
+def test_anything_else_is_nobody(path: Path, authorization: str) -> None:
+    assert TokenFile(path).scopes(authorization) is None
+
+
+def test_every_token_is_compared_in_constant_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two tokens costs as many comparisons as the last, or as one that is not known."""
+    tokens, compared = TokenFile(path), list[int]()
+    real = hmac.compare_digest
+
+    def count(a: bytes, b: bytes) -> bool:
+        compared.append(len(a))
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", count)
+    for token in (READER, ADMIN, "x", "x" * 5000):
+        compared.clear()
+        tokens.scopes_of(token)
+        assert compared == [32, 32]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no token"),
+        ("# nothing\n", "holds no token"),
+        (READER, "line 1: expected 'token scope.*found 1 words"),
+        (f"{READER} read write\n", "line 1: expected .* found 3 words"),
+        (f"\n{READER} write\n", "line 2: the scopes are not all of infer, read, manage"),
+        (f"{READER} read,read\n", "the scopes are not all of"),
+        (f"{READER} read,\n", "the scopes are not all of"),
+        ("short read\n", "the token has 5 characters; give 16 or more"),
+        ("with:colon-0123456789 read\n", "a token has letters"),
+        (f"{READER} read\n{READER} infer\n", "line 2: this token was given before"),
+        ("\u00e9" * 20 + " read\n", "is not ASCII"),
+        ("a" * 2**21, "is over 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_not_so_is_refused_without_repeating_what_it_holds(
+    path: Path, content: str, message: str
+) -> None:
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as refused:
+        TokenFile(path)
+    assert READER not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"token_file .*gone: cannot be read: No such file"):
+        TokenFile(tmp_path / "gone")
+
+
+def test_a_file_that_every_user_can_read_is_warned_of(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    TokenFile(path)
+    assert caplog.text == ""
+    path.chmod(0o644)
+    TokenFile(path)
+    assert "can be read by every user (mode 644); chmod o-r it" in caplog.text
+
+
+def test_a_change_is_obeyed_and_a_broken_one_is_not(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    tokens = TokenFile(path)
+    path.write_text(f"{READER} inf")
+    assert tokens.scopes_of(READER) == frozenset[Scope](["read"])
+    assert "the old tokens stay in force" in caplog.text
+    path.write_text(f"{READER} infer,read\n")
+    assert tokens.scopes_of(READER) == frozenset[Scope](["infer", "read"])
+    assert tokens.scopes_of(ADMIN) is None
+    path.write_text("# all are revoked\n")
+    assert tokens.scopes_of(READER) is None
+    assert "every request that needs one is refused" in caplog.text
+
+
+def test_no_token_is_kept_or_logged_in_clear(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    tokens = TokenFile(path)
+    tokens.scopes(f"Bearer {READER}")
+    assert READER not in caplog.text
+    assert READER not in repr(vars(tokens)) + repr(vars(tokens._watched))

@@ -1,0 +1,205 @@
+"""What one connection may do, over a raw socket: every byte that is sent and received is in the test."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+import pytest
+from waiting import until
+
+from service.status_http.conversation import Limits
+from service.status_http.pages import Page, Route, text
+from service.status_http.server import HttpServer
+
+LIMITS = Limits(connections=8, request_seconds=0.5, idle_seconds=0.5, answer_seconds=0.5, headers=20)
+LARGE = b"x" * (32 << 20)
+PAGES = {
+    "/livez": Route(lambda _: text(HTTPStatus.OK, "live"), probe=True),
+    "/accept": Route(lambda accept: text(HTTPStatus.OK, accept)),
+    "/large": Route(lambda _: Page(HTTPStatus.OK, "text/plain", LARGE)),
+}
+
+
+class Heard(list[str]):
+    """The reasons of refusals."""
+
+
+@contextmanager
+def serving(limits: Limits = LIMITS) -> Iterator[tuple[HttpServer, Heard]]:
+    heard = Heard()
+    server = HttpServer("127.0.0.1", 0, PAGES, limits=limits, refused=heard.append)
+    server.start()
+    try:
+        yield server, heard
+    finally:
+        server.close()
+
+
+def connect(server: HttpServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def everything(peer: socket.socket) -> str:
+    """What comes until the server hangs up."""
+    received = []
+    with contextlib.suppress(ConnectionResetError):
+        while more := peer.recv(1 << 16):
+            received.append(more)
+    return b"".join(received).decode("latin-1")
+
+
+def exchange(peer: socket.socket) -> str:
+    """The answer to a probe, on a connection that stays open."""
+    peer.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    received = b""
+    while not received.endswith(b"live\n"):
+        received += peer.recv(1 << 16)
+    return received.decode()
+
+
+def ask(request: bytes, limits: Limits = LIMITS) -> tuple[str, Heard]:
+    with serving(limits) as (server, heard), connect(server) as peer:
+        peer.sendall(request)
+        return everything(peer), heard
+
+
+def status(answer: str) -> int:
+    return int(answer.split()[1])
+
+
+def test_requests_in_one_packet_are_answered_in_turn() -> None:
+    answer, _ = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"GET /no HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert re.findall(r"HTTP/1.1 (\d+)", answer) == ["200"] * 50 + ["404"]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_wants_to_part_is_answered_first(version: str) -> None:
+    answer, _ = ask(f"GET /livez HTTP/{version}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    assert status(answer) == 200
+    assert answer.endswith("\r\n\r\nlive\n")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "FROB"])
+def test_what_is_neither_get_nor_head_is_405_and_the_connection_ends(method: str) -> None:
+    answer, heard = ask(f"{method} /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n".encode() + b"x" * 9999)
+    assert status(answer) == 405
+    assert "Allow: GET, HEAD\r\n" in answer
+    assert heard == ["http_malformed"]
+
+
+def test_a_get_with_a_body_is_answered_and_its_body_is_not_read() -> None:
+    answer, _ = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nGET / HTTP/1.1")
+    assert re.findall(r"HTTP/1.1 (\d+)", answer) == ["200"]
+    assert "Connection: close" in answer
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 a TLS hello\r\n\r\n", 400),
+        (b"GET /livez\r\n\r\n", 400),
+        (b"GET /livez HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n", 400),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 405),
+        (b"GET http://[ HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+        (b"GET http://elsewhere/livez?q HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 200),
+    ],
+)
+def test_each_kind_of_nonsense_has_its_status(request_: bytes, expected: int) -> None:
+    assert status(ask(request_)[0]) == expected
+
+
+def test_headers_that_are_too_large_are_431_even_while_they_still_come() -> None:
+    answer, heard = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"X-Large: " + b"a" * (256 << 10))
+    assert (status(answer), heard) == (431, ["http_malformed"])
+
+
+def test_too_many_headers_are_431() -> None:
+    many = b"".join(b"X-%d: a\r\n" % i for i in range(20))
+    assert status(ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n" + many + b"\r\n")[0]) == 431
+
+
+def test_half_a_request_is_408_and_silence_is_just_closed() -> None:
+    answer, heard = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
+    assert (status(answer), heard) == (408, ["http_timeout"])
+    assert ask(b"") == ("", [])
+
+
+def test_a_connection_that_is_idle_after_an_answer_is_closed() -> None:
+    answer, heard = ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert re.findall(r"HTTP/1.1 (\d+)", answer) == ["200"]
+    assert heard == []
+
+
+def test_a_byte_now_and_then_does_not_keep_a_connection() -> None:
+    """The time runs from the connection to the whole request, whatever comes between."""
+    with serving() as (server, heard), connect(server) as peer:
+        peer.sendall(b"GET /livez HTTP/1.1\r\nX: ")
+        peer.settimeout(0.01)
+
+        def closed() -> bool:
+            try:
+                peer.sendall(b"a")
+                return "408" in peer.recv(1 << 16).decode()
+            except TimeoutError:
+                return False
+
+        until(closed)
+        assert heard == ["http_timeout"]
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_get_theirs() -> None:
+    with serving() as (server, _), connect(server) as lazy, connect(server) as other:
+        lazy.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        lazy.recv(1)
+        other.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert status(everything(other)) == 200
+        until(lambda: not server._open)
+        assert len(everything(lazy)) < len(LARGE)
+
+
+def test_a_large_answer_arrives_whole() -> None:
+    answer, _ = ask(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", Limits(answer_seconds=30))
+    assert answer.encode().endswith(b"\r\n\r\n" + LARGE)
+
+
+def test_when_there_is_no_room_the_connection_that_waited_longest_makes_some() -> None:
+    limits = Limits(connections=8, request_seconds=60, idle_seconds=60)
+    with contextlib.ExitStack() as stack:
+        server, heard = stack.enter_context(serving(limits))
+        idle = [stack.enter_context(connect(server)) for _ in range(8)]
+        until(lambda: len(server._open) == 8)
+        assert status(exchange(idle[1])) == 200  # since answered, it waits less long than the rest
+        until(lambda: not any(each._begun for each in server._open))
+        idle[2].sendall(b"GET /livez HT")
+        until(lambda: any(each._begun for each in server._open))
+        for _ in range(3):
+            assert status(exchange(stack.enter_context(connect(server)))) == 200
+        assert everything(idle[0]) == everything(idle[3]) == ""
+        assert status(everything(idle[2])) == 503  # it had begun to ask
+        assert heard == ["http_connections"] * 3
+        assert status(exchange(idle[1])) == 200
+
+
+def test_the_accept_header_is_what_the_client_sent() -> None:
+    answer, _ = ask(b"GET /accept HTTP/1.1\r\nHost: x\r\nAccept: a/b\r\nAccept: c;q=0\r\nConnection: close\r\n\r\n")
+    assert answer.endswith("\r\n\r\na/b, c;q=0\n")
+
+
+def test_connections_in_all_states_end_with_the_server() -> None:
+    with serving(Limits(request_seconds=60, idle_seconds=60, answer_seconds=60)) as (server, _):
+        peers = [connect(server) for _ in range(4)]
+        peers[1].sendall(b"GET /li")
+        peers[2].sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        peers[3].sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert peers[2].recv(1) == peers[3].recv(1) == b"H"
+    assert not server._thread.is_alive()
+    for peer in peers:
+        peer.close()

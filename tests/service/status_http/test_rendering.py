@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from http import HTTPStatus
+
+from service.status_http.pages import Page, Route, text
+from service.status_http.rendering import Rendering
+
+
+class Slow:
+    """A page that waits to be let go, and counts."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.made = 0
+
+    def __call__(self, accept: str) -> Page:
+        self.made += 1
+        self.begun.release()
+        assert self.go.wait(60)
+        return text(HTTPStatus.OK, f"{accept} {self.made}")
+
+
+def test_all_who_wait_for_the_same_page_get_one_and_a_probe_waits_for_none() -> None:
+    slow = Slow()
+    rendering = Rendering({"/slow": Route(slow), "/livez": Route(lambda _: text(HTTPStatus.OK, "live"), probe=True)})
+
+    async def scenario() -> list[Page]:
+        at_work = [asyncio.create_task(rendering.page("/slow", f"first {i}")) for i in range(2)]
+        for _ in at_work:
+            await asyncio.to_thread(slow.begun.acquire)
+        waiting = [asyncio.create_task(rendering.page("/slow", "second")) for _ in range(100)]
+        await asyncio.sleep(0)
+        assert (await rendering.page("/livez", "")).status == 200
+        slow.go.set()
+        await asyncio.gather(*at_work)
+        return list(await asyncio.gather(*waiting))
+
+    pages = asyncio.run(scenario())
+    assert slow.made == 3
+    assert {page.body for page in pages} == {b"second 3\n"}
+    rendering.close()
+
+
+def test_a_page_that_is_being_made_is_too_old_for_who_asks_now() -> None:
+    slow = Slow()
+    rendering = Rendering({"/slow": Route(slow)})
+
+    async def scenario() -> None:
+        early = asyncio.create_task(rendering.page("/slow", ""))
+        await asyncio.to_thread(slow.begun.acquire)
+        late = asyncio.create_task(rendering.page("/slow", ""))
+        await asyncio.to_thread(slow.begun.acquire)
+        slow.go.set()
+        await asyncio.gather(early, late)
+
+    asyncio.run(scenario())
+    assert slow.made == 2
+    rendering.close()
+
+
+def test_more_different_pages_than_may_wait_are_503() -> None:
+    slow = Slow()
+    rendering = Rendering({"/slow": Route(slow)})
+
+    async def scenario() -> list[int]:
+        tasks = [asyncio.create_task(rendering.page("/slow", str(i))) for i in range(2)]
+        for _ in tasks:
+            await asyncio.to_thread(slow.begun.acquire)
+        tasks += [asyncio.create_task(rendering.page("/slow", str(i))) for i in range(2, 50)]
+        await asyncio.sleep(0)
+        slow.go.set()
+        return [page.status for page in await asyncio.gather(*tasks)]
+
+    answers = asyncio.run(scenario())
+    assert (answers.count(200), answers.count(503)) == (34, 16)
+    rendering.close()

@@ -1,0 +1,57 @@
+"""TLS certificates for tests, made by openssl: an authority, and what it signs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its key, PEM."""
+
+    certificate: Path
+    key: Path
+
+
+class Authority:
+    """A CA in ``directory``. Skips the test where there is no openssl."""
+
+    def __init__(self, directory: Path, name: str = "ca") -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("openssl is not installed")
+        self._directory = directory
+        self.pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
+        _openssl(
+            *_request(self.pair.key, name), "-x509", "-days", "30", "-out", str(self.pair.certificate),
+            "-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign",
+        )  # fmt: skip
+
+    @property
+    def certificate(self) -> Path:
+        return self.pair.certificate
+
+    def sign(self, name: str) -> Pair:
+        """A pair for ``localhost`` and 127.0.0.1, or for a client."""
+        pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
+        asked, extensions = self._directory / f"{name}.csr", self._directory / f"{name}.ext"
+        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        _openssl(*_request(pair.key, name), "-out", str(asked))
+        _openssl(
+            "x509", "-req", "-in", str(asked), "-CA", str(self.pair.certificate), "-CAkey", str(self.pair.key),
+            "-CAcreateserial", "-days", "30", "-extfile", str(extensions), "-out", str(pair.certificate),
+        )  # fmt: skip
+        return pair
+
+
+def _request(key: Path, name: str) -> list[str]:
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    return ["req", *curve, "-nodes", "-keyout", str(key), "-subj", f"/CN={name}"]
+
+
+def _openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
