@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.runtime import Runtime
 from service.contract import Array
 
 
@@ -13,10 +13,6 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-
-    @property
-    def info(self) -> RuntimeInfo:
-        return self._runtime.info
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
         """The outputs (None = all of them), and the precision that made them. Raises as :meth:`Runtime.run` does."""

@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 # Names become metric labels, health services and log lines.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _LONGEST_VERSION = 18  # digits: what fits 64 bits
+_PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
 _VERSION_NAME = re.compile(rf"[1-9][0-9]{{0,{_LONGEST_VERSION - 1}}}")
 
 
@@ -218,4 +219,4 @@ def _parse_version(version: str) -> int | None:
 
 def _preference(slot: Slot) -> tuple[int, int]:
     """The newest ready version; failing that the newest that is loading; failing that the newest."""
-    return {"ready": 2, "loading": 1, "unavailable": 0}[slot.state], slot.version
+    return _PREFERENCE[slot.state], slot.version

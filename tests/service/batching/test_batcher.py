@@ -53,6 +53,7 @@ class Doubler:
         self.batches: list[list[float]] = []
         self.threads: set[str] = set()
         self.refusal = RuntimeFailure("negative")
+        self.precision = "bf16"
         self.meanwhile: Callable[[], object] = lambda: None  # while any batch but the first runs
 
     def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
@@ -65,7 +66,7 @@ class Doubler:
         self.running -= 1
         if (feeds["x"] < 0).any():
             raise self.refusal
-        return {"y": feeds["x"] * 2}, "bf16"
+        return {"y": feeds["x"] * 2}, self.precision
 
 
 class Bench:
@@ -125,6 +126,23 @@ def values(future: Future[Reply]) -> list[float]:
 
 def test_a_request_is_answered(make: Make) -> None:
     assert values(make().call(1.0, 2.0)) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_an_answer_says_which_precision_made_it_batch_by_batch(make: Make, inline: bool) -> None:
+    bench = make(inline=inline)
+    assert bench.call(1.0).result(20).precision == "bf16"
+    bench.run.precision = "fp32"
+    assert bench.call(1.0).result(20).precision == "fp32"
+
+
+def test_closing_leaves_a_batch_that_outlasts_the_deadline(make: Make) -> None:
+    bench = make()
+    held = bench.hold()
+    assert not bench.batcher.close(time.monotonic())
+    bench.run.gate.set()
+    assert values(held) == [0.0]
+    assert bench.batcher.close()
 
 
 def test_what_waits_while_the_model_runs_becomes_one_batch(make: Make) -> None:
