@@ -186,6 +186,7 @@ def checkpoint(debug: bool, **given: object) -> None:
 
     kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when all is written and the first graph is run
     memory.map_large_blocks()
+    memory.keep_few_primitives()
 
     options = _options(**given)
     with progress.on(sys.stderr) as bar:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from converter.process.memory import Garbage, release
+from converter.process.memory import Garbage, keep_few_primitives, release
 
 
 class Knot:
@@ -93,3 +94,13 @@ def test_what_the_calling_program_set_aside_stays_so() -> None:
         garbage.settle()
         assert alive() is None
     assert not any(each is kept for each in gc.get_objects())
+
+
+def test_onednn_keeps_few_kernels_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # that it does what it says, bench/conversion_memory sees
+    monkeypatch.setenv(name, "7")
+    keep_few_primitives()
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
+    keep_few_primitives()
+    assert os.environ[name] == "16"
