@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
+import ssl
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +20,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from artifacts import write_lookup, write_mlp
+from tlsfiles import Authority
 from waiting import until
 
 Serve = Callable[..., Any]  # see conftest.py
@@ -175,6 +181,54 @@ def test_a_port_in_use_is_one_clear_line_and_exit_code_2(tmp_path: Path, serve: 
     assert f"port {port} on 127.0.0.1 is in use" in server.log
     assert f"--{which}-port" in server.log
     assert "Traceback" not in server.log
+
+
+def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_json(
+    tmp_path: Path, serve: Serve
+) -> None:
+    repository, token = tmp_path / "repository", "reader-0123456789abcdef"
+    write_mlp(repository / "mlp" / "1")
+    authority = Authority(tmp_path)
+    pair, tokens = authority.sign("server"), tmp_path / "tokens"
+    tokens.write_text(f"{token} read\n")
+    tokens.chmod(0o600)
+    server = serve(
+        *("--repository", str(repository), "--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key)),
+        *("--token-file", str(tokens), "--log-format", "json"),
+    )
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+
+    def get(path: str, **headers: str) -> int:
+        asked = urllib.request.Request(f"https://127.0.0.1:{server.ports()[1]}{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=20, context=context) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    until(lambda: get("/readyz") == 200, 60, "ready")
+    assert [get("/metrics"), get("/"), get("/metrics", Authorization=f"Bearer {token}")] == [401, 401, 200]
+    server.terminate()
+    assert server.exit_code() == 0
+    events = [json.loads(line) for line in server.lines]
+    assert any("'mlp' version 1 is ready" in event["message"] for event in events)
+    assert token not in server.log
+    assert token not in " ".join(server.process.args)
+
+
+def test_files_for_tls_and_tokens_that_cannot_be_used_are_one_clear_line_and_exit_code_2(
+    tmp_path: Path, serve: Serve
+) -> None:
+    for flags, message in (
+        (("--token-file", str(tmp_path / "none")), "token_file .*none: cannot be read"),
+        (("--tls-key", "k"), "tls_key is given without tls_certificate"),
+        (("--tls-key", "k", "--tls-certificate", "c"), "tls_certificate c: cannot be read"),
+    ):
+        server = serve("--repository", str(tmp_path), *flags)
+        assert server.exit_code() == 2
+        assert re.search(message, server.log)
+        assert "Traceback" not in server.log
 
 
 def test_environment_and_file_configure_it_too(tmp_path: Path, serve: Serve) -> None:
