@@ -16,7 +16,8 @@ _NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local h
 
 
 def check_stored(path: Path) -> None:
-    """:class:`SourceError` where a record is compressed: torch never does that, and unpacks what gigabytes it is told.
+    """:class:`SourceError` where a record is compressed: torch never does that, and unpacks what gigabytes it is told;
+    and where a record that is not has two sizes.
 
     An archive that cannot be read is left to torch to complain of.
     """
@@ -28,6 +29,9 @@ def check_stored(path: Path) -> None:
     for info in records:
         if info.compress_type != zipfile.ZIP_STORED:
             raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
+        if info.compress_size != info.file_size:
+            sizes = f"{info.file_size} bytes, and {info.compress_size} as they are stored"
+            raise SourceError(f"{path}: damaged: record {info.filename!r} is said to have {sizes}")
 
 
 def check(path: Path, storages: Collection[tuple[int, int]]) -> None:

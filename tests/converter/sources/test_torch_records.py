@@ -74,3 +74,14 @@ def test_a_compressed_record_is_refused_before_it_is_unpacked(tmp_path: Path, mo
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch was asked to load it"))
     with pytest.raises(SourceError, match="is compressed, which torch never does"):
         _read(bomb)
+
+
+def test_a_record_of_two_sizes_is_damage(tmp_path: Path) -> None:
+    """torch reads such a file where it maps it, and not where it does not."""
+    saved = _saved(tmp_path / "a.pt", STATE)
+    content = bytearray(saved.read_bytes())
+    place = content.index(b"PK\x01\x02") + 20  # the first entry's size as it is stored
+    content[place : place + 4] = b"\xff\xff\xff\x7f"
+    saved.write_bytes(content)
+    with pytest.raises(SourceError, match=r"record 'a/data.pkl' is said to have \d+ bytes, and 2147483647 as"):
+        _read(saved)

@@ -11,9 +11,9 @@ EXTREMES = (0, 1, 2**7 - 1, 2**8 - 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40,
 
 
 def flip(content: bytes, random: Random) -> bytes:
-    """Up to eight bits, each flipped."""
+    """Up to eight bits, each flipped; nothing has none."""
     result = bytearray(content)
-    for _ in range(random.randint(1, 8)):
+    for _ in range(random.randint(1, 8) if content else 0):
         position = _early(result, random)
         result[position] ^= 1 << random.randrange(8)
     return bytes(result)
