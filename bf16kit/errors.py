@@ -123,5 +123,13 @@ class Cancelled(RequestError):
     """The caller left before the request ran."""
 
 
+class Unauthenticated(RequestError):
+    """The caller did not say who it is, or not believably."""
+
+
+class Forbidden(RequestError):
+    """The caller is known, and may not do this."""
+
+
 class Unsupported(RequestError):
     """A part of the protocol that this server does not offer."""

@@ -13,9 +13,11 @@ from service.process.config import ServerConfig
 from service.process.stop import Stop
 from service.process.tokens import TokenFile
 from service.status_http.conversation import Limits
-from service.status_http.pages import Access, routes
+from service.status_http.pages import Access as PageAccess
+from service.status_http.pages import routes
 from service.status_http.server import HttpServer
 from service.telemetry.metrics import Metrics
+from service.transport.credentials import Access
 from service.transport.server import Transport, TransportOptions
 
 _log = logging.getLogger(__name__)
@@ -38,13 +40,15 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
     repository = Repository(config.repository, metrics, device=config.device, threads=config.threads)
     repository.scan()
     certificates, tokens = _credentials(config)
-    transport = Transport(repository, metrics, _transport_options(config))
+    transport = Transport(
+        repository, metrics, _transport_options(config), Access(tokens, frozenset(config.token_free)), certificates
+    )
     http = HttpServer(
         config.host,
         config.http_port,
         routes(repository, metrics),
         limits=_http_limits(config),
-        access=Access(tokens, client_certificate=config.tls_client_ca is not None),
+        access=PageAccess(tokens, client_certificate=config.tls_client_ca is not None),
         certificates=certificates,
         refused=metrics.refused,
     )
@@ -88,8 +92,6 @@ def _announce(config: ServerConfig, repository: Repository, grpc_port: int, http
         config.host,
         http_port,
     )
-    if config.token_file or config.tls_certificate:
-        _log.warning("TLS and tokens protect the HTTP port; the gRPC port has neither: put a proxy that has before it")
     if config.token_file and not config.tls_certificate and config.host not in ("127.0.0.1", "::1", "localhost"):
         _log.warning("tokens pass over the network unencrypted: give tls_certificate and tls_key, or put TLS in front")
     for model in repository.models():
@@ -118,6 +120,9 @@ def _transport_options(config: ServerConfig) -> TransportOptions:
     return TransportOptions(
         host=config.host,
         port=config.grpc_port,
+        unix_socket=str(config.grpc_socket or ""),
+        compress=config.compress,
+        max_connections=config.max_connections,
         max_in_flight=config.max_in_flight,
         max_streams=config.max_streams,
         max_watches=config.max_watches,

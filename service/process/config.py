@@ -33,6 +33,7 @@ class ServerConfig(BaseSettings):
     max_in_flight: int = Field(default=256, ge=1)  # requests; more than this are refused at the door
     max_streams: int = Field(default=64, ge=1)
     max_watches: int = Field(default=1024, ge=1)  # of health
+    max_connections: int = Field(default=4096, ge=1)  # of gRPC
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
     max_request_bytes: int = Field(default=512 << 20, ge=1 << 10)  # of all requests together
     receive_seconds: Seconds = 10.0
@@ -51,6 +52,9 @@ class ServerConfig(BaseSettings):
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # clients show certificates of this authority
     token_file: Path | None = None  # lines of "token scope[,scope]"
+    token_free: tuple[Literal["health", "reflection"], ...] = ("health",)  # what needs no token on the gRPC port
+    grpc_socket: Path | None = None  # a Unix socket to listen on as well
+    compress: bool = False  # responses, for clients that take gzip
 
     http_max_connections: int = Field(default=256, ge=8, le=65_536)
     http_request_seconds: float = Field(default=5.0, gt=0, le=3_600)  # for a whole request to come, TLS included
@@ -65,7 +69,7 @@ class ServerConfig(BaseSettings):
             raise ValueError("give the directory of the models")
         return value
 
-    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "token_file", mode="before")
+    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "token_file", "grpc_socket", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
         """An empty one is a variable that was not set; taking it for "none" would switch the protection off."""

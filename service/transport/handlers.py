@@ -13,9 +13,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from bf16kit.errors import Unsupported
 from bf16kit.protocol import inference_pb2 as pb
-from service.transport.call import Rpc
+from service.process.tokens import Scope
+from service.transport.call import Call, Rpc
+from service.transport.credentials import Access, Metadata, Needs
 from service.transport.health import HealthServicer
-from service.transport.lane import Handler, Lane, refusal
+from service.transport.lane import Handler, Lane
 from service.transport.reflection import reflection_answer
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
@@ -32,7 +34,11 @@ _REFUSED = {
     "SystemSharedMemoryRegister": "shared memory is not supported; send tensors in raw_input_contents",
     "SystemSharedMemoryUnregister": "shared memory is not supported; send tensors in raw_input_contents",
 }
+_PROBES = ("ServerLive", "ServerReady", "ModelReady")
 _EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests say nothing
+
+
+Opener = Callable[[Metadata], Handler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,49 +55,64 @@ class Lanes:
 class Handlers(grpc.GenericRpcHandler):
     """gRPC asks it for a handler when the headers of a call have arrived."""
 
-    def __init__(self, open_by_path: Mapping[str, Callable[[], Handler]]) -> None:
+    def __init__(self, open_by_path: Mapping[str, Opener]) -> None:
         self._open = open_by_path
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         opened = self._open.get(handler_call_details.method)
-        return None if opened is None else opened()
+        return None if opened is None else opened(handler_call_details.invocation_metadata)
 
 
-def handlers(
-    servicer: InferenceServicer, health: HealthServicer, lanes: Lanes, statuses: StatusTable
-) -> grpc.GenericRpcHandler:
-    """A handler for every RPC; those of ``GRPCInferenceService`` that are not served are refused with the reason."""
-    paths: dict[str, Callable[[], Handler]] = {}
-    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-        paths[f"/{SERVICE}/{method.name}"] = _inference(method, servicer, lanes, statuses)
-    check, watch = _HEALTH.methods_by_name["Check"], _HEALTH.methods_by_name["Watch"]
-    paths[f"/{_HEALTH.full_name}/Check"] = _opener(lanes.control, check, health.check)
-    paths[f"/{_HEALTH.full_name}/Watch"] = _opener(
-        lanes.watches, watch, lambda request, call, send: health.watch(request, call.cancellation, send), kind="watch"
-    )
-    info = _REFLECTION.methods_by_name["ServerReflectionInfo"]
-    services = (SERVICE, _HEALTH.full_name, _REFLECTION.full_name)
-    paths[f"/{_REFLECTION.full_name}/{info.name}"] = _opener(
-        lanes.reflection, info, reflection_answer(services), kind="stream"
-    )
-    return Handlers(paths)
+class Table:
+    """Which lane each RPC comes in by, what answers it, and which scope of a token it needs."""
 
+    def __init__(self, lanes: Lanes, access: Access, statuses: StatusTable) -> None:
+        self._lanes = lanes
+        self._access = access
+        self._statuses = statuses
 
-def _inference(method: Any, servicer: InferenceServicer, lanes: Lanes, statuses: StatusTable) -> Callable[[], Handler]:
-    name = method.name
-    if name in _REFUSED:
-        refused = refusal(statuses.of(Unsupported(f"{name}: {_REFUSED[name]}")))
-        return lambda: refused
-    answer = getattr(servicer, name)
-    if name == "ModelInfer":
-        return _opener(lanes.inference, method, answer)
-    if name == "ModelStreamInfer":
-        return _opener(lanes.streams, method, answer, kind="stream")
-    return _opener(lanes.control, method, lambda message, call: answer(message), reads=name not in _EMPTY)
+    def handlers(self, servicer: InferenceServicer, health: HealthServicer) -> grpc.GenericRpcHandler:
+        """A handler for every RPC; those of the inference service that are not served are refused with the reason."""
+        paths: dict[str, Opener] = {}
+        for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+            paths[f"/{SERVICE}/{method.name}"] = self._inference(method, servicer)
+        lanes, probe = self._lanes, self._access.scope_of("health")
 
+        def watch(request: Any, call: Call, send: Any) -> None:
+            health.watch(request, call.cancellation, send)
 
-def _opener(lane: Lane, method: Any, answer: Callable[..., Any], **more: Any) -> Callable[[], Handler]:
-    parse = GetMessageClass(method.input_type).FromString
-    serialize = GetMessageClass(method.output_type).SerializeToString
-    rpc = Rpc(parse, serialize, answer, **more)
-    return lambda: lane.open(rpc)
+        check, watching = _HEALTH.methods_by_name["Check"], _HEALTH.methods_by_name["Watch"]
+        paths[f"/{_HEALTH.full_name}/Check"] = self._opener(lanes.control, check, health.check, probe)
+        paths[f"/{_HEALTH.full_name}/Watch"] = self._opener(lanes.watches, watching, watch, probe, kind="watch")
+        info, scope = _REFLECTION.methods_by_name["ServerReflectionInfo"], self._access.scope_of("reflection")
+        answer = reflection_answer((SERVICE, _HEALTH.full_name, _REFLECTION.full_name))
+        paths[f"/{_REFLECTION.full_name}/{info.name}"] = self._opener(
+            lanes.reflection, info, answer, scope, kind="stream"
+        )
+        return Handlers(paths)
+
+    def _inference(self, method: Any, servicer: InferenceServicer) -> Opener:
+        name, lanes = method.name, self._lanes
+        if name in _REFUSED:
+            refused = Unsupported(f"{name}: {_REFUSED[name]}")
+            return lambda metadata: lanes.control.refuse(refused, self._needs("manage"), metadata)
+        answer = getattr(servicer, name)
+        if name == "ModelInfer":
+            return self._opener(lanes.inference, method, answer, "infer")
+        if name == "ModelStreamInfer":
+            return self._opener(lanes.streams, method, answer, "infer", kind="stream")
+        scope = self._access.scope_of("health") if name in _PROBES else "read"
+
+        def control(message: Any, call: Call) -> Any:
+            return answer(message)
+
+        return self._opener(lanes.control, method, control, scope, reads=name not in _EMPTY)
+
+    def _opener(self, lane: Lane, method: Any, answer: Any, scope: Scope | None, **more: Any) -> Opener:
+        parse = GetMessageClass(method.input_type).FromString
+        serialize = GetMessageClass(method.output_type).SerializeToString
+        rpc, needs = Rpc(parse, serialize, answer, **more), self._needs(scope)
+        return lambda metadata: lane.open(rpc, needs, metadata)
+
+    def _needs(self, scope: Scope | None) -> Needs:
+        return Needs(self._access.tokens, scope)

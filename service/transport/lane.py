@@ -13,12 +13,14 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from bf16kit.errors import Overloaded, Unavailable
+from bf16kit.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
 from service.transport.admission import Door
 from service.transport.call import Call, Rpc, StreamCall, UnaryCall, WatchCall
+from service.transport.credentials import Metadata, Needs
 from service.transport.status import Status, StatusTable
 from service.transport.watchdog import Patience
 
+_REASONS = {Unavailable: "draining", Unauthenticated: "unauthenticated", Forbidden: "forbidden"}
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
@@ -97,8 +99,12 @@ class Lane:
         self.refused = refused
         self._statuses = statuses
 
-    def open(self, rpc: Rpc) -> Handler:
+    def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> Handler:
         """The handler of a call whose headers have arrived."""
+        try:
+            needs.check(metadata)
+        except RequestError as error:
+            return refusal(self.status(error))
         # All of them as streams of requests, of which one is read: gRPC would otherwise read it before it asks anybody.
         if rpc.kind == "stream":
             return grpc.stream_stream_rpc_method_handler(StreamCall(rpc, self), None, rpc.serialize)
@@ -108,10 +114,18 @@ class Lane:
         call = UnaryCall(rpc, self)
         return grpc.stream_unary_rpc_method_handler(call, call.received, rpc.serialize)
 
+    def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> Handler:
+        """The handler of a call that nobody may make: of one who may not ask, that is what it is told."""
+        try:
+            needs.check(metadata)
+        except RequestError as forbidden:
+            error = forbidden
+        return refusal(self.status(error))
+
     def status(self, error: Exception) -> Status:
         """What the client is told of an error that ended its call before a model was asked."""
         if isinstance(error, Overloaded):
             self.refused(error.reason)
-        elif isinstance(error, Unavailable):
-            self.refused("draining")
+        elif isinstance(error, tuple(_REASONS)):
+            self.refused(next(reason for kind, reason in _REASONS.items() if isinstance(error, kind)))
         return self._statuses.of(error)

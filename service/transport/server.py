@@ -12,8 +12,10 @@ import grpc
 
 from bf16kit.errors import ConfigError, Unavailable
 from service.contract import Registry, RequestObserver
+from service.process.certificates import CertificateFiles
 from service.transport.admission import Door, FairShares
-from service.transport.handlers import SERVICE, Lanes, handlers
+from service.transport.credentials import Access, server_credentials
+from service.transport.handlers import SERVICE, Lanes, Table
 from service.transport.health import HealthServicer
 from service.transport.lane import Lane
 from service.transport.limit import AdaptiveLimit
@@ -42,9 +44,12 @@ class TransportOptions:
 
     host: str = "127.0.0.1"
     port: int = 8001  # 0 = any free port
+    unix_socket: str = ""  # a path to listen on as well, without TLS: the file's directory says who may connect
     max_in_flight: int = 256
     max_streams: int = 64
     max_watches: int = 1024
+    max_connections: int = 4096
+    compress: bool = False  # responses, with gzip, for clients that take it
     stream_window: int = 16  # requests of one stream at work at once
     max_message_bytes: int = 64 << 20  # of a request
     max_request_bytes: int = 512 << 20  # of all requests together
@@ -61,10 +66,18 @@ class TransportOptions:
 class Transport:
     """The server side of gRPC. :meth:`start` binds and serves; :meth:`stop` drains and may be called more than once."""
 
-    def __init__(self, registry: Registry, observer: RequestObserver, options: TransportOptions) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        observer: RequestObserver,
+        options: TransportOptions,
+        access: Access = Access(),  # noqa: B008 -- frozen: everybody may call everything
+        certificates: CertificateFiles | None = None,
+    ) -> None:
         self._options = options
         self._statuses = StatusTable(grpc.StatusCode[options.overload])
         self._observer = observer
+        self._certificates = certificates
         self._patiences: list[Patience] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._health = HealthServicer(registry, SERVICE)
@@ -82,17 +95,27 @@ class Transport:
             stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
             stream_window=options.stream_window,
         )
-        lanes = self._lanes()
+        table = Table(self._lanes(), access, self._statuses)
         self._watchdog = Watchdog(self._patiences)
         # Each lane bounds its own calls: a bound on all of them would let one lane's calls shut out another's.
-        self._server = grpc.server(self._pool("grpc", 1), options=_channel_arguments(options))
-        self._server.add_generic_rpc_handlers((handlers(self._servicer, self._health, lanes, self._statuses),))
+        self._server = grpc.server(
+            self._pool("grpc", 1),
+            options=_channel_arguments(options),
+            compression=grpc.Compression.Gzip if options.compress else None,
+        )
+        self._server.add_generic_rpc_handlers((table.handlers(self._servicer, self._health),))
 
     def start(self) -> int:
         """Listen and serve; returns the port. Raises :class:`ConfigError` when the address cannot be bound."""
         host, port = self._options.host, self._options.port
         try:
-            bound = self._server.add_insecure_port(_address(host, port))
+            if self._certificates is None:
+                bound = self._server.add_insecure_port(_address(host, port))
+            else:
+                credentials = server_credentials(self._certificates)
+                bound = self._server.add_secure_port(_address(host, port), credentials)
+            if self._options.unix_socket:
+                self._server.add_insecure_port(f"unix:{self._options.unix_socket}")
         except RuntimeError:  # gRPC's own text names neither the cause nor the remedy
             raise ConfigError(_why_not_bound(host, port)) from None
         self._server.start()
@@ -110,7 +133,7 @@ class Transport:
         for door in (self._inference, self._streams):
             door.close(lambda: Unavailable("the server is shutting down; try another"))
         self._servicer.drain()
-        self._server.stop(max(0.0, until - time.monotonic()))
+        self._server.stop(max(0.0, until - time.monotonic()) + _LAST_WORDS_SECONDS)  # it cancels later than we look
         answered = self._empty(until)
         self._server.stop(0)
         self._watchdog.stop()
@@ -168,6 +191,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.max_receive_message_length": options.max_message_bytes,
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
         "grpc.max_concurrent_streams": _STREAMS_PER_CONNECTION,
+        "grpc.max_allowed_incoming_connections": options.max_connections,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
         "grpc.keepalive_timeout_ms": _ms(min(options.keepalive_seconds, 20.0)),

@@ -13,10 +13,12 @@ from bf16kit.errors import (
     Bf16kitError,
     Cancelled,
     DeadlineExceeded,
+    Forbidden,
     InvalidRequest,
     NotFound,
     Overloaded,
     RequestError,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
@@ -32,6 +34,8 @@ CODES: Mapping[type[RequestError], StatusCode] = {
     DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
     Cancelled: StatusCode.CANCELLED,
     Unsupported: StatusCode.UNIMPLEMENTED,
+    Unauthenticated: StatusCode.UNAUTHENTICATED,
+    Forbidden: StatusCode.PERMISSION_DENIED,
 }
 
 

@@ -20,6 +20,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import TensorSpec
 from service.contract import Array, Bounds
 from service.transport.call import Rpc
+from service.transport.credentials import Needs
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -330,7 +331,7 @@ def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: 
 
     infer = served.transport._servicer.ModelInfer
     rpc = Rpc(pb.ModelInferRequest.FromString, pb.ModelInferResponse.SerializeToString, infer)
-    handler: Any = served.transport._lanes().inference.open(rpc)
+    handler: Any = served.transport._lanes().inference.open(rpc, Needs(None, None), None)
     with pytest.raises(RuntimeError, match="CANCELLED"):
         handler.stream_unary(iter([infer_request(x=X).SerializeToString()]), Gone())
     assert served.registry.find("echo", "").calls == 0

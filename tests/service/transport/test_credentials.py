@@ -1,0 +1,184 @@
+"""TLS, clients' certificates and tokens on the gRPC port, over real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import LoopbackModel, LoopbackRegistry, RequestLog, infer_request
+from tlsfiles import Authority, Pair
+from waiting import until
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.process.certificates import CertificateFiles
+from service.process.tokens import TokenFile
+from service.transport.credentials import Access
+from service.transport.handlers import SERVICE
+from service.transport.server import Transport, TransportOptions
+
+X = np.ones((1, 3), np.float32)
+TOKENS = "application-0123456 infer\nscraper-0123456789 read\noperator-012345678 infer,read,manage  # everything\n"
+
+
+@contextmanager
+def secured(
+    access: Access | None = None, certificates: CertificateFiles | None = None, **options: Any
+) -> Iterator[tuple[int, RequestLog]]:
+    model, log = LoopbackModel(), RequestLog()
+    transport = Transport(
+        LoopbackRegistry([model]), log, TransportOptions(port=0, **options), access or Access(), certificates
+    )
+    model.batcher.start()
+    port = transport.start()
+    try:
+        yield port, log
+    finally:
+        transport.stop(grace=0)
+        model.batcher.close(time.monotonic() + 30)
+
+
+def call(channel: grpc.Channel, method: str, message: Any, token: str | None = None) -> Any:
+    rpc = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[method]
+    stub: Any = channel.unary_unary(
+        f"/{SERVICE}/{method}",
+        request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(rpc.output_type).FromString,
+    )
+    return stub(message, timeout=20, metadata=[("authorization", f"Bearer {token}")] if token else None)
+
+
+def refusal(channel: grpc.Channel, method: str, message: Any, token: str | None = None) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as refused:
+        call(channel, method, message, token)
+    return refused.value.code(), refused.value.details() or ""
+
+
+class TestTokens:
+    @pytest.fixture
+    def access(self, tmp_path: Path) -> Access:
+        file = tmp_path / "tokens"
+        file.write_text(TOKENS)
+        file.chmod(0o600)
+        return Access(TokenFile(file))
+
+    def test_each_call_needs_its_scope(self, access: Access) -> None:
+        needs = {
+            "infer": ("ModelInfer", infer_request(x=X)),
+            "read": ("ModelMetadata", pb.ModelMetadataRequest(name="echo")),
+        }
+        holders = {"application-0123456": {"infer"}, "scraper-0123456789": {"read"}}
+        with secured(access) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for token, scopes in {**holders, "operator-012345678": {"infer", "read"}}.items():
+                for scope, (method, message) in needs.items():
+                    if scope in scopes:
+                        call(channel, method, message, token)
+                    else:
+                        code, details = refusal(channel, method, message, token)
+                        assert code is grpc.StatusCode.PERMISSION_DENIED
+                        assert f"{scope!r} is needed" in details
+                        assert token not in details
+            assert log.refusals == ["forbidden", "forbidden"]
+
+    @pytest.mark.parametrize("token", [None, "nobody-knows-this-1", "application-012345"])
+    def test_without_a_known_token_nothing_is_read(self, access: Access, token: str | None) -> None:
+        with secured(access) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            code, details = refusal(channel, "ModelInfer", infer_request(x=X), token)
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+            assert not token or token not in details
+            assert (log.refusals, log.seen) == (["unauthenticated"], [])
+
+    def test_what_is_not_served_is_told_only_to_those_who_may_ask(self, access: Access) -> None:
+        load = pb.RepositoryModelLoadRequest(model_name="echo")
+        with secured(access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert refusal(channel, "RepositoryModelLoad", load)[0] is grpc.StatusCode.UNAUTHENTICATED
+            code, _ = refusal(channel, "RepositoryModelLoad", load, "scraper-0123456789")
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+            code, _ = refusal(channel, "RepositoryModelLoad", load, "operator-012345678")
+            assert code is grpc.StatusCode.UNIMPLEMENTED
+
+    def test_probes_need_none_unless_the_operator_says_so(self, access: Access) -> None:
+        for open_to_all in (frozenset({"health"}), frozenset[str]()):
+            with (
+                secured(Access(access.tokens, open_to_all)) as (port, _),
+                grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+            ):
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                if open_to_all:
+                    assert call(channel, "ServerLive", pb.ServerLiveRequest()).live
+                    assert stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
+                else:
+                    code, _ = refusal(channel, "ServerReady", pb.ServerReadyRequest())
+                    assert code is grpc.StatusCode.UNAUTHENTICATED
+                    with pytest.raises(grpc.RpcError):
+                        stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+
+
+class TestTls:
+    @pytest.fixture
+    def authority(self, tmp_path: Path) -> Authority:
+        return Authority(tmp_path)
+
+    def test_clients_that_trust_the_authority_are_answered_and_plain_ones_are_not(self, authority: Authority) -> None:
+        pair = authority.sign("server")
+        with secured(certificates=CertificateFiles(pair.certificate, pair.key)) as (port, _):
+            with _channel(port, authority) as channel:
+                assert call(channel, "ModelInfer", infer_request(x=X)).model_name == "echo"
+            with grpc.insecure_channel(f"localhost:{port}") as plain:
+                assert refusal(plain, "ServerLive", pb.ServerLiveRequest())[0] is grpc.StatusCode.UNAVAILABLE
+
+    def test_a_client_without_a_certificate_is_not_let_in_where_one_is_asked_for(self, authority: Authority) -> None:
+        pair = authority.sign("server")
+        files = CertificateFiles(pair.certificate, pair.key, authority.certificate)
+        with secured(certificates=files) as (port, _):
+            with _channel(port, authority) as anonymous:
+                assert refusal(anonymous, "ServerLive", pb.ServerLiveRequest())[0] is grpc.StatusCode.UNAVAILABLE
+            with _channel(port, authority, authority.sign("client")) as known:
+                assert call(known, "ServerLive", pb.ServerLiveRequest()).live
+
+    def test_a_new_certificate_is_used_for_new_connections(self, authority: Authority, tmp_path: Path) -> None:
+        """The old authority is trusted no more; nobody restarts the server."""
+        pair = authority.sign("server")
+        with secured(certificates=CertificateFiles(pair.certificate, pair.key)) as (port, _):
+            (tmp_path / "new").mkdir()
+            newer = Authority(tmp_path / "new")
+            renewed = newer.sign("server")
+            renewed.key.replace(pair.key)
+            renewed.certificate.replace(pair.certificate)
+
+            def answered() -> bool:
+                with _channel(port, newer) as channel:
+                    try:
+                        return bool(call(channel, "ServerLive", pb.ServerLiveRequest()).live)
+                    except grpc.RpcError:
+                        return False
+
+            until(answered, what="a connection with the new certificate")
+
+
+def test_a_unix_socket_answers_beside_the_port(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with secured(unix_socket=str(path)), grpc.insecure_channel(f"unix:{path}") as channel:
+        assert call(channel, "ModelInfer", infer_request(x=X)).model_name == "echo"
+
+
+def test_compressed_requests_are_read_and_responses_compressed_where_that_is_on() -> None:
+    many = infer_request(x=np.zeros((8, 3), np.float32))
+    with secured(compress=True) as (port, _):
+        options = [("grpc.default_compression_algorithm", 2)]
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options, compression=grpc.Compression.Gzip) as channel:
+            assert call(channel, "ModelInfer", many).outputs[0].shape == [8, 3]
+
+
+def _channel(port: int, trusted: Authority, client: Pair | None = None) -> grpc.Channel:
+    own = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
+    credentials = grpc.ssl_channel_credentials(trusted.certificate.read_bytes(), *own)
+    # A channel shares its connection with others to the same place, unless its options differ.
+    return grpc.secure_channel(f"localhost:{port}", credentials, [("grpc.use_local_subchannel_pool", 1)])
