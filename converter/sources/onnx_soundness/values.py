@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from bf16kit.errors import SourceError
+from bf16kit.errors import ConversionError, SourceError
 from converter.sources.onnx_soundness.tensors import shape_of
 from converter.sources.onnx_soundness.walk import bodies, quoted
 
@@ -64,7 +64,8 @@ def _fits(value: ValueInfoProto, tensor: TensorProto) -> bool:
 
 
 def check_outputs(path: Path, model: ModelProto) -> None:
-    """Each output is given by its graph itself, or, for a body, before its node by one of the graphs around it."""
+    """Each output is given by its graph itself. A body that hands on a value of a graph around it is not damaged, and
+    neither ONNX Runtime nor onnx_ir has a place for it: :class:`ConversionError`."""
     _check_graph(path, model.graph, ())
     for function in model.functions:
         _check_bodies(path, function.node, set(function.input))
@@ -75,7 +76,7 @@ def check_outputs(path: Path, model: ModelProto) -> None:
 def _check_graph(path: Path, graph: GraphProto, outer: Collection[str]) -> None:
     sources = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     sources |= {tensor.values.name for tensor in graph.sparse_initializer}
-    made = (name for node in graph.node for name in node.output)
+    made = (name for node in graph.node for name in node.output if name)
     _check_given(path, [value.name for value in graph.output], sources.union(made), outer)
     _check_bodies(path, graph.node, sources.union(outer))
 
@@ -93,5 +94,10 @@ def _check_bodies(path: Path, nodes: Iterable[NodeProto], before: set[str]) -> N
 
 def _check_given(path: Path, outputs: Iterable[str], given: Collection[str], outer: Collection[str]) -> None:
     for name in outputs:
-        if not name or (name not in given and name not in outer):
+        if name and name not in given and name in outer:
+            raise ConversionError(
+                f"{path}: a body gives {quoted(name)}, a value of the graph around it, which ONNX Runtime does not run;"
+                " put an Identity between them"
+            )
+        if name not in given:
             raise SourceError(f"{path}: damaged: nothing gives the output {quoted(name)}")

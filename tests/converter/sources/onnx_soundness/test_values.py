@@ -9,7 +9,8 @@ import pytest
 from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, helper
 
 import graphs
-from bf16kit.errors import SourceError
+from bf16kit.errors import ConversionError, RuntimeFailure, SourceError
+from bf16kit.runtime.session import open_session
 from converter.sources import onnx_soundness
 
 
@@ -82,10 +83,19 @@ def test_a_bodys_output_does_not_come_from_where_the_body_cannot_see(tmp_path: P
         onnx_soundness.check(tmp_path / "m.onnx", model)
 
 
-def test_a_bodys_output_may_come_from_around_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["x", "captured", "early"])
+def test_a_body_that_hands_on_what_is_around_it_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
+    """As ONNX Runtime refuses it."""
     model = graphs.if_branches()
     model.graph.node.insert(0, helper.make_node("Relu", ["x"], ["early"]))
-    model.graph.node[1].attribute[0].g.output[0].name = "early"
+    body = model.graph.node[1].attribute[0].g
+    body.output[0].name = name
+    with pytest.raises(ConversionError, match=f"a body gives '{name}', .* put an Identity between"):
+        onnx_soundness.check(tmp_path / "m.onnx", model)
+    with pytest.raises(RuntimeFailure, match="outer scope value being returned directly"):
+        open_session(model.SerializeToString())
+    body.node.append(helper.make_node("Identity", [name], ["between"]))
+    body.output[0].name = "between"
     onnx_soundness.check(tmp_path / "m.onnx", model)
 
 
