@@ -96,7 +96,7 @@ class InferenceServicer:
     ) -> pb.ModelInferResponse | Status:
         """The answer to one request, or the status to refuse it with; observed either way, and never raising."""
         model: Model | None = None
-        deadline = call.deadline
+        deadline = ends = call.deadline
         code = _UNKNOWN_OUTCOME
         try:
             with self._registry.acquire(message.model_name, message.model_version) as model:
@@ -106,7 +106,7 @@ class InferenceServicer:
                 request, dtypes = codec.decode(message, asked.priority, deadline, call.cancellation)
                 request.patient = patient
                 response = codec.encode(message.id, self._infer(model, request), dtypes)
-            code = grpc.StatusCode.OK
+            code = self._seen(call, ends)
             if not patient:
                 self._limit.answered((model.name, model.version), self._clock() - started)
             return response
@@ -119,6 +119,12 @@ class InferenceServicer:
             return status
         finally:
             self._observe(message, model, code, self._clock() - started)
+
+    def _seen(self, call: Call, ends: float | None) -> grpc.StatusCode:
+        """What the client of an answered request sees: it may have stopped waiting while the request ran."""
+        if ends is not None and self._clock() >= ends:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
 
     def _infer(self, model: Model, request: Request) -> Reply:
         if request.patient:

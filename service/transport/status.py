@@ -69,7 +69,10 @@ def _incident(error: Exception) -> Status:
     """A failure the caller did not cause: they get a number to quote, the log gets the number and the text."""
     incident = secrets.token_hex(6)
     kind = "failure" if isinstance(error, Bf16kitError) else "bug"
-    _log.error("incident %s: %s while answering a request: %s", incident, kind, error, exc_info=error)
+    _log.error(
+        "incident %s: %s while answering a request: %s", incident, kind, error,
+        exc_info=error, extra={"incident": incident},
+    )  # fmt: skip
     return Status(StatusCode.INTERNAL, f"internal error, incident {incident}; the server's log has the details")
 
 

@@ -18,7 +18,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from bf16kit.errors import RuntimeFailure
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import TensorSpec
-from service.contract import Array, Bounds
+from service.contract import Array, Bounds, Cancellation
 from service.transport.call import Rpc
 from service.transport.credentials import Needs
 
@@ -216,6 +216,23 @@ def test_a_caller_whose_deadline_passes_in_the_queue_is_counted_so_and_never_run
         assert model.calls == 1
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_a_client_sees_that_stopped_waiting_while_its_request_ran_is_what_is_counted(
+    gate: Gate, leaves: bool
+) -> None:
+    with serving(LoopbackModel(run=gate)) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=None if leaves else 0.3)
+        assert gate.started.wait(30)
+        if leaves:
+            running.cancel()
+            until(lambda: _first(served).cancelled)
+        else:
+            assert running.exception(30) is not None
+        gate.go.set()
+        until(lambda: served.log.seen)
+        assert served.log.seen == [("echo", 1, "CANCELLED" if leaves else "DEADLINE_EXCEEDED")]
+
+
 def test_a_caller_who_leaves_the_queue_is_dropped_before_running(gate: Gate) -> None:
     model = LoopbackModel(run=gate, max_batch_size=0)
     with serving(model) as served:
@@ -335,6 +352,13 @@ def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: 
     with pytest.raises(RuntimeError, match="CANCELLED"):
         handler.stream_unary(iter([infer_request(x=X).SerializeToString()]), Gone())
     assert served.registry.find("echo", "").calls == 0
+
+
+def _first(served: Served) -> Cancellation:
+    """The cancellation of the first request."""
+    found = served.registry.find("echo", "").seen[0].cancellation
+    assert found is not None
+    return found
 
 
 def _as_done(calls: list[Any]) -> Iterator[Any]:
