@@ -134,6 +134,11 @@ class Door:
             self._inside += 1
         return Place(self, client)
 
+    def received(self, seconds: float) -> None:
+        """See :meth:`AdaptiveLimit.received`."""
+        if self._adaptive is not None:
+            self._adaptive.received(seconds)
+
     def add(self, nbytes: int) -> None:
         """Bytes that a place holds. Called with the lock held."""
         if self._nbytes and self._nbytes + nbytes > self._max_bytes:

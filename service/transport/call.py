@@ -54,6 +54,7 @@ class Call:
         self._lane = lane
         self._place: Place | None = None
         self._refused: RequestError | None = None
+        self._received = 0.0
         self._aborted = self._over = False
 
     @property
@@ -81,8 +82,10 @@ class Call:
     def _begin(self, context: grpc.ServicerContext) -> Place:
         """The call runs. Raises what it is refused for."""
         self.context = context
-        self.admit(context.peer())
-        if self._place is None:
+        if self._refused is None and self._place is None:  # nobody could say yet whose it is
+            self.admit(context.peer())
+        if self._refused is not None or self._place is None:
+            # Also where there is a place by now: this may be gRPC's own thread, which must not wait for a request.
             raise self._refused or Unavailable("the call was not let in")
         if not context.add_callback(self._ended):  # it ended before this thread came to it
             self._ended()
@@ -118,12 +121,15 @@ class OneRequest(Call):
 
     def received(self, data: bytes) -> bytes:
         """gRPC's thread has the whole message. It is parsed on the call's own."""
+        self._received = time.monotonic()
         self._lane.receiving.done(self)
         return data
 
     def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
         self._lane.receiving.begin(self, self._expire)
+        asked = time.monotonic()
         data = next(messages, None)
+        self._lane.door.received(self._received - asked)
         if data is None:
             raise InvalidRequest("the call ended without a request")
         return self._parsed(data, place)

@@ -1,8 +1,13 @@
-"""How many calls may be inside: fewer than there are places while most of what comes is refused anyway.
+"""How many calls may be inside: fewer than there are places while more comes than can be done.
 
-When far more is asked than can be done, answering goes on at the same rate however many calls wait, and each of those
-waits the longer the more there are. So then few are let in, and answered soon. While little or nothing is refused,
-everybody who finds a place may wait: nobody is refused for the sake of others' latency.
+Answers come at the same rate however many calls wait, and each of those waits the longer the more there are. So in a
+storm few are let in, and answered soon. A storm is told by either of two signs:
+
+* most calls are refused, and most answers take several times as long as alone;
+* gRPC's one thread is late: it tells of a message, which came with the headers, milliseconds after it was asked for.
+  All calls pass that thread, and a refusal costs it a fraction of what a call costs that is let in.
+
+While neither is so, whoever finds a place may wait: nobody is refused for the sake of others' latency.
 """
 
 from __future__ import annotations
@@ -14,13 +19,14 @@ from collections.abc import Callable, Hashable
 _WINDOW_S = 0.1
 _SLOWER = 3.0  # than alone: what an answer may take while calls are refused in masses
 _SLACK_S = 0.005  # beyond that: the threads' turns
+_LATE_S = 0.002  # for a message that is there already
 _SHRINK, _GROW = 0.7, 1.25
 _DRIFT = 1.001  # per answer: what is fastest now may be slower than what once was
 _MODELS = 1024  # remembered
 
 
 class AdaptiveLimit:
-    """A number between ``least`` and ``most``: :attr:`now`. Tell it of every refusal and of every answer."""
+    """A number between ``least`` and ``most``: :attr:`now`. Tell it of refusals, of messages and of answers."""
 
     def __init__(self, most: int, least: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = most
@@ -30,15 +36,19 @@ class AdaptiveLimit:
         self._lock = threading.Lock()
         self._alone: dict[Hashable, float] = {}  # seconds of a model's fastest answers
         self._since = clock()
-        self._refused = 0
-        self._answered = 0
-        self._slow = 0
+        self._forget()
 
     def refused(self) -> None:
         """A call was refused for want of room."""
         with self._lock:
             self._refused += 1
             self._turn()
+
+    def received(self, seconds: float) -> None:
+        """A message was there ``seconds`` after it had been asked for. A slow client's counts as late, too: so most of
+        them have to be."""
+        with self._lock:
+            self._late += 1 if seconds > _LATE_S else -1
 
     def answered(self, model: Hashable, seconds: float) -> None:
         """A call was answered ``seconds`` after its headers had come."""
@@ -55,9 +65,14 @@ class AdaptiveLimit:
         now = self._clock()
         if now - self._since < _WINDOW_S:
             return
-        storm = self._refused > self._answered
-        if storm and 2 * self._slow > self._answered:
+        masses = self._refused > self._answered
+        if self._late > 0 or (masses and 2 * self._slow > self._answered):
             self.now = max(self._least, int(self.now * _SHRINK))
-        elif not storm:
+        elif not masses:
             self.now = min(self._most, int(self.now * _GROW) + 1)
-        self._since, self._refused, self._answered, self._slow = now, 0, 0, 0
+        self._since = now
+        self._forget()
+
+    def _forget(self) -> None:
+        self._refused = self._answered = self._slow = 0
+        self._late = -8  # a few messages say nothing

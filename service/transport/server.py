@@ -192,6 +192,8 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
         "grpc.max_concurrent_streams": _STREAMS_PER_CONNECTION,
         "grpc.max_allowed_incoming_connections": options.max_connections,
+        "grpc.server.max_pending_requests": options.max_in_flight,
+        "grpc.server.max_pending_requests_hard_limit": 2 * options.max_in_flight,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
         "grpc.keepalive_timeout_ms": _ms(min(options.keepalive_seconds, 20.0)),

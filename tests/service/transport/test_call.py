@@ -12,8 +12,10 @@ import pytest
 from loopback import Gate, LoopbackModel, infer_request, serving, until
 from rawgrpc import RawConnection, framed
 
+from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
 from service.transport import lane as lane_module
+from service.transport.call import Rpc, UnaryCall
 from service.transport.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -59,6 +61,33 @@ def test_a_refusal_takes_no_thread_of_the_lanes() -> None:
         assert served.log.refusals == ["in_flight"] * 20
         gate.go.set()
         running.result(30)
+
+
+def test_a_call_that_was_refused_stays_so_where_a_place_becomes_free() -> None:
+    """It then runs on gRPC's one thread: waiting there for the request would stop the server for good."""
+    with serving(LoopbackModel(), max_in_flight=1) as served:
+        lane, door = served.transport._lanes().inference, served.transport._inference
+        place = door.enter("somebody")
+        call = UnaryCall(Rpc(pb.ModelInferRequest.FromString, lambda response: b"", lambda *_: None), lane)
+        lane.door = door
+        assert not call.admit("ipv4:203.0.113.7:1")
+        place.leave()
+        context: Any = Refusing()
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            call(iter(()), context)
+
+
+class Refusing:
+    """A context that says how its call was ended."""
+
+    def peer(self) -> str:
+        return "ipv4:203.0.113.7:1"
+
+    def add_callback(self, callback: object) -> bool:
+        return True
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise RuntimeError(code)
 
 
 def test_a_call_that_is_refused_is_never_read() -> None:

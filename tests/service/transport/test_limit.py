@@ -71,5 +71,26 @@ def test_a_model_that_has_become_slower_is_believed_after_a_while() -> None:
     assert weather.blow(3, answers=20, refusals=180, taking=0.06) == 256
 
 
+def test_when_grpcs_thread_is_late_few_are_let_in_and_more_again_when_it_is_not() -> None:
+    weather = Weather()
+    for _ in range(30):
+        for _ in range(20):
+            weather.limit.received(0.004)
+        weather.time += 0.11
+        weather.limit.answered("m", 0.005)
+    assert weather.limit.now == 16
+    assert weather.blow(2, answers=20, refusals=0, taking=0.005) == 256
+
+
+def test_slow_clients_among_others_are_no_sign_of_a_storm() -> None:
+    weather = Weather()
+    for _ in range(30):
+        for place in range(20):
+            weather.limit.received(5.0 if place % 2 else 0.0001)
+        weather.time += 0.11
+        weather.limit.answered("m", 0.005)
+    assert weather.limit.now == 256
+
+
 def test_the_least_is_never_more_than_the_places() -> None:
     assert Weather(most=4).limit._least == 4
