@@ -6,6 +6,7 @@ watcher who leaves needs on gRPC's own thread, and then the whole server stands 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,6 +20,7 @@ from service.transport.status import Status
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+_log = logging.getLogger(__name__)
 _SENDERS = 8  # threads: sending to a watcher who does not read takes one until the watchdog ends the call
 
 Send = Callable[[health_pb2.HealthCheckResponse | None], None]
@@ -122,6 +124,13 @@ class HealthServicer:
             return None
 
     def _send(self, watcher: _Watcher) -> None:
+        try:
+            self._send_news(watcher)
+        except Exception:  # noqa: BLE001 -- nobody looks at what a thread of a pool raises
+            _log.exception("a health watcher cannot be told of %r", watcher.service[:200])
+            self._watchers.discard(watcher)
+
+    def _send_news(self, watcher: _Watcher) -> None:
         while (status := watcher.news(lambda: self._now.get(watcher.service, _SERVICE_UNKNOWN))) is not None:
             watcher.send(_response(status))
         if self._closed:

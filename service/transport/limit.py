@@ -12,7 +12,6 @@ While neither is so, whoever finds a place may wait: nobody is refused for the s
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable
 
@@ -26,39 +25,37 @@ _MODELS = 1024  # remembered
 
 
 class AdaptiveLimit:
-    """A number between ``least`` and ``most``: :attr:`now`. Tell it of refusals, of messages and of answers."""
+    """A number between ``least`` and ``most``: :attr:`now`. Tell it of refusals, of messages and of answers, on any
+    thread: it takes no lock, since a count that is lost now and then changes nothing.
+    """
 
     def __init__(self, most: int, least: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = most
         self._most = most
         self._least = min(least, most)
         self._clock = clock
-        self._lock = threading.Lock()
         self._alone: dict[Hashable, float] = {}  # seconds of a model's fastest answers
         self._since = clock()
         self._forget()
 
     def refused(self) -> None:
         """A call was refused for want of room."""
-        with self._lock:
-            self._refused += 1
-            self._turn()
+        self._refused += 1
+        self._turn()
 
     def received(self, seconds: float) -> None:
         """A message was there ``seconds`` after it had been asked for. A slow client's counts as late, too: so most of
         them have to be."""
-        with self._lock:
-            self._late += 1 if seconds > _LATE_S else -1
+        self._late += 1 if seconds > _LATE_S else -1
 
     def answered(self, model: Hashable, seconds: float) -> None:
         """A call was answered ``seconds`` after its headers had come."""
-        with self._lock:
-            alone = min(seconds, self._alone.get(model, seconds) * _DRIFT)
-            if model in self._alone or len(self._alone) < _MODELS:
-                self._alone[model] = alone
-            self._answered += 1
-            self._slow += seconds > _SLOWER * alone + _SLACK_S
-            self._turn()
+        alone = min(seconds, self._alone.get(model, seconds) * _DRIFT)
+        if model in self._alone or len(self._alone) < _MODELS:
+            self._alone[model] = alone
+        self._answered += 1
+        self._slow += seconds > _SLOWER * alone + _SLACK_S
+        self._turn()
 
     def _turn(self) -> None:
         """At the end of a window, draw the conclusion."""

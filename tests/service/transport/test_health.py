@@ -105,6 +105,17 @@ def test_more_watchers_than_threads_hold_no_thread() -> None:
             watch.cancel()
 
 
+def test_a_watcher_that_cannot_be_told_is_in_the_log_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(response: object) -> None:
+        raise ValueError("no such call")
+
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), Cancellation(), fail)
+    until(lambda: "cannot be told of 'm'" in caplog.text)
+    until(lambda: not servicer._watchers)
+    servicer.shut_down(patience=30)
+
+
 def test_a_watch_that_comes_after_the_shut_down_is_ended_at_once() -> None:
     """It would hold up the drain for all of its time."""
 
