@@ -97,10 +97,7 @@ class Batcher:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
         level = self._level(request.priority)
         if self._inline and self._claim_idle():
-            try:
-                return self._run_inline(request, arrived)
-            finally:
-                self._release()
+            return self._run_inline(request, arrived)
         job = self._enqueue(request, arrived, level)
         return self._outcome(job)
 
@@ -130,14 +127,19 @@ class Batcher:
     def _run_inline(self, request: Request, arrived: float) -> Reply:
         try:
             outputs, precision = self._run(request.feeds, request.outputs)
+            timings = Timings(compute_infer=time.monotonic() - arrived)
+            self._observe(self._shape(request), request.rows, timings.compute_infer)
+            self._observer.executed(1, request.rows, timings)
         except InputRefused as error:
             raise _invalid(error) from error
-        timings = Timings(compute_infer=time.monotonic() - arrived)
-        shape = self._shape(request)
-        with self._lock:
-            self._queue.pace.observe(shape, request.rows, timings.compute_infer)
-        self._observer.executed(1, request.rows, timings)
+        finally:
+            self._release()
         return Reply(outputs, precision, timings)
+
+    def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
+        """Tell the queue how long something ran, for what others will wait."""
+        with self._lock:
+            self._queue.pace.observe(shape, rows, seconds)
 
     def _shape(self, request: Request) -> Hashable:
         """What must be equal for two requests to share a batch."""
@@ -284,9 +286,9 @@ class Batcher:
         parts = split(outputs, requests, self._policy.axis)
         done = time.monotonic()
         phases = Timings(0.0, gathered - begun, ran - gathered, done - ran)
-        with self._lock:
-            self._queue.pace.observe(batch[0].shape, sum(job.rows for job in batch), done - begun)
-        self._observer.executed(len(batch), sum(job.rows for job in batch), phases)
+        rows = sum(job.rows for job in batch)
+        self._observe(batch[0].shape, rows, done - begun)
+        self._observer.executed(len(batch), rows, phases)
         for job, part in zip(batch, parts, strict=True):
             job.work.succeed(Reply(part, precision, phases.queued(taken - job.arrived)))
 

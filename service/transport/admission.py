@@ -23,33 +23,33 @@ class Shares:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._taken = 0
+        self.taken = 0
         self._held: dict[str, int] = {}
 
     def take(self, holder: str) -> bool:
         """Whether ``holder`` may have one place more; it then has it."""
         own = self._held.get(holder, 0)
-        if self._taken >= self.limit or own >= self._part(own):
+        if self.full or own >= self._part(own):
             return False
         self._held[holder] = own + 1
-        self._taken += 1
+        self.taken += 1
         return True
 
     @property
     def full(self) -> bool:
-        return self._taken >= self.limit
+        return self.taken >= self.limit
 
     def _part(self, own: int) -> int:
         """How many places a holder of ``own`` may have as things are."""
-        if 2 * self._taken < self.limit:
+        if 2 * self.taken < self.limit:
             return self.limit
-        if 8 * self._taken < 7 * self.limit:
+        if 8 * self.taken < 7 * self.limit:
             return max(1, self.limit // (len(self._held) + (own == 0)))
         return max(1, self.limit // 32)
 
     def give(self, holder: str) -> None:
         own = self._held[holder] - 1
-        self._taken -= 1
+        self.taken -= 1
         if own:
             self._held[holder] = own
         else:
@@ -104,7 +104,6 @@ class Door:
         self._reason = reason
         self._shares = Shares(limit)
         self._max_bytes = max_bytes
-        self._inside = 0
         self._nbytes = 0
         self._closed: Callable[[], RequestError] | None = None
         self._empty = threading.Condition(self.lock)
@@ -112,7 +111,7 @@ class Door:
     @property
     def crowded(self) -> bool:
         """Whether half of the places are taken: the moment to be strict with those who keep one without need."""
-        return 2 * self._inside >= self.limit
+        return 2 * self._shares.taken >= self.limit
 
     def enter(self, client: str) -> Place:
         """A place for a call of ``client``. Raises :class:`Overloaded` when there is none for it, or what :meth:`close`
@@ -131,7 +130,6 @@ class Door:
                 if self._shares.full:
                     raise Overloaded(f"{limit}; try again later", self._reason)
                 raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
-            self._inside += 1
         return Place(self, client)
 
     def received(self, seconds: float) -> None:
@@ -150,9 +148,8 @@ class Door:
     def remove(self, client: str, nbytes: int) -> None:
         """A place, and what it held, are free again. Called with the lock held."""
         self._shares.give(client)
-        self._inside -= 1
         self._nbytes -= nbytes
-        if not self._inside:
+        if not self._shares.taken:
             self._empty.notify_all()
 
     def close(self, error: Callable[[], RequestError]) -> None:
@@ -163,11 +160,11 @@ class Door:
     def wait_empty(self, until: float) -> bool:
         """Whether everybody had left by ``until`` (:func:`time.monotonic` seconds)."""
         with self.lock:
-            return self._empty.wait_for(lambda: not self._inside, max(0.0, until - time.monotonic()))
+            return self._empty.wait_for(lambda: not self._shares.taken, max(0.0, until - time.monotonic()))
 
 
 class FairShares:
-    """:class:`Shares` for those who take and give on many threads: a context manager for each that is inside."""
+    """:class:`Shares` for those who take and give on many threads."""
 
     def __init__(self, limit: int, what: str, reason: str) -> None:
         self._shares = Shares(limit)

@@ -20,7 +20,11 @@ from service.transport.credentials import Metadata, Needs
 from service.transport.status import Status, StatusTable
 from service.transport.watchdog import Patience
 
-_REASONS = {Unavailable: "draining", Unauthenticated: "unauthenticated", Forbidden: "forbidden"}
+_REASONS: dict[type[Exception], str] = {
+    Unavailable: "draining",
+    Unauthenticated: "unauthenticated",
+    Forbidden: "forbidden",
+}
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
@@ -126,6 +130,6 @@ class Lane:
         """What the client is told of an error that ended its call before a model was asked."""
         if isinstance(error, Overloaded):
             self.refused(error.reason)
-        elif isinstance(error, tuple(_REASONS)):
-            self.refused(next(reason for kind, reason in _REASONS.items() if isinstance(error, kind)))
+        elif (reason := _REASONS.get(type(error))) is not None:
+            self.refused(reason)
         return self._statuses.of(error)

@@ -61,6 +61,14 @@ def connections() -> Iterator[Callable[..., RawConnection]]:
 Connect = Callable[..., RawConnection]
 
 
+def begin_400(target: Target, connections: Connect, path: str) -> None:
+    """Four hundred calls over four connections, of which nothing but the headers comes."""
+    for _ in range(4):
+        silent = connections(target.port)
+        for _ in range(100):
+            silent.call(path)
+
+
 def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect) -> None:
     """Thirty of them: more than there are threads that send."""
     model = LoopbackModel("m", state="loading")
@@ -83,10 +91,7 @@ def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect
 def test_four_hundred_calls_without_a_request_hold_up_nobody(attack: Attack, connections: Connect) -> None:
     target = attack()
     with target.stays_well():
-        for _ in range(4):
-            silent = connections(target.port)
-            for _ in range(100):
-                silent.call(INFER)
+        begin_400(target, connections, INFER)
         for _ in range(20):
             infer(target)
 
@@ -94,10 +99,7 @@ def test_four_hundred_calls_without_a_request_hold_up_nobody(attack: Attack, con
 def test_health_checks_without_a_request_hold_up_no_other_health_check(attack: Attack, connections: Connect) -> None:
     target = attack()
     with target.stays_well():
-        for _ in range(4):
-            silent = connections(target.port)
-            for _ in range(100):
-                silent.call(CHECK)
+        begin_400(target, connections, CHECK)
         infer(target)
         time.sleep(1)
 
@@ -122,10 +124,7 @@ def test_silent_reflection_streams_are_ended_and_hold_up_nothing_else(attack: At
 def test_idle_streams_leave_requests_their_places(attack: Attack, connections: Connect) -> None:
     target = attack()
     with target.stays_well():
-        for _ in range(4):
-            silent = connections(target.port)
-            for _ in range(100):
-                silent.call(STREAM)
+        begin_400(target, connections, STREAM)
         infer(target)
 
 
