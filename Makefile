@@ -22,7 +22,7 @@ FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-hostile fuzz serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
+.PHONY: help setup demo test test-hostile soak fuzz serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,11 @@ test: setup ## every test that needs neither Docker nor a GPU
 
 test-hostile: setup ## attacks on a running server over real sockets, each of seconds
 	$(BIN)/pytest -m hostile tests/hostile $(PYTEST_ARGS)
+
+soak: setup ## the same attacks at full length, about half an hour; writes docs/reliability.md
+	@rm -rf build/soak && mkdir -p build/soak
+	@status=0; BF16KIT_SOAK=1 BF16KIT_FIGURES=build/soak/figures.jsonl $(BIN)/pytest -m hostile tests/hostile $(PYTEST_ARGS) || status=$$?; \
+	$(BIN)/python tests/support/figures.py build/soak/figures.jsonl docs/reliability.md; exit $$status
 
 fuzz: setup ## 20,000 damaged sources and 50 SIGKILLs, on all cores: about half an hour of two; writes docs/reliability-converter.md
 	@$(BIN)/pytest -q -m fuzz tests/fuzz $(PYTEST_ARGS)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import figures
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serverprocess import ServerProcess
@@ -22,8 +23,10 @@ class Wellness:
     second. ``seconds`` is how long each answer took, ``ill`` what happened where that was too long.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, rss: Callable[[], int]) -> None:
         self._target = target
+        self._rss = rss
+        self.most = 0  # bytes
         self._stop = threading.Event()
         self.seconds: list[float] = []
         self.ill: list[str] = []
@@ -52,6 +55,7 @@ class Wellness:
                 else:
                     self.ill.append(said)
                 self.seconds.append(time.monotonic() - begun)
+                self.most = max(self.most, self._rss())
 
 
 class Target:
@@ -70,12 +74,14 @@ class Target:
     @contextmanager
     def stays_well(self) -> Iterator[Wellness]:
         """Fails when the server, meanwhile, does not say within a second that it is serving."""
-        wellness = Wellness(self.address)
+        wellness = Wellness(self.address, self.rss)
+        before = self.rss()
         wellness.start()
         try:
             yield wellness
             until(lambda: wellness.seconds, what="a health check")
         finally:
             wellness.stop()
+            figures.watched(len(wellness.seconds), max(wellness.seconds, default=0), before, wellness.most, self.rss())
         assert wellness.ill == []
         assert self.process.process.poll() is None

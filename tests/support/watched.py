@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import figures
 from serverprocess import ServerProcess
 from waiting import until
 
@@ -53,6 +54,8 @@ class Watched:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        rss = self.status("VmRSS") if self.server.process.poll() is None else 0
+        figures.watched(self.probes, self.slowest, self.before << 10, self.highest << 10, rss << 10)
         if error is not None:
             return
         assert self.server.process.poll() is None, self.server.log

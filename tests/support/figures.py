@@ -1,0 +1,91 @@
+"""What the attacks of ``tests/hostile`` measured, and the page that ``make soak`` makes of it.
+
+``BF16KIT_FIGURES`` names the file that every figure goes to, ``BF16KIT_SOAK=1`` asks for the long form of each attack.
+``python tests/support/figures.py FILE PAGE`` writes the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SOAK = os.environ.get("BF16KIT_SOAK") == "1"
+_COLUMNS = ("how much", "health checks", "slowest, ms", "RSS before, MiB", "at most", "after")
+_HEAD = """# How reliable the server is
+Written by `make soak` on commit {commit}, {cores} cores ({machine}), Python {python}: {passed} of {count} attacks
+passed.
+
+Each row is a test of `tests/hostile`: a `bf16-serve` process with its defaults or what the test says, attacked over
+real sockets, while another client asks it all the time whether it is well. A row passes when that was answered within
+a second each time, the process lives, its memory came back to within 10 % of what it was, and what the row says held.
+`make test-hostile` runs the same attacks in a short form; what each does is in its test, found by the row's name.
+
+| attack | {columns} | what else |
+|---|{rule}|---|
+"""
+
+
+def amount(short: int, soak: int) -> int:
+    """How much of an attack: ``short`` in CI, ``soak`` in ``make soak``."""
+    return soak if SOAK else short
+
+
+def record(**figures: Any) -> None:
+    """Figures of the test that runs: those of the table's columns (:func:`column`), and whatever else it measured.
+
+    The name of a keyword is what the page calls it, with spaces for underscores.
+    """
+    path, test = os.environ.get("BF16KIT_FIGURES"), os.environ.get("PYTEST_CURRENT_TEST", "")
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"test": test.split(" ")[0], "figures": figures}) + "\n")
+
+
+def watched(checks: int, slowest_s: float, before: int, most: int, after: int) -> None:
+    """The figures that all attacks share; memory in bytes."""
+    mib = [f"{nbytes / 2**20:.0f}" for nbytes in (before, most, after)]
+    record(**dict(zip(_COLUMNS[1:], [f"{checks:,}", f"{slowest_s * 1e3:.0f}", *mib], strict=True)))
+
+
+def page(lines: list[str]) -> str:
+    """The page of a run: ``lines`` are what :func:`record` has written."""
+    tests: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        entry = json.loads(line)
+        tests.setdefault(entry["test"], {}).update(entry["figures"])
+    rows = [_row(test, found) for test, found in tests.items()]
+    head = _HEAD.format(
+        commit=_commit(),
+        cores=os.cpu_count(),
+        machine=platform.machine(),
+        python=platform.python_version(),
+        passed=sum(bool(found.get("passed")) for found in tests.values()),
+        count=len(tests),
+        columns=" | ".join(_COLUMNS),
+        rule="|".join("---" for _ in _COLUMNS),
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def _row(test: str, found: dict[str, Any]) -> str:
+    name = test.split("::")[-1].removeprefix("test_").replace("_", " ")
+    cells = [str(found.get(column, found.get(column.replace(" ", "_"), ""))) for column in _COLUMNS]
+    known = {*_COLUMNS, *(column.replace(" ", "_") for column in _COLUMNS), "passed"}
+    more = [f"{key.replace('_', ' ')}: {value}" for key, value in found.items() if key not in known]
+    failed = [] if found.get("passed") else ["**FAILED**"]
+    return f"| {name} | {' | '.join(cells)} | {'; '.join(failed + more)} |"
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(page(Path(sys.argv[1]).read_text().splitlines()))
+    sys.stdout.write(f"{sys.argv[2]} is written\n")
