@@ -18,6 +18,7 @@ from bf16kit.errors import InvalidRequest, RequestError, Unavailable
 from service.contract import Cancellation
 from service.transport.admission import Place
 from service.transport.status import Status
+from service.transport.watchdog import Patience
 
 if TYPE_CHECKING:
     from service.transport.lane import Lane
@@ -100,6 +101,12 @@ class Call:
         if self._place is not None:
             self._place.leave()
 
+    def _waits(self, patience: Patience, end: Callable[[], None]) -> None:
+        """The server waits for the client from now on. Not for one that has gone: nobody would say that it is over."""
+        patience.begin(self, end)
+        if self._over:
+            patience.done(self)
+
     def _expire(self) -> None:
         """The client has kept the server waiting for too long."""
         self._lane.refused("too_slow")
@@ -126,7 +133,7 @@ class OneRequest(Call):
         return data
 
     def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
-        self._lane.receiving.begin(self, self._expire)
+        self._waits(self._lane.receiving, self._expire)
         asked = time.monotonic()
         data = next(messages, None)
         self._lane.door.received(self._received - asked)
@@ -148,9 +155,7 @@ class UnaryCall(OneRequest):
             response = self._lane.status(error)
         if isinstance(response, Status):
             self.abort(response)
-        self._lane.sending.begin(self, self._expire)  # until it has ended: the client may not read
-        if self._over:
-            self._lane.sending.done(self)
+        self._waits(self._lane.sending, self._expire)  # until it has ended: the client may not read
         return response
 
 
@@ -172,7 +177,7 @@ class WatchCall(OneRequest):
         """``send`` blocks for as long as the client does not read."""
 
         def send_in_time(response: Any) -> None:
-            self._lane.sending.begin(self, self._expire)
+            self._waits(self._lane.sending, self._expire)
             send(response)
             self._lane.sending.done(self)
 
@@ -192,7 +197,7 @@ class StreamCall(Call):
             for response in self._rpc.answer(self._receive(messages, place), self):
                 if isinstance(response, Status):
                     self.abort(response)
-                self._lane.sending.begin(self, self._expire)
+                self._waits(self._lane.sending, self._expire)
                 yield response
                 self._lane.sending.done(self)
                 self._unanswered -= 1
@@ -207,7 +212,7 @@ class StreamCall(Call):
         """Each message, parsed. A stream holds the bytes of its largest message for as long as it is open."""
         largest = 0
         while True:
-            self._lane.receiving.begin(self, self._idle)
+            self._waits(self._lane.receiving, self._idle)
             data = next(messages, None)
             self._lane.receiving.done(self)
             if data is None:
@@ -219,6 +224,6 @@ class StreamCall(Call):
     def _idle(self) -> None:
         """Nothing has come for long: no fault of the client's as long as it waits for responses."""
         if self._unanswered > 0:
-            self._lane.receiving.begin(self, self._idle)
+            self._waits(self._lane.receiving, self._idle)
         else:
             self._expire()

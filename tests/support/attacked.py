@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serverprocess import ServerProcess
 from waiting import until
 
+GROWTH = 1.1  # of memory, at most, when an attack is over
 PATIENCE_S = 1.0  # in which a server that is well says so
 
 
@@ -73,7 +74,7 @@ class Target:
 
     @contextmanager
     def stays_well(self) -> Iterator[Wellness]:
-        """Fails when the server, meanwhile, does not say within a second that it is serving."""
+        """Fails when the server, meanwhile, does not say within a second that it is serving, or keeps memory after."""
         wellness = Wellness(self.address, self.rss)
         before = self.rss()
         wellness.start()
@@ -85,3 +86,4 @@ class Target:
             figures.watched(len(wellness.seconds), max(wellness.seconds, default=0), before, wellness.most, self.rss())
         assert wellness.ill == []
         assert self.process.process.poll() is None
+        until(lambda: self.rss() <= before * GROWTH, 30, f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,6 +137,17 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
         until(lambda: stream in client.ended)
         assert served.log.refusals == ["too_slow"]
         until(lambda: served.transport._inference.wait_empty(0))
+
+
+def test_a_client_that_left_as_its_call_began_is_not_waited_for() -> None:
+    """The news that it left may come before the call has asked for its request."""
+    with serving(LoopbackModel(), receive_seconds=0.3) as served:
+        call: Any = served.channel.unary_unary(INFER)
+        for _ in range(5):
+            for future in [call.future(MESSAGE) for _ in range(100)]:
+                future.cancel()
+        time.sleep(0.5)  # nobody is too slow who is not there
+        assert served.log.refusals.count("too_slow") == 0
 
 
 def test_a_response_that_is_not_taken_keeps_its_place_until_its_time_is_up() -> None:
