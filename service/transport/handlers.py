@@ -52,15 +52,31 @@ class Lanes:
     reflection: Lane
 
 
-class Handlers(grpc.GenericRpcHandler):
-    """gRPC asks it for a handler when the headers of a call have arrived."""
+class Handlers(grpc.ServerInterceptor):
+    """gRPC asks it for a handler when the headers of a call have arrived.
+
+    An interceptor, because :meth:`register` makes gRPC queue the calls of each RPC apart from all others until its one
+    thread comes to them: a health check then waits behind other health checks only, and not behind a thousand
+    inferences. A registered handler alone would serve every call of its RPC, without a look at the headers.
+    """
 
     def __init__(self, open_by_path: Mapping[str, Opener]) -> None:
         self._open = open_by_path
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+    def register(self, server: grpc.Server) -> None:
+        for path in self._open:
+            service, method = path.lstrip("/").split("/")
+            server.add_registered_method_handlers(service, {method: grpc.unary_unary_rpc_method_handler(_never)})
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         opened = self._open.get(handler_call_details.method)
         return None if opened is None else opened(handler_call_details.invocation_metadata)
+
+
+def _never(message: bytes, context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.INTERNAL, "the call came by no lane")
 
 
 class Table:
@@ -71,7 +87,7 @@ class Table:
         self._access = access
         self._statuses = statuses
 
-    def handlers(self, servicer: InferenceServicer, health: HealthServicer) -> grpc.GenericRpcHandler:
+    def handlers(self, servicer: InferenceServicer, health: HealthServicer) -> Handlers:
         """A handler for every RPC; those of the inference service that are not served are refused with the reason."""
         paths: dict[str, Opener] = {}
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:

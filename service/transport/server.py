@@ -95,15 +95,16 @@ class Transport:
             stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
             stream_window=options.stream_window,
         )
-        table = Table(self._lanes(), access, self._statuses)
+        handlers = Table(self._lanes(), access, self._statuses).handlers(self._servicer, self._health)
         self._watchdog = Watchdog(self._patiences)
         # Each lane bounds its own calls: a bound on all of them would let one lane's calls shut out another's.
         self._server = grpc.server(
             self._pool("grpc", 1),
             options=_channel_arguments(options),
+            interceptors=[handlers],
             compression=grpc.Compression.Gzip if options.compress else None,
         )
-        self._server.add_generic_rpc_handlers((table.handlers(self._servicer, self._health),))
+        handlers.register(self._server)
 
     def start(self) -> int:
         """Listen and serve; returns the port. Raises :class:`ConfigError` when the address cannot be bound."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from loopback import LoopbackModel, LoopbackRegistry, RequestLog, infer_request,
 from bf16kit.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
+from service.transport.handlers import Handlers
 from service.transport.server import Transport, TransportOptions
 
 X = np.ones((2, 3), np.float32)
@@ -126,3 +128,30 @@ def test_the_health_thread_and_all_others_are_gone_after_stopping() -> None:
         ours = [t for t in threading.enumerate() if t not in before and t.name.startswith(("grpc", "health"))]
         assert ours
     assert not any(thread.is_alive() for thread in ours)
+
+
+def test_health_checks_do_not_wait_behind_inferences_that_grpc_has_not_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+    intercept = Handlers.intercept_service
+
+    def slowly(self: Handlers, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        asked.append(details.method.rsplit("/")[-1])
+        begun.set()
+        assert go.wait(30)
+        return intercept(self, continuation, details)
+
+    monkeypatch.setattr(Handlers, "intercept_service", slowly)
+    with serving(LoopbackModel()) as served:
+        inferences = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(100)]
+        assert begun.wait(30)
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        check = stub.Check.future(health_pb2.HealthCheckRequest())
+        time.sleep(0.2)  # until all of them are there
+        go.set()
+        assert check.result(30).status == health_pb2.HealthCheckResponse.SERVING
+        for inference in inferences:
+            assert inference.result(30)
+    assert asked.index("Check") < 5
