@@ -17,7 +17,7 @@ END_STREAM = ACK = 1
 END_HEADERS = 4
 LARGEST_WINDOW = (1 << 31) - 1
 _REFILL = 1 << 28  # bytes received before the connection's window is opened again
-_HEADER_TABLE_SIZE, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 4, 5
+_HEADER_TABLE_SIZE, INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 4, 5
 _LARGEST_FRAME = (1 << 24) - 1
 _FRAME_HEADER = 9
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -130,7 +130,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def settings() -> bytes:
     """Windows and frames as large as they may be, so that nothing waits; no header table, so none must be kept."""
-    chosen = ((_HEADER_TABLE_SIZE, 0), (_INITIAL_WINDOW_SIZE, LARGEST_WINDOW), (_MAX_FRAME_SIZE, _LARGEST_FRAME))
+    chosen = ((_HEADER_TABLE_SIZE, 0), (INITIAL_WINDOW_SIZE, LARGEST_WINDOW), (_MAX_FRAME_SIZE, _LARGEST_FRAME))
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", key, value) for key, value in chosen))
 
 

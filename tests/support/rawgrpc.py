@@ -8,10 +8,22 @@ import struct
 import threading
 from types import TracebackType
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
-_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
-_INITIAL_WINDOW_SIZE = 4
+from bench.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    request_headers,
+)  # fmt: skip
+
+_CANCEL = 8
 
 
 class RawConnection:
@@ -22,12 +34,13 @@ class RawConnection:
     """
 
     def __init__(self, port: int, *, window: int = 65_535) -> None:
+        self._port = port
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self._lock = threading.Lock()
         self._next = 1
         self.ended: set[int] = set()
         self.closed = False
-        self.send(_PREFACE + _frame(_SETTINGS, 0, 0, struct.pack("!HI", _INITIAL_WINDOW_SIZE, window)))
+        self.send(PREFACE + frame(SETTINGS, 0, 0, struct.pack("!HI", INITIAL_WINDOW_SIZE, window)))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -49,23 +62,18 @@ class RawConnection:
     def call(self, path: str, message: bytes | None = None) -> int:
         """Begin a call: its headers, and the whole of ``message`` where there is one. Returns the stream's number."""
         stream, self._next = self._next, self._next + 2
-        fields = (
-            (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
-            ("te", "trailers"), ("content-type", "application/grpc"),
-        )  # fmt: skip
-        block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
-        frames = _frame(_HEADERS, _END_HEADERS, stream, block)
+        frames = frame(HEADERS, END_HEADERS, stream, request_headers(path, self._port))
         if message is not None:
-            frames += _frame(_DATA, _END_STREAM, stream, framed(message))
+            frames += frame(DATA, END_STREAM, stream, framed(message))
         self.send(frames)
         return stream
 
     def data(self, stream: int, data: bytes) -> None:
         """A piece of a message, of :func:`framed` bytes."""
-        self.send(_frame(_DATA, 0, stream, data))
+        self.send(frame(DATA, 0, stream, data))
 
     def reset(self, stream: int) -> None:
-        self.send(_frame(_RST, 0, stream, struct.pack("!I", 8)))
+        self.send(frame(RST_STREAM, 0, stream, struct.pack("!I", _CANCEL)))
 
     def _read(self) -> None:
         stream = self._socket.makefile("rb")
@@ -74,11 +82,11 @@ class RawConnection:
                 size, kind, flags = int.from_bytes(header[:3], "big"), header[3], header[4]
                 number = int.from_bytes(header[5:], "big") & 0x7FFFFFFF
                 body = stream.read(size)
-                if kind == _SETTINGS and not flags & _ACK:
-                    self.send(_frame(_SETTINGS, _ACK, 0, b""))
-                elif kind == _PING and not flags & _ACK:
-                    self.send(_frame(_PING, _ACK, 0, body))
-                elif kind == _RST or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
+                if kind == SETTINGS and not flags & ACK:
+                    self.send(frame(SETTINGS, ACK, 0, b""))
+                elif kind == PING and not flags & ACK:
+                    self.send(frame(PING, ACK, 0, body))
+                elif kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
                     self.ended.add(number)
         self.closed = True
 
@@ -86,14 +94,3 @@ class RawConnection:
 def framed(message: bytes) -> bytes:
     """``message`` as gRPC sends it: uncompressed, after its length."""
     return b"\0" + struct.pack("!I", len(message)) + message
-
-
-def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-    return len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
-
-
-def _text(text: str) -> bytes:
-    """A string of HPACK, as it is: shorter than 127 bytes."""
-    data = text.encode()
-    assert len(data) < 127
-    return bytes((len(data),)) + data
