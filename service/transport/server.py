@@ -30,6 +30,9 @@ _REFLECTION_SECONDS = 10.0  # between two requests of one stream
 # late, with thousands of calls before this one on gRPC's one thread.
 _HURRIED_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
+# A thread that sleeps for a moment and wakes in time, again and again, shows that its process is not behind with work.
+_MOMENT_SECONDS, _IN_TIME_SECONDS, _TIMES = 0.002, 0.005, 40
+_CATCH_UP_SECONDS = 2.0  # at most
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
@@ -130,10 +133,12 @@ class Transport:
         work after ``grace`` seconds.
         """
         until = time.monotonic() + grace
-        self._health.shut_down(min(grace, _LAST_WORDS_SECONDS))
         for door in (self._inference, self._streams):
             door.close(lambda: Unavailable("the server is shutting down; try another"))
+        self._health.shut_down(min(grace, _LAST_WORDS_SECONDS))
         self._servicer.drain()
+        if not self._empty(0.0):
+            catch_up(until)
         self._server.stop(max(0.0, until - time.monotonic()) + _LAST_WORDS_SECONDS)  # it cancels later than we look
         answered = self._empty(until)
         self._server.stop(0)
@@ -183,6 +188,18 @@ class Transport:
     def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
         self._pools.append(ThreadPoolExecutor(threads, name))
         return self._pools[-1]
+
+
+def catch_up(until: float) -> None:
+    """Let gRPC's one thread tell of the calls that have come: gRPC cancels those that it did not when it is stopped.
+
+    What is told of is refused by now. A client may send again what was refused, and cannot know what became of a call
+    that was cancelled. That thread is late where a hundred others want their turn, and then so is this one.
+    """
+    until, in_time = min(until, time.monotonic() + _CATCH_UP_SECONDS), 0
+    while (begun := time.monotonic()) < until and in_time < _TIMES:
+        time.sleep(_MOMENT_SECONDS)
+        in_time = in_time + 1 if time.monotonic() - begun < _IN_TIME_SECONDS else 0
 
 
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:

@@ -19,7 +19,7 @@ from bf16kit.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
 from service.transport.handlers import Handlers
-from service.transport.server import Transport, TransportOptions
+from service.transport.server import Transport, TransportOptions, catch_up
 
 X = np.ones((2, 3), np.float32)
 
@@ -112,6 +112,30 @@ def test_stopping_waits_for_work_and_not_for_watches_and_idle_streams() -> None:
             next(stream)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
         stay.set()
+
+
+def test_a_stopping_server_gives_a_busy_process_time_to_catch_up_and_an_idle_one_none_to_speak_of() -> None:
+    done = threading.Event()
+
+    def spin() -> None:
+        while not done.is_set():
+            pass
+
+    def seconds(at_most: float) -> float:
+        begun = time.monotonic()
+        catch_up(begun + at_most)
+        return time.monotonic() - begun
+
+    busy = [threading.Thread(target=spin) for _ in range(4)]
+    for thread in busy:
+        thread.start()
+    try:
+        assert seconds(0.3) >= 0.3
+    finally:
+        done.set()
+        for thread in busy:
+            thread.join()
+    assert min(seconds(1.0) for _ in range(20)) < 0.9
 
 
 def test_stopping_twice_is_harmless() -> None:
