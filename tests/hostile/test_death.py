@@ -1,0 +1,166 @@
+"""A server that is stopped, and one that is killed, while 250 requests a second come in over sixteen connections."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import figures
+import numpy as np
+import pytest
+from artifacts import write_mlp
+from figures import amount
+from offered import Requests, wrong
+from serverprocess import ServerProcess
+from waiting import until
+
+from bench.openloop import CUT_OFF, NOT_PROCESSED, NOT_SENT, Offering, Outcome
+
+pytestmark = pytest.mark.hostile
+_RATE = 250.0
+# Requests wait for a fuller batch, so that there are always some hundred that were let in and not yet answered.
+_DELAY_SECONDS = 0.7
+_SERVING = f"""\
+max_queue_delay_ms: {_DELAY_SECONDS * 1e3:.0f}
+max_batch_size: 4096
+max_queue_size: 4096
+max_queue_ms: 60000
+"""
+_ROOM = "max_in_flight: 4096\n"
+_AT_THE_DOOR = "the server is shutting down; try another"
+_BY_GRPC = ("CANCELLED", CUT_OFF)
+
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a server on ports of its own; its temporary files lie in ``tmp_path / "tmp"``."""
+    servers: list[ServerProcess] = []
+    write_mlp(tmp_path / "repository" / "mlp" / "1")
+    (tmp_path / "server.yaml").write_text(_ROOM)
+    (tmp_path / "tmp").mkdir()
+
+    def begin(*flags: str) -> ServerProcess:
+        common = ("--repository", str(tmp_path / "repository"), "--config", str(tmp_path / "server.yaml"))
+        environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        servers.append(ServerProcess(*common, "--http-port", "0", *flags, env=environment))
+        return servers[-1].wait_ready()
+
+    yield begin
+    for server in servers:
+        server.close()
+
+
+def counted(outcomes: list[Outcome]) -> dict[str, str]:
+    total = Counter[str]()
+    for outcome in outcomes:
+        total.update(outcome.counts)
+    return {word: f"{count:,}" for word, count in total.items()}
+
+
+def let_in(server: ServerProcess) -> int:
+    """How many requests the server has answered or has at work, at least: what is answered meanwhile is in neither."""
+    answered = server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}')
+    inside = server.metric('bf16kit_requests_in_flight{model="mlp",version="1"}')
+    return int(answered + inside) if answered > 50 and inside > 50 else 0
+
+
+def stop_under_load(server: ServerProcess, requests: Requests, lame_duck: float) -> tuple[Outcome, float]:
+    """SIGTERM in the middle of the load; how each call ended, and how long the server took to end."""
+    expected = requests.ask(server.target)
+    load = Offering(server.ports()[0], requests.messages, rate=_RATE, seconds=2 + lame_duck)
+    seen: list[int] = []
+
+    def under_load() -> bool:
+        seen.append(let_in(server))
+        return seen[-1] > 0
+
+    until(under_load, what="requests answered and at work")
+    begun = time.monotonic()
+    server.terminate()
+    until(lambda: "draining for up to" in server.log, 10 + lame_duck, "the drain")
+    draining = time.monotonic()
+    code = server.exit_code()
+    took = time.monotonic() - begun
+    outcome = load.outcome()
+    assert code == 0, server.log
+    assert "Traceback" not in server.log
+    assert draining - begun >= lame_duck
+    assert wrong(outcome, expected) == 0
+    assert len(outcome.answered) >= seen[-1] - len(expected)
+    # The others were told at the door that they are not let in, or nobody has looked at them: a client may ask another
+    # server. gRPC ends in its own ways what is on its way while it tells clients to go, long after the door has closed.
+    assert outcome.counts.keys() <= {"OK", "UNAVAILABLE", *_BY_GRPC, NOT_PROCESSED, NOT_SENT}, outcome.said
+    assert [due - draining for word in _BY_GRPC for due, _ in outcome.ended.get(word, []) if due < draining] == []
+    assert outcome.said.get("UNAVAILABLE", {}).keys() <= {_AT_THE_DOOR, "Cancelling all calls"}
+    return outcome, took
+
+
+def test_sigterm_under_load_loses_no_request_that_was_let_in(start: Start, tmp_path: Path) -> None:
+    """Half of the rounds with a lame-duck period, in which everything is answered."""
+    (tmp_path / "repository" / "mlp" / "serving.yaml").write_text(_SERVING)
+    requests, outcomes, times = Requests(), list[Outcome](), list[float]()
+    for turn in range(amount(2, 20)):
+        lame_duck = turn % 2 * 0.6
+        server = start("--grpc-port", "0", "--lame-duck-seconds", str(lame_duck))
+        outcome, took = stop_under_load(server, requests, lame_duck)
+        outcomes.append(outcome)
+        times.append(took - lame_duck)
+        server.close()
+    figures.record(
+        how_much=f"{len(outcomes)} rounds of {_RATE:g} calls/s",
+        **counted(outcomes),
+        slowest_end_s=f"{max(times):.2f}",
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+def test_after_sigkill_under_load_the_next_server_takes_its_place_at_once(start: Start, tmp_path: Path) -> None:
+    """On the same port and the same Unix socket, with the same answers, and nothing of the dead one left."""
+    requests, outcomes, seconds = Requests(), list[Outcome](), list[float]()
+    sockets, port = tmp_path / "sockets", free_port()
+    sockets.mkdir()
+    where = ("--grpc-port", str(port))
+    with (tmp_path / "server.yaml").open("a") as settings:
+        settings.write(f"grpc_socket: {sockets / 'grpc'}\n")
+    begun = time.monotonic()
+    server = start(*where)
+    first = time.monotonic() - begun
+    expected = requests.ask(server.target)
+    until(lambda: "live drift on" in server.log)  # no temporary file has a name any more
+    files = sorted(tmp_path.rglob("*"))
+    for _ in range(amount(2, 20)):
+        load = Offering(port, requests.messages, rate=_RATE, seconds=30)
+        until(lambda server=server: server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}') > 100)  # type: ignore[misc]
+        server.process.send_signal(signal.SIGKILL)
+        assert server.exit_code() == -signal.SIGKILL
+        outcomes.append(load.outcome())
+        assert wrong(outcomes[-1], expected) == 0
+        assert outcomes[-1].counts.keys() <= {"OK", CUT_OFF, NOT_SENT}, outcomes[-1].said
+        begun = time.monotonic()
+        server = start(*where)
+        seconds.append(time.monotonic() - begun)
+        for target in (server.target, f"unix:{sockets / 'grpc'}"):
+            np.testing.assert_array_equal(requests.ask(target), expected)
+        until(lambda server=server: "live drift on" in server.log)  # type: ignore[misc]
+        assert sorted(tmp_path.rglob("*")) == files
+    server.terminate()
+    assert server.exit_code() == 0
+    assert list(sockets.iterdir()) == []
+    figures.record(
+        how_much=f"{len(outcomes)} rounds of {_RATE:g} calls/s",
+        **counted(outcomes),
+        slowest_restart_s=f"{max(seconds):.2f}",
+        first_start_s=f"{first:.2f}",
+    )
+    assert min(seconds) < 2 * first + 1

@@ -1,0 +1,69 @@
+"""Ten times as many requests as the server can answer, sent by another process that does not wait for answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import figures
+import pytest
+from attacked import Target
+from figures import amount
+from offered import INFER, Requests, wrong
+
+from bench.http2 import Connection
+from bench.openloop import Offering, Outcome
+
+pytestmark = pytest.mark.hostile
+_CONNECTIONS = 16
+_CALM_SHARE = 0.1  # of capacity
+_CALM_SECONDS = 1.0
+_AS_BEFORE, _ATTEMPTS = 1.5, 10
+
+
+def offered(target: Target, requests: Requests, rate: float, seconds: float) -> Outcome:
+    return Offering(target.port, requests.messages, rate=rate, seconds=seconds, connections=_CONNECTIONS).outcome()
+
+
+def capacity(target: Target, requests: Requests) -> float:
+    """Calls a second that a closed loop reaches, four at a time: few enough never to be refused."""
+    connection = Connection(target.port, INFER, requests.messages[0], requests.reply_bytes)
+    try:
+        return connection.run(4, _CALM_SECONDS) / _CALM_SECONDS
+    finally:
+        connection.close()
+
+
+def test_ten_times_overload_is_answered_right_or_refused_and_over_when_it_is_over(
+    attack: Callable[..., Target],
+) -> None:
+    target, requests = attack(), Requests()
+    expected = requests.ask(target.address)
+    rate = capacity(target, requests)
+    offered(target, requests, 10 * rate, _CALM_SECONDS)  # what the first storm makes, threads and heaps, is made once
+    calm = offered(target, requests, _CALM_SHARE * rate, _CALM_SECONDS)
+    with target.stays_well():
+        storm = offered(target, requests, 10 * rate, amount(4, 60))
+    after: list[Outcome] = []  # again where the machine is busy with something else
+    while len(after) < _ATTEMPTS and (not after or median(after[-1].answered) > _AS_BEFORE * median(calm.answered)):
+        after.append(offered(target, requests, _CALM_SHARE * rate, _CALM_SECONDS))
+    figures.record(
+        how_much=f"{storm.offered:,} calls at {10 * rate:,.0f}/s, capacity {rate:,.0f}/s",
+        **{word: f"{count:,}" for word, count in storm.counts.items()},
+        answered_p50_ms=_ms(storm, "answered", 0.5),
+        refused_p50_ms=_ms(storm, "refused", 0.5),
+        calm_p50_ms_before=_ms(calm, "answered", 0.5),
+        calm_p50_ms_after=_ms(after[-1], "answered", 0.5),
+    )
+    assert storm.lost == 0
+    assert wrong(storm, expected) == 0
+    # gRPC itself cancels calls that nobody has looked at when a thousand of them wait for its one thread.
+    assert storm.counts.keys() <= {"OK", "RESOURCE_EXHAUSTED", "CANCELLED"}
+    assert len(storm.answered) > 0.1 * rate * amount(4, 60), "it answers as before, whatever it refuses"
+    for quiet in (calm, *after):
+        assert quiet.counts.keys() == {"OK"}, quiet.said
+    assert median(after[-1].answered) <= _AS_BEFORE * median(calm.answered)
+
+
+def _ms(outcome: Outcome, of: str, share: float) -> str:
+    return f"{outcome.percentile(of, share) * 1e3:.1f}"

@@ -1,0 +1,56 @@
+"""Several different requests, what a server answers to each of them alone, and whether it still does under load.
+
+Were all requests the same, one client's answer could go to another and nobody would know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message_factory import GetMessageClass
+from loopback import infer_request
+
+from bench.openloop import Outcome
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport.handlers import SERVICE
+
+INFER = f"/{SERVICE}/ModelInfer"
+_COUNT, _WIDTH = 16, 16
+_RESPONSE = GetMessageClass(
+    pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"].output_type
+)
+
+
+class Requests:
+    """Sixteen requests to the model of :func:`artifacts.write_mlp`."""
+
+    def __init__(self, model: str = "mlp") -> None:
+        rows = np.random.default_rng(8).standard_normal((_COUNT, 1, _WIDTH), np.float32)
+        self.reply_bytes = 0  # of each answer, once they were asked
+        self.messages = [infer_request(model, x=x).SerializeToString() for x in rows]
+
+    def ask(self, target: str, timeout: float = 5.0) -> list[np.ndarray[Any, Any]]:
+        """Each of them alone, on a connection that waits for a server to be there."""
+        with grpc.insecure_channel(target) as channel:
+            call: Any = channel.unary_unary(INFER)
+            answers = [call(message, timeout=timeout, wait_for_ready=True) for message in self.messages]
+        self.reply_bytes = len(answers[0])
+        return [_values(answer) for answer in answers]
+
+
+def wrong(outcome: Outcome, expected: Sequence[np.ndarray[Any, Any]]) -> int:
+    """How many answers are not what was ``expected`` of their request; other sizes of batches change the last bit."""
+    return sum(
+        count
+        for right, answers in zip(expected, outcome.answers, strict=True)
+        for answer, count in answers.items()
+        if not np.allclose(_values(answer[5:]), right, atol=1e-5)
+    )
+
+
+def _values(response: bytes) -> np.ndarray[Any, Any]:
+    parsed: Any = _RESPONSE.FromString(response)
+    return np.frombuffer(parsed.raw_output_contents[0], np.float32)
