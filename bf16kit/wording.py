@@ -8,6 +8,7 @@ LONGEST = 320  # characters of a reason
 _LONG = re.compile(r"\S{300,}")
 _KEPT = 40  # characters of each end of a long word
 
+_QUOTED = 100  # characters of what somebody sent
 _CODE = re.compile(r"\[ONNXRuntimeError\] : -?\d+ : (\w+) : ")
 # ONNX Runtime's way of saying which node failed, once for each body that the node is in.
 _FAILED = re.compile(
@@ -33,3 +34,11 @@ def brief(reason: object, longest: int = LONGEST) -> str:
 def without_long_words(text: str) -> str:
     """``text`` with the middle left out of words of hundreds of characters, which only damage and jokers write."""
     return _LONG.sub(lambda word: f"{word[0][:_KEPT]}…{word[0][-_KEPT:]}", text)
+
+
+def quoted(text: str) -> str:
+    """``text`` as it stands in a message of ours: in quotes, its control characters spelt, and no more than its start.
+
+    What a peer sent may have 64 MiB, and a NUL takes four characters to spell.
+    """
+    return repr(text) if len(text) <= _QUOTED else f"{text[:_QUOTED]!r}…"

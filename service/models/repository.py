@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from bf16kit.wording import quoted
 from service.models.generation import Generation
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
@@ -76,7 +77,7 @@ class Repository:
         """
         wish = _wish(self._root / name) if _MODEL_NAME.fullmatch(name) else None
         if wish is None:
-            raise NotFound(f"the repository has no model {name!r}")
+            raise NotFound(f"the repository has no model {quoted(name)}")
         return self._reconciler.want(wish)
 
     def unload(self, name: str) -> Future[None]:
@@ -85,7 +86,7 @@ class Repository:
         Raises NotFound for a model that is not served.
         """
         if name not in self._slots:
-            raise NotFound(f"unknown model {name!r}")
+            raise NotFound(f"unknown model {quoted(name)}")
         return self._reconciler.want(Wish(name))
 
     def retire(self) -> None:
@@ -140,7 +141,7 @@ class Repository:
         versions = self._slots.get(name)
         wanted = _parse_version(version)
         if versions is None:
-            raise NotFound(f"unknown model {name!r}")
+            raise NotFound(f"unknown model {quoted(name)}")
         if wanted is None:
             return max(versions.values(), key=_preference)
         if wanted not in versions:
@@ -213,7 +214,9 @@ def _parse_version(version: str) -> int | None:
     if version == "":
         return None
     if not (version.isascii() and version.isdecimal()):
-        raise InvalidRequest(f"model_version {version!r} is not an integer ≥ 0; leave it empty for the newest version")
+        raise InvalidRequest(
+            f"model_version {quoted(version)} is not an integer ≥ 0; leave it empty for the newest version"
+        )
     return int(version) if len(version) <= _LONGEST_VERSION else 10**_LONGEST_VERSION  # Python limits long numbers
 
 

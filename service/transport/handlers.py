@@ -21,6 +21,7 @@ from service.transport.lane import Handler, Lane
 from service.transport.reflection import reflection_answer
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
+from service.wire.skim import parser
 
 #: On the wire; the stubs' own package (``bf16kit.inference``) never leaves the process.
 SERVICE = "inference.GRPCInferenceService"
@@ -35,6 +36,7 @@ _REFUSED = {
     "SystemSharedMemoryUnregister": "shared memory is not supported; send tensors in raw_input_contents",
 }
 _PROBES = ("ServerLive", "ServerReady", "ModelReady")
+_LARGEST_QUESTION = 64 << 10  # bytes of a request that holds no tensors
 _EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests say nothing
 
 
@@ -125,7 +127,7 @@ class Table:
         return self._opener(lanes.control, method, control, scope, reads=name not in _EMPTY)
 
     def _opener(self, lane: Lane, method: Any, answer: Any, scope: Scope | None, **more: Any) -> Opener:
-        parse = GetMessageClass(method.input_type).FromString
+        parse = parser(method.input_type, None if scope == "infer" else _LARGEST_QUESTION)
         serialize = GetMessageClass(method.output_type).SerializeToString
         rpc, needs = Rpc(parse, serialize, answer, **more), self._needs(scope)
         return lambda metadata: lane.open(rpc, needs, metadata)

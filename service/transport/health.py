@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-import grpc
 from grpc_health.v1 import health_pb2
 
+from bf16kit.errors import NotFound
+from bf16kit.wording import quoted
 from service.contract import Cancellation, Registry
-from service.transport.status import Status
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -80,12 +80,10 @@ class HealthServicer:
         self._now = self._statuses()
         registry.subscribe(self._changed)
 
-    def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse | Status:
+    def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
         status = self._now.get(request.service)
         if status is None:
-            return Status(
-                grpc.StatusCode.NOT_FOUND, f"unknown service {request.service[:200]!r}; models go by their names"
-            )
+            raise NotFound(f"unknown service {quoted(request.service)}; models go by their names")
         return _response(status)
 
     def watch(self, request: health_pb2.HealthCheckRequest, cancellation: Cancellation, send: Send) -> None:

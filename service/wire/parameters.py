@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from bf16kit.errors import InvalidRequest, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.wording import quoted
 
 Parameters = Mapping[str, pb.InferParameter]
 
@@ -49,10 +50,10 @@ def check_request(parameters: Parameters) -> RequestParameters:
     for name, value in parameters.items():
         choice = value.WhichOneof("parameter_choice")
         if choice is None:
-            raise InvalidRequest(f"parameter {name!r} has no value")
+            raise InvalidRequest(f"parameter {quoted(name)} has no value")
         allowed = _REQUEST.get(name)
         if allowed is None and name.startswith(_RESERVED_PREFIX):
-            raise InvalidRequest(f"parameter {name!r} is unknown, and names starting with 'triton_' are reserved")
+            raise InvalidRequest(f"parameter {quoted(name)} is unknown, and names starting with 'triton_' are reserved")
         if allowed is not None and choice not in allowed:
             raise InvalidRequest(f"parameter {name!r} came as {choice}, expected {' or '.join(allowed)}")
     return RequestParameters(_natural("timeout", parameters) / 1e6 or None, _natural("priority", parameters))
@@ -85,7 +86,7 @@ def output_datatype(name: str, native: str, parameters: Parameters) -> str:
     if asked == native or (asked == "BF16" and native == "FP32"):
         return asked
     also = " or BF16" if native == "FP32" else ""
-    raise InvalidRequest(f"output {name!r} was asked for as {asked!r}, but can be had as {native}{also}")
+    raise InvalidRequest(f"output {name!r} was asked for as {quoted(asked)}, but can be had as {native}{also}")
 
 
 def _natural(name: str, parameters: Parameters) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
+from bf16kit.wording import quoted
 from service.contract import Cancellation, Model, Reply, Request
 from service.wire import parameters
 from service.wire.bounds import BoundsCheck, item_size
@@ -78,7 +79,7 @@ class InferenceCodec:
     def _feed(self, name: str, tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Array:
         known = self._inputs.get(name)
         if known is None:
-            raise InvalidRequest(f"unknown input {name!r}; the model's inputs are {', '.join(self._inputs)}")
+            raise InvalidRequest(f"unknown input {quoted(name)}; the model's inputs are {', '.join(self._inputs)}")
         spec, model_dtype = known
         if tensor.parameters:
             parameters.check_input(name, tensor.parameters)
@@ -114,7 +115,9 @@ class InferenceCodec:
             name = output.name
             native = self._outputs.get(name)
             if native is None:
-                raise InvalidRequest(f"unknown output {name!r}; the model's outputs are {', '.join(self._outputs)}")
+                raise InvalidRequest(
+                    f"unknown output {quoted(name)}; the model's outputs are {', '.join(self._outputs)}"
+                )
             if name in dtypes:
                 raise InvalidRequest(f"output {name!r} was asked for twice")
             dtypes[name] = BY_OIP[parameters.output_datatype(name, native.oip, output.parameters)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +18,10 @@ from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_OIP, DType, TensorSpec
 from bf16kit.tensors import Array as Array
+from bf16kit.wording import quoted
 
 _LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor
+_PIECE = 1 << 16  # numbers of typed contents that are read at a time
 _MAX_EXTENT = 2**31 - 1  # of the dimensions of an empty tensor: they cost nothing on the wire, but may inside the model
 
 #: For each datatype the field of ``InferTensorContents`` that carries it. FP16 and BF16 travel raw only.
@@ -44,7 +48,7 @@ def wire_dtype(spec: TensorSpec, model_dtype: DType, datatype: str) -> DType:
     if model_dtype.oip == "FP32" and datatype in ("BF16", "FP16"):
         return BY_OIP[datatype]
     also = " (BF16 and FP16 are widened exactly)" if model_dtype.oip == "FP32" else ""
-    raise InvalidRequest(f"input {spec.name!r} has datatype {datatype!r}, expected {model_dtype.oip}{also}")
+    raise InvalidRequest(f"input {spec.name!r} has datatype {quoted(datatype)}, expected {model_dtype.oip}{also}")
 
 
 def element_count(name: str, shape: Sequence[int]) -> int:
@@ -90,7 +94,7 @@ def decode_contents(name: str, dtype: DType, shape: tuple[int, ...], contents: p
     if dtype.oip == "BYTES":
         return _objects(name, values, shape)
     try:
-        return np.fromiter(values, dtype.numpy, count).reshape(shape)
+        return _gathered(values, dtype, count).reshape(shape)
     except OverflowError:
         raise InvalidRequest(f"input {name!r} holds a value outside the range of {dtype.oip}") from None
 
@@ -112,6 +116,17 @@ def encode_raw(dtype: DType, array: Array) -> bytes:
     if dtype.oip == "BF16" and array.dtype == np.float32:
         array = numerics.to_bf16(array)
     return array.tobytes()
+
+
+def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
+    """The numbers of a repeated field, piece by piece: while numpy takes one, no other thread runs."""
+    if count <= _PIECE:
+        return np.fromiter(values, dtype.numpy, count)
+    left, array = iter(values), np.empty(count, dtype.numpy)
+    for at in range(0, count, _PIECE):
+        piece = array[at : at + _PIECE]
+        piece[:] = np.fromiter(islice(left, len(piece)), dtype.numpy, len(piece))
+    return array
 
 
 def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:

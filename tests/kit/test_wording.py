@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bf16kit.wording import brief, without_long_words
+from bf16kit.wording import brief, quoted, without_long_words
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,9 @@ def test_a_reason_has_a_length() -> None:
 def test_lines_and_words_of_ordinary_length_stay() -> None:
     text = f"tensors:\n  {'a' * 299}\n  b"
     assert without_long_words(text) == text
+
+
+def test_what_a_peer_sent_is_quoted_from_its_start_only() -> None:
+    assert quoted("it's\n") == '"it\'s\\n"'
+    assert quoted("n" * 100) == f"'{'n' * 100}'"
+    assert quoted("\0" * (64 << 20)) == "'" + "\\x00" * 100 + "'…"

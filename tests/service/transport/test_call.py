@@ -195,3 +195,19 @@ def test_a_stream_is_held_back_where_a_request_would_be_refused() -> None:
         answers = [answer for stream in streams for answer in stream]
         assert len(answers) == 160
         assert [answer.error_message for answer in answers if answer.error_message] == []
+
+
+def test_a_request_that_holds_no_tensors_is_refused_from_64_kib_on() -> None:
+    with serving(LoopbackModel()) as served:
+        code, details = served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="n" * (64 << 10)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "expected at most 65536 for a ModelMetadataRequest" in details
+        assert len(served.call("ModelInfer", infer_request(x=np.ones((8, 3), np.float32))).outputs) == 1
+
+
+def test_a_request_that_would_swell_is_refused_before_it_is_parsed() -> None:
+    with serving(LoopbackModel()) as served:
+        message = pb.ModelInferRequest(model_name="echo", inputs=[pb.ModelInferRequest.InferInputTensor()] * 70_000)
+        code, details = served.refusal("ModelInfer", message)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "more than 65536 fields" in details

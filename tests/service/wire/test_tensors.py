@@ -207,3 +207,11 @@ def test_another_datatype_is_refused_naming_what_is_expected(datatype: str) -> N
 def test_an_integer_input_is_not_widened() -> None:
     with pytest.raises(InvalidRequest, match=r"has datatype 'INT32', expected INT64$"):
         wire_dtype(TensorSpec("ids", "int64", ("n",)), BY_NAME["int64"], "INT32")
+
+
+def test_numbers_that_are_read_piece_by_piece_are_those_that_came() -> None:
+    values = np.arange(-70_000, 80_001, dtype=np.int64)
+    contents = pb.InferTensorContents(int64_contents=values.tolist())
+    np.testing.assert_array_equal(decode_contents("x", BY_OIP["INT64"], values.shape, contents), values)
+    with pytest.raises(InvalidRequest, match="outside the range of INT8"):
+        decode_contents("x", BY_OIP["INT8"], values.shape, pb.InferTensorContents(int_contents=values.tolist()))

@@ -1,0 +1,66 @@
+"""Messages that would take much more than they have bytes are refused before protobuf sees them; all others pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from loopback import infer_request
+from swelling import SWELLING
+from wireedits import field
+
+from bf16kit.errors import InvalidRequest
+from bf16kit.protocol import inference_pb2 as pb
+from service.wire.skim import parser
+
+REQUEST = pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]
+QUESTION = pb.DESCRIPTOR.message_types_by_name["ModelMetadataRequest"]
+LARGE = 4 << 20  # well over what is parsed without a look, and what swells is refused
+parse = parser(REQUEST)
+
+
+@pytest.mark.parametrize("what", [name for name in SWELLING if name not in ("shape", "int64_contents")])
+def test_what_swells_is_refused_or_costs_what_it_has_bytes(what: str) -> None:
+    data = SWELLING[what](LARGE)
+    if what.startswith(("a name", "a version")):
+        assert parse(data).ByteSize() == len(data)
+        return
+    with pytest.raises((InvalidRequest, DecodeError), match=r"more than 65536 fields|Error parsing"):
+        parse(data)
+
+
+@pytest.mark.parametrize("what", ["shape", "int64_contents"])
+def test_integers_have_a_bound_in_bytes(what: str) -> None:
+    parse(SWELLING[what]((8 << 20) - 16))
+    with pytest.raises(InvalidRequest, match="more than 8388608 bytes of integers in shapes and contents"):
+        parse(SWELLING[what]((8 << 20) + 1))
+
+
+def test_a_small_message_may_hold_whatever_it_likes() -> None:
+    assert len(parse(field(5, b"") * (8 << 10)).inputs) == 8 << 10  # type: ignore[attr-defined]
+
+
+def test_large_tensors_pass_raw_and_typed() -> None:
+    raw = infer_request(x=np.zeros((64, 3, 224, 224), np.float32))
+    assert parse(raw.SerializeToString()) == raw
+    typed = pb.ModelInferRequest(model_name="m")
+    tensor = typed.inputs.add(name="x", datatype="FP32", shape=[4 << 20])
+    tensor.contents.fp32_contents.extend(np.zeros(4 << 20).tolist())
+    assert parse(typed.SerializeToString()) == typed
+    words = pb.ModelInferRequest(model_name="m")
+    words.inputs.add(name="x", datatype="BYTES", shape=[60_000]).contents.bytes_contents.extend([b"word"] * 60_000)
+    words.parameters["headers"].string_param = "h" * (1 << 20)
+    assert parse(words.SerializeToString()) == words
+
+
+@pytest.mark.parametrize("end", [b"\x0a", b"\x0a\xff", b"\x0e", b"\x08" + b"\xff" * 11, b"\x0a\xff\xff\xff\xff\x0f"])
+def test_what_is_broken_off_or_none_is_for_protobuf_to_say(end: bytes) -> None:
+    with pytest.raises(DecodeError):
+        parse(field(1, b"m" * (32 << 10)) + end)
+
+
+def test_a_message_without_tensors_has_a_bound_of_its_own() -> None:
+    ask = parser(QUESTION, 64 << 10)
+    ask(field(1, b"m" * (63 << 10)))
+    with pytest.raises(InvalidRequest, match="the request has 65540 bytes, expected at most 65536 for a ModelMetadata"):
+        ask(field(1, b"m" * (64 << 10)))
