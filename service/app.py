@@ -10,6 +10,7 @@ from typing import NamedTuple
 from service.models.repository import Repository
 from service.process.certificates import CertificateFiles
 from service.process.config import ServerConfig
+from service.process.heap import HeapTrimmer
 from service.process.stop import Stop
 from service.process.tokens import TokenFile
 from service.status_http.conversation import Limits
@@ -61,7 +62,10 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
     _announce(config, repository, grpc_port, http.port)
     started(grpc_port, http.port)
     repository.start()
+    heap = HeapTrimmer()
+    heap.start()
     stop.wait()
+    heap.stop()
     return _drain(config, repository, transport, http)
 
 

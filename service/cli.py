@@ -66,9 +66,11 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit.runtime import kernel
     from service.process.config import load_config
     from service.process.files import allow_open_files
+    from service.process.heap import bound_heap
     from service.process.logs import configure
     from service.process.stop import Stop
 
+    bound_heap()  # before there are threads
     stop = Stop()
     stop.on_signals()  # before the slow imports: a signal during them is kept, not lost
     config = load_config(flags, file)

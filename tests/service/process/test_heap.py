@@ -1,0 +1,105 @@
+"""What the C library keeps is bounded, and given back when there is nothing to do."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+
+import pytest
+from waiting import until
+
+from service.process.heap import HeapTrimmer, resident_bytes
+
+# Allocates and frees 64 times 4 MiB on eight threads, and prints how much of it, in MiB, the C library keeps when asked
+# to give it back.
+_CHURN = """
+import ctypes, sys, threading
+from service.process.heap import bound_heap, resident_bytes
+if sys.argv[1] == "bound":
+    bound_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def churn(barrier):
+    held = [libc.malloc(4 << 20) for _ in range(8)]
+    for block in held:
+        ctypes.memset(ctypes.c_void_p(block), 1, 4 << 20)
+    barrier.wait()
+    for block in held:
+        libc.free(block)
+    barrier.wait()
+libc.free(libc.malloc(31 << 20))  # as after any large message: from now on glibc keeps twice as much
+before, barrier = resident_bytes(), threading.Barrier(8)
+threads = [threading.Thread(target=churn, args=(barrier,)) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.malloc_trim(0)
+print((resident_bytes() - before) >> 20)
+"""
+
+
+def _kept(how: str) -> int:
+    command = [sys.executable, "-c", _CHURN, how]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's malloc is not here")
+def test_what_the_c_library_keeps_can_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    assert _kept("bound") < 48 < _kept("as it is")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+    assert _kept("bound") > 48, "what the operator has set stays"
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.resident = 100
+        self.busy = 0.0
+        self.working = False
+        self.trims = 0
+        self.asked = threading.Semaphore(0)
+
+    def trim(self) -> None:
+        self.trims += 1
+        self.resident = 100
+
+    def busy_seconds(self) -> float:
+        self.busy += 0.01 if self.working else 0.0
+        self.asked.release()
+        return self.busy
+
+    def seen_twice(self) -> None:
+        """Returns when the trimmer has looked twice from now on, and so has acted on what it saw the first time."""
+        while self.asked.acquire(blocking=False):
+            pass
+        for _ in range(3):
+            assert self.asked.acquire(timeout=20)
+
+
+def test_memory_is_given_back_once_when_nothing_is_done_and_again_when_it_has_grown() -> None:
+    process = _Process()
+    process.working = True
+    trimmer = HeapTrimmer(process.trim, lambda: process.resident, process.busy_seconds, tick_s=0.002)
+    trimmer.start()
+    try:
+        process.seen_twice()
+        assert process.trims == 0
+        process.working = False
+        until(lambda: process.trims == 1)
+        process.seen_twice()
+        assert process.trims == 1
+        process.resident = 120
+        until(lambda: process.trims == 2)
+    finally:
+        trimmer.stop()
+
+
+def test_a_real_one_starts_and_stops() -> None:
+    trimmer = HeapTrimmer(tick_s=0.001)
+    trimmer.start()
+    trimmer.stop()
+    HeapTrimmer().stop()
+    assert resident_bytes() > 1 << 20
