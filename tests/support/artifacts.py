@@ -25,7 +25,7 @@ from bf16kit.panels import pack
 from bf16kit.publish import StagingArtifact, staging
 from bf16kit.residual import encode
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import BY_NAME, TensorSpec
+from bf16kit.tensors import BY_NAME, DType, TensorSpec
 
 Array = NDArray[Any]
 Weight = Callable[[str], str]  # a weight's name → the fp32 value to use in a node
@@ -47,8 +47,8 @@ def write_artifact(
 ) -> Artifact:
     """Publish a ``cpu`` artifact with reference and golden samples; ``spoil`` is added to every golden output.
 
-    ``kernel`` is a graph for the CPU kernel, whose nodes and functions ``cpu.onnx`` has in place of ``nodes``; every
-    weight is then stored as panels.
+    Without ``golden`` there are no golden samples. ``kernel`` is a graph for the CPU kernel, whose nodes and functions
+    ``cpu.onnx`` has in place of ``nodes``; every weight is then stored as panels.
     """
     with staging(target) as staged:
         tensors = _write_weights(staged, weights, panels=None if kernel is None else 1)
@@ -77,6 +77,8 @@ def write_artifact(
                 format="test", sha256="", bytes=sum(w.nbytes for w in weights.values()), tensors=len(weights)
             ),
         )
+        if not golden:
+            return staged.publish(manifest)
         runtime = load_reference(staged.draft(manifest), threads=1)
         answers = {name: np.asarray(y + y.dtype.type(spoil)) for name, y in runtime.run(golden).items()}
         stored = {f"input:{k}": v for k, v in golden.items()} | {f"output:{k}": v for k, v in answers.items()}
@@ -149,6 +151,32 @@ def write_lookup(target: Path) -> Artifact:
         [TensorSpec("ids", "int64", ("batch", "seq"))],
         [TensorSpec("rows", "float32", ("batch", "seq", 4))],
         {"ids": np.array([[1, 2, 3], [4, 5, 6]])},
+    )
+
+
+def write_kinds(target: Path) -> Artifact:
+    """An input and an output of every dtype but strings, [batch,2], each of which comes back as it is."""
+    return _write_identities(target, [dtype for dtype in BY_NAME.values() if dtype.name != "string"])
+
+
+def write_words(target: Path) -> Artifact:
+    """The same of strings, and of fp32. (With bf16 among them ONNX Runtime takes no strings from Python.)"""
+    return _write_identities(target, [BY_NAME["string"], BY_NAME["float32"]])
+
+
+def _write_identities(target: Path, dtypes: Sequence[DType]) -> Artifact:
+    """``FP32`` → ``FP32.out`` and so on, named as the protocol names them."""
+    specs = [TensorSpec(dtype.oip, dtype.name, ("batch", 2)) for dtype in dtypes]
+    return write_artifact(
+        target,
+        lambda weight: [
+            helper.make_node("Mul", ["FP32", weight("one")], ["FP32.out"]),
+            *(helper.make_node("Identity", [s.name], [f"{s.name}.out"]) for s in specs if s.name != "FP32"),
+        ],
+        {"one": np.ones(1, np.float32)},
+        specs,
+        [TensorSpec(f"{s.name}.out", s.dtype, s.shape) for s in specs],
+        {},
     )
 
 

@@ -1,0 +1,131 @@
+"""Many attempts of :mod:`messages` at a server, several at a time, with a valid request between them now and then."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import messages
+from messages import Attempt, Valid
+
+from bf16kit.artifact import Artifact
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.loading import load
+from bf16kit.tensors import BY_NAME
+from service.wire.tensors import encode_raw, widen
+
+CALLERS = 8
+EVERY = 20  # attempts, after which there is a valid request
+LONGEST_DETAILS = 500  # characters
+HANGS_S = 20.0
+_NEVER = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+
+
+class Oracle:
+    """What a valid request is to be answered with: the same artifacts, loaded here."""
+
+    def __init__(self, repository: Path) -> None:
+        self._runtimes: Mapping[str, Runtime] = {
+            directory.name: load(Artifact.open(directory / "1"), "cpu", threads=1) for directory in repository.iterdir()
+        }
+
+    def answer(self, valid: Valid) -> list[bytes]:
+        runtime = self._runtimes[valid.model]
+        native = {spec.name: BY_NAME[spec.dtype].numpy for spec in runtime.inputs}
+        feeds = {name: a if a.dtype == native[name] else widen(a) for name, a in valid.feeds.items()}
+        found = runtime.run(feeds)
+        return [encode_raw(BY_NAME[spec.dtype], found[spec.name]) for spec in runtime.outputs]
+
+
+class Volley:
+    """``wrong`` is what should not have happened, with the number that does it again; ``codes`` counts the calls."""
+
+    def __init__(self, address: str, oracle: Oracle, first: int = 0) -> None:
+        self.codes: Counter[str] = Counter()
+        self.by_rpc: dict[str, Counter[str]] = {}
+        self.messages = self.valid = 0
+        self.slowest = 0.0
+        self.wrong: list[str] = []
+        self._address = address
+        self._oracle = oracle
+        self._numbers = itertools.count(first)
+        self._lock = threading.Lock()
+
+    def fire(self, count: int) -> None:
+        """Send ``count`` messages. It ends early when much is wrong."""
+        threads = [threading.Thread(target=self._call, args=(count,)) for _ in range(CALLERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _call(self, count: int) -> None:
+        with grpc.insecure_channel(self._address, options=_OPTIONS) as channel:
+            while self.messages < count and len(self.wrong) < 20:
+                number = next(self._numbers)
+                attempt, begun = messages.attempt(number), time.monotonic()
+                code, why = _outcome(channel, attempt)
+                self._note(attempt, code, why, time.monotonic() - begun)
+                if number % EVERY == 0:
+                    self._ask(channel, number)
+
+    def _note(self, attempt: Attempt, code: grpc.StatusCode, why: str, seconds: float) -> None:
+        about = f"{attempt.number} {attempt.path}: {code.name} {why[:200]!r}"
+        with self._lock:
+            self.messages += len(attempt.messages)
+            self.codes[code.name] += 1
+            self.by_rpc.setdefault(attempt.path.split("/")[-1], Counter())[code.name] += 1
+            self.slowest = max(self.slowest, seconds)
+            if code in _NEVER or "incident" in why:
+                self.wrong.append(about)
+            elif len(why) > LONGEST_DETAILS:
+                self.wrong.append(f"{about}: {len(why)} characters of details")
+            elif seconds > HANGS_S:
+                self.wrong.append(f"{about}: after {seconds:.1f} s")
+
+    def _ask(self, channel: grpc.Channel, number: int) -> None:
+        """A request as it should be, raw or typed: its answer has the bits that the artifact's own has."""
+        valid = messages.valid(number)
+        call: Any = channel.unary_unary(messages.INFER, response_deserializer=pb.ModelInferResponse.FromString)
+        said = ""
+        try:
+            response = call(valid.message.SerializeToString(), timeout=2 * HANGS_S)
+            if list(response.raw_output_contents) != self._oracle.answer(valid):
+                said = "is answered with other bits"
+        except grpc.RpcError as error:
+            said = f"{error.code()} {error.details()!r}"
+        with self._lock:
+            self.valid += 1
+            if said:
+                self.wrong.append(f"valid request {number} for {valid.model}: {said}")
+
+
+def _outcome(channel: grpc.Channel, attempt: Attempt) -> tuple[grpc.StatusCode, str]:
+    """The code of a call, and its longest text. A stream of inference has them in its answers."""
+    call: Any = channel.stream_stream(attempt.path)
+    texts = [""]
+    try:
+        responses = call(iter(attempt.messages), metadata=attempt.metadata, timeout=2 * HANGS_S)
+        if attempt.path == messages.WATCH:
+            next(responses)
+            responses.cancel()
+        elif attempt.path == messages.STREAM:
+            texts += [pb.ModelStreamInferResponse.FromString(data).error_message for data in responses]
+        else:
+            _exhaust(responses)
+    except grpc.RpcError as error:
+        return error.code(), max(*texts, error.details() or "", key=len)
+    return grpc.StatusCode.OK, max(texts, key=len)
+
+
+def _exhaust(responses: Iterator[bytes]) -> None:
+    for _ in responses:
+        pass
