@@ -101,7 +101,7 @@ class Reconciler:
     def _tried(self, wish: Wish) -> bool:
         """Whether all that could be done for ``wish`` has been done."""
         slots = self.slots.get(wish.name, {})
-        if wish.name in self._waiting or slots.keys() < wish.versions:
+        if wish.name in self._waiting or not slots.keys() >= wish.versions:
             return False
         served = [plan for plan in wish.plans if slots[plan.version].serves(plan)]
         others = slots.keys() - wish.versions

@@ -447,3 +447,13 @@ def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Pat
             assert model.infer(ONE).precision == "bf16-weights"
             assert not closing.done()
         assert closing.result(60)
+
+
+def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path, repository: Repository) -> None:
+    """Neither set of versions holds the other."""
+    put(tmp_path, version=1)
+    repository.scan()
+    until(lambda: states(repository) == {("m", 1): "ready"})
+    (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
+    repository.scan()
+    until(lambda: states(repository) == {("m", 2): "ready"})
