@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from bf16kit.wording import brief
 from service.contract import State
 from service.models.generation import Generation
 from service.models.plan import Plan
 from service.telemetry.metrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
+LONGEST_REASON = 1000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,10 @@ class Slot:
     def fail(self, reason: str, public: str = "") -> None:
         """Nothing can be loaded. What was loaded before goes on answering; without it, the slot is unavailable.
 
-        ``reason`` is for the log; ``public``, or it, for the status page and the repository's index.
+        ``reason`` is for the log; ``public``, or it, for the status page and the repository's index. Neither is longer
+        than a person reads, whatever names an artifact has.
         """
+        reason = brief(reason, LONGEST_REASON)
         if self._now.model is not None:
             _log.error("%s goes on answering as it was loaded before: what should replace it: %s", self.label, reason)
             return

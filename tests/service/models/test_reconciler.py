@@ -457,3 +457,13 @@ def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path,
     (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
     repository.scan()
     until(lambda: states(repository) == {("m", 2): "ready"})
+
+
+def test_a_reason_is_no_longer_than_a_person_reads(
+    tmp_path: Path, repository: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, serving=f"{'x' * 70_000}: 1\n")
+    with pytest.raises(Unavailable):
+        repository.load("m").result(60)
+    assert len(repository.find("m", "").reason) <= 1000
+    assert max(map(len, caplog.messages)) < 1200
