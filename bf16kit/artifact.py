@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -16,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit import panels
+from bf16kit.digests import Digests
 from bf16kit.errors import ArtifactDamaged, ArtifactError
 from bf16kit.manifest import MANIFEST, RESIDUAL, CheckpointEntry, FileEntry, Manifest, Segment, TensorEntry, plain_name
 from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
+from bf16kit.reading import read_segment, readable
 from bf16kit.residual import Decoder, Scale
 from bf16kit.tensors import BY_NAME
 from bf16kit.tensors import Array as Array
@@ -38,23 +39,31 @@ class Golden:
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """One converted model version, opened read-only. Its tensors are views of memory-mapped files."""
+    """One converted model version, opened read-only. Its tensors are views of memory-mapped files.
+
+    With ``copies`` nothing maps its files: they are read. Whoever maps a file that is cut short in place dies of
+    SIGBUS, and of one that is written to in place sees the new bytes.
+    """
 
     path: Path
     manifest: Manifest = field(repr=False)
+    copies: bool = False
     _maps: dict[str, NDArray[np.uint8]] = field(default_factory=dict, repr=False)
+    _digests: Digests = field(default_factory=Digests, repr=False)
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: bool = True) -> Artifact:
+    def open(cls, path: str | Path, *, verify: bool = True, copies: bool = False) -> Artifact:
         """The artifact in directory ``path``; files that its manifest does not list are ignored.
 
-        Names, links and sizes are always checked, the sha256 of every file unless ``verify`` is false.
+        Names, links and sizes are always checked, the sha256 of every file unless ``verify`` is false. For ``copies``
+        see the class.
+
         Raises :class:`ArtifactError` when this is no artifact, :class:`ManifestVersionError` when it is newer than this
         program, :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
         """
         path = Path(path)
         manifest = _read_manifest(path)
-        artifact = cls(path, manifest)
+        artifact = cls(path, manifest, copies)
         for name, entry in manifest.files.items():
             _check_file(path, name, entry)
         _check_references(manifest, path)
@@ -63,10 +72,14 @@ class Artifact:
         return artifact
 
     def verify(self) -> None:
-        """Hash every file, in parallel; ArtifactDamaged names the first whose sha256 is not the manifest's."""
+        """Hash every file, in parallel; ArtifactDamaged names the first whose sha256 is not the manifest's.
+
+        Called again it reads only what has changed since: so whoever has read the files can make sure that what they
+        read is what was verified.
+        """
         files = sorted(self.manifest.files.items(), key=lambda item: -item[1].bytes)
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            for (name, entry), digest in zip(files, pool.map(lambda f: _sha256(self.path / f[0]), files), strict=True):
+            for (name, entry), digest in zip(files, pool.map(lambda f: self._sha256(f[0]), files), strict=True):
                 if digest != entry.sha256:
                     raise ArtifactDamaged(
                         f"{self.path / name}: its sha256 is {digest[:12]}…, the manifest says {entry.sha256[:12]}…;"
@@ -143,12 +156,15 @@ class Artifact:
         if self.manifest.golden is None:
             raise ArtifactError(f"{self.path}: this artifact has no golden samples")
         from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors.numpy import load
 
+        path = self.file(self.manifest.golden)
+        with readable(path):
+            data = path.read_bytes()  # load_file would map it
         try:
-            arrays = load_file(self.file(self.manifest.golden))
+            arrays = load(data)
         except (SafetensorError, KeyError) as error:
-            raise ArtifactDamaged(f"{self.path / self.manifest.golden}: {error}") from None
+            raise ArtifactDamaged(f"{path}: {error}") from None
         return Golden(_with_prefix(arrays, "input:"), _with_prefix(arrays, "output:"))
 
     def measurements(self) -> Measurements | None:
@@ -156,8 +172,13 @@ class Artifact:
         if self.manifest.measurements is None:
             return None
         path = self.file(self.manifest.measurements)
-        with path.open("rb") as file:
-            return Measurements.loads(file.read(MAX_BYTES + 1), path)
+        with readable(path), path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        return Measurements.loads(data, path)
+
+    def _sha256(self, name: str) -> str:
+        with readable(self.path / name):
+            return self._digests.entry(self.path / name).sha256
 
     @cached_property
     def _entries(self) -> dict[str, TensorEntry]:
@@ -189,6 +210,8 @@ class Artifact:
     def _bytes(self, name: str, segment: Segment) -> NDArray[np.uint8]:
         if segment.bytes == 0:  # an empty file cannot be mapped
             return np.empty(0, np.uint8)
+        if self.copies:
+            return read_segment(self.file(name), segment)
         if name not in self._maps:
             mapped = np.memmap(self.file(name), np.uint8, mode="r")
             self._maps[name] = mapped.view(np.ndarray)
@@ -211,18 +234,18 @@ def _read_manifest(path: Path) -> Manifest:
     if not where.is_file():
         raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
     _check_inside(path, MANIFEST)
-    if where.stat().st_size > _MAX_MANIFEST:
+    with readable(where), where.open("rb") as file:
+        data = file.read(_MAX_MANIFEST + 1)
+    if len(data) > _MAX_MANIFEST:
         raise ArtifactError(f"{where}: larger than {_MAX_MANIFEST >> 20} MiB, not a manifest")
-    return Manifest.loads(where.read_bytes(), where)
+    return Manifest.loads(data, where)
 
 
 def _check_file(path: Path, name: str, entry: FileEntry) -> None:
     """Guards before a file is read: a plain name, there, not a link out, a regular file, of the size said."""
     _check_inside(path, name)
-    try:
+    with readable(path / name):
         found = (path / name).stat()
-    except OSError as error:
-        raise ArtifactDamaged(f"{path / name}: missing or unreadable ({error.strerror})") from None
     if not stat.S_ISREG(found.st_mode):
         raise ArtifactError(f"{path / name}: not a regular file")
     if found.st_size != entry.bytes:
@@ -258,11 +281,6 @@ def _check_segment(manifest: Manifest, path: Path, tensor: str, file: str, end: 
         raise ArtifactError(f"{path / MANIFEST}: tensor {tensor!r} is in {file!r}, which is not among its files")
     if end > manifest.files[file].bytes:
         raise ArtifactError(f"{path / MANIFEST}: tensor {tensor!r} ends at byte {end}, beyond the end of {file!r}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _with_prefix(arrays: dict[str, Array], prefix: str) -> dict[str, Array]:

@@ -182,7 +182,7 @@ class Manifest(_Entry):
     model: str
     inputs: list[SpecEntry]
     outputs: list[SpecEntry]
-    batch_axis: int | None = None
+    batch_axis: Size | None = None
     profiles: dict[str, ProfileEntry]
     reference: FileName | None = None
     golden: FileName | None = None

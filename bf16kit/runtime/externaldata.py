@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -62,6 +62,34 @@ class Gathering:
             del tensor.external_data[:]
             for key, value in (("location", location), ("offset", move.target), ("length", move.nbytes)):
                 tensor.external_data.add(key=key, value=str(value))
+        return bytes(self._model.SerializeToString())
+
+
+class Together:
+    """The graph in ``path``, whose files of tensors are to lie one after the other in a single one of ``size`` bytes.
+
+    ``files`` says where each of them begins there. Their locations have passed :func:`check_locations`. Raises
+    :class:`RuntimeFailure` when ``path`` is not an ONNX file.
+    """
+
+    def __init__(self, path: Path, sizes: Mapping[str, int]) -> None:
+        self._path = path
+        self._model = _model(path)
+        self.files: dict[str, int] = {}
+        self.size = 0
+        for name in sorted({_locations(tensor)[0] for tensor in _external(self._model)}):
+            self.files[name] = self.size
+            self.size += sizes[name] + -sizes[name] % ALIGNMENT
+
+    def at(self, location: str) -> bytes:
+        """The graph when all is in the file ``location`` beside it."""
+        for tensor in _external(self._model):
+            start = self.files[_locations(tensor)[0]] + _number(str(self._path), tensor, "offset", 0)
+            kept = [entry for entry in tensor.external_data if entry.key == "length"]
+            del tensor.external_data[:]
+            tensor.external_data.add(key="location", value=location)
+            tensor.external_data.add(key="offset", value=str(start))
+            tensor.external_data.extend(kept)
         return bytes(self._model.SerializeToString())
 
 
@@ -138,7 +166,7 @@ def _model(path: Path) -> ModelProto:
     from google.protobuf.message import DecodeError
 
     try:
-        return onnx.load(path, load_external_data=False)
+        return onnx.load(path, format="protobuf", load_external_data=False)
     except (OSError, DecodeError) as error:
         raise RuntimeFailure(f"{path.name} is not an ONNX file: {error}") from error
 

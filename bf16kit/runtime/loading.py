@@ -5,6 +5,7 @@ Nothing heavy is imported before it is needed: a server of ONNX artifacts never 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from bf16kit.artifact import Artifact
@@ -18,10 +19,14 @@ AUTO = "auto"
 REFERENCE = "reference"
 
 
-def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | None = None) -> Runtime:
+def load(
+    artifact: Artifact, profile: str, *, device: str = CPU, threads: int | None = None, scratch: Path | None = None
+) -> Runtime:
     """The artifact's ``profile`` (cpu, cuda or torchscript) loaded on ``device``, its accumulation probed.
 
-    ``threads`` is the number that works on one run on the CPU; None is one per available processor.
+    ``threads`` is the number that works on one run on the CPU; None is one per available processor. A session maps its
+    weights from the artifact's files, or, of one opened with ``copies``, from a temporary file in ``scratch`` (None:
+    the system's directory): what becomes of the artifact afterwards is then nothing to it.
 
     Raises :class:`ArtifactError` when the artifact has no such profile, :class:`ConfigError` for a device the profile
     is not for, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there, for one by an ONNX
@@ -39,15 +44,27 @@ def load(artifact: Artifact, profile: str, *, device: str = CPU, threads: int | 
         from bf16kit.runtime.torchscript import TorchScriptRuntime
 
         return TorchScriptRuntime(path, inputs, outputs, device=device, threads=threads)
+    from bf16kit.runtime.copied import copied
     from bf16kit.runtime.externaldata import check_locations
     from bf16kit.runtime.onnx import OnnxRuntime
+    from bf16kit.runtime.rebuilt import Weights
     from bf16kit.runtime.session import check_version
 
     check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
-    return OnnxRuntime(
-        path, inputs, outputs, device=device, profile=profile, precision=entry.precision, threads=threads
-    )
+    with copied(artifact, path, scratch) if artifact.copies else nullcontext(Weights(path, "")) as weights:
+        return OnnxRuntime(
+            weights.model,
+            inputs,
+            outputs,
+            device=device,
+            profile=profile,
+            precision=entry.precision,
+            threads=threads,
+            files=weights.files,
+            base_dir=weights.base_dir,
+            name=entry.graph,
+        )
 
 
 def load_reference(
@@ -73,6 +90,8 @@ def load_reference(
     check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _edges(artifact)
     with rebuilt(artifact, graph, scratch) as weights:
+        if artifact.copies:
+            artifact.verify()  # what was read is still what it was
         return OnnxRuntime(
             weights.model,
             inputs,
@@ -83,6 +102,7 @@ def load_reference(
             threads=1 if low_priority and threads is None else threads,
             external=weights.external,
             base_dir=weights.base_dir,
+            name=name,
             note=f"the fp32 reference, its weights rebuilt from bf16 and the residual {weights.where}",
         )
 

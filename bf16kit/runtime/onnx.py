@@ -20,8 +20,9 @@ class OnnxRuntime:
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``profile`` and ``precision`` are what :class:`RuntimeInfo` says; the accumulation is probed on ``device``, with the
-    CPU kernel where the graph runs on it. See :func:`bf16kit.runtime.session.open_session` for the rest, and for the
-    errors; :class:`~bf16kit.errors.ConfigError` when the environment asks for a kernel that cannot be.
+    CPU kernel where the graph runs on it. ``name`` is what messages call a graph given as bytes. See
+    :func:`bf16kit.runtime.session.open_session` for the rest, and for the errors;
+    :class:`~bf16kit.errors.ConfigError` when the environment asks for a kernel that cannot be.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class OnnxRuntime:
         threads: int | None = None,
         spin: bool = False,
         external: Mapping[str, Array] | None = None,
+        files: Mapping[str, Array] | None = None,
         base_dir: Path | None = None,
         note: str = "",
         pack: bool = True,
+        name: str = "",
     ) -> None:
         device = canonical(device)
+        name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
         # Only for a graph that asks for it: the reference must run on nothing but ONNX Runtime.
         kernel = kernel_for(model) if device == CPU else NOT_NEEDED
         session = open_session(
@@ -49,13 +53,15 @@ class OnnxRuntime:
             threads=threads,
             spin=spin,
             external=external,
+            files=files,
             base_dir=base_dir,
             library=kernel.library,
             pack=pack,
+            name=name,
         )
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
-        _check_edges(session, self._inputs, self._outputs)
+        _check_edges(name, session, self._inputs, self._outputs)
         self._output_names = [spec.name for spec in outputs]
         self._has_bf16_edges = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
         accumulation = probe_onnx(device, precision, kernel.library)
@@ -116,15 +122,23 @@ def _failure(error: Exception) -> RuntimeFailure:
     return RuntimeFailure(text)
 
 
-def _check_edges(session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+def _check_edges(graph: str, session: Session, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
     """Hold names and dtypes that are declared against the graph. Shapes show in every run: what a graph says of them
     itself may be wrong, and not every caller declares them."""
     for what, specs, found in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
         declared, real = sorted(s.name for s in specs), sorted(f.name for f in found)
         if declared != real:
-            raise RuntimeFailure(f"the graph's {what}s are {', '.join(real)}, but {', '.join(declared)} are declared")
+            raise RuntimeFailure(
+                f"{graph}: the graph's {what}s are {_listed(real)}, but {_listed(declared)} are declared"
+            )
         edges = {edge.name: edge for edge in found}
         for spec in specs:
             edge, expected = edges[spec.name], f"tensor({_ONNX_TYPES.get(spec.dtype, spec.dtype)})"
             if edge.type != expected:
-                raise RuntimeFailure(f"the graph's {what} {spec.name!r} is {edge.type}, but {expected} is declared")
+                raise RuntimeFailure(
+                    f"{graph}: the graph's {what} {spec.name!r} is {edge.type}, but {expected} is declared"
+                )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

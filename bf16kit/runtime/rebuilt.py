@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from bf16kit.artifact import Artifact
+from bf16kit.entries import Segment
+from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
 from bf16kit.runtime.externaldata import REBUILT, Gathering, initializers
 from bf16kit.runtime.scratch import NoScratch, scratch_file
@@ -22,7 +24,8 @@ class Weights:
     model: Path | bytes
     where: str
     base_dir: Path | None = None
-    external: Mapping[str, Array] = field(default_factory=dict)
+    external: Mapping[str, Array] = field(default_factory=dict)  # initializers by name
+    files: Mapping[str, Array] = field(default_factory=dict)  # the bytes of files that do not exist, by name
 
 
 @contextmanager
@@ -52,10 +55,10 @@ def _write(gathering: Gathering, artifact: Artifact, mapped: Array) -> None:
             shape = reader.shape(move.name)
             reader.restore(move.name, place.view(np.float32).reshape(shape))
         else:
-            stored = np.memmap(artifact.file(move.location), np.uint8, mode="r")
-            place[...] = stored[move.offset : move.offset + move.nbytes]
+            segment = Segment(offset=move.offset, bytes=move.nbytes)
+            read_segment(artifact.file(move.location), segment, place)
 
 
 def _reader(artifact: Artifact) -> Artifact:
     """The artifact opened once more: what it maps to rebuild the weights is unmapped with it."""
-    return Artifact(artifact.path, artifact.manifest)
+    return Artifact(artifact.path, artifact.manifest, artifact.copies)

@@ -23,14 +23,16 @@ class NoScratch(Exception):
 
 
 @contextmanager
-def scratch_file(size: int, directory: Path | None = None) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
+def scratch_file(
+    size: int, directory: Path | None = None, *, in_memory: bool = False
+) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
     """A file of ``size`` bytes in ``directory`` (None: the system's), mapped for writing; it has no name afterwards.
 
     Whoever opened or mapped it within the block keeps it. Its process holds a lock on it: one that a killed process
     left is removed by the next that comes here. Raises :class:`NoScratch` when the directory cannot be written, lacks
-    the room, which is taken at once, or lies in memory itself.
+    the room, which is taken at once, or lies in memory itself and ``in_memory`` does not allow that.
     """
-    directory = _usable(directory)
+    directory = _usable(directory, in_memory)
     _remove_stale(directory)
     with contextlib.ExitStack() as stack:
         try:
@@ -59,12 +61,12 @@ def _locked_file(directory: Path) -> tuple[int, str]:
         os.close(descriptor)
 
 
-def _usable(directory: Path | None) -> Path:
+def _usable(directory: Path | None, in_memory: bool) -> Path:
     try:
         found = (directory or Path(tempfile.gettempdir())).resolve()
     except FileNotFoundError:  # nothing that tempfile knows of can be written
         raise NoScratch("no directory for temporary files can be written") from None
-    if _file_system(found) in _IN_MEMORY:
+    if not in_memory and _file_system(found) in _IN_MEMORY:
         raise NoScratch(f"{found} lies in memory")
     return found
 

@@ -53,19 +53,23 @@ def open_session(
     threads: int | None = None,
     spin: bool = False,
     external: Mapping[str, NDArray[Any]] | None = None,
+    files: Mapping[str, NDArray[Any]] | None = None,
     base_dir: Path | None = None,
     library: Path | None = None,
     optimise: bool = True,
     pack: bool = True,
+    name: str = "",
 ) -> Session:
     """A session for ``model`` on the canonical ``device``.
 
     ``threads`` is the number that works on one run, the caller's included; None is one per available processor.
     ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
-    file does not exist; ONNX Runtime copies them, so nothing refers to them afterwards. ``base_dir`` is where a model
+    file does not exist, ``files`` the bytes of whole files that do not, for a model given as bytes; ONNX Runtime copies
+    both, so nothing refers to them afterwards. ``base_dir`` is where a model
     given as bytes finds its external data. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without
     ``optimise`` every operator runs as the graph says, none fused, folded or dropped. Without ``pack`` products read
-    their weights where they lie: otherwise each is copied once, in the order that is fastest.
+    their weights where they lie: otherwise each is copied once, in the order that is fastest. ``name`` is what errors
+    call the graph.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
@@ -75,8 +79,11 @@ def open_session(
     values = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}
     if values:
         options.add_external_initializers(list(values), list(values.values()))
+    if files:
+        sizes = [array.nbytes for array in files.values()]
+        options.add_external_initializers_from_files_in_memory(list(files), list(files.values()), sizes)
     providers = _providers(device)
-    name = model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes"
+    name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
     with failing_as(f"ONNX Runtime cannot load {name} on {device}"):
         if library is not None:
             options.register_custom_ops_library(str(library))

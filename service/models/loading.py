@@ -14,8 +14,8 @@ import numpy as np
 
 from bf16kit.artifact import Artifact, Golden
 from bf16kit.drift import METRICS, Budget, DriftSummary
-from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError
-from bf16kit.manifest import Manifest
+from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError, InvalidRequest, RuntimeFailure, UsageError
+from bf16kit.manifest import MANIFEST, Manifest
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from service.contract import Array
@@ -59,6 +59,7 @@ def load(path: Path, serving: Serving, *, device: str, threads: int | None) -> L
         golden = golden_of(opened.artifact)
         warm_up(runtime, opened, serving.warmup, golden)
         verdict = check_golden(runtime, opened, golden)
+        opened.artifact.verify()  # once more: it may have been replaced meanwhile
     except BaseException:
         runtime.close()
         raise
@@ -68,7 +69,7 @@ def load(path: Path, serving: Serving, *, device: str, threads: int | None) -> L
 
 def open_artifact(path: Path, serving: Serving) -> Opened:
     """Raises ArtifactError (damaged, no artifact, of a newer schema) or ConfigError (serving.yaml asks too much)."""
-    artifact = Artifact.open(path)
+    artifact = Artifact.open(path, copies=serving.weights == "copied")
     manifest = artifact.manifest
     inputs = tuple(entry.spec() for entry in manifest.inputs)
     outputs = tuple(entry.spec() for entry in manifest.outputs)
@@ -80,7 +81,7 @@ def open_artifact(path: Path, serving: Serving) -> Opened:
         outputs=outputs,
         batch_axis=axis,
         max_batch_size=_max_batch_size(serving, axis),
-        budget=Budget.from_dict(manifest.budget).override(serving.budget),
+        budget=_budget(artifact).override(serving.budget),
         weight_bytes=sum(tensor.bytes for tensor in manifest.tensors if tensor.file.startswith("weights.")),
     )
 
@@ -120,8 +121,20 @@ def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str
 
 
 def golden_of(artifact: Artifact) -> Golden | None:
-    """The artifact's golden samples, None when it has none."""
-    return artifact.golden() if artifact.manifest.golden is not None else None
+    """The artifact's golden samples, None when it has none. ArtifactError for inputs that are not the model's."""
+    manifest = artifact.manifest
+    if manifest.golden is None:
+        return None
+    golden, where = artifact.golden(), artifact.path / manifest.golden
+    try:
+        check_feeds([entry.spec() for entry in manifest.inputs], golden.inputs)
+    except InvalidRequest as error:
+        raise ArtifactError(f"{where}: {error}") from None
+    axis = manifest.batch_axis
+    for name, array in golden.inputs.items():
+        if axis is not None and axis < array.ndim and not array.shape[axis]:
+            raise ArtifactError(f"{where}: input {name!r} has shape {list(array.shape)}, which is not even one sample")
+    return golden
 
 
 def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -129,15 +142,27 @@ def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[s
 
     Raises ArtifactError naming the output.
     """
-    outputs = runtime.run(feeds)
+    try:
+        outputs = runtime.run(feeds)
+    except RuntimeFailure as error:
+        graph = opened.artifact.manifest.profiles[runtime.info.profile].graph
+        raise RuntimeFailure(f"{graph}, run for the first time: {error}") from error
     for spec in opened.outputs:
         array = outputs[spec.name]
         if array.dtype != BY_NAME[spec.dtype].numpy or len(array.shape) != len(spec.shape):
             raise ArtifactError(
-                f"output {spec.name!r} is declared as {spec.dtype}{describe(spec.shape)}, and the model gives"
+                f"{opened.artifact.path / MANIFEST}: output {spec.name!r} is declared as"
+                f" {spec.dtype}{describe(spec.shape)}, and the model gives"
                 f" {array.dtype.name}{list(array.shape)}; convert the checkpoint again"
             )
     return outputs
+
+
+def _budget(artifact: Artifact) -> Budget:
+    try:
+        return Budget.from_dict(artifact.manifest.budget)
+    except UsageError as error:
+        raise ArtifactError(f"{artifact.path / MANIFEST}: {error}") from None
 
 
 def _describe(info: RuntimeInfo) -> str:
@@ -180,7 +205,6 @@ def _feeds(opened: Opened, rows: int, golden: Golden | None) -> Mapping[str, Arr
     """``rows`` rows: the golden samples' first row repeated, or zeros where there are none."""
     axis = opened.batch_axis
     if golden is not None:
-        check_feeds(opened.inputs, golden.inputs)
         if axis is None:
             return golden.inputs
         return {name: np.repeat(array.take([0], axis), rows, axis) for name, array in golden.inputs.items()}

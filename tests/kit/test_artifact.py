@@ -259,3 +259,39 @@ class TestRefused:
         rewrite(small_artifact, junk)
         with pytest.raises(ArtifactDamaged, match=r"cpu\.onnx"):
             Artifact.open(small_artifact.path).golden()
+
+
+def test_an_artifact_of_copies_maps_nothing(tmp_path: Path) -> None:
+    """Its files may be cut short at any moment, which ends whoever maps them."""
+    opened = Artifact.open(publish_small(tmp_path / "m" / "1").path, copies=True)
+    tensor = opened.tensor("w")
+    assert "weights.bf16" not in Path("/proc/self/maps").read_text()
+    np.testing.assert_array_equal(tensor, Artifact.open(opened.path).tensor("w"))
+    for name, array in opened.checkpoint_tensors():
+        np.testing.assert_array_equal(array, CHECKPOINT[name])
+    os.truncate(opened.path / "weights.bf16", 8)
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: cut short to 8 bytes while it was read"):
+        opened.tensor("w")
+
+
+def test_verifying_again_reads_what_has_changed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Artifact.open(publish_small(tmp_path / "m" / "1").path)
+    monkeypatch.setattr("bf16kit.digests._read", lambda path: pytest.fail(f"{path} was read again"))
+    opened.verify()
+    monkeypatch.undo()
+    with (opened.path / "weights.fp32").open("r+b") as file:
+        file.write(b"\x55")
+    with pytest.raises(ArtifactDamaged, match=r"weights\.fp32: its sha256 is"):
+        opened.verify()
+
+
+def test_a_file_that_goes_while_it_is_verified_is_named(tmp_path: Path) -> None:
+    opened = Artifact.open(publish_small(tmp_path / "m" / "1").path, verify=False)
+    (opened.path / "residual.bin").unlink()
+    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: missing or unreadable \(No such file"):
+        opened.verify()
+    (opened.path / "golden.safetensors").unlink()
+    with pytest.raises(ArtifactDamaged, match=r"golden\.safetensors: missing or unreadable"):
+        opened.golden()

@@ -123,9 +123,9 @@ def write_tables(target: Path, *, rows: int, count: int = 8, width: int = 64) ->
     )
 
 
-def write_product(target: Path, *, width: int = 64) -> Artifact:
+def write_product(target: Path, *, width: int = 64, seed: int = 0) -> Artifact:
     """``y = relu(x·w)``, fp32[batch,width] → fp32[batch,width], on the CPU kernel."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     weight = rng.standard_normal((width, width)).astype(np.float32) / width**0.5
     return write_artifact(
         target,

@@ -133,3 +133,12 @@ def test_a_file_that_another_process_takes_for_a_stale_one_is_made_again(
         assert path.exists()
         assert str(path) not in removed
         assert array.size == 1 << 12
+
+
+def test_a_directory_in_memory_will_do_where_that_is_allowed() -> None:
+    with pytest.raises(NoScratch, match="/dev/shm lies in memory"):
+        make(100, Path("/dev/shm"))
+    with scratch_file(100, Path("/dev/shm"), in_memory=True) as (path, mapped):
+        assert path.parent == Path("/dev/shm")
+        assert mapped.nbytes == 100
+    assert not path.exists()

@@ -2,18 +2,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from artifacts import write_artifact, write_mlp
+from artifacts import write_artifact, write_mlp, write_product
 from onnx import helper
+from safetensors.numpy import save_file
 
+from bf16kit.digests import Digests
 from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError
+from bf16kit.errors import ArtifactDamaged, ArtifactError, BudgetExceeded, ConfigError
 from bf16kit.manifest import DriftEntry
 from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
-from service.models.loading import Opened, baseline, check_golden, golden_of, open_artifact, warm_up
+from service.models import loading
+from service.models.loading import Loaded, Opened, baseline, check_golden, golden_of, open_artifact, warm_up
 from service.models.policy import Serving
 
 
@@ -120,3 +124,71 @@ def test_the_baseline_is_what_a_budget_bounds(tmp_path: Path) -> None:
     assert found["relative_l2"] == pytest.approx(0.002)  # the mean
     assert found["max_abs"] == pytest.approx(0.0003)  # the worst
     assert "top1_agreement" not in found  # not logits
+
+
+# --- what was made wrong on purpose -----------------------------------------------------------------------------------
+
+ROWS = np.ones((2, 16), np.float32)
+
+
+def tampered(path: Path, golden: dict[str, np.ndarray] | None = None, **manifest: object) -> Path:
+    """An MLP with these golden samples and fields of the manifest, its digests right."""
+    artifact = write_mlp(path)
+    fields = artifact.manifest.model_copy(update=manifest)
+    if golden is not None:
+        save_file(golden, path / "golden.safetensors")
+        entry = Digests().entry(path / "golden.safetensors")
+        fields = fields.model_copy(update={"files": fields.files | {"golden.safetensors": entry}})
+    (path / "manifest.json").write_bytes(fields.dumps())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("golden", "said"),
+    [
+        ({"input:x": ROWS[:0], "output:y": ROWS[:0]}, r"input 'x' has shape \[0, 16\], which is not even one sample"),
+        ({"input:x": ROWS.astype(np.int32), "output:y": ROWS}, "input 'x' has dtype int32, expected float32"),
+        ({"input:x": ROWS[:, :8].copy(), "output:y": ROWS}, r"input 'x' has shape \[2, 8\], expected \[batch,16\]"),
+        ({"output:y": ROWS}, "input 'x' is missing"),
+        ({"input:x": ROWS, "input:z": ROWS, "output:y": ROWS}, "unknown input 'z'"),
+    ],
+)
+def test_golden_samples_that_do_not_fit_the_inputs_are_refused_by_name(
+    tmp_path: Path, golden: dict[str, np.ndarray], said: str
+) -> None:
+    with pytest.raises(ArtifactError, match=rf"golden\.safetensors: {said}"):
+        whole_gate(tampered(tmp_path / "mlp" / "1", golden))
+
+
+def test_a_budget_that_is_none_is_the_manifest_s_fault(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"manifest\.json: budget: unknown metric 'speed'"):
+        opened(tampered(tmp_path / "mlp" / "1", budget={"speed": 1.0}))
+
+
+def test_an_artifact_that_is_changed_while_it_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was loaded might be neither the old one nor the new one."""
+    path = tampered(tmp_path / "mlp" / "1")
+
+    def warm_up_meanwhile(*given: Any) -> None:
+        with (path / "residual.bin").open("r+b") as file:
+            file.write(b"\xff\xff")
+
+    monkeypatch.setattr(loading, "warm_up", warm_up_meanwhile)
+    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: its sha256 is"):
+        whole_gate(path)
+
+
+def test_weights_are_mapped_where_serving_yaml_says_so(tmp_path: Path) -> None:
+    write_product(tmp_path / "product" / "1", width=256)
+    kept = whole_gate(tmp_path / "product" / "1")
+    assert "weights.bf16" not in Path("/proc/self/maps").read_text()
+    shared = whole_gate(tmp_path / "product" / "1", weights="mapped")
+    assert "weights.bf16" in Path("/proc/self/maps").read_text()
+    x = np.ones((1, 256), np.float32)
+    np.testing.assert_array_equal(kept.runtime.run({"x": x})["y"], shared.runtime.run({"x": x})["y"])
+
+
+def whole_gate(path: Path, **serving: object) -> Loaded:
+    return loading.load(path, Serving.model_validate(serving), device="cpu", threads=1)

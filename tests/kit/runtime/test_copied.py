@@ -1,0 +1,102 @@
+"""A runtime whose weights are its own: whatever is done to the artifact's files, it answers as it did."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import artifacts
+import numpy as np
+import pytest
+from peaks import measured_alone
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactDamaged
+from bf16kit.runtime.copied import copied
+from bf16kit.runtime.loading import load, load_reference
+
+WIDTH = 512
+X = np.linspace(-1, 1, 2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)
+
+
+@pytest.fixture
+def product(tmp_path: Path) -> Artifact:
+    """Its weights are read where they are mapped, whenever it runs."""
+    path = artifacts.write_product(tmp_path / "product" / "1", width=WIDTH).path
+    return Artifact.open(path, copies=True)
+
+
+@pytest.mark.parametrize("scratch", ["disk", "/dev/shm", "nowhere"])
+def test_it_answers_as_before_when_its_files_are_changed_cut_short_and_deleted(
+    product: Artifact, tmp_path: Path, scratch: str
+) -> None:
+    directory = tmp_path if scratch == "disk" else Path(scratch)
+    right = load(Artifact.open(product.path), "cpu", threads=1).run({"x": X})["y"]
+    runtime = load(product, "cpu", threads=1, scratch=directory)
+    with (product.path / "weights.bf16").open("r+b") as file:
+        file.write(bytes(1 << 18))
+    np.testing.assert_array_equal(runtime.run({"x": X})["y"], right)
+    for name in product.manifest.files:
+        os.truncate(product.path / name, 0)
+    np.testing.assert_array_equal(runtime.run({"x": X})["y"], right)
+    shutil.rmtree(product.path)
+    np.testing.assert_array_equal(runtime.run({"x": X})["y"], right)
+
+
+def test_nothing_is_left_in_the_directory_for_temporary_files(product: Artifact, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    load(product, "cpu", threads=1, scratch=tmp_path / "scratch")
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_file_that_is_copied_for_several_tensors_is_copied_once(tmp_path: Path) -> None:
+    """However many tensors a graph says are in it: what is taken is the size of the files."""
+    artifact = Artifact.open(artifacts.write_tables(tmp_path / "tables" / "1", rows=100, count=8).path, copies=True)
+    size = artifact.manifest.files["weights.bf16"].bytes
+    with copied(artifact, artifact.file("cpu.onnx"), Path("nowhere")) as weights:
+        assert [array.nbytes for array in weights.files.values()] == [size + -size % 64]
+
+
+def test_a_graph_without_weights_in_files_needs_no_copy(product: Artifact, tmp_path: Path) -> None:
+    graph = tmp_path / "empty.onnx"
+    graph.write_bytes(b"")
+    with copied(product, graph, tmp_path) as weights:
+        assert (weights.where, weights.files, weights.base_dir) == ("in the graph", {}, None)
+
+
+def test_a_reference_of_files_that_were_cut_short_or_changed_is_damaged(product: Artifact, tmp_path: Path) -> None:
+    """Not the end of the process, and not a reference of other weights."""
+    load_reference(product, scratch=tmp_path)
+    with (product.path / "weights.bf16").open("r+b") as file:
+        file.write(bytes(64))
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: its sha256 is"):
+        load_reference(product, scratch=tmp_path)
+    os.truncate(product.path / "residual.bin", 100)
+    with pytest.raises(ArtifactDamaged, match=r"residual\.bin: cut short to 100 bytes"):
+        load_reference(product, scratch=tmp_path)
+
+
+LOAD = """
+import sys
+from pathlib import Path
+import numpy as np
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load
+from peaks import anonymous, peak_anonymous
+small, large, scratch = map(Path, sys.argv[1:])
+load(Artifact.open(small, copies=True), "cpu", threads=1, scratch=scratch)
+artifact = Artifact.open(large, copies=True)
+before = anonymous()
+with peak_anonymous() as peak:
+    runtime = load(artifact, "cpu", threads=1, scratch=scratch)
+    runtime.run({"x": np.ones((1, 3072), np.float32)})
+print(peak.bytes - before, artifact.manifest.files["weights.bf16"].bytes)
+"""
+
+
+def test_copied_weights_are_in_pages_that_the_system_can_take_back(tmp_path: Path) -> None:
+    small = artifacts.write_product(tmp_path / "small" / "1").path
+    large = artifacts.write_product(tmp_path / "large" / "1", width=3072).path
+    peak, size = map(int, measured_alone(LOAD, str(small), str(large), str(tmp_path)).split())
+    assert peak < size / 4, f"{peak / size:.2f} times the weights"
