@@ -33,11 +33,16 @@ class Comparison:
         self._recent: dict[str, deque[SampleDrift]] = {spec.name: deque(maxlen=WINDOW) for spec in outputs}
 
     def observe(self, expected: Mapping[str, Array], answered: Mapping[str, Array], observer: DriftObserver) -> None:
-        """Compare one request's outputs; those that were not asked for are passed over."""
+        """Compare one request's outputs; those that were not asked for are passed over.
+
+        Raises ArtifactError for a reference that answers without rows.
+        """
         for spec in self._outputs:
             if spec.name not in answered:
                 continue
             samples = measure(expected[spec.name], answered[spec.name], spec, self._batch_axis)
+            if not samples:
+                raise ArtifactError(f"the fp32 reference's output {spec.name!r} has no rows")
             for sample in samples:
                 observer.drift(spec.name, sample)
             recent = self._recent[spec.name]
@@ -58,13 +63,22 @@ def judge(
     batch_axis: int | None,
     budget: Budget,
 ) -> tuple[list[Breach], str]:
-    """Every breach of the budget, and the drift of each output in words. Raises ArtifactError for one not expected."""
+    """Every breach of the budget, and the drift of each output in words.
+
+    Raises ArtifactError for an output that is not expected, or not in that shape.
+    """
     breaches: list[Breach] = []
     words: list[str] = []
     for spec in specs:
         if spec.name not in expected:
             raise ArtifactError(f"the golden samples hold no output {spec.name!r}; convert the checkpoint again")
-        summary = DriftSummary.of(measure(expected[spec.name], answered[spec.name], spec, batch_axis))
+        theirs, ours = expected[spec.name], answered[spec.name]
+        if theirs.shape != ours.shape:
+            raise ArtifactError(
+                f"the golden samples' output {spec.name!r} has shape {list(theirs.shape)}, and the model gives"
+                f" {list(ours.shape)}; convert the checkpoint again"
+            )
+        summary = DriftSummary.of(measure(theirs, ours, spec, batch_axis))
         breaches += budget.breaches(spec.name, summary)
         words.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")
     return breaches, ", ".join(words)

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from bf16kit.errors import Bf16kitError
 from bf16kit.runtime import Runtime
+from bf16kit.wording import brief
 from service.contract import Array, Reply, Request
 from service.drift.comparison import Comparison, DriftObserver, copies, sample_of, size_of
 
@@ -190,6 +191,9 @@ class Shadow:
         try:
             expected = reference.run(sample.feeds, tuple(sample.outputs))
             self._comparison.observe(expected, sample.outputs, self._observer)
+        except Bf16kitError as error:
+            _log.error("%s: a shadow sample failed: %s", self._name, brief(error))
+            self._observer.sampled("failed", sample.rows)
         except Exception:  # noqa: BLE001 - one sample that fails must not end the measuring
             _log.exception("%s: a shadow sample failed", self._name)
             self._observer.sampled("failed", sample.rows)

@@ -65,3 +65,14 @@ def test_a_sample_is_the_first_rows_without_a_copy() -> None:
 def test_an_output_without_golden_samples_cannot_be_judged() -> None:
     with pytest.raises(ArtifactError, match="hold no output 'z'"):
         judge({"y": ONES}, {"y": ONES, "z": ONES}, SPECS, 0, Budget())
+
+
+def test_golden_samples_of_another_shape_are_an_error_and_no_drift() -> None:
+    for theirs in (np.ones((0, 2), np.float32), np.ones((3, 2), np.float32), np.ones(2, np.float32)):
+        with pytest.raises(ArtifactError, match=r"output 'y' has shape .*, and the model gives \[1, 2\]"):
+            judge({"y": theirs}, {"y": ONES}, SPECS[:1], 0, Budget())
+
+
+def test_a_reference_without_rows_measures_nothing() -> None:
+    with pytest.raises(ArtifactError, match="the fp32 reference's output 'y' has no rows"):
+        Comparison(SPECS, 0, Budget()).observe({"y": np.ones((0, 2), np.float32)}, {"y": ONES}, Heard())

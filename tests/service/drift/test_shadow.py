@@ -13,7 +13,7 @@ import pytest
 from waiting import until
 
 from bf16kit.drift import Budget, SampleDrift
-from bf16kit.errors import ArtifactError
+from bf16kit.errors import ArtifactError, RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.contract import Reply, Request
@@ -212,6 +212,19 @@ def test_a_sample_that_fails_is_counted_and_the_next_is_measured(make: Make, hea
     shadow.offer(request, reply)
     until(lambda: heard.samples["measured"])
     assert heard.samples == {"failed": 1, "measured": 1}
+
+
+def test_a_reference_that_refuses_a_sample_is_no_bug_and_leaves_no_traceback(
+    make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> dict[str, Array]:
+        raise RuntimeFailure("ONNX Runtime failed: dimensions")
+
+    monkeypatch.setattr(reference, "run", refuse)
+    make().offer(*pair())
+    until(lambda: heard.samples["failed"])
+    assert "a shadow sample failed: ONNX Runtime failed: dimensions" in caplog.text
+    assert all(record.exc_info is None for record in caplog.records)
 
 
 def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
