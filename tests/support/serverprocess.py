@@ -20,8 +20,10 @@ _BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on https?
 class ServerProcess:
     """A running server. Its log is read on a thread, so that it never fills the pipe."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        command = [str(Path(sys.executable).with_name("bf16-serve")), *arguments]
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, program: Path | None = None) -> None:
+        """``program`` is a Python file to run in place of ``bf16-serve``."""
+        own = [str(Path(sys.executable).with_name("bf16-serve"))]
+        command = [*(own if program is None else [sys.executable, str(program)]), *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -1,0 +1,223 @@
+"""Artifacts that are cut short, changed, replaced and deleted while they are served: what answers is never wrong.
+
+One client asks all the time, and compares each answer with the right one bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import figures
+import numpy as np
+import pytest
+import scanning
+from artifacts import write_product
+from asking import Asking
+from attacked import Target
+from serverprocess import ServerProcess
+from waiting import until
+
+from bf16kit.rename import exchange
+from bf16kit.runtime.loading import load
+
+pytestmark = pytest.mark.hostile
+WIDTH = 512  # 512 KiB of weights: pages enough
+FEEDS = {"x": np.linspace(-1, 1, 4 * WIDTH, dtype=np.float32).reshape(4, WIDTH)}
+# Every request is offered to the shadow, which loads the reference; no batches, so that there is one right answer.
+SERVING = "max_batch_size: 0\nshadow: {rate: 1, max_per_second: 1000}\n"
+
+
+class Workshop:
+    """Artifacts outside of the repository, and their right answers by name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.right: dict[str, bytes] = {}
+        for seed, name in enumerate(("first", "second", "third")):
+            artifact = write_product(root / name / "1", width=WIDTH, seed=seed)
+            self.right[name] = load(artifact, "cpu", threads=1).run(FEEDS)["y"].tobytes()
+        self._copies = 0
+
+    def copy(self, name: str) -> Path:
+        """A new copy of one of them, on the repository's file system."""
+        self._copies += 1
+        return Path(shutil.copytree(self.root / name / "1", self.root / "copies" / str(self._copies)))
+
+    def publish(self, name: str, model: Path) -> None:
+        """Have it be version 1 of ``model``, a directory in a repository."""
+        shutil.copytree(self.root / name / "1", model / "1")
+        (model / "serving.yaml").write_text(SERVING)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("artifacts"))
+
+
+@contextlib.contextmanager
+def serving(repository: Path, program: Path | None = None) -> Iterator[Target]:
+    process = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", program=program)
+    with contextlib.closing(process):
+        yield Target(process.wait_ready())
+
+
+@contextlib.contextmanager
+def asked(target: Target, model: str, right: Mapping[str, bytes], allowed: tuple[str, ...] = ()) -> Iterator[Asking]:
+    """Fails unless every answer meanwhile is right, no other code than OK and the ``allowed`` came, the server was well
+    all the time, what it measured live is true, and its log shows no bug."""
+    with target.stays_well(), Asking(target.address, model, FEEDS, right) as asking:
+        until(lambda: asking.codes["OK"], what="an answer")
+        yield asking
+        before = asking.codes["OK"]
+        until(lambda: asking.codes["OK"] > before + 20, what="answers after the attack")
+    figures.record(**asking.codes, wrong_answers=len(asking.wrong), slowest_ms=round(asking.slowest * 1e3))
+    assert asking.wrong == []
+    assert set(asking.codes) <= {"OK", *allowed}
+    assert asking.slowest < 1
+    assert "Traceback" not in target.process.log, target.process.log.partition("Traceback")[2][:3000]
+    metrics = target.process.get("/metrics")[1].splitlines()
+    ratios = [float(line.rsplit(" ", 1)[1]) for line in metrics if line.startswith("bf16kit_drift_budget_ratio{")]
+    assert all(ratio <= 1 for ratio in ratios)
+
+
+# --- a server that has loaded what it serves --------------------------------------------------------------------------
+
+
+def cut_short(version: Path, workshop: Workshop) -> None:
+    for size in (1 << 18, 4096, 1, 0):
+        for file in version.iterdir():
+            os.truncate(file, min(size, file.stat().st_size))
+        time.sleep(0.2)
+
+
+def flip_bits(version: Path, workshop: Workshop) -> None:
+    choice = random.Random(8)
+    for _ in range(figures.amount(300, 10_000)):
+        flip_bit(choice.choice(sorted(version.iterdir())), choice)
+        time.sleep(0.002)
+
+
+def flip_bit(file: Path, choice: random.Random) -> None:
+    """One of a byte's upper bits: in weights of an exponent, as like as not."""
+    with file.open("r+b") as opened:
+        opened.seek(at := choice.randrange(file.stat().st_size))
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes((byte ^ 1 << choice.randrange(4, 8),)))
+
+
+def overwrite(version: Path, workshop: Workshop) -> None:
+    """As ``cp -r second/* version/`` does: each file is emptied, then written."""
+    for file in (workshop.root / "second" / "1").iterdir():
+        shutil.copyfile(file, version / file.name)
+
+
+def exchange_directories(version: Path, workshop: Workshop) -> None:
+    old = exchange(workshop.copy("second"), version, workshop.root / "aside")
+    shutil.rmtree(old)
+
+
+def delete(version: Path, workshop: Workshop) -> None:
+    shutil.rmtree(version.parent)
+
+
+ATTACKS = (cut_short, flip_bits, overwrite, exchange_directories, delete)
+
+
+@pytest.fixture(scope="module")
+def settled(workshop: Workshop) -> Iterator[Target]:
+    """A server with a model for each attack."""
+    for attack in ATTACKS:
+        workshop.publish("first", workshop.root / "settled" / attack.__name__)
+    with serving(workshop.root / "settled") as target:
+        yield target
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_a_model_answers_as_before_when_its_files_are_attacked(
+    workshop: Workshop, settled: Target, attack: Callable[[Path, Workshop], None]
+) -> None:
+    model = attack.__name__
+    with asked(settled, model, {"first": workshop.right["first"]}) as asking:
+        until(lambda: f"'{model}' version 1: live drift on" in settled.process.log, what="its reference")
+        attack(workshop.root / "settled" / model / "1", workshop)
+    figures.record(how_much=f"{sum(asking.codes.values()):,} requests")
+
+
+# --- a server that loads again what has changed -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scanned(workshop: Workshop) -> Iterator[Target]:
+    """A server of the model ``product`` that looks at its repository ten times a second."""
+    workshop.publish("first", workshop.root / "scanned" / "product")
+    with serving(workshop.root / "scanned", Path(scanning.__file__)) as target:
+        yield target
+
+
+def new_version(version: Path, workshop: Workshop, choice: random.Random) -> None:
+    """A newer version comes, and goes."""
+    newer = version.with_name("2")
+    if newer.exists():
+        newer.rename(workshop.copy("third") / "old")
+    else:
+        workshop.copy(choice.choice(("second", "third"))).rename(newer)
+
+
+def replace(version: Path, workshop: Workshop, choice: random.Random) -> None:
+    other = choice.choice(("first", "second", "third"))
+    shutil.rmtree(exchange(workshop.copy(other), version, workshop.root / "aside"))
+
+
+def half_written(version: Path, workshop: Workshop, choice: random.Random) -> None:
+    """Some files of another artifact, in any order."""
+    for file in choice.sample(sorted((workshop.root / "second" / "1").iterdir()), 3):
+        shutil.copyfile(file, version / file.name)
+
+
+def damage(version: Path, workshop: Workshop, choice: random.Random) -> None:
+    """A file is cut short, flipped, emptied or gone, and the manifest looks new, so that all is loaded again."""
+    (version / "manifest.json").touch()
+    file = choice.choice(sorted(version.iterdir()))
+    kind = choice.randrange(4)
+    if kind == 0:
+        file.unlink()
+    elif kind == 1:
+        os.truncate(file, choice.choice((0, file.stat().st_size // 2)))
+    elif file.stat().st_size:
+        flip_bit(file, choice)
+
+
+def test_a_model_that_is_loaded_again_and_again_meanwhile_is_never_wrong(workshop: Workshop, scanned: Target) -> None:
+    choice, changes = random.Random(8), 0
+    version, before = workshop.root / "scanned" / "product" / "1", scanned.rss()
+    with asked(scanned, "product", workshop.right) as asking:
+        end = time.monotonic() + figures.amount(6, 120)
+        while time.monotonic() < end:
+            choice.choice((new_version, replace, replace, half_written, damage, damage))(version, workshop, choice)
+            changes += 1
+            time.sleep(choice.choice((0, 0.01, 0.1, 0.3)))
+        shutil.rmtree(version.with_name("2"), ignore_errors=True)
+        replace(version, workshop, random.Random(0))
+        settle(workshop, version, asking)
+    figures.record(how_much=f"{changes} changes", answers_by_artifact=dict(asking.answered))
+    assert {"first", "second"} <= asking.answered.keys()
+    assert scanned.rss() < before * 1.1 + (32 << 20)
+
+
+def settle(workshop: Workshop, version: Path, asking: Asking) -> None:
+    """What is published last is what answers in the end."""
+    shutil.rmtree(exchange(workshop.copy("second"), version, workshop.root / "aside"))
+
+    def only_it() -> bool:
+        seen = dict(asking.answered)
+        time.sleep(0.1)
+        return {name for name in asking.answered if asking.answered[name] > seen.get(name, 0)} == {"second"}
+
+    until(only_it, what="answers of the artifact that was published last, and no others")

@@ -1,0 +1,132 @@
+"""Artifacts changed on purpose, their digests made right again: a running server serves each, or says why not.
+
+They come in groups, as models of their own, while a client asks another model all the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import figures
+import numpy as np
+import pytest
+import scanning
+from artifacts import write_lookup, write_mlp, write_product
+from asking import Asking, code_of
+from attacked import Target
+from serverprocess import ServerProcess
+from tampering import tampered
+from waiting import until
+
+from bf16kit.runtime.loading import load
+from bf16kit.tensors import BY_NAME, Array
+
+pytestmark = pytest.mark.hostile
+GROUP = 20
+FEEDS = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)}
+SERVING = "shadow: {rate: 1, max_per_second: 1000}\n"
+VERDICT = re.compile(r"model '(t\d+)' version 1 is (ready|unavailable)\b(.*)")
+# What a refusal names: a file of the artifact, or what in it is at fault.
+NAMED = re.compile(r"manifest\.json|\w+\.onnx|golden|weights\.\w+|residual\.bin|has no profile for cpu")
+LONGEST = 1_300  # characters of a line
+
+
+class Server:
+    """A server that scans its repository, in which ``good`` is served all the time."""
+
+    def __init__(self, target: Target, root: Path) -> None:
+        self.target = target
+        self.repository = root / "repository"
+        artifact = write_mlp(self.repository / "good" / "1")
+        self.right = {"good": load(artifact, "cpu", threads=1).run(FEEDS)["y"].tobytes()}
+
+        self._verdicts: dict[str, list[tuple[str, str]]] = {}
+        self._read = 0  # lines
+
+    def verdicts(self) -> dict[str, list[tuple[str, str]]]:
+        """What the log says of each model: whether it is ready, and the rest of the line."""
+        new = self.target.process.lines[self._read :]
+        self._read += len(new)
+        for said in filter(None, map(VERDICT.search, new)):
+            self._verdicts.setdefault(said[1], []).append((said[2], said[3]))
+        return self._verdicts
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "repository").mkdir()
+    arguments = ("--repository", str(tmp_path / "repository"), "--grpc-port", "0", "--http-port", "0")
+    with contextlib.closing(ServerProcess(*arguments, program=Path(scanning.__file__))) as process:
+        server = Server(Target(process), tmp_path)
+        process.wait_ready()
+        yield server
+
+
+def test_tampered_artifacts_are_served_or_refused_with_one_clear_line(server: Server, tmp_path: Path) -> None:
+    count = figures.amount(60, 1_000)
+    sources = [write(tmp_path / write.__name__ / "1").path for write in (write_product, write_mlp, write_lookup)]
+    changes: dict[str, str] = {}
+    said: dict[str, list[tuple[str, str]]] = {}
+    codes: Counter[str] = Counter()
+    target = server.target
+    with target.stays_well(), Asking(target.address, "good", FEEDS, server.right) as asking:
+        before = target.rss()
+        for first in range(0, count, GROUP):
+            group = {f"t{number:04}" for number in range(first, min(count, first + GROUP))}
+            changes |= {name: publish(server, tmp_path, name, random.Random(name), sources) for name in sorted(group)}
+            until(lambda group=group: server.verdicts().keys() >= group, 60, "a verdict on each")  # type: ignore[misc]
+            said |= {name: list(server.verdicts()[name]) for name in group}
+            codes.update(ask(server, name) for name in group if said[name][0][0] == "ready")
+            for name in group:
+                (server.repository / name).rename(tmp_path / "tampered" / name)
+                shutil.rmtree(tmp_path / "tampered" / name)
+            until(lambda group=group: unloaded(target, group), 60, "the group's end")  # type: ignore[misc]
+    figures.record(
+        how_much=f"{count:,} artifacts", refused=count - codes.total(), served=codes.total(), answers=dict(codes),
+        requests_to_another=dict(asking.codes), wrong_answers=len(asking.wrong),
+    )  # fmt: skip
+    assert [(changes[name], lines) for name, lines in said.items() if not is_clear(lines)] == []
+    assert "Traceback" not in target.process.log, target.process.log.partition("Traceback")[2][:3000]
+    assert max(map(len, target.process.lines)) < LONGEST
+    assert codes.total() < count / 2
+    assert codes.keys() <= {"OK", "INVALID_ARGUMENT"}
+    assert (asking.wrong, set(asking.codes)) == ([], {"OK"})
+    assert target.rss() < before * 1.1 + (48 << 20)
+
+
+def publish(server: Server, root: Path, name: str, choice: random.Random, sources: list[Path]) -> str:
+    model = root / "tampered" / name
+    model.mkdir(parents=True)
+    (model / "serving.yaml").write_text(SERVING)
+    said = tampered(choice.choice(sources), model / "1", choice)
+    model.rename(server.repository / name)
+    return said
+
+
+def is_clear(said: list[tuple[str, str]]) -> bool:
+    """One verdict; of a refusal one that names what is at fault, and is no bug's."""
+    (kind, text), *more = said
+    return not more and (kind == "ready" or (NAMED.search(text) is not None and "unexpected error" not in text))
+
+
+def ask(server: Server, name: str) -> str:
+    """How a request that fits the manifest ends."""
+    fields = json.loads((server.repository / name / "1" / "manifest.json").read_text())
+    return code_of(server.target.address, name, {spec["name"]: zeros(spec) for spec in fields["inputs"]})
+
+
+def zeros(spec: dict[str, Any]) -> Array:
+    return np.zeros([dim if isinstance(dim, int) else 1 for dim in spec["shape"]], BY_NAME[spec["dtype"]].numpy)
+
+
+def unloaded(target: Target, group: set[str]) -> bool:
+    page = target.process.get("/metrics")[1]
+    return not any(f'model="{name}"' in page for name in group)

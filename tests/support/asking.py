@@ -1,0 +1,83 @@
+"""Clients of a server whose artifacts are attacked: one that asks all the time, and one call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message_factory import GetMessageClass
+from loopback import infer_request
+
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.tensors import Array
+from service.transport.handlers import SERVICE
+
+_RPC = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name["ModelInfer"]
+_PAUSE_S = 0.002
+PATIENCE_S = 10.0  # for one answer
+
+
+def infer(channel: grpc.Channel) -> Any:
+    """ModelInfer, of a request's bytes."""
+    answer = GetMessageClass(_RPC.output_type)
+    return channel.unary_unary(f"/{SERVICE}/{_RPC.name}", response_deserializer=answer.FromString)
+
+
+def code_of(target: str, model: str, feeds: Mapping[str, Array]) -> str:
+    """How one request ends."""
+    with grpc.insecure_channel(target) as channel:
+        try:
+            infer(channel)(infer_request(model, **dict(feeds)).SerializeToString(), timeout=PATIENCE_S)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return "OK"
+
+
+class Asking:
+    """Use as a context manager. ``right`` are the answers that are right, by the name that ``answered`` counts them by.
+
+    What else came is in ``wrong``; ``codes`` counts the statuses, ``slowest`` is in seconds.
+    """
+
+    def __init__(self, target: str, model: str, feeds: Mapping[str, Array], right: Mapping[str, bytes]) -> None:
+        self._target = target
+        self._message = infer_request(model, **dict(feeds)).SerializeToString()
+        self._right = right
+        self.answered: Counter[str] = Counter()
+        self.codes: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.slowest = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def _ask(self) -> None:
+        with grpc.insecure_channel(self._target) as channel:
+            call = infer(channel)
+            while not self._stop.wait(_PAUSE_S):
+                begun = time.monotonic()
+                try:
+                    self._judge(b"".join(call(self._message, timeout=PATIENCE_S).raw_output_contents))
+                    self.codes["OK"] += 1
+                except grpc.RpcError as error:
+                    self.codes[error.code().name] += 1
+                self.slowest = max(self.slowest, time.monotonic() - begun)
+
+    def _judge(self, found: bytes) -> None:
+        name = next((name for name, expected in self._right.items() if found == expected), "")
+        self.answered[name] += 1
+        if not name:
+            self.wrong.append(f"{len(found)} bytes, which begin with {np.frombuffer(found[:16], np.float32).tolist()}")

@@ -1,0 +1,142 @@
+"""Artifacts that somebody changed on purpose, and whose digests were made right again: only their content tells."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tampered_files import change_golden, change_weights
+from tampered_graphs import change_bytes, change_graph
+
+ZEROS = "0" * 64
+NUMBERS = (0, -1, 1, 2, 7, 2**31, 2**32, 2**62, 2**63, 2**64, 10**30, 1.5, -0.0, 1e308, math.nan, math.inf, True)
+TEXTS = (
+    "", ".", "..", "../outside", "/etc/passwd", "a\0b", "a\nb", "é" * 300, "x" * 70_000, "\ud800", "\u202eabc",
+    "weights.bf16", "manifest.json", "cpu.onnx", "golden.safetensors", "nothing.bin", "batch", "x", "y", "float32",
+    "float64", "int8", "string", "bfloat16", "float8", "inf", "nan", "onnx", "torchscript", "cpu", "cuda", "logits",
+    "fp32", "0" * 64,
+)  # fmt: skip
+KEYS = (
+    "inputs", "outputs", "batch_axis", "profiles", "reference", "golden", "tensors", "budget", "drift",
+    "schema_version", "model", "source",
+)  # fmt: skip
+
+
+def tampered(source: Path, target: Path, choice: random.Random) -> str:
+    """A copy of the artifact ``source`` at ``target`` with a thing or two changed; says which."""
+    shutil.copytree(source, target)
+    fields = json.loads((target / "manifest.json").read_text())
+    edits = choice.choices((_manifest, _graph, _golden, _weights), (6, 5, 2, 2), k=choice.choice((1, 1, 1, 2, 3)))
+    said = [edit(target, fields, choice) for edit in edits]
+    seal(target, fields)
+    if choice.random() < 0.03:
+        said.append(_spoil_text(target / "manifest.json", choice))
+    return "; ".join(said)
+
+
+def seal(directory: Path, fields: dict[str, Any]) -> None:
+    """``fields`` as the manifest, sizes and digests of the files as they are now, and its own digest."""
+    files = fields.get("files")
+    for name, entry in files.items() if isinstance(files, dict) else ():
+        if isinstance(entry, dict) and name in {file.name for file in directory.iterdir()}:
+            data = (directory / name).read_bytes()
+            if not entry.pop("kept", False):
+                entry.update(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+    text = json.dumps(fields | {"digest": ZEROS}, sort_keys=True, indent=1) + "\n"
+    text = text.replace(f'\n "digest": "{ZEROS}"', f'\n "digest": "{hashlib.sha256(text.encode()).hexdigest()}"', 1)
+    (directory / "manifest.json").write_text(text)
+
+
+def _manifest(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
+    key = choice.choice(KEYS) if choice.random() < 0.7 else choice.choice(sorted(fields))
+    if key not in fields or choice.random() < 0.05:
+        fields[key] = _value(choice)
+        return f"manifest: {key} = {_brief(fields[key])}"
+    container: Any = fields
+    place: Any = key
+    where: list[Any] = [key]
+    while isinstance(container[place], dict | list) and container[place] and choice.random() < 0.9:
+        container = container[place]
+        place = choice.choice(sorted(container)) if isinstance(container, dict) else choice.randrange(len(container))
+        where.append(place)
+    return f"manifest: {'.'.join(map(str, where))} {_change(container, place, choice)}"
+
+
+def _change(container: Any, place: Any, choice: random.Random) -> str:
+    """``container[place]`` taken out, given twice, under another name or with another value."""
+    kind = choice.random()
+    if kind < 0.1:
+        del container[place]
+        return "is gone"
+    if kind < 0.2 and isinstance(container, list):
+        container.append(container[place])
+        return "is there twice"
+    if kind < 0.25 and isinstance(container, dict):
+        name = choice.choice(TEXTS)
+        container[name] = container.pop(place)
+        return f"is called {_brief(name)}"
+    if isinstance(container, dict) and place in ("bytes", "sha256"):
+        container["kept"] = "tensors" not in container and "offset" not in container and "format" not in container
+        if not container["kept"]:
+            del container["kept"]
+    container[place] = _near(container[place], choice) if choice.random() < 0.5 else _value(choice)
+    return f"= {_brief(container[place])}"
+
+
+def _near(value: Any, choice: random.Random) -> Any:
+    """Something of the same type."""
+    if isinstance(value, bool) or value is None:
+        return _value(choice)
+    if isinstance(value, int | float):
+        return choice.choice((value + 1, value - 1, -value, value * 2, value * 2**20, value + 64, *NUMBERS[:5]))
+    if isinstance(value, str):
+        return choice.choice((*TEXTS, value + "x", value.upper(), value[:-1]))
+    return choice.choice(([], {}, [value], value))
+
+
+def _value(choice: random.Random) -> Any:
+    deep: Any = []
+    for _ in range(choice.choice((3, 50, 900))):
+        deep = [deep]
+    return choice.choice(
+        (choice.choice(NUMBERS), choice.choice(TEXTS), None, [], {}, [None], {"": 0}, deep, [1] * 5000)
+    )
+
+
+def _brief(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def _spoil_text(manifest: Path, choice: random.Random) -> str:
+    """The manifest's text itself: a key given twice, bytes that are no UTF-8. Its digest is right as ever."""
+    data = manifest.read_bytes()
+    place = data.rindex(b"\n}")
+    more = choice.choice(
+        (b',\n "model": "again"', b',\n "\xff": 0', b',\n "seed": 1e400', b',\n "seed": ' + b"9" * 5000)
+    )
+    lines = (data[:place] + more + data[place:]).splitlines(keepends=True)
+    own = next(i for i, line in enumerate(lines) if line.startswith(b' "digest"'))
+    lines[own] = b' "digest": "' + ZEROS.encode() + b'",\n'
+    lines[own] = lines[own].replace(ZEROS.encode(), hashlib.sha256(b"".join(lines)).hexdigest().encode())
+    manifest.write_bytes(b"".join(lines))
+    return f"manifest's text: {more[:20]!r} added"
+
+
+def _graph(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
+    file = directory / choice.choice(("cpu.onnx", "cpu.onnx", "cpu.onnx", "reference.onnx"))
+    change = change_bytes if choice.random() < 0.3 else change_graph
+    return f"{file.name}: {change(file, choice)}"
+
+
+def _golden(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
+    return f"golden: {change_golden(directory / 'golden.safetensors', choice)}"
+
+
+def _weights(directory: Path, fields: dict[str, Any], choice: random.Random) -> str:
+    file = directory / choice.choice(("weights.bf16", "weights.bf16", "residual.bin"))
+    return f"{file.name}: {change_weights(file, choice)}"
