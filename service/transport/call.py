@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from bf16kit.errors import InvalidRequest, RequestError, Unavailable
 from service.contract import Cancellation
 from service.transport.admission import Place
+from service.transport.arrival import Arrival
 from service.transport.status import Status
 from service.transport.watchdog import Patience
 
@@ -53,9 +54,9 @@ class Call:
         self.experimental_thread_pool = lane.threads  # gRPC's name: where it runs the call
         self._rpc = rpc
         self._lane = lane
+        self._arrival: Arrival | None = None
         self._place: Place | None = None
         self._refused: RequestError | None = None
-        self._received = 0.0
         self._aborted = self._over = False
 
     @property
@@ -71,14 +72,25 @@ class Call:
         self._aborted = True
         self.context.abort(status.code, status.details)
 
-    def admit(self, client: str | None) -> bool:
+    def admit(self, client: str) -> bool:
         """Take a place for ``client``; False when the call is refused, which :meth:`_begin` then says."""
-        if client is not None and self._place is None:
-            try:
-                self._place = self._lane.door.enter(client)
-            except RequestError as error:
-                self._refused = error
+        try:
+            self._place = self._lane.door.enter(client)
+        except RequestError as error:
+            self._refused = error
         return self._refused is None
+
+    def begin(self, arrival: Arrival, run: Callable[[], object]) -> None:
+        """The call has its place, and gRPC's own thread: ``run`` gives it one of its own."""
+        self._arrival = arrival
+        self._run(arrival, run)
+
+    def _run(self, arrival: Arrival, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except RuntimeError:  # the server has stopped and has no threads: gRPC's own must live on
+            self._ended()
+            arrival.cancel()
 
     def _begin(self, context: grpc.ServicerContext) -> Place:
         """The call runs. Raises what it is refused for."""
@@ -110,7 +122,7 @@ class Call:
     def _expire(self) -> None:
         """The client has kept the server waiting for too long."""
         self._lane.refused("too_slow")
-        self.context.cancel()
+        (self._arrival or self.context).cancel()
 
     def _parsed(self, data: bytes, place: Place, already: int = 0) -> Message:
         """The message, its bytes counted but for those that are ``already``."""
@@ -124,19 +136,36 @@ class Call:
 
 
 class OneRequest(Call):
-    """A call of which one request is read."""
+    """A call of which one request is read: before it has a thread, where gRPC lets us."""
+
+    def __init__(self, rpc: Rpc, lane: Lane) -> None:
+        super().__init__(rpc, lane)
+        self._asked = 0.0
+        self._data: bytes | None = None
+
+    def begin(self, arrival: Arrival, run: Callable[[], object]) -> None:
+        if not self._rpc.reads:
+            return super().begin(arrival, run)
+        self._arrival = arrival
+        self._ask()
+        return arrival.read(self.received, lambda: self._run(arrival, run))
 
     def received(self, data: bytes) -> bytes:
         """gRPC's thread has the whole message. It is parsed on the call's own."""
-        self._received = time.monotonic()
+        self._data = data
         self._lane.receiving.done(self)
+        self._lane.door.received(time.monotonic() - self._asked)
         return data
 
-    def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
+    def _ask(self) -> None:
+        self._asked = time.monotonic()
         self._waits(self._lane.receiving, self._expire)
-        asked = time.monotonic()
-        data = next(messages, None)
-        self._lane.door.received(self._received - asked)
+
+    def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
+        if self._arrival is None:
+            self._ask()
+            self._data = next(messages, None)
+        data, self._data = self._data, None
         if data is None:
             raise InvalidRequest("the call ended without a request")
         return self._parsed(data, place)

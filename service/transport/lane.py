@@ -1,8 +1,8 @@
 """Where calls come in: let in or refused when their headers arrive, before anything of their request is read.
 
 gRPC asks for a handler on the one thread that all calls share, and hands the call to the executor that its handler
-brings. There a call is let in or refused. What is refused is answered at once on that thread; what is let in runs on
-the lane's own threads, so that one kind of calls cannot take the threads of another.
+brings. There a call is let in or refused. What is refused is answered at once on that thread; what is let in runs, as
+soon as its request is there, on the lane's own threads, so that one kind of calls cannot take the threads of another.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import grpc
 
 from bf16kit.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
 from service.transport.admission import Door
+from service.transport.arrival import arrival as arrival
 from service.transport.call import Call, Rpc, StreamCall, UnaryCall, WatchCall
 from service.transport.credentials import Metadata, Needs
 from service.transport.status import Status, StatusTable
@@ -49,35 +50,32 @@ class _Inline(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         fn(*args, **kwargs)
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+        return _done()
 
 
 _INLINE = _Inline(1)
 
 
 class _Admitting(ThreadPoolExecutor):
-    """A lane's threads, for calls that have a place."""
+    """A lane's threads, for calls that have a place and something to do."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        call = next((argument for argument in args if isinstance(argument, Call)), None)
-        if call is not None and not call.admit(_peer(args)):
+        found = arrival(args)
+        if found is None or not isinstance(found[0], Call):
+            return super().submit(fn, *args, **kwargs)
+        call, arrived = found
+        if not call.admit(arrived.client):
             return _INLINE.submit(fn, *args, **kwargs)
-        return super().submit(fn, *args, **kwargs)
+        run = super().submit
+        call.begin(arrived, lambda: run(fn, *args, **kwargs))
+        return _done()
 
 
-def _peer(arguments: tuple[Any, ...]) -> str | None:
-    """Whose the call is. gRPC says so to behaviors only, but the event that they are made of is here already.
-
-    None where another version of grpcio hands over something else: the call is then admitted on its thread.
-    """
-    for argument in arguments:
-        call: Any = getattr(argument, "call", None)
-        if hasattr(call, "peer"):
-            peer = call.peer()
-            return peer.decode() if isinstance(peer, bytes) else str(peer)
-    return None
+def _done() -> Future[Any]:
+    """For gRPC, which only counts the calls that have not ended, and only where that number is bounded."""
+    done: Future[Any] = Future()
+    done.set_result(None)
+    return done
 
 
 class Lane:

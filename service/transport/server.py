@@ -33,6 +33,7 @@ _LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to ha
 # A thread that sleeps for a moment and wakes in time, again and again, shows that its process is not behind with work.
 _MOMENT_SECONDS, _IN_TIME_SECONDS, _TIMES = 0.002, 0.005, 40
 _CATCH_UP_SECONDS = 2.0  # at most
+_SPARE_THREADS = 4  # to refuse calls on, where it takes a thread to know whose they are
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
@@ -181,7 +182,15 @@ class Transport:
         receiving = Patience(receive_seconds, hurried, lambda: door.crowded, slow=slow)
         sending = Patience(send_seconds, _HURRIED_SECONDS, lambda: door.crowded)
         self._patiences += [receiving, sending]
-        lane = Lane(name, door, threads or door.limit, receiving, sending, self._statuses, self._observer.refused)
+        lane = Lane(
+            name,
+            door,
+            threads or door.limit + _SPARE_THREADS,
+            receiving,
+            sending,
+            self._statuses,
+            self._observer.refused,
+        )
         self._pools.append(lane.threads)
         return lane
 

@@ -24,33 +24,49 @@ MESSAGE = infer_request(x=X).SerializeToString()
 INFER = f"/{SERVICE}/ModelInfer"
 
 
-def test_whose_a_call_is_is_known_before_it_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found in what grpcio hands to an executor: another version may hand over something else."""
-    found: list[str | None] = []
-    peer_of = lane_module._peer
+@pytest.fixture(params=["arrival", "grpcio"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test is run twice: as it is, and as with a grpcio of which we know nothing but its public interface."""
+    if request.param == "grpcio":
+        monkeypatch.setattr(lane_module, "arrival", lambda arguments: None)
+    return str(request.param)
 
-    def peer(arguments: tuple[Any, ...]) -> str | None:
-        found.append(peer_of(arguments))
+
+#: grpcio's own way takes a thread first.
+by_arrival = pytest.mark.parametrize("way", ["arrival"], indirect=True)
+
+
+@by_arrival
+def test_whose_a_call_is_is_known_before_it_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what its request is: another version of grpcio may hand over something else."""
+    found: list[Any] = []
+    known = lane_module.arrival
+
+    def arrival(arguments: tuple[Any, ...]) -> Any:
+        found.append(known(arguments))
         return found[-1]
 
-    monkeypatch.setattr(lane_module, "_peer", peer)
+    monkeypatch.setattr(lane_module, "arrival", arrival)
     with serving(LoopbackModel()) as served:
         served.call("ModelInfer", infer_request(x=X))
-    assert [name and name.startswith("ipv4:127.0.0.1:") for name in found] == [True]
+    assert [arrived.client.startswith("ipv4:127.0.0.1:") for _, arrived in found] == [True]
 
 
-def test_where_that_is_not_known_a_call_is_admitted_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_module, "_peer", lambda arguments: None)
-    gate = Gate()
-    with serving(LoopbackModel(run=gate), max_in_flight=1) as served:
-        running = served.stub("ModelInfer").future(infer_request(x=X))
-        assert gate.started.wait(30)
-        refused = served.stub("ModelInfer").future(infer_request(x=X))
-        gate.go.set()
-        assert running.result(30)
-        assert refused.exception(30) is None or refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+@by_arrival
+def test_a_call_takes_no_thread_before_its_request_is_there() -> None:
+    with serving(LoopbackModel()) as served:
+        before = threading.active_count()
+        with RawConnection(served.port) as silent:
+            streams = [silent.call(INFER) for _ in range(100)]
+            served.call("ModelInfer", infer_request(x=X))
+            assert threading.active_count() - before < 5
+            for stream in streams:
+                silent.data(stream, framed(MESSAGE))
+            until(lambda: silent.ended.issuperset(streams))
+    assert [code for *_, code in served.log.seen] == ["OK"] * 101
 
 
+@by_arrival
 def test_a_refusal_takes_no_thread_of_the_lanes() -> None:
     gate = Gate()
     before = set(threading.enumerate())
@@ -128,6 +144,16 @@ def test_a_request_that_says_nothing_is_not_waited_for() -> None:
     with serving(LoopbackModel()) as served, RawConnection(served.port) as client:
         stream = client.call(f"/{SERVICE}/ServerLive")
         until(lambda: stream in client.ended)
+
+
+@by_arrival
+def test_a_call_that_finds_no_threads_any_more_is_cancelled_and_stops_nobody() -> None:
+    with serving(LoopbackModel()) as served:
+        for pool in served.transport._pools:
+            pool.shutdown()
+        for _ in range(2):
+            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
+        assert served.transport._inference.wait_empty(until=0)
 
 
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
