@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -64,6 +65,22 @@ def configure(level: str, kind: Format = "text") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    silence_grpc()
+
+
+def silence_grpc() -> None:
+    """Have gRPC say nothing of what its peers send: it says so as often as they like.
+
+    Its C library writes to standard error by itself, bytes of peers as they came; ``GRPC_VERBOSITY`` in the environment
+    has it speak again. grpcio has a traceback for every path that is not UTF-8, which no client has. Call it before
+    gRPC is used.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_encoding)
+
+
+def _is_no_encoding(record: logging.LogRecord) -> bool:
+    return record.msg != "Invalid encoding on %s"
 
 
 def _escaped(found: re.Match[str]) -> str:

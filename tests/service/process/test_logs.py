@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 from typing import Any
 
@@ -77,6 +78,23 @@ def test_what_else_hangs_on_a_record_is_not_written_and_an_endless_id_is_cut() -
     event = parsed(JsonLine().format(record("x", payload="secret", token="secret", request_id="i" * 10_000)))
     assert "secret" not in json.dumps(event)
     assert event["request_id"] == "i" * 256
+
+
+def test_grpc_says_nothing_of_what_its_peers_send(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A header with a byte that is not UTF-8, such as a token's, would be in the log with a traceback."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    grpcs = logging.getLogger("grpc._cython.cygrpc")
+    logs.silence_grpc()
+    logs.silence_grpc()
+    assert os.environ["GRPC_VERBOSITY"] == "NONE"
+    grpcs.error("Invalid encoding on %s", b"Bearer secret\xff")
+    grpcs.error("anything else")
+    assert [record.message for record in caplog.records] == ["anything else"]
+    monkeypatch.setenv("GRPC_VERBOSITY", "debug")
+    logs.silence_grpc()
+    assert os.environ["GRPC_VERBOSITY"] == "debug"
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
