@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,9 @@ from typing import Any
 import figures
 import grpc
 import messages
+import noise
 import pytest
+from attacked import PATIENCE_S as PATIENCE_OF_A_PROBE_S
 from attacked import Target, Wellness
 from figures import amount
 from serverprocess import ServerProcess
@@ -53,14 +59,14 @@ def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
 
 @contextmanager
 def unharmed(target: Target, oracle: Oracle) -> Iterator[Wellness]:
-    """Well all the time; afterwards it answers as before, has nothing to tell, and its memory comes back."""
-    before = target.rss()
+    """Well all the time; afterwards it answers as before, its memory comes back, and its log has nothing to tell."""
+    before, told = target.rss(), len(target.process.lines)
     with target.stays_well() as wellness:
         yield wellness
     after = Volley(target.address, oracle, first=10**9)
     after.fire(100)
     assert after.wrong == []
-    assert {"Traceback", "incident"}.isdisjoint(target.process.log.split()), target.process.log
+    assert target.process.lines[told:] == []
     until(lambda: target.rss() < before * GROWTH, PATIENCE_S, f"memory, {before >> 20} MiB before, back within 10 %")
     figures.record(after=f"{target.rss() >> 20}")
 
@@ -95,3 +101,42 @@ def test_messages_that_swell_take_no_more_than_they_have_bytes(target: Target, o
         figures.record(how_much=f"{together * len(SWELLING)} messages of {nbytes >> 20} MiB, {together} at a time")
         assert codes <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
         assert wellness.most - before < 6 * together * nbytes
+
+
+OPEN = 64  # connections that are left open behind the one that sends
+
+
+@pytest.mark.parametrize(("port", "make"), [(0, noise.grpc_bytes), (1, noise.http_bytes)], ids=["gRPC", "HTTP"])
+def test_bytes_that_are_no_messages_harm_nothing(
+    target: Target, oracle: Oracle, port: int, make: Callable[[int], bytes]
+) -> None:
+    """Each on a connection of its own, which stays open for a while. ``number`` makes the same bytes again."""
+    answered, left = 0, deque[socket.socket]()
+    where = ("127.0.0.1", target.process.ports()[port])
+    with unharmed(target, oracle):
+        for number in range(amount(3_000, 20_000)):
+            peer = socket.create_connection(where, timeout=10)
+            left.append(peer)
+            with contextlib.suppress(OSError):  # the server may hang up before the end
+                peer.sendall(make(number))
+            if len(left) > OPEN:
+                answered += _hang_up(left.popleft())
+            if number % 100 == 0:
+                begun = time.monotonic()
+                assert target.process.get("/livez")[0] == 200
+                assert time.monotonic() - begun < PATIENCE_OF_A_PROBE_S, number
+        answered += sum(map(_hang_up, left))
+    figures.record(how_much=f"{number + 1:,} byte strings", answered_or_hung_up_on=f"{answered:,}")
+
+
+def _hang_up(peer: socket.socket) -> bool:
+    """Whether the server has said something, or hung up, by now."""
+    with peer:
+        peer.setblocking(False)
+        try:
+            peer.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
