@@ -74,6 +74,11 @@ def open_session(
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
     options = _options(threads, spin, optimise, pack)
+    if device == CPU:
+        # An arena never shrinks: one unusual request would hold its memory for good. And a pattern, which lays a run's
+        # tensors into one block, is kept for each shape ever seen. malloc gives back, and costs nothing that matters
+        # (docs/decisions/0028-memory-of-runs.md).
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     if base_dir is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base_dir))
     values = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}

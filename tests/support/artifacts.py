@@ -180,6 +180,37 @@ def _write_identities(target: Path, dtypes: Sequence[DType]) -> Artifact:
     )
 
 
+def write_attention(target: Path, *, rows: int = 1000, heads: int = 8, width: int = 64) -> Artifact:
+    """Softmax attention over rows of a table, int64[batch,seq] → fp32[batch,width]: what a run takes grows with the
+    square of ``seq``."""
+
+    def nodes(weight: Weight) -> list[onnx.NodeProto]:
+        parted = {"split": [0, 0, heads, width // heads], "joined": [0, 0, width], "seq": [1]}
+        return [
+            *(helper.make_node("Constant", [], [name], value_ints=value) for name, value in parted.items()),
+            helper.make_node("Gather", [weight("table"), "ids"], ["x"]),
+            helper.make_node("Reshape", ["x", "split"], ["by_token"]),
+            helper.make_node("Transpose", ["by_token"], ["queries"], perm=[0, 2, 1, 3]),
+            helper.make_node("Transpose", ["by_token"], ["keys"], perm=[0, 2, 3, 1]),
+            helper.make_node("MatMul", ["queries", "keys"], ["scores"]),
+            helper.make_node("Softmax", ["scores"], ["shares"], axis=-1),
+            helper.make_node("MatMul", ["shares", "queries"], ["mixed"]),
+            helper.make_node("Transpose", ["mixed"], ["again"], perm=[0, 2, 1, 3]),
+            helper.make_node("Reshape", ["again", "joined"], ["tokens"]),
+            helper.make_node("ReduceMean", ["tokens", "seq"], ["y"], keepdims=0),
+        ]
+
+    table = np.random.default_rng(0).standard_normal((rows, width), np.float32)
+    return write_artifact(
+        target,
+        nodes,
+        {"table": table},
+        [TensorSpec("ids", "int64", ("batch", "seq"))],
+        [TensorSpec("y", "float32", ("batch", width), "embedding")],
+        {"ids": np.array([[0, 1, rows - 1]])},
+    )
+
+
 def _write_weights(
     staged: StagingArtifact, weights: Mapping[str, NDArray[np.float32]], panels: int | None
 ) -> list[TensorEntry]:

@@ -12,6 +12,7 @@ import pytest
 from mapped import mapped_kb
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
+from peaks import measured_alone
 
 import graphs
 from bf16kit.errors import DeviceUnavailable, InputRefused, RuntimeFailure
@@ -247,3 +248,31 @@ def test_a_closed_runtime_refuses_to_run() -> None:
 def test_cuda_without_a_cuda_build_says_what_to_install() -> None:
     with pytest.raises(DeviceUnavailable, match=r"no CUDA provider; install bf16kit\[gpu\]"):
         runtime(graphs.mlp(), device="cuda:0")
+
+
+_LARGE_RUN = """
+import graphs
+import numpy as np
+from onnx import TensorProto, helper
+from peaks import anonymous, peak_anonymous
+from bf16kit.runtime.onnx import OnnxRuntime
+from bf16kit.tensors import TensorSpec
+nodes = [helper.make_node("Exp", ["x"], ["e"]), helper.make_node("ReduceSum", ["e"], ["y"], keepdims=0)]
+model = graphs.model(nodes, [graphs.edge("x", ["n"])], [graphs.edge("y", [])]).SerializeToString()
+x, y = TensorSpec("x", "float32", ("n",)), TensorSpec("y", "float32", ())
+runtime = OnnxRuntime(model, [x], [y], precision="fp32")
+one, many = np.ones(1, np.float32), np.ones(16 << 20, np.float32)
+runtime.run({"x": one})
+before = anonymous()
+with peak_anonymous() as peak:
+    runtime.run({"x": many})
+runtime.run({"x": one})
+print(peak.bytes - before >> 20, anonymous() - before >> 20)
+"""
+
+
+def test_what_a_large_run_took_is_given_back() -> None:
+    """64 MiB, which ONNX Runtime's arena would keep."""
+    peak, left = map(int, measured_alone(_LARGE_RUN).split())
+    assert peak >= 60
+    assert left < 8

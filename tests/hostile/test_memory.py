@@ -1,0 +1,102 @@
+"""Requests of mixed lengths, each of which needs memory of another size: what the server holds does not grow with them.
+
+In ``make soak`` the model is MiniLM, else one whose memory grows as MiniLM's does and whose arithmetic is little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import figures
+import grpc
+import numpy as np
+import pytest
+from artifacts import write_attention
+from attacked import Target
+from figures import SOAK, amount
+from loopback import infer_request
+from offered import INFER
+from serverprocess import ServerProcess
+
+from bench.workspace import Workspace
+
+pytestmark = pytest.mark.hostile
+_CLIENTS = 8
+_VOCABULARY = 1000
+_USUAL, _LONGEST, _LONG_SHARE = 64, 256, 0.01  # tokens, and how many requests have more than is usual
+# Rows and tokens of requests that come in a row, once: each on the next of the server's threads, and with tensors that
+# glibc takes from a heap.
+_LARGEST, _LARGE = (4, 384), 24
+_GROWTH, _PEAK = 1.1, 1.3
+_KEPT = 32 << 20  # bytes that the heap may keep for as long as the server is busy
+Feeds = Callable[[int, int], dict[str, np.ndarray[Any, Any]]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Target, str]]:
+    root = tmp_path_factory.mktemp("memory")
+    if SOAK:
+        workspace = Workspace(root)
+        repository, model = workspace.repository("repository", workspace.minilm()), "minilm"
+    else:
+        repository, model = root / "repository", "attention"
+        write_attention(repository / model / "1")
+    server = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0")
+    yield Target(server.wait_ready()), model
+    server.close()
+
+
+def request(model: str, rows: int, tokens: int, random: np.random.Generator) -> bytes:
+    ids = random.integers(0, _VOCABULARY, (rows, tokens))
+    if model == "attention":
+        return infer_request(model, ids=ids).SerializeToString()
+    ones = np.ones_like(ids)
+    return infer_request(
+        model, input_ids=ids, attention_mask=ones, token_type_ids=np.zeros_like(ids)
+    ).SerializeToString()
+
+
+def ask(target: Target, model: str, count: int, seed: int) -> None:
+    """``count`` requests of one client, most of them short, one in a hundred long."""
+    random = np.random.default_rng(seed)
+    with grpc.insecure_channel(target.address) as channel:
+        call: Any = channel.unary_unary(INFER)
+        for _ in range(count):
+            longest = _LONGEST if random.random() < _LONG_SHARE else _USUAL
+            tokens = int(np.exp(random.uniform(np.log(2), np.log(longest + 1))))
+            call(request(model, 1, tokens, random), timeout=60)
+
+
+def test_requests_of_mixed_lengths_leave_the_memory_as_it_was(served: tuple[Target, str]) -> None:
+    """After the first tenth it is flat, but for what a heap keeps of a few requests far larger than the others."""
+    target, model = served
+    share = amount(2_000, 200_000) // 10 // _CLIENTS
+    rss = list[int]()
+
+    def tenth(number: int) -> None:
+        with ThreadPoolExecutor(_CLIENTS) as clients:
+            seeds = range(number * _CLIENTS, (number + 1) * _CLIENTS)
+            for done in [clients.submit(ask, target, model, share, seed) for seed in seeds]:
+                done.result()
+        rss.append(target.rss())
+
+    def largest() -> None:
+        with grpc.insecure_channel(target.address) as channel:
+            call: Any = channel.unary_unary(INFER)
+            for seed in range(_LARGE):
+                call(request(model, *_LARGEST, np.random.default_rng(seed)), timeout=120)
+
+    tenth(0)
+    with target.stays_well() as watched:
+        largest()
+        for number in range(1, 10):
+            tenth(number)
+    figures.record(
+        how_much=f"{10 * _CLIENTS * share:,} requests to {model}",
+        MiB_after_each_tenth=", ".join(f"{nbytes / 2**20:.0f}" for nbytes in rss),
+    )
+    assert watched.most > _PEAK * rss[0], "the large requests took nothing to speak of"
+    assert max(rss[1:]) <= _GROWTH * rss[0] + _KEPT, [nbytes >> 20 for nbytes in rss]
+    assert max(rss[5:]) <= _GROWTH * max(rss[1:5]), [nbytes >> 20 for nbytes in rss]
