@@ -68,9 +68,9 @@ class Target:
         self.address = process.target
 
     def rss(self) -> int:
-        """Bytes."""
+        """Bytes; 0 of a process that has ended."""
         status = Path(f"/proc/{self.process.process.pid}/status").read_text()
-        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) << 10
+        return int(next((line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")), 0)) << 10
 
     @contextmanager
     def stays_well(self) -> Iterator[Wellness]:
@@ -84,6 +84,6 @@ class Target:
         finally:
             wellness.stop()
             figures.watched(len(wellness.seconds), max(wellness.seconds, default=0), before, wellness.most, self.rss())
+        assert self.process.process.poll() is None, self.process.log[-2000:]
         assert wellness.ill == []
-        assert self.process.process.poll() is None
         until(lambda: self.rss() <= before * GROWTH, 30, f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")
