@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
-from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph
+from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph, scriptrecords
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
 from bf16kit.runtime.probe import classify, weights
@@ -162,6 +162,7 @@ def _open_device(device: str) -> torch.device:
 
 
 def _load(path: Path, device: torch.device) -> Any:
+    scriptrecords.check(path)
     try:
         with _LOADING, warnings.catch_warnings():
             # torch calls TorchScript deprecated. It is the format that was asked for, and not the user's to change.

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.scriptrecords import check
+
+
+class Layer(torch.nn.Module):
+    """Weights of three dtypes, a constant, and attributes of every kind that a module has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8).to(torch.bfloat16)
+        self.steps: torch.Tensor
+        self.empty: torch.Tensor
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("empty", torch.empty(0, 4))
+        self.names = {"a": [1, 2]}
+        self.pair = (1, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x.to(torch.bfloat16)).float() + float(self.names["a"][0]) * self.pair[1]
+        return torch.relu(y) + torch.ones(8, dtype=torch.float64).float() + self.steps[0].float() + self.empty.sum()
+
+
+@pytest.fixture(params=["scripted", "traced", "frozen"])
+def module(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    layer, path = Layer().eval(), tmp_path / "model.torchscript.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates what this test is about
+        made: Any = torch.jit.trace(layer, torch.ones(2, 8)) if request.param == "traced" else torch.jit.script(layer)  # type: ignore[no-untyped-call]
+        torch.jit.save(torch.jit.freeze(made) if request.param == "frozen" else made, path)
+    return path
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """The archive with records changed, or, for None, without them."""
+    archive = zipfile.ZipFile(path)
+    records = {name: change(name.partition("/")[2], archive.read(name)) for name in archive.namelist()}
+    archive.close()
+    with zipfile.ZipFile(path, "w") as changed:
+        for name, data in records.items():
+            if data is not None:
+                changed.writestr(name, data)
+    return path
+
+
+def test_what_torch_wrote_passes_and_one_byte_less_does_not(module: Path) -> None:
+    check(module)
+    weight = rewritten(module, lambda name, data: data[:-1] if len(data) == 128 else data)
+    with pytest.raises(RuntimeFailure, match=r"torchscript\.pt: .*takes 128 bytes from record .*, which has 127"):
+        check(weight)
+
+
+def test_a_record_that_is_gone_is_named(module: Path) -> None:
+    rewritten(module, lambda name, data: None if len(data) == 128 else data)
+    with pytest.raises(RuntimeFailure, match=r"takes a tensor from record .*, which is not there"):
+        check(module)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (b"\x80\x02(X\x00\x00\x00\x00tQ.", "values to unpack"),
+        (b"\x80\x02r\xff\xff\xff\x7f", "list index out of range"),  # 17 GB in C's memo
+        (b"", "EOFError"),
+        (pickle.dumps(print, 2).replace(b".", b"(tR."), ""),  # would call what it names
+    ],
+)
+def test_a_pickle_that_lies_is_a_failure_and_calls_nothing(tmp_path: Path, record: bytes, said: str) -> None:
+    path = tmp_path / "m.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data.pkl", record)
+    if not said:
+        check(path)
+        return
+    with pytest.raises(RuntimeFailure, match=rf"cannot load m\.pt: .*({said})"):
+        check(path)
+
+
+def test_the_format_before_is_refused_and_so_is_what_is_no_archive(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("m/model.json", "{}")
+    (tmp_path / "m.pt").write_bytes(buffer.getvalue())
+    with pytest.raises(RuntimeFailure, match="a format that torch left in 2019"):
+        check(tmp_path / "m.pt")
+    (tmp_path / "m.pt").write_bytes(b"nothing of the kind")
+    with pytest.raises(RuntimeFailure, match=r"cannot load m\.pt: File is not a zip file"):
+        check(tmp_path / "m.pt")
