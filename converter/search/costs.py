@@ -12,6 +12,7 @@ from converter.graph.initializers import const, dims
 
 Shape = tuple[int, ...]
 
+_PRODUCTS_DOMAINS = ("", "com.microsoft")  # FusedMatMul is of the second
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
@@ -50,6 +51,8 @@ def flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
 
 
 def _per_element(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
+    if node.domain not in _PRODUCTS_DOMAINS:  # whose operators may have the same names, and other inputs
+        return 1
     if node.op_type in ("MatMul", "Gemm", "FusedMatMul"):
         left = _shape(node.inputs[0], shapes)
         transposed = "transA" in node.attributes and node.attributes["transA"].as_int() == 1

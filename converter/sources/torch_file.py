@@ -34,6 +34,7 @@ def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, 
         )
     if kind is Kind.TORCH_ZIP and not trust_pickle:
         torch_records.check_stored(path)
+        torch_records.check_names(path)
     loaded = _load(path, mapped=kind is Kind.TORCH_ZIP, trust_pickle=trust_pickle)
     import torch
 

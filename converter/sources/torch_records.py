@@ -1,4 +1,4 @@
-"""Whether the tensors of a torch zip file lie where its records are.
+"""Whether a torch zip file is what torch takes it for without a look: its records, and the names in its pickle.
 
 torch maps the file and takes from each record as many bytes as the pickle asks for, looking neither at how many it has
 nor at whether they are compressed: what a lie leads to are the bytes of other records, and no error.
@@ -6,13 +6,15 @@ nor at whether they are compressed: what a lie leads to are the bytes of other r
 
 from __future__ import annotations
 
+import pickletools
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from bf16kit.errors import SourceError
 
 _NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
+_LONGEST_NAME = 1000
 
 
 def check_stored(path: Path) -> None:
@@ -32,6 +34,35 @@ def check_stored(path: Path) -> None:
         if info.compress_size != info.file_size:
             sizes = f"{info.file_size} bytes, and {info.compress_size} as they are stored"
             raise SourceError(f"{path}: damaged: record {info.filename!r} is said to have {sizes}")
+
+
+def check_names(path: Path) -> None:
+    """:class:`SourceError` where a pickle names a class of more than a thousand characters.
+
+    torch searches its own error message by a regular expression that takes the square of such a name: minutes for
+    100 KB. What is no pickle is left to torch to complain of.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return
+    for data in pickles:
+        for name in _globals(data):
+            if len(name) > _LONGEST_NAME:
+                raise SourceError(
+                    f"{path}: damaged: names a class of {len(name)} characters, expected at most {_LONGEST_NAME}"
+                )
+
+
+def _globals(data: bytes) -> Iterator[str]:
+    """The module and name of each class or function that a pickle asks for, as far as it can be read."""
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in ("GLOBAL", "INST"):
+                yield str(argument)
+    except (ValueError, IndexError, UnicodeDecodeError, OverflowError):
+        return
 
 
 def check(path: Path, storages: Collection[tuple[int, int]]) -> None:

@@ -85,3 +85,22 @@ def test_a_record_of_two_sizes_is_damage(tmp_path: Path) -> None:
     saved.write_bytes(content)
     with pytest.raises(SourceError, match=r"record 'a/data.pkl' is said to have \d+ bytes, and 2147483647 as"):
         _read(saved)
+
+
+@pytest.mark.parametrize("opcode", [b"c", b"i"])
+def test_a_class_of_a_name_without_end_is_refused_before_torch_complains_of_it(tmp_path: Path, opcode: bytes) -> None:
+    path = tmp_path / "named.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02(" + opcode + b"posix\n" + b"s" * 1_000_000 + b"\n.")
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(SourceError, match=r"names a class of 1000006 characters, expected at most 1000"):
+        read_file(path, Kind.TORCH_ZIP, trust_pickle=False)
+
+
+def test_what_is_no_pickle_is_torchs_to_complain_of(tmp_path: Path) -> None:
+    path = tmp_path / "none.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\xff\xff")
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(SourceError, match="holds more than tensors"):
+        read_file(path, Kind.TORCH_ZIP, trust_pickle=False)
