@@ -27,7 +27,7 @@ _ONE_AT_MOST, _FOUR_AT_MOST = 0.55, 0.20
 _SERVERS = 4
 _BIG_LAYERS, _QUICK_BIG_LAYERS = 16, 6
 # The shadow would load the fp32 reference, from the residual where there is one, and the MLP has one.
-_SERVING = "shadow:\n  rate: 0\n"
+_SERVING = "weights: mapped\nshadow:\n  rate: 0\n"
 _REPEATS, _QUICK_REPEATS = 5, 1
 _MB = 1e6
 
