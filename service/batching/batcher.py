@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Literal
 
 from bf16kit.errors import (
     Cancelled,
@@ -26,15 +25,13 @@ from bf16kit.errors import (
 from service.batching.gather import gather, signature, split, wanted
 from service.batching.policy import BatchObserver, BatchPolicy
 from service.batching.queue import Job, Queue
-from service.batching.waiting import Waiting
+from service.batching.waiting import LEFT, TOO_LATE, Waiting, why_over, word
 from service.contract import Array, Reply, Request, Timings
 
 # Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
 Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
 
 _UNLOADING = "the model is being unloaded; try again later"
-_TOO_LATE = "the deadline passed before the request ran"
-_LEFT = "the client left before the request ran"
 _PACE_S = 0.02  # at most so often is the queue told how long requests run while nothing waits in it
 _ROOM_S = 0.1  # how often a request that waits for room looks whether its client is still there
 
@@ -91,9 +88,9 @@ class Batcher:
         DeadlineExceeded, Cancelled, Overloaded (queue full), Unavailable (closed), or what the runtime raised.
         """
         arrived = time.monotonic()
-        over = _over(request, arrived)
+        over = why_over(request, arrived)
         if over is not None:
-            self._observer.rejected(_word(over), 0.0)
+            self._observer.rejected(word(over), 0.0)
             raise over
         if self._policy.batches and request.rows > self._policy.max_rows:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
@@ -176,9 +173,9 @@ class Batcher:
         if self._closed:
             raise Unavailable(_UNLOADING)
         now = time.monotonic()
-        over = _over(request, now) if request.patient else None  # it may have waited for long
+        over = why_over(request, now) if request.patient else None  # it may have waited for long
         if over is not None:
-            self._observer.rejected(_word(over), now - job.arrived)
+            self._observer.rejected(word(over), now - job.arrived)
             raise over
         try:
             self._queue.put(job)
@@ -194,13 +191,13 @@ class Batcher:
         cancellation = job.work.request.cancellation
 
         def leave() -> None:
-            self._withdraw(job, Cancelled(_LEFT))
+            self._withdraw(job, Cancelled(LEFT))
 
         if cancellation is not None:
             cancellation.subscribe(leave)
         try:
             if not job.work.wait(_until(job.deadline)):
-                self._withdraw(job, DeadlineExceeded(_TOO_LATE))
+                self._withdraw(job, DeadlineExceeded(TOO_LATE))
                 job.work.wait(-1)
             return job.work.result()
         finally:
@@ -242,14 +239,14 @@ class Batcher:
 
     def _expire(self, now: float) -> None:
         for job in self._queue.expire(now):
-            error = DeadlineExceeded(_TOO_LATE)
+            error = DeadlineExceeded(TOO_LATE)
             self._left(job, error, now)
             job.work.fail(error)
 
     def _left(self, job: _Job, why: RequestError, now: float) -> None:
         """A job has left the queue without having run."""
         self._observer.queued(-1)
-        self._observer.rejected(_word(why), max(0.0, now - job.arrived))
+        self._observer.rejected(word(why), max(0.0, now - job.arrived))
 
     def _execute(self, batch: list[_Job]) -> None:
         """Run a batch. One that fails is halved until those that fail are alone: each is answered as soon as it can be,
@@ -273,11 +270,11 @@ class Batcher:
         now = time.monotonic()
         living = []
         for job in jobs:
-            over = _over(job.work.request, now)
+            over = why_over(job.work.request, now)
             if over is None:
                 living.append(job)
             else:
-                self._observer.rejected(_word(over), now - job.arrived)
+                self._observer.rejected(word(over), now - job.arrived)
                 job.work.fail(over)
         return living
 
@@ -296,19 +293,6 @@ class Batcher:
         self._observer.executed(len(batch), rows, phases)
         for job, part in zip(batch, parts, strict=True):
             job.work.succeed(Reply(part, precision, phases.queued(taken - job.arrived)))
-
-
-def _over(request: Request, now: float) -> RequestError | None:
-    """Why this request must not run any more; None when it may."""
-    if request.deadline is not None and request.deadline <= now:
-        return DeadlineExceeded(_TOO_LATE)
-    if request.cancellation is not None and request.cancellation.cancelled:
-        return Cancelled(_LEFT)
-    return None
-
-
-def _word(error: RequestError) -> Literal["deadline", "cancelled"]:
-    return "deadline" if isinstance(error, DeadlineExceeded) else "cancelled"
 
 
 def _invalid(error: InputRefused) -> InvalidRequest:

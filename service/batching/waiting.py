@@ -1,10 +1,15 @@
-"""A request and the thread that waits for its outcome."""
+"""A request, the thread that waits for its outcome, and why it may end before it has run."""
 
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
+from bf16kit.errors import Cancelled, DeadlineExceeded, RequestError
 from service.contract import Reply, Request
+
+TOO_LATE = "the deadline passed before the request ran"
+LEFT = "the client left before the request ran"
 
 
 class Waiting:
@@ -37,3 +42,17 @@ class Waiting:
         if self._reply is None:
             raise RuntimeError("a call ended with neither a reply nor an error")
         return self._reply
+
+
+def why_over(request: Request, now: float) -> RequestError | None:
+    """Why this request must not run any more; None when it may."""
+    if request.deadline is not None and request.deadline <= now:
+        return DeadlineExceeded(TOO_LATE)
+    if request.cancellation is not None and request.cancellation.cancelled:
+        return Cancelled(LEFT)
+    return None
+
+
+def word(error: RequestError) -> Literal["deadline", "cancelled"]:
+    """What the metrics call a request that ended so."""
+    return "deadline" if isinstance(error, DeadlineExceeded) else "cancelled"
