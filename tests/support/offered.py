@@ -6,6 +6,7 @@ Were all requests the same, one client's answer could go to another and nobody w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,7 +15,9 @@ from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
 
 from bench.openloop import Outcome
+from bf16kit.artifact import Artifact
 from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.runtime.loading import load
 from service.transport.handlers import SERVICE
 
 INFER = f"/{SERVICE}/ModelInfer"
@@ -28,9 +31,14 @@ class Requests:
     """Sixteen requests to the model of :func:`artifacts.write_mlp`."""
 
     def __init__(self, model: str = "mlp") -> None:
-        rows = np.random.default_rng(8).standard_normal((_COUNT, 1, _WIDTH), np.float32)
+        self._rows = np.random.default_rng(8).standard_normal((_COUNT, 1, _WIDTH), np.float32)
         self.reply_bytes = 0  # of each answer, once they were asked
-        self.messages = [infer_request(model, x=x).SerializeToString() for x in rows]
+        self.messages = [infer_request(model, x=x).SerializeToString() for x in self._rows]
+
+    def computed(self, artifact: Path) -> list[np.ndarray[Any, Any]]:
+        """What the model answers to each of them, without a server."""
+        runtime = load(Artifact.open(artifact), "cpu", threads=1)
+        return [runtime.run({"x": x})["y"][0] for x in self._rows]
 
     def ask(self, target: str, timeout: float = 5.0) -> list[np.ndarray[Any, Any]]:
         """Each of them alone, on a connection that waits for a server to be there."""
