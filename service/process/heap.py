@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for them
 # What is smaller comes from the heap. This is where glibc arrives by itself when large blocks are freed: mapping each
@@ -22,7 +20,7 @@ _MAPPED_FROM = 32 << 20
 _KEPT = 16 << 20  # bytes at the end of each arena, for the next messages
 _ARENAS = 2  # of what Python's lock lets run at once, more of them make nothing faster
 _IDLE = 0.1  # of one core's time: with less than this the server has nothing to do
-_GROWN = 1.05  # times what was left the last time: it is worth looking again
+_WORK = 0.1  # seconds of work since the last time: it is worth looking again
 _TICK_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -46,12 +44,10 @@ class HeapTrimmer:
     def __init__(
         self,
         trim: Callable[[], object] | None = None,
-        resident: Callable[[], int] | None = None,
         busy_seconds: Callable[[], float] = time.process_time,
         tick_s: float = _TICK_S,
     ) -> None:
         self._trim = trim or _malloc_trim()
-        self._resident = resident or resident_bytes
         self._busy_seconds = busy_seconds
         self._tick_s = tick_s
         self._stopped = threading.Event()
@@ -66,18 +62,12 @@ class HeapTrimmer:
             self._thread.join()
 
     def _watch(self) -> None:
-        left, busy = 0.0, self._busy_seconds()
+        trimmed, busy = -_WORK, self._busy_seconds()
         while self._trim is not None and not self._stopped.wait(self._tick_s):
             busy, before = self._busy_seconds(), busy
-            if busy - before > _IDLE * self._tick_s or self._resident() <= left * _GROWN:
-                continue
-            self._trim()
-            left = self._resident()
-
-
-def resident_bytes() -> int:
-    """What of this process is in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            if busy - before <= _IDLE * self._tick_s and busy - trimmed >= _WORK:
+                self._trim()
+                trimmed = busy = self._busy_seconds()
 
 
 def _malloc_trim() -> Callable[[], object] | None:

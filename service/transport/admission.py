@@ -68,11 +68,13 @@ class Place:
         self._left = False
 
     def hold(self, nbytes: int) -> None:
-        """Count a message of ``nbytes``. Raises :class:`Overloaded` when all of them together are too many."""
+        """Count a message of ``nbytes``; of a call's, the largest counts. Raises :class:`Overloaded` when all of them
+        together are too many."""
         with self._door.lock:
-            if not self._left:
-                self._door.add(nbytes)
-                self._nbytes += nbytes
+            more = nbytes - self._nbytes
+            if more > 0 and not self._left:
+                self._door.add(more)
+                self._nbytes = nbytes
 
     def leave(self) -> None:
         with self._door.lock:

@@ -20,6 +20,7 @@ from service.transport.admission import Place
 from service.transport.arrival import Arrival
 from service.transport.status import Status
 from service.transport.watchdog import Patience
+from service.wire.inflate import Inflater
 
 if TYPE_CHECKING:
     from service.transport.lane import Lane
@@ -37,6 +38,7 @@ class Rpc:
     says nothing, and is not waited for.
     """
 
+    inflate: Inflater
     parse: Callable[[bytes], Any]
     serialize: Callable[[Any], bytes]
     answer: Callable[..., Any]
@@ -124,10 +126,9 @@ class Call:
         self._lane.refused("too_slow")
         (self._arrival or self.context).cancel()
 
-    def _parsed(self, data: bytes, place: Place, already: int = 0) -> Message:
-        """The message, its bytes counted but for those that are ``already``."""
-        if len(data) > already:
-            place.hold(len(data) - already)
+    def _parsed(self, data: bytes, place: Place) -> Message:
+        """The message, its bytes counted."""
+        data = self._rpc.inflate(data, place.hold)
         try:
             message: Message = self._rpc.parse(data)
         except DecodeError:
@@ -239,7 +240,6 @@ class StreamCall(Call):
 
     def _receive(self, messages: Iterator[bytes], place: Place) -> Iterator[Message]:
         """Each message, parsed. A stream holds the bytes of its largest message for as long as it is open."""
-        largest = 0
         while True:
             self._waits(self._lane.receiving, self._idle)
             data = next(messages, None)
@@ -247,8 +247,7 @@ class StreamCall(Call):
             if data is None:
                 return
             self._unanswered += 1
-            yield self._parsed(data, place, already=largest)
-            largest = max(largest, len(data))
+            yield self._parsed(data, place)
 
     def _idle(self) -> None:
         """Nothing has come for long: no fault of the client's as long as it waits for responses."""

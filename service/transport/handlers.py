@@ -21,6 +21,7 @@ from service.transport.lane import Handler, Lane
 from service.transport.reflection import reflection_answer
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
+from service.wire.inflate import Inflater
 from service.wire.skim import parser
 
 #: On the wire; the stubs' own package (``bf16kit.inference``) never leaves the process.
@@ -84,10 +85,12 @@ def _never(message: bytes, context: grpc.ServicerContext) -> None:
 class Table:
     """Which lane each RPC comes in by, what answers it, and which scope of a token it needs."""
 
-    def __init__(self, lanes: Lanes, access: Access, statuses: StatusTable) -> None:
+    def __init__(self, lanes: Lanes, access: Access, statuses: StatusTable, max_message_bytes: int) -> None:
         self._lanes = lanes
         self._access = access
         self._statuses = statuses
+        self._inflate_tensors = Inflater(max_message_bytes)
+        self._inflate_question = Inflater(_LARGEST_QUESTION)
 
     def handlers(self, servicer: InferenceServicer, health: HealthServicer) -> Handlers:
         """A handler for every RPC; those of the inference service that are not served are refused with the reason."""
@@ -127,9 +130,11 @@ class Table:
         return self._opener(lanes.control, method, control, scope, reads=name not in _EMPTY)
 
     def _opener(self, lane: Lane, method: Any, answer: Any, scope: Scope | None, **more: Any) -> Opener:
-        parse = parser(method.input_type, None if scope == "infer" else _LARGEST_QUESTION)
+        asks = scope != "infer"
+        inflate = self._inflate_question if asks else self._inflate_tensors
+        parse = parser(method.input_type, _LARGEST_QUESTION if asks else None)
         serialize = GetMessageClass(method.output_type).SerializeToString
-        rpc, needs = Rpc(parse, serialize, answer, **more), self._needs(scope)
+        rpc, needs = Rpc(inflate, parse, serialize, answer, **more), self._needs(scope)
         return lambda metadata: lane.open(rpc, needs, metadata)
 
     def _needs(self, scope: Scope | None) -> Needs:

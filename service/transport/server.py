@@ -99,7 +99,9 @@ class Transport:
             stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
             stream_window=options.stream_window,
         )
-        handlers = Table(self._lanes(), access, self._statuses).handlers(self._servicer, self._health)
+        handlers = Table(self._lanes(), access, self._statuses, options.max_message_bytes).handlers(
+            self._servicer, self._health
+        )
         self._watchdog = Watchdog(self._patiences)
         # Each lane bounds its own calls: a bound on all of them would let one lane's calls shut out another's.
         self._server = grpc.server(
@@ -216,6 +218,7 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         # gRPC's default is on: a second server on the same port would silently take half of the calls
         "grpc.so_reuseport": int(options.share_port),
         "grpc.max_receive_message_length": options.max_message_bytes,
+        "grpc.per_message_decompression": 0,  # see service.wire.inflate
         "grpc.max_send_message_length": -1,  # outputs are as large as the model makes them
         "grpc.max_concurrent_streams": _STREAMS_PER_CONNECTION,
         "grpc.max_allowed_incoming_connections": options.max_connections,

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import figures
-import grpc
 import messages
 import noise
 import pytest
 from attacked import PATIENCE_S as PATIENCE_OF_A_PROBE_S
 from attacked import Target, Wellness
 from figures import amount
+from rawgrpc import RawConnection
 from serverprocess import ServerProcess
-from swelling import SWELLING
+from swelling import SWELLING, bomb, send_swelling
 from volley import Oracle, Volley
 from waiting import until
 from watched import GROWTH
-
-from bf16kit.protocol import inference_pb2 as pb
 
 pytestmark = pytest.mark.hostile
 
 
 RPCS = 18
+CHECK = "/grpc.health.v1.Health/Check"
 PATIENCE_S = 30.0  # in which memory comes back: it is given back when there is nothing to do
 
 
@@ -86,21 +87,35 @@ def test_fuzzed_messages_are_answered_or_refused_and_spoil_no_answer(target: Tar
         assert len(volley.by_rpc) == RPCS
 
 
+def _elsewhere(attack: Callable[[str, int, int], set[str]], *arguments: Any) -> set[str]:
+    """In a process of its own: it must not keep the one from its turn who asks whether the server is well."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(attack, *arguments).result()
+
+
 def test_messages_that_swell_take_no_more_than_they_have_bytes(target: Target, oracle: Oracle) -> None:
     """Two bytes of an empty input are ninety in memory, and protobuf lets no other thread run while it parses."""
-    together, nbytes = amount(2, 6), amount(16, 60) << 20
-    call: Any
-    codes = set()
-    with unharmed(target, oracle) as wellness, grpc.insecure_channel(target.address) as channel:
-        before, call = target.rss(), channel.unary_unary(messages.INFER)
-        for name, make in SWELLING.items():
-            model = b"" if name.startswith("a name") else pb.ModelInferRequest(model_name="lookup").SerializeToString()
-            data = model + make(nbytes)
-            for future in [call.future(data, timeout=60) for _ in range(together)]:
-                codes.add(future.code())
-        figures.record(how_much=f"{together * len(SWELLING)} messages of {nbytes >> 20} MiB, {together} at a time")
-        assert codes <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
-        assert wellness.most - before < 6 * together * nbytes
+    together, nbytes = amount(2, 6), amount(8, 60) << 20
+    before = target.rss()
+    with unharmed(target, oracle) as wellness:
+        codes = _elsewhere(send_swelling, target.address, together, nbytes)
+    figures.record(how_much=f"{together * len(SWELLING)} messages of {nbytes >> 20} MiB, {together} at a time")
+    assert codes <= {"INVALID_ARGUMENT", "NOT_FOUND"}
+    assert wellness.most - before < (64 << 20) + 6 * together * nbytes
+
+
+def test_requests_that_grow_when_they_are_decompressed_hold_up_nobody(target: Target, oracle: Oracle) -> None:
+    """A thousandfold. gRPC decompresses on the one thread that all calls share, if it is let."""
+    count, before = amount(40, 500), target.rss()
+    with unharmed(target, oracle) as wellness, ExitStack() as peers:
+        for path in (messages.INFER, CHECK):
+            data = bomb(path, target.port, 60 << 20)
+            senders = [peers.enter_context(RawConnection(target.port)) for _ in range(count)]
+            for sender in senders:
+                sender.send(data)
+            until(lambda senders=senders: all(sender.ended for sender in senders), 120, "all answered")  # type: ignore[misc]
+    figures.record(how_much=f"{2 * count} requests of {len(data) >> 10} KiB that are 60 MiB")
+    assert wellness.most - before < 1 << 30
 
 
 OPEN = 64  # connections that are left open behind the one that sends

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import struct
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import grpc
 from wireedits import field, varint
 
+from bench.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame, request_headers
 from bf16kit.protocol import inference_pb2 as pb
+from service.transport.handlers import SERVICE
 
 _EMPTY_INPUT, _EMPTY_OUTPUT, _EMPTY_RAW = field(5, b""), field(6, b""), field(7, b"")
 
@@ -42,3 +48,34 @@ SWELLING: Mapping[str, Callable[[int], bytes]] = {
     "a version": lambda nbytes: field(2, b"9" * nbytes),
     "a number of bytes without end": lambda nbytes: varint(10 << 3) + b"\xff" * nbytes,
 }
+
+_FRAME = 16 << 10
+_LOOKUP = pb.ModelInferRequest(model_name="lookup").SerializeToString()
+
+
+def send_swelling(address: str, together: int, nbytes: int) -> set[str]:
+    """Each of :data:`SWELLING` to ``lookup``, several at once; returns the codes.
+
+    In a process of its own: making and sending it takes all of Python's time.
+    """
+    codes = set()
+    for name, make in SWELLING.items():
+        data = (b"" if name.startswith("a name") else _LOOKUP) + make(nbytes)
+        codes |= _codes(address, f"/{SERVICE}/ModelInfer", data, together)
+    return codes
+
+
+def bomb(path: str, port: int, nbytes: int) -> bytes:
+    """The frames of a connection's first call: a request of so many bytes, compressed to a thousandth."""
+    data = gzip.compress(_LOOKUP + field(4, bytes(nbytes)))
+    body = b"\x01" + struct.pack("!I", len(data)) + data
+    coding = b"\0" + bytes((13,)) + b"grpc-encoding" + bytes((4,)) + b"gzip"
+    pieces = [body[at : at + _FRAME] for at in range(0, len(body), _FRAME)]
+    frames = [frame(DATA, 0, 1, piece) for piece in pieces[:-1]] + [frame(DATA, END_STREAM, 1, pieces[-1])]
+    return frame(HEADERS, END_HEADERS, 1, request_headers(path, port) + coding) + b"".join(frames)
+
+
+def _codes(address: str, path: str, data: bytes, together: int) -> set[str]:
+    with grpc.insecure_channel(address) as channel:
+        call: Any = channel.unary_unary(path)
+        return {future.code().name for future in [call.future(data, timeout=60) for _ in range(together)]}

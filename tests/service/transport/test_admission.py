@@ -84,8 +84,16 @@ class TestDoor:
         place.leave()
         place.hold(60)
         other = door.enter("a")
-        other.hold(60)
+        other.hold(100)
+
+    def test_the_largest_message_of_a_call_is_what_it_holds(self) -> None:
+        door = Door(3, "calls", max_bytes=100)
+        stream, other = door.enter("a"), door.enter("a")
+        for nbytes in (10, 60, 30):
+            stream.hold(nbytes)
         other.hold(40)
+        with pytest.raises(Overloaded, match="requests of 100 bytes are held"):
+            door.enter("a").hold(1)
 
     def test_a_clients_share_is_refused_with_its_reason(self) -> None:
         door = Door(8, "calls")

@@ -1,0 +1,52 @@
+"""Compressed requests come back as they were, and are no larger than requests may be."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+
+import numpy as np
+import pytest
+from loopback import infer_request
+
+from bf16kit.errors import InvalidRequest, Overloaded
+from service.wire.inflate import Inflater
+
+MESSAGE = infer_request(x=np.zeros((4, 1000), np.float32)).SerializeToString()
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zlib.compress, lambda data: zlib.compress(data, 9)])
+def test_a_message_comes_as_it_was_and_is_counted_so(compress: type[bytes]) -> None:
+    held: list[int] = []
+    assert Inflater(1 << 20)(compress(MESSAGE), held.append) == MESSAGE
+    assert held == [len(MESSAGE)]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x0a", b"\x78", b"x0", b"\x08\x1f\x8b"])
+def test_what_is_not_compressed_is_left_alone(data: bytes) -> None:
+    assert Inflater(1 << 20)(data, lambda nbytes: None) == data
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+def test_what_becomes_too_large_is_refused_there(compress: type[bytes]) -> None:
+    inflate = Inflater(len(MESSAGE))
+    assert inflate(compress(MESSAGE), lambda nbytes: None) == MESSAGE
+    with pytest.raises(InvalidRequest, match=f"more than {len(MESSAGE)} bytes once it is decompressed"):
+        inflate(compress(MESSAGE + b"\0" * (64 << 20)), lambda nbytes: None)
+
+
+@pytest.mark.parametrize("damage", [lambda z: z[:-5], lambda z: z + b"\0", lambda z: z[:20] + b"\xff\xff" + z[22:]])
+def test_what_cannot_be_decompressed_is_refused(damage: type[bytes]) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be decompressed"):
+        Inflater(1 << 20)(damage(gzip.compress(MESSAGE)), lambda nbytes: None)
+
+
+def test_one_that_there_is_no_room_for_is_refused_as_such_and_the_next_comes_through() -> None:
+    inflate = Inflater(1 << 20)
+
+    def full(nbytes: int) -> None:
+        raise Overloaded("full")
+
+    with pytest.raises(Overloaded):
+        inflate(gzip.compress(MESSAGE), full)
+    assert inflate(gzip.compress(MESSAGE), lambda nbytes: None) == MESSAGE
