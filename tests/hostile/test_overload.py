@@ -40,7 +40,7 @@ def test_ten_times_overload_is_answered_right_or_refused_and_over_when_it_is_ove
     target, requests = attack(), Requests()
     expected = requests.ask(target.address)
     rate = capacity(target, requests)
-    offered(target, requests, 10 * rate, _CALM_SECONDS)  # what the first storm makes, threads and heaps, is made once
+    offered(target, requests, 10 * rate, amount(1, 15))  # what the first storm makes, threads and heaps, is made once
     calm = offered(target, requests, _CALM_SHARE * rate, _CALM_SECONDS)
     with target.stays_well():
         storm = offered(target, requests, 10 * rate, amount(4, 60))
