@@ -20,6 +20,7 @@ from bf16kit.tensors import BY_OIP, DType, TensorSpec
 from bf16kit.tensors import Array as Array
 from bf16kit.wording import quoted
 
+_MOST_STRINGS = 1 << 16  # of a BYTES tensor: six bytes on the wire, of a string of two, are some 140 in memory
 _LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor
 _PIECE = 1 << 16  # numbers of typed contents that are read at a time
 _MAX_EXTENT = 2**31 - 1  # of the dimensions of an empty tensor: they cost nothing on the wire, but may inside the model
@@ -130,11 +131,13 @@ def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
 
 
 def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:
-    """The ``count`` elements framed in ``data``. The bound on the frames is checked before any is read."""
+    """The ``count`` elements framed in ``data``. The bounds on them are checked before any is read."""
     if count * _LENGTH > len(data):
         raise InvalidRequest(
             f"input {name!r} has {len(data)} bytes, too few for {count} BYTES elements of at least {_LENGTH} each"
         )
+    if count > _MOST_STRINGS:
+        raise InvalidRequest(f"input {name!r} has {count} BYTES elements, expected at most {_MOST_STRINGS}")
     elements = []
     at = 0
     for index in range(count):

@@ -27,6 +27,13 @@ def _distinct(nbytes: int) -> bytes:
     return b"".join(field(4, field(1, b"%07d" % number)) for number in range(nbytes // 11))
 
 
+def _strings(count: int) -> bytes:
+    message = pb.ModelInferRequest(model_name="words")
+    message.inputs.add(name="BYTES", datatype="BYTES", shape=[count // 2, 2])
+    message.raw_input_contents.append(b"\2\0\0\0ab" * (count // 2 * 2))
+    return message.SerializeToString()
+
+
 #: By what swells: a ModelInferRequest of about so many bytes.
 SWELLING: Mapping[str, Callable[[int], bytes]] = {
     "inputs": lambda nbytes: _EMPTY_INPUT * (nbytes // 2),
@@ -41,6 +48,7 @@ SWELLING: Mapping[str, Callable[[int], bytes]] = {
     "int64_contents": lambda nbytes: _in_contents(field(3, b"\x01" * nbytes)),
     "int64_contents one by one": lambda nbytes: _in_contents(b"\x18\x01" * (nbytes // 2)),
     "bytes_contents": lambda nbytes: _in_contents(field(8, b"") * (nbytes // 2)),
+    "strings": lambda nbytes: _strings(nbytes // 6),
     "numbers nobody knows": lambda nbytes: b"\x50\x01" * (nbytes // 2),
     "groups nobody knows": lambda nbytes: b"\x53\x54" * (nbytes // 2),
     "a name of NULs": lambda nbytes: field(1, b"\0" * nbytes),

@@ -19,7 +19,7 @@ LARGE = 4 << 20  # well over what is parsed without a look, and what swells is r
 parse = parser(REQUEST)
 
 
-@pytest.mark.parametrize("what", [name for name in SWELLING if name not in ("shape", "int64_contents")])
+@pytest.mark.parametrize("what", [name for name in SWELLING if name not in ("shape", "int64_contents", "strings")])
 def test_what_swells_is_refused_or_costs_what_it_has_bytes(what: str) -> None:
     data = SWELLING[what](LARGE)
     if what.startswith(("a name", "a version")):

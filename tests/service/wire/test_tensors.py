@@ -209,6 +209,12 @@ def test_an_integer_input_is_not_widened() -> None:
         wire_dtype(TensorSpec("ids", "int64", ("n",)), BY_NAME["int64"], "INT32")
 
 
+def test_a_tensor_of_strings_has_a_bound() -> None:
+    assert decode_raw("x", BYTES, (1 << 16,), bytes(4 << 16)).shape == (1 << 16,)
+    with pytest.raises(InvalidRequest, match="has 65537 BYTES elements, expected at most 65536"):
+        decode_raw("x", BYTES, (65_537,), bytes(4 * 65_537))
+
+
 def test_numbers_that_are_read_piece_by_piece_are_those_that_came() -> None:
     values = np.arange(-70_000, 80_001, dtype=np.int64)
     contents = pb.InferTensorContents(int64_contents=values.tolist())
