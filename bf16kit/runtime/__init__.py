@@ -48,11 +48,14 @@ class Runtime(Protocol):
     @property
     def info(self) -> RuntimeInfo: ...
 
-    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
         """Outputs by name, in the order asked for (all of them for ``None``).
 
         ``feeds`` holds one C-contiguous array per input, of the input's dtype; the caller has checked it against
-        ``inputs``. Raises :class:`~bf16kit.errors.RuntimeFailure` when the backend fails.
+        ``inputs``. A run that takes longer than ``seconds`` is ended and fails, where the backend can be told to:
+        TorchScript cannot. Raises :class:`~bf16kit.errors.RuntimeFailure` when the backend fails.
         """
         ...
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bf16kit.errors import InputRefused, RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo, ortvalue
 from bf16kit.runtime.device import CPU, canonical
 from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
 from bf16kit.runtime.probe import probe_onnx
-from bf16kit.runtime.session import Session, open_session
+from bf16kit.runtime.session import Session, ending_after, open_session
 from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 
@@ -89,15 +90,31 @@ class OnnxRuntime:
     def info(self) -> RuntimeInfo:
         return self._info
 
-    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
         """See :meth:`bf16kit.runtime.Runtime.run`. ONNX Runtime reads the arrays in place and lets go of the GIL."""
         session = self._session
         if session is None:
             raise RuntimeFailure("the model is closed")
         names = self._output_names if outputs is None else list(outputs)
+        if seconds is None:
+            return self._run(session, names, feeds, None)
+        with ending_after(seconds) as options:
+            try:
+                return self._run(session, names, feeds, options)
+            except RuntimeFailure as error:
+                if not options.terminate:
+                    raise
+                raise RuntimeFailure(f"ONNX Runtime was not done after {seconds:g} s, and was stopped") from error
+
+    def _run(self, session: Session, names: list[str], feeds: Mapping[str, Array], options: Any) -> dict[str, Array]:
         try:
             # run() costs 1 us more than the C++ object behind it; run_with_iobinding and OrtValues cost more than that.
-            values = ortvalue.run(session, names, feeds) if self._has_bf16_edges else session.run(names, feeds)
+            if self._has_bf16_edges:
+                values = ortvalue.run(session, names, feeds, options)
+            else:
+                values = session.run(names, feeds, options)
         except Exception as error:  # ONNX Runtime's exceptions share no other base
             raise _failure(error) from error
         return dict(zip(names, values, strict=True))

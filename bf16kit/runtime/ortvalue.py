@@ -17,10 +17,10 @@ from bf16kit.tensors import BY_NAME
 _BF16 = BY_NAME["bfloat16"]
 
 
-def run(session: Session, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+def run(session: Session, names: Sequence[str], feeds: Mapping[str, Array], options: Any = None) -> list[Array]:
     """The outputs ``names``, in their order; bfloat16 arrays in ``feeds`` and among the outputs are ml_dtypes'."""
     values = {name: _to_value(array) for name, array in feeds.items()}
-    return [_to_array(value) for value in session.run_with_ort_values(names, values)]
+    return [_to_array(value) for value in session.run_with_ort_values(names, values, options)]
 
 
 def _to_value(array: Array) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -105,6 +106,20 @@ def open_session(
 def has_cuda() -> bool:
     """Whether the installed ONNX Runtime was built with CUDA, which does not mean that a device works."""
     return _CUDA_PROVIDER in ort.get_available_providers()
+
+
+@contextlib.contextmanager
+def ending_after(seconds: float) -> Iterator[Any]:
+    """Options of a run that ONNX Runtime ends, between two nodes, when ``seconds`` are over; ``terminate`` says so."""
+    options = ort.RunOptions()
+    options.log_severity_level = _FATAL
+    timer = threading.Timer(seconds, setattr, (options, "terminate", True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield options
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

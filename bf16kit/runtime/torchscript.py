@@ -84,7 +84,9 @@ class TorchScriptRuntime:
     def info(self) -> RuntimeInfo:
         return self._info
 
-    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
         """See :meth:`bf16kit.runtime.Runtime.run`. The module is called with the inputs in the order of the specs."""
         module = self._module
         if module is None:

@@ -36,6 +36,7 @@ class Opened:
     max_batch_size: int
     budget: Budget
     weight_bytes: int
+    first_run_seconds: float  # the most that one run may take before it is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ def open_artifact(path: Path, serving: Serving) -> Opened:
         max_batch_size=_max_batch_size(serving, axis),
         budget=_budget(artifact).override(serving.budget),
         weight_bytes=sum(tensor.bytes for tensor in manifest.tensors if tensor.file.startswith("weights.")),
+        first_run_seconds=serving.first_run_seconds,
     )
 
 
@@ -143,7 +145,7 @@ def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[s
     Raises ArtifactError naming the output.
     """
     try:
-        outputs = runtime.run(feeds)
+        outputs = runtime.run(feeds, seconds=opened.first_run_seconds)
     except RuntimeFailure as error:
         graph = opened.artifact.manifest.profiles[runtime.info.profile].graph
         raise RuntimeFailure(f"{graph}, run for the first time: {error}") from error

@@ -212,7 +212,7 @@ def test_a_model_that_is_loaded_again_and_again_meanwhile_is_never_wrong(worksho
     choice, changes = random.Random(8), 0
     version, before = workshop.root / "scanned" / "product" / "1", scanned.rss()
     with asked(scanned, "product", workshop.right) as asking:
-        end = time.monotonic() + figures.amount(6, 120)
+        end = time.monotonic() + figures.amount(5, 120)
         while time.monotonic() < end:
             choice.choice(CHANGES)(version, workshop, choice)
             changes += 1

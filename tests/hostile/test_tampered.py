@@ -19,7 +19,7 @@ import figures
 import numpy as np
 import pytest
 import scanning
-from artifacts import write_lookup, write_mlp, write_product
+from artifacts import write_endless, write_lookup, write_mlp, write_product
 from asking import Asking, code_of
 from attacked import Target
 from serverprocess import ServerProcess
@@ -60,18 +60,19 @@ class Server:
         return self._verdicts
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    (tmp_path / "repository").mkdir()
-    arguments = ("--repository", str(tmp_path / "repository"), "--grpc-port", "0", "--http-port", "0")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("tampered")
+    (root / "repository").mkdir()
+    arguments = ("--repository", str(root / "repository"), "--grpc-port", "0", "--http-port", "0")
     with contextlib.closing(ServerProcess(*arguments, program=Path(scanning.__file__))) as process:
-        server = Server(Target(process), tmp_path)
+        server = Server(Target(process), root)
         process.wait_ready()
         yield server
 
 
 def test_tampered_artifacts_are_served_or_refused_with_one_clear_line(server: Server, tmp_path: Path) -> None:
-    count = figures.amount(60, 1_000)
+    count = figures.amount(40, 1_000)
     sources = [write(tmp_path / write.__name__ / "1").path for write in (write_product, write_mlp, write_lookup)]
     changes: dict[str, str] = {}
     said: dict[str, list[tuple[str, str]]] = {}
@@ -100,6 +101,22 @@ def test_tampered_artifacts_are_served_or_refused_with_one_clear_line(server: Se
     assert codes.keys() <= {"OK", "INVALID_ARGUMENT"}
     assert (asking.wrong, set(asking.codes)) == ([], {"OK"})
     assert target.rss() < before * 1.1 + (48 << 20)
+
+
+def test_a_graph_that_never_ends_is_given_up_and_the_next_model_is_loaded(server: Server, tmp_path: Path) -> None:
+    for name, write in (("t9001", write_endless), ("t9002", write_mlp)):
+        write(tmp_path / name / "1")
+        (tmp_path / name / "serving.yaml").write_text("first_run_seconds: 1\n")
+    with server.target.stays_well(), Asking(server.target.address, "good", FEEDS, server.right) as asking:
+        (tmp_path / "t9001").rename(server.repository / "t9001")
+        until(lambda: server.target.process.metric('bf16kit_model_ready{model="t9001",version="1"}') == 0, what="t9001")
+        (tmp_path / "t9002").rename(server.repository / "t9002")
+        until(lambda: server.verdicts().keys() >= {"t9001", "t9002"}, 30, "a verdict on both")
+    endless, good = server.verdicts()["t9001"][0], server.verdicts()["t9002"][0]
+    assert endless[0] == "unavailable"
+    assert "cpu.onnx, run for the first time: ONNX Runtime was not done after 1 s" in endless[1]
+    assert good[0] == "ready"
+    assert (asking.wrong, set(asking.codes)) == ([], {"OK"})
 
 
 def publish(server: Server, root: Path, name: str, choice: random.Random, sources: list[Path]) -> str:

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.artifact import Artifact
+from bf16kit.digests import Digests
 from bf16kit.manifest import Manifest, ProfileEntry, Source, SpecEntry, TensorEntry
 from bf16kit.numerics import to_bf16
 from bf16kit.panels import pack
@@ -262,3 +263,27 @@ def _save(
 
 def _edges(specs: Sequence[TensorSpec]) -> list[onnx.ValueInfoProto]:
     return [helper.make_tensor_value_info(s.name, BY_NAME[s.dtype].onnx, list(s.shape)) for s in specs]
+
+
+def write_endless(target: Path) -> Artifact:
+    """An MLP whose graph also has a Loop that never ends, its digests right."""
+    artifact = write_mlp(target)
+    model = onnx.load(target / "cpu.onnx", load_external_data=False)
+    model.graph.initializer.append(helper.make_tensor("yes", TensorProto.BOOL, [], [True]))
+    model.graph.node.insert(0, helper.make_node("Loop", ["", "yes", "x"], ["again"], body=_endless_body()))
+    model.graph.node[-1].output[0] = "y_before"
+    model.graph.node.append(helper.make_node("Add", ["y_before", "again"], ["y"]))
+    (target / "cpu.onnx").write_bytes(model.SerializeToString())
+    files = artifact.manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
+    (target / "manifest.json").write_bytes(artifact.manifest.model_copy(update={"files": files}).dumps())
+    return Artifact.open(target)
+
+
+def _endless_body() -> onnx.GraphProto:
+    edge, boolean = graphs.edge, TensorProto.BOOL
+    return helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["go_on"]), helper.make_node("Identity", ["in"], ["out"])],
+        "body",
+        [edge("round", [], TensorProto.INT64), edge("go", [], boolean), edge("in")],
+        [edge("go_on", [], boolean), edge("out")],
+    )

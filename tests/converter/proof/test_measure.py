@@ -56,7 +56,9 @@ class Computed:
         self.inputs, self.outputs = IN, OUT
         self.info = RuntimeInfo("numpy", "cpu", "reference", "fp32", "fp32")
 
-    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
         return {"y": self._function(feeds["x"])}
 
     def close(self) -> None:

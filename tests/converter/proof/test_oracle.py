@@ -43,7 +43,7 @@ class Nudged:
         self.info: Any = None
         self.closed = False
 
-    def run(self, feeds: Any, outputs: Sequence[str] | None = None) -> Feeds:
+    def run(self, feeds: Any, outputs: Sequence[str] | None = None, *, seconds: float | None = None) -> Feeds:
         if self.output is None:
             raise RuntimeFailure("a size came out another")
         return {"y": self.output}

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from artifacts import write_endless, write_mlp
 from mapped import mapped_kb
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
@@ -17,6 +18,7 @@ from peaks import measured_alone
 import graphs
 from bf16kit.errors import DeviceUnavailable, InputRefused, RuntimeFailure
 from bf16kit.runtime.externaldata import initializers
+from bf16kit.runtime.loading import load
 from bf16kit.runtime.onnx import OnnxRuntime
 from bf16kit.runtime.session import has_cuda
 from bf16kit.tensors import BY_ONNX, TensorSpec
@@ -276,3 +278,21 @@ def test_what_a_large_run_took_is_given_back() -> None:
     peak, left = map(int, measured_alone(_LARGE_RUN).split())
     assert peak >= 60
     assert left < 8
+
+
+def test_a_run_that_takes_too_long_is_stopped_and_the_next_one_runs(tmp_path: Path) -> None:
+    endless = write_endless(tmp_path / "endless" / "1")
+    specs = [[entry.spec() for entry in entries] for entries in (endless.manifest.inputs, endless.manifest.outputs)]
+    loaded = OnnxRuntime(endless.file("cpu.onnx"), *specs, threads=1)
+    for _ in range(2):
+        with pytest.raises(RuntimeFailure, match=r"^ONNX Runtime was not done after 0\.1 s, and was stopped$"):
+            loaded.run({"x": graphs.values(1, 16)}, seconds=0.1)
+
+
+def test_a_run_within_its_time_is_like_any_other(tmp_path: Path) -> None:
+    artifact = write_mlp(tmp_path / "mlp" / "1")
+    loaded = load(artifact, "cpu", threads=1)
+    x = {"x": graphs.values(2, 16)}
+    np.testing.assert_array_equal(loaded.run(x, seconds=60)["y"], loaded.run(x)["y"])
+    with pytest.raises(RuntimeFailure, match="ONNX Runtime failed"):
+        loaded.run({"x": graphs.values(2, 17)}, seconds=60)

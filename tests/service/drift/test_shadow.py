@@ -37,7 +37,9 @@ class Reference:
         self.running = False
         self.closed = False
 
-    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
         self.nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.running = True
         assert self.gate.wait(20)
@@ -217,7 +219,7 @@ def test_a_sample_that_fails_is_counted_and_the_next_is_measured(make: Make, hea
 def test_a_reference_that_refuses_a_sample_is_no_bug_and_leaves_no_traceback(
     make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> dict[str, Array]:
+    def refuse(*_: object, **more: object) -> dict[str, Array]:
         raise RuntimeFailure("ONNX Runtime failed: dimensions")
 
     monkeypatch.setattr(reference, "run", refuse)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from artifacts import write_artifact, write_mlp, write_product
+from artifacts import write_artifact, write_endless, write_mlp, write_product
 from onnx import helper
 from safetensors.numpy import save_file
 
 from bf16kit.digests import Digests
 from bf16kit.drift import DriftSummary, SampleDrift
-from bf16kit.errors import ArtifactDamaged, ArtifactError, BudgetExceeded, ConfigError
+from bf16kit.errors import ArtifactDamaged, ArtifactError, BudgetExceeded, ConfigError, RuntimeFailure
 from bf16kit.manifest import DriftEntry
 from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
@@ -192,3 +192,10 @@ def test_weights_are_mapped_where_serving_yaml_says_so(tmp_path: Path) -> None:
 
 def whole_gate(path: Path, **serving: object) -> Loaded:
     return loading.load(path, Serving.model_validate(serving), device="cpu", threads=1)
+
+
+def test_a_graph_that_never_ends_is_stopped(tmp_path: Path) -> None:
+    """It would keep every other model from being loaded."""
+    write_endless(tmp_path / "endless" / "1")
+    with pytest.raises(RuntimeFailure, match=r"cpu\.onnx, run for the first time: .* was not done after 0\.2 s"):
+        whole_gate(tmp_path / "endless" / "1", first_run_seconds=0.2)
