@@ -76,7 +76,7 @@ def stop_under_load(
     server: ServerProcess, requests: Requests, expected: list[np.ndarray[Any, Any]], lame_duck: float
 ) -> tuple[Outcome, float]:
     """SIGTERM in the middle of the load; how each call ended, and how long the server took to end."""
-    load = Offering(server.ports()[0], requests.messages, rate=_RATE, seconds=2 + lame_duck)
+    load = Offering(server.ports()[0], requests.messages, rate=_RATE, seconds=30)
     seen: list[int] = []
 
     def under_load() -> bool:

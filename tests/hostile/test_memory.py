@@ -30,7 +30,7 @@ _USUAL, _LONGEST, _LONG_SHARE = 64, 256, 0.01  # tokens, and how many requests h
 # glibc takes from a heap.
 _LARGEST, _LARGE = (4, 384), 24
 _GROWTH, _PEAK = 1.1, 1.3
-_KEPT = 32 << 20  # bytes that the heap may keep for as long as the server is busy
+_KEPT = 64 << 20  # bytes that the heap may keep for as long as the server is busy
 Feeds = Callable[[int, int], dict[str, np.ndarray[Any, Any]]]
 
 
