@@ -35,7 +35,7 @@ class ServerConfig(BaseSettings):
     max_watches: int = Field(default=1024, ge=1)  # of health
     max_connections: int = Field(default=4096, ge=1)  # of gRPC
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
-    max_request_bytes: int = Field(default=512 << 20, ge=1 << 10)  # of all requests together
+    max_request_bytes: int = Field(default=512 << 20, ge=1 << 10)  # of all requests and answers together
     receive_seconds: Seconds = 10.0
     send_seconds: Seconds = 30.0
     stream_idle_seconds: Seconds = 600.0

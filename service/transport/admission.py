@@ -59,22 +59,31 @@ class Shares:
 class Place:
     """One call's place behind a :class:`Door`, with what it holds there; :meth:`leave` gives all of it back, once."""
 
-    __slots__ = ("_client", "_door", "_left", "_nbytes")
+    __slots__ = ("_client", "_door", "_largest", "_left", "_nbytes")
 
     def __init__(self, door: Door, client: str) -> None:
         self._door = door
         self._client = client
-        self._nbytes = 0
+        self._nbytes = self._largest = 0
         self._left = False
 
     def hold(self, nbytes: int) -> None:
-        """Count a message of ``nbytes``; of a call's, the largest counts. Raises :class:`Overloaded` when all of them
-        together are too many."""
+        """Count a request of ``nbytes``; of a call's, the largest counts. Raises :class:`Overloaded` when those of all
+        calls are too many."""
         with self._door.lock:
-            more = nbytes - self._nbytes
-            if more > 0 and not self._left:
-                self._door.add(more)
-                self._nbytes = nbytes
+            if nbytes > self._largest:
+                self._add(nbytes - self._largest)
+                self._largest = nbytes
+
+    def hold_answer(self, nbytes: int) -> None:
+        """Count the answer, which the client has yet to take. Raises as :meth:`hold`."""
+        with self._door.lock:
+            self._add(nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        if not self._left:
+            self._door.add(nbytes, self._nbytes)
+            self._nbytes += nbytes
 
     def leave(self) -> None:
         with self._door.lock:
@@ -85,7 +94,7 @@ class Place:
 
 
 class Door:
-    """Counts the calls inside, at most ``limit``, and the bytes of their requests, at most ``max_bytes``.
+    """Counts the calls inside, at most ``limit``, and the bytes of their requests and answers, at most ``max_bytes``.
 
     With ``adaptive``, that may be fewer for a time.
     """
@@ -112,8 +121,8 @@ class Door:
 
     @property
     def crowded(self) -> bool:
-        """Whether half of the places are taken: the moment to be strict with those who keep one without need."""
-        return 2 * self._shares.taken >= self.limit
+        """Whether half of the places or bytes are taken: the moment to be strict with those who keep them waiting."""
+        return 2 * self._shares.taken >= self.limit or 2 * self._nbytes >= self._max_bytes
 
     def enter(self, client: str) -> Place:
         """A place for a call of ``client``. Raises :class:`Overloaded` when there is none for it, or what :meth:`close`
@@ -139,11 +148,13 @@ class Door:
         if self._adaptive is not None:
             self._adaptive.received(seconds)
 
-    def add(self, nbytes: int) -> None:
-        """Bytes that a place holds. Called with the lock held."""
-        if self._nbytes and self._nbytes + nbytes > self._max_bytes:
+    def add(self, nbytes: int, own: int) -> None:
+        """More bytes for a place that holds ``own``: what one holds alone has no bound. Called with the lock held."""
+        if self._nbytes > own and self._nbytes + nbytes > self._max_bytes:
             raise Overloaded(
-                f"requests of {self._nbytes} bytes are held, the limit is {self._max_bytes}; try again later", "bytes"
+                f"requests and answers of {self._nbytes} bytes are held, the limit is {self._max_bytes}; try again"
+                " later",
+                "bytes",
             )
         self._nbytes += nbytes
 

@@ -74,6 +74,11 @@ class Call:
         self._aborted = True
         self.context.abort(status.code, status.details)
 
+    def hold_answer(self, nbytes: int) -> None:
+        """Count an answer of ``nbytes`` until the call ends. Raises Overloaded for want of room."""
+        if self._place is not None:
+            self._place.hold_answer(nbytes)
+
     def admit(self, client: str) -> bool:
         """Take a place for ``client``; False when the call is refused, which :meth:`_begin` then says."""
         try:

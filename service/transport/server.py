@@ -56,7 +56,7 @@ class TransportOptions:
     compress: bool = False  # responses, with gzip, for clients that take it
     stream_window: int = 16  # requests of one stream at work at once
     max_message_bytes: int = 64 << 20  # of a request
-    max_request_bytes: int = 512 << 20  # of all requests together
+    max_request_bytes: int = 512 << 20  # of all requests and answers together
     receive_seconds: float = 10.0  # for a request to arrive, once its headers have
     send_seconds: float = 30.0  # for a client to take a response
     stream_idle_seconds: float = 600.0  # for the next request of a stream that waits for none of its responses

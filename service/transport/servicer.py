@@ -105,7 +105,9 @@ class InferenceServicer:
                 deadline = _earlier(deadline, asked.timeout, started)
                 request, dtypes = codec.decode(message, asked.priority, deadline, call.cancellation)
                 request.patient = patient
-                response = codec.encode(message.id, self._infer(model, request), dtypes)
+                response = codec.encode(
+                    message.id, self._infer(model, request), dtypes, None if patient else call.hold_answer
+                )
             code = self._seen(call, ends)
             if not patient:
                 self._limit.answered((model.name, model.version), self._clock() - started)

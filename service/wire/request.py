@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
@@ -47,12 +47,18 @@ class InferenceCodec:
         self._bounds.check_request(feeds, sizes, dtypes)
         return Request(feeds, rows, wanted, deadline, cancellation, priority), dtypes
 
-    def encode(self, request_id: str, reply: Reply, dtypes: Mapping[str, DType]) -> pb.ModelInferResponse:
+    def encode(
+        self, request_id: str, reply: Reply, dtypes: Mapping[str, DType], hold: Callable[[int], None] | None = None
+    ) -> pb.ModelInferResponse:
         """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``.
 
-        Raises :class:`InvalidRequest` when it is larger than the model's answers may be, before it is encoded.
+        ``hold`` is told the size of it before it is encoded, and may raise. Raises :class:`InvalidRequest` when it is
+        larger than the model's answers may be.
         """
-        self._bounds.check_answer(sum(array.size * item_size(dtypes[name]) for name, array in reply.outputs.items()))
+        nbytes = sum(array.size * item_size(dtypes[name]) for name, array in reply.outputs.items())
+        self._bounds.check_answer(nbytes)
+        if hold is not None:
+            hold(nbytes)
         response = pb.ModelInferResponse(model_name=self._name, model_version=self._version, id=request_id)
         outputs, raw = response.outputs, response.raw_output_contents
         for name, array in reply.outputs.items():

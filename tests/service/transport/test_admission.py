@@ -72,7 +72,7 @@ class TestDoor:
         door = Door(10, "calls", max_bytes=100)
         first, second = door.enter("a"), door.enter("a")
         first.hold(150)
-        with pytest.raises(Overloaded, match="requests of 150 bytes are held, the limit is 100") as refused:
+        with pytest.raises(Overloaded, match="requests and answers of 150 bytes are held, the limit is 100") as refused:
             second.hold(1)
         assert refused.value.reason == "bytes"
         first.leave()
@@ -92,8 +92,24 @@ class TestDoor:
         for nbytes in (10, 60, 30):
             stream.hold(nbytes)
         other.hold(40)
-        with pytest.raises(Overloaded, match="requests of 100 bytes are held"):
+        with pytest.raises(Overloaded, match="requests and answers of 100 bytes are held"):
             door.enter("a").hold(1)
+
+    def test_an_answer_counts_beside_its_request_until_its_call_ends(self) -> None:
+        door = Door(3, "calls", max_bytes=100)
+        first, second = door.enter("a"), door.enter("a")
+        first.hold(10)
+        first.hold_answer(150)  # alone, it may
+        crowded = [door.crowded]
+        with pytest.raises(Overloaded, match="requests and answers of 160 bytes"):
+            second.hold_answer(1)
+        first.leave()
+        first.hold_answer(1000)
+        crowded.append(door.crowded)
+        assert crowded == [True, False]
+        second.hold_answer(90)
+        with pytest.raises(Overloaded):
+            door.enter("a").hold_answer(11)
 
     def test_a_clients_share_is_refused_with_its_reason(self) -> None:
         door = Door(8, "calls")

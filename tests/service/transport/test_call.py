@@ -239,3 +239,16 @@ def test_a_request_that_would_swell_is_refused_before_it_is_parsed() -> None:
         code, details = served.refusal("ModelInfer", message)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "more than 65536 fields" in details
+
+
+def test_an_answer_that_is_not_taken_counts_and_the_next_is_refused() -> None:
+    wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
+    with serving(wide, max_request_bytes=(3 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
+        door = served.transport._inference
+        for answers in (1, 2, 3):  # of 1 MiB each
+            deaf.call(INFER, MESSAGE)
+            until(lambda answers=answers: door._nbytes > answers << 20)  # type: ignore[misc]
+        with pytest.raises(grpc.RpcError, match="requests and answers of 31") as refused:
+            served.call("ModelInfer", infer_request(x=X))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert wide.calls == 4
