@@ -2,9 +2,9 @@
 
 grpcio's synchronous server gives a call a thread, which then waits for the request. What it hands to the executor for
 that is enough to turn the two round: the thread is then taken once, when there is something to do (35 µs of a small
-model's 520 µs), and a client that sends nothing keeps none. That is no promise of grpcio's. So :func:`arrival` looks
-closely, and gives None where anything is not as it was in the versions below: grpcio's own way is then taken, and the
-client is known once the call has its thread.
+model's 520 µs), and a client that sends nothing keeps none. That is no promise of grpcio's. So :func:`find_arrival`
+looks closely, and gives None where anything is not as it was in the versions below: grpcio's own way is then taken, and
+the client is known once the call has its thread.
 """
 
 from __future__ import annotations
@@ -48,24 +48,31 @@ class Arrival:
     def cancel(self) -> None:
         self._event.call.cancel()
 
-    def read(self, received: Callable[[bytes], bytes], then: Callable[[], None]) -> None:
-        """Ask for the request. It is given to ``received``; where the call ends without one, that is not called.
+    def when_ended(self, ended: Callable[[], None]) -> None:
+        """``ended`` is called, on gRPC's own thread, once gRPC has nothing left to do for the call. Call this from
+        where the call was found."""
+        self._state.callbacks.append(ended)
 
-        ``then`` comes after that in either case, on gRPC's own thread, which must not be kept waiting.
+    def read(self, on_message: Callable[[bytes], bytes], when_done: Callable[[], None]) -> None:
+        """Ask for the request. ``on_message`` is given it, and is not called where the client sends none.
+
+        ``when_done`` comes after that in either case, unless the call has ended. Both are called on gRPC's own thread,
+        which must not be kept waiting.
         """
-        arrived = _receive_message(self._state, self._event.call, received)
+        receive = _receive_message(self._state, self._event.call, on_message)
 
-        def told(event: Any) -> Any:
-            outcome = arrived(event)
+        def on_event(event: Any) -> Any:
+            ended, callbacks = receive(event)
             self._state.request = None  # the one who asked has it
-            then()
-            return outcome
+            if ended is None:
+                when_done()
+            return ended, callbacks
 
-        self._event.call.start_server_batch((_OPERATION(0),), told)
+        self._event.call.start_server_batch((_OPERATION(0),), on_event)
         self._state.due.add(_TOKEN)
 
 
-def arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival] | None:
+def find_arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival] | None:
     """The behavior among the arguments with which grpcio submits a call to an executor, and the call's arrival."""
     if not _KNOWN or len(arguments) != 7:
         return None

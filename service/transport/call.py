@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from bf16kit.errors import InvalidRequest, RequestError, Unavailable
+from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from service.contract import Cancellation
 from service.transport.admission import Place
 from service.transport.arrival import Arrival
@@ -80,36 +80,47 @@ class Call:
             self._place.hold_answer(nbytes)
 
     def admit(self, client: str) -> bool:
-        """Take a place for ``client``; False when the call is refused, which :meth:`_begin` then says."""
+        """Take a place for ``client``; False when the call is refused, which :meth:`_check_admitted` then says."""
         try:
             self._place = self._lane.door.enter(client)
         except RequestError as error:
             self._refused = error
         return self._refused is None
 
-    def begin(self, arrival: Arrival, run: Callable[[], object]) -> None:
-        """The call has its place, and gRPC's own thread: ``run`` gives it one of its own."""
+    def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
+        """The call has its place. ``submit`` hands it to a thread; this is gRPC's own."""
         self._arrival = arrival
-        self._run(arrival, run)
+        arrival.when_ended(self._ended)
+        self._hand_over(arrival, submit)
 
-    def _run(self, arrival: Arrival, run: Callable[[], object]) -> None:
+    def _hand_over(self, arrival: Arrival, submit: Callable[[], object]) -> None:
+        """To a thread. Where there is none, because the server has stopped or the system is out of them, the call is
+        cancelled: an exception would end gRPC's own thread."""
         try:
-            run()
-        except RuntimeError:  # the server has stopped and has no threads: gRPC's own must live on
+            submit()
+        except RuntimeError:
             self._ended()
             arrival.cancel()
 
-    def _begin(self, context: grpc.ServicerContext) -> Place:
-        """The call runs. Raises what it is refused for."""
+    def _check_admitted(self, context: grpc.ServicerContext) -> Place:
+        """On the call's own thread, first of all. Raises what the call is refused for, or Cancelled when it is over."""
         self.context = context
         if self._refused is None and self._place is None:  # nobody could say yet whose it is
             self.admit(context.peer())
         if self._refused is not None or self._place is None:
             # Also where there is a place by now: this may be gRPC's own thread, which must not wait for a request.
             raise self._refused or Unavailable("the call was not let in")
-        if not context.add_callback(self._ended):  # it ended before this thread came to it
+        if self._arrival is None and not context.add_callback(self._ended):  # it ended before this thread came to it
             self._ended()
+        self._check_wanted()
         return self._place
+
+    def _check_wanted(self) -> None:
+        """Raises Cancelled or DeadlineExceeded when nobody waits for the response any more."""
+        if self._over:
+            raise Cancelled("the client left before its request was read")
+        if self.context.time_remaining() <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was read")
 
     def _ended(self) -> None:
         """gRPC has nothing left to do for the call."""
@@ -121,7 +132,7 @@ class Call:
             self._place.leave()
 
     def _waits(self, patience: Patience, end: Callable[[], None]) -> None:
-        """The server waits for the client from now on. Not for one that has gone: nobody would say that it is over."""
+        """Start the clock for this client. Where the call has ended, :meth:`_ended` has run and will not stop it."""
         patience.begin(self, end)
         if self._over:
             patience.done(self)
@@ -132,8 +143,13 @@ class Call:
         (self._arrival or self.context).cancel()
 
     def _parsed(self, data: bytes, place: Place) -> Message:
-        """The message, its bytes counted."""
-        data = self._rpc.inflate(data, place.hold)
+        """The message, its bytes counted. Large ones are read one at a time: meanwhile the client may have left."""
+
+        def hold(nbytes: int) -> None:
+            self._check_wanted()
+            place.hold(nbytes)
+
+        data = self._rpc.inflate(data, hold)
         try:
             message: Message = self._rpc.parse(data)
         except DecodeError:
@@ -149,12 +165,13 @@ class OneRequest(Call):
         self._asked = 0.0
         self._data: bytes | None = None
 
-    def begin(self, arrival: Arrival, run: Callable[[], object]) -> None:
+    def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
         if not self._rpc.reads:
-            return super().begin(arrival, run)
+            return super().start(arrival, submit)
         self._arrival = arrival
+        arrival.when_ended(self._ended)
         self._ask()
-        return arrival.read(self.received, lambda: self._run(arrival, run))
+        return arrival.read(self.received, lambda: self._hand_over(arrival, submit))
 
     def received(self, data: bytes) -> bytes:
         """gRPC's thread has the whole message. It is parsed on the call's own."""
@@ -182,7 +199,7 @@ class UnaryCall(OneRequest):
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         try:
-            place = self._begin(context)
+            place = self._check_admitted(context)
             response = self._rpc.answer(self._receive(messages, place) if self._rpc.reads else None, self)
         except grpc.RpcError:  # gRPC's own: the client has left
             raise
@@ -201,7 +218,7 @@ class WatchCall(OneRequest):
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
         try:
-            place = self._begin(context)
+            place = self._check_admitted(context)
             self._rpc.answer(self._receive(messages, place), self, self._sender(send))
         except grpc.RpcError:
             raise
@@ -228,7 +245,7 @@ class StreamCall(Call):
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
-            place = self._begin(context)
+            place = self._check_admitted(context)
             for response in self._rpc.answer(self._receive(messages, place), self):
                 if isinstance(response, Status):
                     self.abort(response)

@@ -7,6 +7,7 @@ soon as its request is there, on the lane's own threads, so that one kind of cal
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ import grpc
 
 from bf16kit.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
 from service.transport.admission import Door
-from service.transport.arrival import arrival as arrival
+from service.transport.arrival import find_arrival as find_arrival
 from service.transport.call import Call, Rpc, StreamCall, UnaryCall, WatchCall
 from service.transport.credentials import Metadata, Needs
 from service.transport.status import Status, StatusTable
@@ -26,6 +27,7 @@ _REASONS: dict[type[Exception], str] = {
     Unauthenticated: "unauthenticated",
     Forbidden: "forbidden",
 }
+_log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type checkers only
 
 
@@ -60,14 +62,19 @@ class _Admitting(ThreadPoolExecutor):
     """A lane's threads, for calls that have a place and something to do."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        found = arrival(args)
+        """Called on gRPC's own thread, which an exception would end, and with it the server."""
+        submit = super().submit
+        found = find_arrival(args)
         if found is None or not isinstance(found[0], Call):
-            return super().submit(fn, *args, **kwargs)
-        call, arrived = found
-        if not call.admit(arrived.client):
+            try:
+                return submit(fn, *args, **kwargs)
+            except RuntimeError as error:
+                _log.warning("a call has no thread and is not answered: %s", error)
+                return _done()
+        call, arrival = found
+        if not call.admit(arrival.client):
             return _INLINE.submit(fn, *args, **kwargs)
-        run = super().submit
-        call.begin(arrived, lambda: run(fn, *args, **kwargs))
+        call.start(arrival, lambda: submit(fn, *args, **kwargs))
         return _done()
 
 

@@ -24,6 +24,7 @@ from service.transport.status import StatusTable
 from service.transport.watchdog import Patience, Watchdog
 
 _CONTROL_CALLS = 128  # health checks, metadata, statistics at once
+_SLOW_CONTROL_CALLS = 8  # that may take longer than a moment to send what is a few bytes
 _REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
 # For those that keep a server waiting which has no more than half of its places. Not less: it may be the server that is
@@ -148,7 +149,7 @@ class Transport:
         self._watchdog.stop()
         ended = self._empty(time.monotonic() + _LAST_WORDS_SECONDS)
         for pool in self._pools:
-            pool.shutdown(wait=ended, cancel_futures=True)
+            pool.shutdown(wait=answered and ended, cancel_futures=True)  # a run that was cut off may never end
         return answered
 
     def _empty(self, until: float) -> bool:
@@ -165,8 +166,10 @@ class Transport:
         return Lanes(
             inference=self._lane("grpc-infer", self._inference, receive, send, slow=slow),
             streams=self._lane("grpc-open-stream", self._streams, options.stream_idle_seconds, send),
-            control=self._lane("grpc-control", control, receive, send),
-            watches=self._lane("grpc-watch", watches, receive, _HURRIED_SECONDS, threads=_CONTROL_CALLS),
+            control=self._lane("grpc-control", control, receive, send, slow=_SLOW_CONTROL_CALLS),
+            watches=self._lane(
+                "grpc-watch", watches, receive, _HURRIED_SECONDS, slow=_SLOW_CONTROL_CALLS, threads=_CONTROL_CALLS
+            ),
             reflection=self._lane("grpc-reflection", reflection, _REFLECTION_SECONDS, _REFLECTION_SECONDS),
         )
 

@@ -34,8 +34,9 @@ class Inflater:
             hold(len(data))
             return data
         with self._one_at_a_time:
+            hold(len(data))  # again: others may have taken long
             inflated = self._inflated(data)
-            hold(len(inflated))
+            hold(len(inflated) - len(data))
             return inflated
 
     def _inflated(self, data: bytes) -> bytes:

@@ -29,7 +29,7 @@ INFER = f"/{SERVICE}/ModelInfer"
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test is run twice: as it is, and as with a grpcio of which we know nothing but its public interface."""
     if request.param == "grpcio":
-        monkeypatch.setattr(lane_module, "arrival", lambda arguments: None)
+        monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
     return str(request.param)
 
 
@@ -41,13 +41,13 @@ by_arrival = pytest.mark.parametrize("way", ["arrival"], indirect=True)
 def test_whose_a_call_is_is_known_before_it_has_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what its request is: another version of grpcio may hand over something else."""
     found: list[Any] = []
-    known = lane_module.arrival
+    known = lane_module.find_arrival
 
-    def arrival(arguments: tuple[Any, ...]) -> Any:
+    def find_arrival(arguments: tuple[Any, ...]) -> Any:
         found.append(known(arguments))
         return found[-1]
 
-    monkeypatch.setattr(lane_module, "arrival", arrival)
+    monkeypatch.setattr(lane_module, "find_arrival", find_arrival)
     with serving(LoopbackModel()) as served:
         served.call("ModelInfer", infer_request(x=X))
     assert [arrived.client.startswith("ipv4:127.0.0.1:") for _, arrived in found] == [True]
@@ -156,6 +156,33 @@ def test_a_call_that_finds_no_threads_any_more_is_cancelled_and_stops_nobody() -
         for _ in range(2):
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
         assert served.transport._inference.wait_empty(until=0)
+
+
+@pytest.mark.parametrize("way", ["grpcio"], indirect=True)
+def test_grpcios_own_way_survives_a_pool_without_threads() -> None:
+    with serving(LoopbackModel()) as served:
+        for pool in served.transport._pools:
+            pool.shutdown()
+        for _ in range(2):
+            call = served.stub("ModelInfer").future(infer_request(x=X), timeout=0.3)
+            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@by_arrival
+def test_a_client_that_leaves_before_its_call_has_a_thread_gives_its_place_back_at_once() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate)) as served:
+        for pool in served.transport._pools:
+            pool._max_workers = 1
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        waiting = served.stub("ModelInfer").future(infer_request(x=X))
+        until(lambda: served.transport._inference._shares.taken == 2)
+        waiting.cancel()
+        until(lambda: served.transport._inference._shares.taken == 1)
+        gate.go.set()
+        assert running.result(30)
+    assert len(served.log.seen) == 1  # the other was never read
 
 
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:

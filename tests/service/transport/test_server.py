@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loopback import LoopbackModel, LoopbackRegistry, RequestLog, infer_request, serving
+from loopback import Gate, LoopbackModel, LoopbackRegistry, RequestLog, infer_request, serving
 
 from bf16kit.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
@@ -136,6 +136,20 @@ def test_a_stopping_server_gives_a_busy_process_time_to_catch_up_and_an_idle_one
         for thread in busy:
             thread.join()
     assert min(seconds(1.0) for _ in range(20)) < 0.9
+
+
+def test_stopping_does_not_wait_for_a_run_that_was_cut_off() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate)) as served:
+        running = served.stub("ModelInfer").future(infer_request(x=X))
+        assert gate.started.wait(30)
+        begun = time.monotonic()
+        clean = served.transport.stop(0.1)
+        took = time.monotonic() - begun
+        gate.go.set()
+        assert not clean
+        assert took < 10
+        assert running.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
 def test_stopping_twice_is_harmless() -> None:
