@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -19,9 +19,11 @@ from bf16kit.errors import InvalidRequest
 _SMALL = 16 << 10  # bytes of a message that may hold whatever it likes: parsed, it is 1 MiB at most
 _FIELDS = 1 << 16  # of a larger one, those of the messages in it included
 _PACKED_BYTES = 8 << 20  # of its integers that are one byte or more on the wire each, and up to eight in memory
+_TEXT = 1 << 20  # bytes of a name, an id or any other text: Python copies and hashes it in one piece, again and again
 _LONGEST_VARINT = 10  # bytes
 
-_Known: TypeAlias = "Mapping[int, _Known | None]"  # by number: messages, with what is known of them; None is packed
+#: By number: messages, with what is known of them; texts, and integers that may be packed.
+_Known: TypeAlias = "Mapping[int, _Known | Literal['text', 'packed']]"
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)  # of the same size on the wire as in memory
 
 
@@ -82,8 +84,12 @@ class _Skim:
             raise ValueError
         return at + (8, 0, 0, 0, 4)[kind - 1]  # groups begin and end; what is in them follows
 
-    def _inside(self, at: int, end: int, known: _Known | None) -> None:
-        if known is not None:
+    def _inside(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
+        if known == "text":
+            if end - at > _TEXT:
+                raise InvalidRequest(f"the request has a text of {end - at} bytes, expected at most {_TEXT}")
+            return
+        if known != "packed":
             self.over(at, end, known)
             return
         self._packed -= end - at
@@ -112,5 +118,7 @@ def _known(kind: Descriptor) -> _Known:
         if field.message_type is not None:
             known[field.number] = _known(field.message_type)
         elif field.is_repeated and field.is_packed and field.cpp_type not in _FLOATS:
-            known[field.number] = None
+            known[field.number] = "packed"
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            known[field.number] = "text"
     return known
