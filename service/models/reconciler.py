@@ -59,6 +59,7 @@ class Reconciler:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._waiting: dict[str, _Waiting] = {}
+        self._at_work: Wish | None = None
         self._closed = False
         self._advised: set[str] = set()
         self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
@@ -72,12 +73,19 @@ class Reconciler:
         The future ends when it is so. It fails with Unavailable where a version cannot be loaded (its slot has the
         reason), where the server is shut down, and where the opposite was wanted before the thread came to it.
         """
+        told = self._ask(wish)
+        assert told is not None  # noqa: S101 - for the type checker
+        return told
+
+    def _ask(self, wish: Wish, *, unless_tried: bool = False) -> Future[None] | None:
+        """Have the thread fulfil ``wish``; None, and nothing, where that would be to try once more and must not be."""
         told: Future[None] = Future()
-        overtaken: list[Future[None]] = []
         with self._lock:
             if self._closed:
                 told.set_exception(Unavailable(_STOPPING))
                 return told
+            if unless_tried and self._tried(wish):
+                return None
             earlier = self._waiting.get(wish.name, _Waiting(wish))
             same = bool(earlier.wish.plans) == bool(wish.plans)
             self._waiting[wish.name] = _Waiting(wish, [*(earlier.told if same else ()), told])
@@ -91,18 +99,24 @@ class Reconciler:
     def desire(self, wishes: Iterable[Wish]) -> dict[str, Future[None]]:
         """Ask for exactly these models: every other one is unloaded. A future for each model that changes, by name.
 
-        What could not be loaded is tried again only when its plan is another; :meth:`want` always tries.
+        What could not be loaded, or is being loaded, is tried again only when its plan is another; :meth:`want` always
+        tries.
         """
         wanted = {wish.name: wish for wish in wishes}
-        for name in (*self.slots, *self._waiting):
+        with self._lock:
+            known = (*self.slots, *self._waiting)
+        for name in known:
             wanted.setdefault(name, Wish(name))
-        return {name: self.want(wanted[name]) for name in sorted(wanted) if not self._tried(wanted[name])}
+        asked = {name: self._ask(wanted[name], unless_tried=True) for name in sorted(wanted)}
+        return {name: told for name, told in asked.items() if told is not None}
 
     def _tried(self, wish: Wish) -> bool:
-        """Whether all that could be done for ``wish`` has been done."""
+        """Whether all that could be done for ``wish`` has been done, or is being done. Called with the lock held."""
         slots = self.slots.get(wish.name, {})
         if wish.name in self._waiting or not slots.keys() >= wish.versions:
             return False
+        if wish == self._at_work:
+            return True
         served = [plan for plan in wish.plans if slots[plan.version].serves(plan)]
         others = slots.keys() - wish.versions
         return all(slots[plan.version].tried == plan for plan in wish.plans) and not (
@@ -142,6 +156,7 @@ class Reconciler:
             except Exception as bug:  # noqa: BLE001 - this thread must live on for the other models
                 _log.exception("model %r: reconciling failed unexpectedly", waiting.wish.name)
                 error = bug
+            self._at_work = None
             _tell(waiting.told, error)
 
     def _next(self) -> _Waiting | None:
@@ -150,7 +165,11 @@ class Reconciler:
             if not self._waiting and not self._closed:
                 self._start_shadows()
             self._wake.wait_for(lambda: self._waiting or self._closed)
-            return None if self._closed else self._waiting.pop(next(iter(self._waiting)))
+            if self._closed:
+                return None
+            waiting = self._waiting.pop(next(iter(self._waiting)))
+            self._at_work = waiting.wish
+            return waiting
 
     def _fulfil(self, wish: Wish) -> None:
         """Versions are loaded before others of their model are unloaded, and where none of them can be loaded what is

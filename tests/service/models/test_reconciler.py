@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -21,6 +22,8 @@ from bf16kit.runtime import loading as runtime_loading
 from service.contract import Request
 from service.models import loading
 from service.models.generation import Generation
+from service.models.plan import Wish
+from service.models.reconciler import Reconciler
 from service.models.repository import Repository
 from service.telemetry.metrics import Metrics
 
@@ -457,6 +460,32 @@ def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path,
     (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
     repository.scan()
     until(lambda: states(repository) == {("m", 2): "ready"})
+
+
+def test_what_is_loaded_between_two_looks_is_not_tried_once_more(
+    tmp_path: Path, repository: Repository, loads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever scans sees a model wait; before it asks again the model's turn has come, and it could not be loaded."""
+    put(tmp_path, "a")
+    put(tmp_path, "m", spoil=0.5)
+    loads.go.clear()
+    repository.scan()
+    until(lambda: loads.begun == ["a/1"])
+    real = Reconciler._tried
+
+    def look(reconciler: Reconciler, wish: Wish) -> bool:
+        found = real(reconciler, wish)
+        loads.go.set()
+        with contextlib.suppress(AssertionError):  # while somebody looks, nothing's turn comes
+            until(lambda: wish.name == "a" or loads.begun == ["a/1", "m/1"], 0.5)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Reconciler, "_tried", look)
+        repository.scan()
+    put(tmp_path, "z")
+    repository.load("z").result(60)
+    assert loads.begun == ["a/1", "m/1", "z/1"]
 
 
 def test_a_reason_is_no_longer_than_a_person_reads(
