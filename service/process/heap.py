@@ -17,11 +17,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for
 # What is smaller comes from the heap. This is where glibc arrives by itself when large blocks are freed: mapping each
 # anew costs twice the time of a request of 8 MiB, in page faults.
 _MAPPED_FROM = 32 << 20
-_KEPT = 16 << 20  # bytes at the end of each arena, for the next messages
+_KEPT = 8 << 20  # bytes at the end of each arena, for the next messages
 _ARENAS = 2  # of what Python's lock lets run at once, more of them make nothing faster
 _IDLE = 0.1  # of one core's time: with less than this the server has nothing to do
 _WORK = 0.1  # seconds of work since the last time: it is worth looking again
-_TICK_S = 5.0
+_TICK_S = 2.0
 _log = logging.getLogger(__name__)
 
 
