@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable
 
 from bf16kit.errors import Overloaded, RequestError
-from service.transport.limit import AdaptiveLimit
 
 
 class Shares:
     """Who holds how many of ``limit`` places. While half of them are free, whoever comes takes one.
 
     After that each holder may have an equal part, and the last eighth is for those who hold hardly any: so there is
-    room for others to come, however many one of them sends. ``limit`` may change at any time. Not thread-safe.
+    room for others to come, however many one of them sends. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
@@ -94,10 +93,7 @@ class Place:
 
 
 class Door:
-    """Counts the calls inside, at most ``limit``, and the bytes of their requests and answers, at most ``max_bytes``.
-
-    With ``adaptive``, that may be fewer for a time.
-    """
+    """Counts the calls inside, at most ``limit``, and bytes of their requests and answers, at most ``max_bytes``."""
 
     def __init__(
         self,
@@ -106,10 +102,8 @@ class Door:
         *,
         reason: str = "in_flight",
         max_bytes: int = 1 << 62,
-        adaptive: AdaptiveLimit | None = None,
     ) -> None:
         self.limit = limit
-        self._adaptive = adaptive
         self.lock = threading.Lock()
         self._what = what
         self._reason = reason
@@ -130,23 +124,12 @@ class Door:
         with self.lock:
             if self._closed is not None:
                 raise self._closed()
-            if self._adaptive is not None:
-                self._shares.limit = self._adaptive.now
             if not self._shares.take(client):
-                if self._adaptive is not None:
-                    self._adaptive.refused()
-                limit = f"{self._shares.limit} {self._what} is the limit of this server"
-                if self._shares.limit < self.limit:
-                    limit += " while so many come"
+                limit = f"{self.limit} {self._what} is the limit of this server"
                 if self._shares.full:
                     raise Overloaded(f"{limit}; try again later", self._reason)
                 raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
         return Place(self, client)
-
-    def received(self, seconds: float) -> None:
-        """See :meth:`AdaptiveLimit.received`."""
-        if self._adaptive is not None:
-            self._adaptive.received(seconds)
 
     def add(self, nbytes: int, own: int) -> None:
         """More bytes for a place that holds ``own``: what one holds alone has no bound. Called with the lock held."""

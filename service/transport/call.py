@@ -162,7 +162,6 @@ class OneRequest(Call):
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         super().__init__(rpc, lane)
-        self._asked = 0.0
         self._data: bytes | None = None
 
     def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
@@ -170,23 +169,18 @@ class OneRequest(Call):
             return super().start(arrival, submit)
         self._arrival = arrival
         arrival.when_ended(self._ended)
-        self._ask()
+        self._waits(self._lane.receiving, self._expire)
         return arrival.read(self.received, lambda: self._hand_over(arrival, submit))
 
     def received(self, data: bytes) -> bytes:
         """gRPC's thread has the whole message. It is parsed on the call's own."""
         self._data = data
         self._lane.receiving.done(self)
-        self._lane.door.received(time.monotonic() - self._asked)
         return data
-
-    def _ask(self) -> None:
-        self._asked = time.monotonic()
-        self._waits(self._lane.receiving, self._expire)
 
     def _receive(self, messages: Iterator[bytes], place: Place) -> Message:
         if self._arrival is None:
-            self._ask()
+            self._waits(self._lane.receiving, self._expire)
             self._data = next(messages, None)
         data, self._data = self._data, None
         if data is None:

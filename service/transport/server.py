@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from service.transport.credentials import Access, server_credentials
 from service.transport.handlers import SERVICE, Lanes, Table
 from service.transport.health import HealthServicer
 from service.transport.lane import Lane
-from service.transport.limit import AdaptiveLimit
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
 from service.transport.watchdog import Patience, Watchdog
@@ -86,17 +86,13 @@ class Transport:
         self._patiences: list[Patience] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._health = HealthServicer(registry, SERVICE)
-        limit = AdaptiveLimit(options.max_in_flight)
-        self._inference = Door(
-            options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes, adaptive=limit
-        )
+        self._inference = Door(options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes)
         self._streams = Door(options.max_streams, "open streams", reason="streams", max_bytes=options.max_request_bytes)
         self._servicer = InferenceServicer(
             registry,
             observer,
             self._statuses,
             FairShares(options.max_in_flight, "model", "model_share"),
-            limit,
             stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
             stream_window=options.stream_window,
         )
@@ -147,10 +143,15 @@ class Transport:
         answered = self._empty(until)
         self._server.stop(0)
         self._watchdog.stop()
-        ended = self._empty(time.monotonic() + _LAST_WORDS_SECONDS)
-        for pool in self._pools:
-            pool.shutdown(wait=answered and ended, cancel_futures=True)  # a run that was cut off may never end
+        self._empty(time.monotonic() + _LAST_WORDS_SECONDS)
+        closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
+        closing.start()
+        closing.join(_LAST_WORDS_SECONDS)  # a run that was cut off may never end
         return answered
+
+    def _close_pools(self) -> None:
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
 
     def _empty(self, until: float) -> bool:
         """Whether no call was inside by ``until``."""

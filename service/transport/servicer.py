@@ -16,7 +16,6 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Reply, Request, RequestObserver, Slot
 from service.transport.admission import FairShares
 from service.transport.call import Call
-from service.transport.limit import AdaptiveLimit
 from service.transport.status import Status, StatusTable
 from service.transport.streams import OrderedAnswers
 from service.wire import metadata
@@ -40,7 +39,6 @@ class InferenceServicer:
         observer: RequestObserver,
         statuses: StatusTable,
         shares: FairShares,
-        limit: AdaptiveLimit,
         stream_threads: Executor,
         stream_window: int,
         clock: Callable[[], float] = time.monotonic,
@@ -49,7 +47,6 @@ class InferenceServicer:
         self._observer = observer
         self._statuses = statuses
         self._shares = shares
-        self._limit = limit
         self._stream_threads = stream_threads
         self._stream_window = stream_window
         self._clock = clock
@@ -109,8 +106,6 @@ class InferenceServicer:
                     message.id, self._infer(model, request), dtypes, None if patient else call.hold_answer
                 )
             code = self._seen(call, ends)
-            if not patient:
-                self._limit.answered((model.name, model.version), self._clock() - started)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
             status = self._statuses.of(error)
