@@ -95,7 +95,7 @@ def _elsewhere(attack: Callable[[str, int, int], set[str]], *arguments: Any) -> 
 
 def test_messages_that_swell_take_no_more_than_they_have_bytes(target: Target, oracle: Oracle) -> None:
     """Two bytes of an empty input are ninety in memory, and protobuf lets no other thread run while it parses."""
-    together, nbytes = amount(2, 6), amount(8, 60) << 20
+    together, nbytes = amount(2, 3), amount(8, 60) << 20
     before = target.rss()
     with unharmed(target, oracle) as wellness:
         codes = _elsewhere(send_swelling, target.address, together, nbytes)
