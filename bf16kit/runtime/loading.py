@@ -101,6 +101,7 @@ def load_reference(
             precision="fp32",
             threads=1 if low_priority and threads is None else threads,
             external=weights.external,
+            files=weights.files,
             base_dir=weights.base_dir,
             name=name,
             note=f"the fp32 reference, its weights rebuilt from bf16 and the residual {weights.where}",

@@ -16,6 +16,8 @@ from bf16kit.runtime import Array
 from bf16kit.runtime.externaldata import REBUILT, Gathering, initializers
 from bf16kit.runtime.scratch import NoScratch, scratch_file
 
+_VIRTUAL_FILE = "weights"  # the name of a file that does not exist
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -35,13 +37,19 @@ def rebuilt(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Ite
     They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there, or, where
     that is not possible, kept in memory, which takes twice as much of it while the session is opened.
     """
+    gathering = Gathering(graph)
     try:
-        gathering = Gathering(graph)
         with scratch_file(gathering.size, scratch) as (path, mapped):
             _write(gathering, artifact, mapped)
             del mapped
             yield Weights(gathering.at(path.name), "in a temporary file", base_dir=path.parent)
     except NoScratch as reason:
+        if artifact.copies:  # a session that is given the graph's own path maps what else the graph names
+            buffer = np.empty(gathering.size, np.uint8)
+            _write(gathering, artifact, buffer)
+            where = f"in memory, because {reason}"
+            yield Weights(gathering.at(_VIRTUAL_FILE), where, files={_VIRTUAL_FILE: buffer})
+            return
         reader = _reader(artifact)
         arrays = {name: reader.restore(name) for name in initializers(graph, REBUILT)}
         yield Weights(graph, f"in memory, because {reason}", external=arrays)

@@ -9,6 +9,9 @@ from pathlib import Path
 import artifacts
 import numpy as np
 import pytest
+import torch
+from architectures import Mlp
+from converting import MLP, ONNX_ONLY, process
 from peaks import measured_alone
 
 from bf16kit.artifact import Artifact
@@ -42,6 +45,27 @@ def test_it_answers_as_before_when_its_files_are_changed_cut_short_and_deleted(
     np.testing.assert_array_equal(runtime.run({"x": X})["y"], right)
     shutil.rmtree(product.path)
     np.testing.assert_array_equal(runtime.run({"x": X})["y"], right)
+
+
+@pytest.fixture(scope="module")
+def partly_fp32(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """A weight of it stays fp32, in a file that the reference reads as it is."""
+    root = tmp_path_factory.mktemp("partly")
+    torch.save(Mlp().state_dict(), root / "mlp.pt")
+    to = ("--out", root / "mlp" / "1", "--keep-fp32", "bias")
+    process("checkpoint", root / "mlp.pt", *MLP, *ONNX_ONLY, *to).published()
+    return Artifact.open(root / "mlp" / "1", copies=True)
+
+
+@pytest.mark.parametrize("scratch", ["disk", "/dev/shm", "nowhere"])
+def test_nor_does_the_reference_map_what_is_fp32_already(partly_fp32: Artifact, tmp_path: Path, scratch: str) -> None:
+    assert "weights.fp32" in partly_fp32.manifest.files
+    reference = load_reference(partly_fp32, threads=1, scratch=tmp_path if scratch == "disk" else Path(scratch))
+    assert str(partly_fp32.path) not in Path("/proc/self/maps").read_text()
+    golden = partly_fp32.golden()
+    answers = reference.run(golden.inputs)
+    for name, right in golden.outputs.items():
+        np.testing.assert_allclose(answers[name], right, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_left_in_the_directory_for_temporary_files(product: Artifact, tmp_path: Path) -> None:
