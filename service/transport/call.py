@@ -39,7 +39,7 @@ class Rpc:
     """
 
     inflate: Inflater
-    parse: Callable[[bytes], Any]
+    parse: Callable[[bytes, Callable[[int], None]], Any]
     serialize: Callable[[Any], bytes]
     answer: Callable[..., Any]
     kind: Literal["unary", "stream", "watch"] = "unary"
@@ -151,7 +151,7 @@ class Call:
 
         data = self._rpc.inflate(data, hold)
         try:
-            message: Message = self._rpc.parse(data)
+            message: Message = self._rpc.parse(data, hold)
         except DecodeError:
             raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
         return message

@@ -9,17 +9,19 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from bf16kit.errors import InvalidRequest
 
 _GZIP = b"\x1f\x8b"  # no message begins so: 0x1f would be a field of a wire type that there is not
 _ZLIB = 0x78  # with the right byte behind it. In protobuf: field 15, which no request has, before those that it has
+_SMALL = 64 << 10  # bytes, decompressed: nobody waits for another's
 _AUTO = zlib.MAX_WBITS | 32  # of the two, whichever it is
 
 
 class Inflater:
-    """Decompresses messages to at most ``max_bytes``, one at a time: what two do at once takes as long, and twice the
-    memory."""
+    """Decompresses messages to at most ``max_bytes``; large ones one at a time: what two do at once takes as long, and
+    twice the memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -33,23 +35,27 @@ class Inflater:
         if not _compressed(data):
             hold(len(data))
             return data
-        with self._one_at_a_time:
-            hold(len(data))  # again: others may have taken long
-            inflated = self._inflated(data)
-            hold(len(inflated) - len(data))
-            return inflated
-
-    def _inflated(self, data: bytes) -> bytes:
         inflate = zlib.decompressobj(_AUTO)
-        try:
-            inflated = inflate.decompress(data, self._max_bytes + 1)
-        except zlib.error:
-            raise InvalidRequest("the request cannot be decompressed") from None
+        inflated = _more(inflate, data, min(_SMALL, self._max_bytes + 1))
+        if not inflate.eof and len(inflated) <= self._max_bytes:
+            with self._one_at_a_time:
+                hold(len(data))  # others may have taken long, and the client may have left
+                inflated += _more(inflate, inflate.unconsumed_tail, self._max_bytes + 1 - len(inflated))
         if len(inflated) > self._max_bytes:
             raise InvalidRequest(f"the request has more than {self._max_bytes} bytes once it is decompressed")
         if not inflate.eof or inflate.unused_data:
             raise InvalidRequest("the request cannot be decompressed: it is broken off, or goes on behind its end")
+        hold(len(inflated))
         return inflated
+
+
+def _more(inflate: Any, data: bytes, most: int) -> bytes:
+    """``most`` bytes or fewer, and one at least: zlib takes 0 for no limit."""
+    try:
+        more: bytes = inflate.decompress(data, most)
+    except zlib.error:
+        raise InvalidRequest("the request cannot be decompressed") from None
+    return more
 
 
 def _compressed(data: bytes) -> bool:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -18,7 +19,9 @@ from bf16kit.errors import InvalidRequest
 
 _SMALL = 16 << 10  # bytes of a message that may hold whatever it likes: parsed, it is 1 MiB at most
 _FIELDS = 1 << 16  # of a larger one, those of the messages in it included
-_PACKED_BYTES = 8 << 20  # of its integers that are one byte or more on the wire each, and up to eight in memory
+_INTEGERS = 8 << 20  # in its shapes and contents: of one byte or more on the wire each
+_INTEGER_BYTES = 16  # in memory: eight in the message, and as many in the array made of it
+_FIELD_BYTES = 100  # in memory, of what an empty one becomes
 _TEXT = 1 << 20  # bytes of a name, an id or any other text: Python copies and hashes it in one piece, again and again
 _LONGEST_VARINT = 10  # bytes
 
@@ -27,22 +30,29 @@ _Known: TypeAlias = "Mapping[int, _Known | Literal['text', 'packed']]"
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)  # of the same size on the wire as in memory
 
 
-def parser(kind: Descriptor, max_bytes: int | None = None) -> Callable[[bytes], Message]:
-    """Parses messages of this kind, of at most ``max_bytes``.
+Parse: TypeAlias = Callable[[bytes, Callable[[int], None]], Message]
 
-    What it returns raises InvalidRequest for a message that would take much more memory than it has bytes, and
+
+def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
+    """Parses messages of this kind, of at most ``max_bytes``. What it returns takes a message's bytes, and a function
+    that is told the bytes that it takes in memory before it is parsed, and may raise.
+
+    It raises InvalidRequest for a message that would take much more memory than it has bytes, and
     protobuf's DecodeError for bytes that are no message. Large messages are parsed one at a time: were several threads
     to do so, the others would wait for all of them.
     """
     parse, known, one_at_a_time = GetMessageClass(kind).FromString, _known(kind), threading.Lock()
 
-    def bounded(data: bytes) -> Message:
+    def bounded(data: bytes, hold: Callable[[int], None]) -> Message:
         if len(data) <= _SMALL:
             return parse(data)
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest(f"the request has {len(data)} bytes, expected at most {max_bytes} for a {kind.name}")
         with one_at_a_time:
-            _Skim(data).over(0, len(data), known)
+            hold(len(data))  # others may have taken long, and the client may have left
+            skim = _Skim(data)
+            skim.over(0, len(data), known)
+            hold(len(data) + skim.swelling)
             return parse(data)
 
     return bounded
@@ -53,8 +63,13 @@ class _Skim:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._fields = _FIELDS
-        self._packed = _PACKED_BYTES
+        self._fields = 0
+        self._integers = 0
+
+    @property
+    def swelling(self) -> int:
+        """Bytes that what was looked over takes in memory, beyond those on the wire."""
+        return self._fields * _FIELD_BYTES + self._integers * _INTEGER_BYTES
 
     def over(self, at: int, end: int, known: _Known) -> None:
         """Count what is between ``at`` and ``end``. Raises InvalidRequest when that is too much."""
@@ -66,10 +81,11 @@ class _Skim:
 
     def _field(self, at: int, end: int, known: _Known) -> int:
         """Where the next field begins. IndexError or ValueError where the message is broken off or none."""
-        self._fields -= 1
-        if self._fields < 0:
+        self._fields += 1
+        if self._fields > _FIELDS:
             raise InvalidRequest(
-                f"the request has more than {_FIELDS} fields; send tensors in raw_input_contents, one field each"
+                f"the request has more than {_FIELDS} fields; send numbers in raw_input_contents, one field for each"
+                " tensor, and fewer strings"
             )
         tag, at = self._varint(at)
         kind = tag & 7
@@ -92,10 +108,11 @@ class _Skim:
         if known != "packed":
             self.over(at, end, known)
             return
-        self._packed -= end - at
-        if self._packed < 0:
+        # The last byte of each integer is below 0x80, and no other is.
+        self._integers += int(np.count_nonzero(np.frombuffer(self._data, np.uint8)[at:end] < 0x80))
+        if self._integers > _INTEGERS:
             raise InvalidRequest(
-                f"the request has more than {_PACKED_BYTES} bytes of integers in shapes and contents; send tensors in"
+                f"the request has more than {_INTEGERS} integers in shapes and contents; send tensors in"
                 " raw_input_contents"
             )
 

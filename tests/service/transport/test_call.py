@@ -19,6 +19,7 @@ from service.transport import lane as lane_module
 from service.transport.call import Rpc, UnaryCall
 from service.transport.handlers import SERVICE
 from service.wire.inflate import Inflater
+from service.wire.skim import parser
 
 X = np.ones((1, 3), np.float32)
 MESSAGE = infer_request(x=X).SerializeToString()
@@ -88,7 +89,12 @@ def test_a_call_that_was_refused_stays_so_where_a_place_becomes_free() -> None:
     with serving(LoopbackModel(), max_in_flight=1) as served:
         lane, door = served.transport._lanes().inference, served.transport._inference
         place = door.enter("somebody")
-        rpc = Rpc(Inflater(1 << 20), pb.ModelInferRequest.FromString, lambda response: b"", lambda *_: None)
+        rpc = Rpc(
+            Inflater(1 << 20),
+            parser(pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]),
+            lambda response: b"",
+            lambda *_: None,
+        )
         call = UnaryCall(rpc, lane)
         lane.door = door
         assert not call.admit("ipv4:203.0.113.7:1")

@@ -22,6 +22,7 @@ from service.contract import Array, Bounds, Cancellation
 from service.transport.call import Rpc
 from service.transport.credentials import Needs
 from service.wire.inflate import Inflater
+from service.wire.skim import parser
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -348,7 +349,12 @@ def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: 
             raise RuntimeError(code)
 
     infer = served.transport._servicer.ModelInfer
-    rpc = Rpc(Inflater(1 << 20), pb.ModelInferRequest.FromString, pb.ModelInferResponse.SerializeToString, infer)
+    rpc = Rpc(
+        Inflater(1 << 20),
+        parser(pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]),
+        pb.ModelInferResponse.SerializeToString,
+        infer,
+    )
     handler: Any = served.transport._lanes().inference.open(rpc, Needs(None, None), None)
     with pytest.raises(RuntimeError, match="CANCELLED"):
         handler.stream_unary(iter([b"is not parsed either"]), Gone())

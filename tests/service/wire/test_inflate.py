@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,15 +20,29 @@ MESSAGE = infer_request(x=np.zeros((4, 1000), np.float32)).SerializeToString()
 def test_a_message_comes_as_it_was_and_is_counted_so(compress: type[bytes]) -> None:
     held: list[int] = []
     assert Inflater(1 << 20)(compress(MESSAGE), held.append) == MESSAGE
-    assert sum(held) == len(MESSAGE)
+    assert held[-1] == len(MESSAGE)
 
 
-def test_nobody_waits_behind_others_for_a_request_that_is_over() -> None:
+def test_a_large_request_that_is_over_when_its_turn_comes_is_not_decompressed() -> None:
     def over(nbytes: int) -> None:
+        held.append(nbytes)
         raise Cancelled("the client left")
 
+    held: list[int] = []
+    data = gzip.compress(bytes(1 << 20))
     with pytest.raises(Cancelled):
-        Inflater(1 << 20)(b"\x1f\x8b is not even looked at", over)
+        Inflater(1 << 20)(data, over)
+    assert held == [len(data)]
+
+
+def test_a_small_request_does_not_wait_for_a_large_one() -> None:
+    inflate, small = Inflater(1 << 20), bytes(64)
+
+    def meanwhile(nbytes: int) -> None:  # the large one has its turn
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(inflate, gzip.compress(small), lambda _: None).result(timeout=20) == small
+
+    inflate(gzip.compress(bytes(1 << 20)), meanwhile)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x0a", b"\x78", b"x0", b"\x08\x1f\x8b"])

@@ -9,14 +9,19 @@ from loopback import infer_request
 from swelling import SWELLING
 from wireedits import field
 
-from bf16kit.errors import InvalidRequest
+from bf16kit.errors import Cancelled, InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from service.wire.skim import parser
 
 REQUEST = pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]
 QUESTION = pb.DESCRIPTOR.message_types_by_name["ModelMetadataRequest"]
 LARGE = 4 << 20  # well over what is parsed without a look, and what swells is refused
-parse = parser(REQUEST)
+
+
+def parse(data: bytes, held: list[int] | None = None) -> pb.ModelInferRequest:
+    message = parser(REQUEST)(data, (held if held is not None else []).append)
+    assert isinstance(message, pb.ModelInferRequest)
+    return message
 
 
 @pytest.mark.parametrize("what", [name for name in SWELLING if name not in ("shape", "int64_contents", "strings")])
@@ -28,14 +33,32 @@ def test_what_swells_is_refused(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["shape", "int64_contents"])
-def test_integers_have_a_bound_in_bytes(what: str) -> None:
-    parse(SWELLING[what]((8 << 20) - 16))
-    with pytest.raises(InvalidRequest, match="more than 8388608 bytes of integers in shapes and contents"):
+def test_integers_have_a_bound_and_count_with_what_they_take_in_memory(what: str) -> None:
+    held: list[int] = []
+    data = SWELLING[what]((8 << 20) - 16)
+    parse(data, held)
+    assert held[0] == len(data)
+    assert held[-1] >= 16 * len(data)
+    with pytest.raises(InvalidRequest, match="more than 8388608 integers in shapes and contents"):
         parse(SWELLING[what]((8 << 20) + 1))
 
 
+def test_integers_of_ten_bytes_each_count_as_one() -> None:
+    message = pb.ModelInferRequest(model_name="m")
+    message.inputs.add(name="x", datatype="INT8", shape=[900_000]).contents.int_contents.extend([-1] * 900_000)
+    assert parse(message.SerializeToString()) == message
+
+
+def test_nobody_parses_for_a_client_that_has_left() -> None:
+    def left(nbytes: int) -> None:
+        raise Cancelled("the client left")
+
+    with pytest.raises(Cancelled):
+        parser(REQUEST)(field(1, b"m" * (32 << 10)), left)
+
+
 def test_a_small_message_may_hold_whatever_it_likes() -> None:
-    assert len(parse(field(5, b"") * (8 << 10)).inputs) == 8 << 10  # type: ignore[attr-defined]
+    assert len(parse(field(5, b"") * (8 << 10)).inputs) == 8 << 10
 
 
 def test_large_tensors_pass_raw_and_typed() -> None:
@@ -58,7 +81,11 @@ def test_what_is_broken_off_or_none_is_for_protobuf_to_say(end: bytes) -> None:
 
 
 def test_a_message_without_tensors_has_a_bound_of_its_own() -> None:
-    ask = parser(QUESTION, 64 << 10)
+    question = parser(QUESTION, 64 << 10)
+
+    def ask(data: bytes) -> None:
+        question(data, lambda nbytes: None)
+
     ask(field(1, b"m" * (63 << 10)))
     with pytest.raises(InvalidRequest, match="the request has 65540 bytes, expected at most 65536 for a ModelMetadata"):
         ask(field(1, b"m" * (64 << 10)))
