@@ -77,7 +77,7 @@ test: setup ## every test that needs neither Docker nor a GPU
 test-hostile: setup ## attacks on a running server over real sockets, each of seconds
 	$(BIN)/pytest -m hostile tests/hostile $(PYTEST_ARGS)
 
-soak: setup ## the same attacks at full length, about half an hour; writes docs/reliability.md
+soak: setup ## the same attacks at full length, an hour or two; writes docs/reliability.md
 	@rm -rf build/soak && mkdir -p build/soak
 	@status=0; BF16KIT_SOAK=1 BF16KIT_FIGURES=build/soak/figures.jsonl $(BIN)/pytest -m hostile tests/hostile $(PYTEST_ARGS) || status=$$?; \
 	$(BIN)/python tests/support/figures.py build/soak/figures.jsonl docs/reliability.md; exit $$status

@@ -99,8 +99,12 @@ class Call:
         try:
             submit()
         except RuntimeError:
-            self._ended()
-            arrival.cancel()
+            self.give_up(arrival)
+
+    def give_up(self, arrival: Arrival) -> None:
+        """The call will not run."""
+        self._ended()
+        arrival.cancel()
 
     def _check_admitted(self, context: grpc.ServicerContext) -> Place:
         """On the call's own thread, first of all. Raises what the call is refused for, or Cancelled when it is over."""

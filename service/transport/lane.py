@@ -72,9 +72,13 @@ class _Admitting(ThreadPoolExecutor):
                 _log.warning("a call has no thread and is not answered: %s", error)
                 return _done()
         call, arrival = found
-        if not call.admit(arrival.client):
-            return _INLINE.submit(fn, *args, **kwargs)
-        call.start(arrival, lambda: submit(fn, *args, **kwargs))
+        try:
+            if not call.admit(arrival.client):
+                return _INLINE.submit(fn, *args, **kwargs)
+            call.start(arrival, lambda: submit(fn, *args, **kwargs))
+        except Exception:  # noqa: BLE001 -- see above
+            _log.exception("a call cannot be started and is cancelled")
+            call.give_up(arrival)
         return _done()
 
 

@@ -191,6 +191,16 @@ def test_a_client_that_leaves_before_its_call_has_a_thread_gives_its_place_back_
     assert len(served.log.seen) == 1  # the other was never read
 
 
+@by_arrival
+def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(LoopbackModel()) as served:
+        with monkeypatch.context() as patched:
+            patched.setattr(UnaryCall, "start", lambda *_: 1 // 0)
+            assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
+        assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
+        assert served.transport._inference._shares.taken <= 1  # the last one's, until gRPC has told of its end
+
+
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
     with serving(LoopbackModel(), receive_seconds=0.2) as served, RawConnection(served.port) as client:
         stream = client.call(INFER)
