@@ -84,8 +84,9 @@ class Outcome:
         return {word: len(calls) for word, calls in self.ended.items()}
 
     def percentile(self, of: str, share: float) -> float:
-        """``of``: answered or refused. NaN when there are none."""
-        times = sorted(self.answered if of == "answered" else self.refused)
+        """``of``: answered, refused, or the name of a status. NaN when there are none."""
+        kinds = {"answered": self.answered, "refused": self.refused}
+        times = sorted(kinds[of] if of in kinds else [took for _, took in self.ended.get(of, [])])
         return times[min(len(times) - 1, int(len(times) * share))] if times else float("nan")
 
 

@@ -87,6 +87,12 @@ def _measurements(name: str, rounds: list[_Round]) -> list[Measurement]:
         Measurement(f"{name}: p99 of the answered ÷ p99 at 80 %", storm / calm, at_most=_TIMES_SLOWER),
         Measurement(f"{name}: refused p50", over("refused", 0.5, storm=True), "ms", at_most=_REFUSED_P50_MS),
         Measurement(f"{name}: refused p99", over("refused", 0.99, storm=True), "ms", at_most=_REFUSED_P99_MS),
+        Measurement(f"{name}: RESOURCE_EXHAUSTED p50", over("RESOURCE_EXHAUSTED", 0.5, storm=True), "ms"),
+        Measurement(f"{name}: RESOURCE_EXHAUSTED p99", over("RESOURCE_EXHAUSTED", 0.99, storm=True), "ms"),
+        Measurement(
+            f"{name}: refused by gRPC itself, with CANCELLED, ÷ refused",
+            median(r.storm.counts.get("CANCELLED", 0) / max(len(r.storm.refused), 1) for r in rounds),
+        ),
         Measurement(
             f"{name}: answered under 10 × ÷ capacity",
             median(len(r.storm.answered) / r.capacity for r in rounds) / _answering_seconds(rounds),
