@@ -80,7 +80,7 @@ test-hostile: setup ## attacks on a running server over real sockets, each of se
 soak: setup ## the same attacks at full length, an hour or two; writes docs/reliability.md
 	@rm -rf build/soak && mkdir -p build/soak
 	@status=0; BF16KIT_SOAK=1 BF16KIT_FIGURES=build/soak/figures.jsonl $(BIN)/pytest -m hostile tests/hostile $(PYTEST_ARGS) || status=$$?; \
-	$(BIN)/python tests/support/figures.py build/soak/figures.jsonl docs/reliability.md; exit $$status
+	BF16KIT_SOAK=1 $(BIN)/python tests/support/figures.py build/soak/figures.jsonl docs/reliability.md; exit $$status
 
 fuzz: setup ## 20,000 damaged sources and 50 SIGKILLs, on all cores: about half an hour of two; writes docs/reliability-converter.md
 	@$(BIN)/pytest -q -m fuzz tests/fuzz $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import figures
 import grpc
 import numpy as np
 import pytest
@@ -72,6 +73,7 @@ def begin_400(target: Target, connections: Connect, path: str) -> None:
 
 def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect) -> None:
     """Thirty of them: more than there are threads that send."""
+    figures.record(how_much="30 watches")
     model = LoopbackModel("m", state="loading")
     with serving(model) as served:
         request = health_pb2.HealthCheckRequest(service="m").SerializeToString()
@@ -90,6 +92,7 @@ def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect
 
 
 def test_four_hundred_calls_without_a_request_hold_up_nobody(attack: Attack, connections: Connect) -> None:
+    figures.record(how_much="400 calls over 4 connections")
     target = attack()
     with target.stays_well():
         begin_400(target, connections, INFER)
@@ -98,6 +101,7 @@ def test_four_hundred_calls_without_a_request_hold_up_nobody(attack: Attack, con
 
 
 def test_health_checks_without_a_request_hold_up_no_other_health_check(attack: Attack, connections: Connect) -> None:
+    figures.record(how_much="400 calls over 4 connections")
     target = attack()
     with target.stays_well():
         begin_400(target, connections, CHECK)
@@ -106,6 +110,7 @@ def test_health_checks_without_a_request_hold_up_no_other_health_check(attack: A
 
 
 def test_silent_reflection_streams_are_ended_and_hold_up_nothing_else(attack: Attack, connections: Connect) -> None:
+    figures.record(how_much="100 streams")
     target = attack()
     with target.stays_well():
         silent = connections(target.port)
@@ -123,6 +128,7 @@ def test_silent_reflection_streams_are_ended_and_hold_up_nothing_else(attack: At
 
 
 def test_idle_streams_leave_requests_their_places(attack: Attack, connections: Connect) -> None:
+    figures.record(how_much="400 streams over 4 connections")
     target = attack()
     with target.stays_well():
         begin_400(target, connections, STREAM)
@@ -130,6 +136,7 @@ def test_idle_streams_leave_requests_their_places(attack: Attack, connections: C
 
 
 def test_a_thousand_idle_connections_cost_little_and_hold_up_nobody(attack: Attack, connections: Connect) -> None:
+    figures.record(how_much="1,000 connections")
     target = attack()
     infer(target)
     before = target.rss()
@@ -143,6 +150,7 @@ def test_a_thousand_idle_connections_cost_little_and_hold_up_nobody(attack: Atta
 def test_requests_that_arrive_a_byte_a_second_hold_up_nobody_and_are_ended(
     attack: Attack, connections: Connect
 ) -> None:
+    figures.record(how_much="50 requests")
     target = attack()
     data = framed(MESSAGE)
     with target.stays_well():
@@ -161,6 +169,7 @@ def test_requests_that_arrive_a_byte_a_second_hold_up_nobody_and_are_ended(
 def test_responses_that_nobody_reads_use_up_one_connections_share_and_are_ended(
     attack: Attack, connections: Connect
 ) -> None:
+    figures.record(how_much="400 calls over one connection")
     target = attack("send_seconds: 3\n")
     with target.stays_well():
         deaf = connections(target.port, window=0)
@@ -172,6 +181,7 @@ def test_responses_that_nobody_reads_use_up_one_connections_share_and_are_ended(
 
 
 def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Connect) -> None:
+    figures.record(how_much="5,000 calls")
     target = attack()
     with target.stays_well():
         storm = connections(target.port)
@@ -184,6 +194,7 @@ def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Co
 
 
 def test_clients_that_cancel_everything_leave_nothing_behind(attack: Attack) -> None:
+    figures.record(how_much="2,000 calls")
     target = attack()
     with target.stays_well(), grpc.insecure_channel(target.address) as channel:
         call: Any = channel.unary_unary(INFER)
@@ -195,6 +206,7 @@ def test_clients_that_cancel_everything_leave_nothing_behind(attack: Attack) -> 
 
 
 def test_connections_that_come_and_go_leave_nothing_behind(attack: Attack) -> None:
+    figures.record(how_much="1,000 connections")
     target = attack()
     infer(target)
     before = target.rss()

@@ -17,13 +17,13 @@ from typing import Any
 SOAK = os.environ.get("BF16KIT_SOAK") == "1"
 _COLUMNS = ("how much", "health checks", "slowest, ms", "RSS before, MiB", "at most", "after")
 _HEAD = """# How reliable the server is
-Written by `make soak` on commit {commit}, {cores} cores ({machine}), Python {python}: {passed} of {count} attacks
-passed.
+Written by {command} on commit {commit}, {cores} cores ({machine}), Python {python}: {passed} of {count} attacks passed.
 
 Each row is a test of `tests/hostile`: a `bf16-serve` process with its defaults or what the test says, attacked over
 real sockets, while another client asks it all the time whether it is well. A row passes when that was answered within
 a second each time, the process lives, its memory came back to within 10 % of what it was, and what the row says held.
-`make test-hostile` runs the same attacks in a short form; what each does is in its test, found by the row's name.
+`make test-hostile` runs the attacks in a short form, `make soak` at full length. What each does is in its test, found
+by the row's name.
 
 | attack | {columns} | what else |
 |---|{rule}|---|
@@ -36,7 +36,7 @@ def amount(short: int, soak: int) -> int:
 
 
 def record(**figures: Any) -> None:
-    """Figures of the test that runs: those of the table's columns (:func:`column`), and whatever else it measured.
+    """Figures of the test that runs: those of the table's columns, and whatever else it measured.
 
     The name of a keyword is what the page calls it, with spaces for underscores.
     """
@@ -60,6 +60,7 @@ def page(lines: list[str]) -> str:
         tests.setdefault(entry["test"], {}).update(entry["figures"])
     rows = [_row(test, found) for test, found in tests.items()]
     head = _HEAD.format(
+        command="`make soak`" if SOAK else "`make test-hostile`, in the short form,",
         commit=_commit(),
         cores=os.cpu_count(),
         machine=platform.machine(),
