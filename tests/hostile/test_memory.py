@@ -19,6 +19,7 @@ from figures import SOAK, amount
 from loopback import infer_request
 from offered import INFER
 from serverprocess import ServerProcess
+from waiting import until
 
 from bench.workspace import Workspace
 
@@ -91,6 +92,7 @@ def test_requests_of_mixed_lengths_leave_the_memory_as_it_was(served: tuple[Targ
     tenth(0)
     with target.stays_well() as watched:
         largest()
+        until(lambda: target.rss() <= _GROWTH * rss[0] + _KEPT, what="the memory of the large requests back")
         for number in range(1, 10):
             tenth(number)
     figures.record(
