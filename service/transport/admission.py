@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 from bf16kit.errors import Overloaded, RequestError
+from service.transport.limit import AdaptiveLimit
 
 
 class Shares:
     """Who holds how many of ``limit`` places. While half of them are free, whoever comes takes one.
 
     After that each holder may have an equal part, and the last eighth is for those who hold hardly any: so there is
-    room for others to come, however many one of them sends. Not thread-safe.
+    room for others to come, however many one of them sends. ``limit`` may change at any time. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
@@ -93,7 +94,10 @@ class Place:
 
 
 class Door:
-    """Counts the calls inside, at most ``limit``, and bytes of their requests and answers, at most ``max_bytes``."""
+    """Counts the calls inside, at most ``limit``, and bytes of their requests and answers, at most ``max_bytes``.
+
+    With ``adaptive``, fewer calls for a time.
+    """
 
     def __init__(
         self,
@@ -102,8 +106,10 @@ class Door:
         *,
         reason: str = "in_flight",
         max_bytes: int = 1 << 62,
+        adaptive: AdaptiveLimit | None = None,
     ) -> None:
         self.limit = limit
+        self._adaptive = adaptive
         self.lock = threading.Lock()
         self._what = what
         self._reason = reason
@@ -124,8 +130,14 @@ class Door:
         with self.lock:
             if self._closed is not None:
                 raise self._closed()
+            if self._adaptive is not None:
+                self._shares.limit = self._adaptive.now
             if not self._shares.take(client):
-                limit = f"{self.limit} {self._what} is the limit of this server"
+                if self._adaptive is not None:
+                    self._adaptive.refused()
+                limit = f"{self._shares.limit} {self._what} is the limit of this server"
+                if self._shares.limit < self.limit:
+                    limit += " while models refuse most requests"
                 if self._shares.full:
                     raise Overloaded(f"{limit}; try again later", self._reason)
                 raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")

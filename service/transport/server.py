@@ -19,6 +19,7 @@ from service.transport.credentials import Access, server_credentials
 from service.transport.handlers import SERVICE, Lanes, Table
 from service.transport.health import HealthServicer
 from service.transport.lane import Lane
+from service.transport.limit import AdaptiveLimit
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
 from service.transport.watchdog import Patience, Watchdog
@@ -86,13 +87,17 @@ class Transport:
         self._patiences: list[Patience] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._health = HealthServicer(registry, SERVICE)
-        self._inference = Door(options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes)
+        limit = AdaptiveLimit(options.max_in_flight)
+        self._inference = Door(
+            options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes, adaptive=limit
+        )
         self._streams = Door(options.max_streams, "open streams", reason="streams", max_bytes=options.max_request_bytes)
         self._servicer = InferenceServicer(
             registry,
             observer,
             self._statuses,
             FairShares(options.max_in_flight, "model", "model_share"),
+            limit,
             stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
             stream_window=options.stream_window,
         )

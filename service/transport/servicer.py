@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from bf16kit.errors import Cancelled, RequestError, Unavailable, Unsupported
+from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Reply, Request, RequestObserver, Slot
 from service.transport.admission import FairShares
 from service.transport.call import Call
+from service.transport.limit import AdaptiveLimit
 from service.transport.status import Status, StatusTable
 from service.transport.streams import OrderedAnswers
 from service.wire import metadata
@@ -39,6 +40,7 @@ class InferenceServicer:
         observer: RequestObserver,
         statuses: StatusTable,
         shares: FairShares,
+        limit: AdaptiveLimit,
         stream_threads: Executor,
         stream_window: int,
         clock: Callable[[], float] = time.monotonic,
@@ -47,6 +49,7 @@ class InferenceServicer:
         self._observer = observer
         self._statuses = statuses
         self._shares = shares
+        self._limit = limit
         self._stream_threads = stream_threads
         self._stream_window = stream_window
         self._clock = clock
@@ -106,9 +109,13 @@ class InferenceServicer:
                     message.id, self._infer(model, request), dtypes, None if patient else call.hold_answer
                 )
             code = self._seen(call, ends)
+            if not patient:
+                self._limit.answered((model.name, model.version), self._clock() - started)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
             status = self._statuses.of(error)
+            if isinstance(error, Overloaded):
+                self._limit.refused()
             if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
                 # gRPC tells of a deadline that passed as it tells of a client that left
                 status = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")

@@ -1,0 +1,95 @@
+"""The limit under storms and calm, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+import pytest
+from loopback import LoopbackModel, infer_request, serving
+
+from bf16kit.errors import Overloaded
+from service.contract import Reply, Request
+from service.transport.limit import AdaptiveLimit
+
+
+class Weather:
+    def __init__(self, most: int = 256, least: int = 16) -> None:
+        self.time = 0.0
+        self.limit = AdaptiveLimit(most, least, clock=lambda: self.time)
+
+    def blow(self, seconds: float, *, answers: int, refusals: int, taking: float, model: str = "m") -> int:
+        """So many of each in every tenth of a second; returns the limit afterwards."""
+        for _ in range(round(seconds * 10)):
+            for _ in range(answers):
+                self.limit.answered(model, taking)
+            for _ in range(refusals):
+                self.limit.refused()
+            self.time += 0.11
+            self.limit.answered(model, taking)
+        return self.limit.now
+
+
+def test_nothing_is_limited_while_nothing_is_refused() -> None:
+    weather = Weather()
+    weather.blow(1, answers=20, refusals=0, taking=0.005)
+    assert weather.blow(5, answers=20, refusals=0, taking=1.0) == 256
+
+
+def test_in_a_storm_few_are_let_in() -> None:
+    weather = Weather()
+    weather.blow(1, answers=20, refusals=0, taking=0.005)
+    assert weather.blow(3, answers=20, refusals=180, taking=1.0) == 16
+
+
+def test_not_fewer_than_keeps_answers_fast() -> None:
+    weather = Weather()
+    weather.blow(1, answers=20, refusals=0, taking=0.005)
+    weather.blow(0.4, answers=20, refusals=180, taking=1.0)
+    between = weather.limit.now
+    assert 16 < between < 256
+    assert weather.blow(5, answers=20, refusals=180, taking=0.015) == between
+
+
+def test_a_few_refusals_are_no_storm() -> None:
+    weather = Weather()
+    weather.blow(1, answers=20, refusals=0, taking=0.005)
+    assert weather.blow(5, answers=20, refusals=10, taking=1.0) == 256
+
+
+def test_after_the_storm_all_places_are_there_again_within_seconds() -> None:
+    weather = Weather()
+    weather.blow(1, answers=20, refusals=0, taking=0.005)
+    weather.blow(3, answers=20, refusals=180, taking=1.0)
+    assert weather.blow(2, answers=20, refusals=0, taking=0.005) == 256
+
+
+def test_a_slow_model_is_measured_by_itself() -> None:
+    """Its second is what it takes alone; a fast one beside it does not make that slow."""
+    weather = Weather()
+    weather.blow(1, answers=20, refusals=0, taking=0.001, model="fast")
+    weather.blow(1, answers=2, refusals=0, taking=1.0, model="slow")
+    assert weather.blow(3, answers=2, refusals=100, taking=1.1, model="slow") == 256
+
+
+def test_a_model_that_has_become_slower_is_believed_after_a_while() -> None:
+    weather = Weather()
+    weather.blow(1, answers=20, refusals=0, taking=0.005)
+    weather.blow(60, answers=20, refusals=0, taking=0.05)
+    assert weather.blow(3, answers=20, refusals=180, taking=0.06) == 256
+
+
+def test_the_least_is_never_more_than_the_places() -> None:
+    assert Weather(most=4).limit._least == 4
+
+
+def test_what_a_models_queue_refuses_is_a_sign_of_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(LoopbackModel):
+        def infer(self, request: Request) -> Reply:
+            raise Overloaded("the queue is full")
+
+    told: list[AdaptiveLimit] = []
+    monkeypatch.setattr(AdaptiveLimit, "refused", lambda limit: told.append(limit))
+    with serving(Full()) as served:
+        code, _ = served.refusal("ModelInfer", infer_request(x=np.ones((1, 3), np.float32)))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(told) == 1
