@@ -17,10 +17,8 @@ from bf16kit.entries import Segment
 from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
 from bf16kit.runtime.externaldata import Together
-from bf16kit.runtime.rebuilt import Weights
+from bf16kit.runtime.rebuilt import VIRTUAL_FILE, Weights
 from bf16kit.runtime.scratch import NoScratch, scratch_file
-
-_IN_MEMORY = "weights"  # the name of a file that does not exist
 
 
 @contextmanager
@@ -32,7 +30,7 @@ def copied(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Iter
     """
     together = Together(graph, {name: entry.bytes for name, entry in artifact.manifest.files.items()})
     if not together.size:
-        yield Weights(together.at(_IN_MEMORY), "in the graph")
+        yield Weights(together.at(VIRTUAL_FILE), "in the graph")
         return
     try:
         with scratch_file(together.size, scratch, in_memory=True) as (path, mapped):
@@ -42,7 +40,7 @@ def copied(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Iter
     except NoScratch as reason:
         buffer = np.empty(together.size, np.uint8)
         _fill(buffer, artifact, together)
-        yield Weights(together.at(_IN_MEMORY), f"in memory, because {reason}", files={_IN_MEMORY: buffer})
+        yield Weights(together.at(VIRTUAL_FILE), f"in memory, because {reason}", files={VIRTUAL_FILE: buffer})
 
 
 def _fill(place: Array, artifact: Artifact, together: Together) -> None:

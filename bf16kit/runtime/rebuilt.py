@@ -16,7 +16,7 @@ from bf16kit.runtime import Array
 from bf16kit.runtime.externaldata import REBUILT, Gathering, initializers
 from bf16kit.runtime.scratch import NoScratch, scratch_file
 
-_VIRTUAL_FILE = "weights"  # the name of a file that does not exist
+VIRTUAL_FILE = "weights"  # the name of a file that does not exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def rebuilt(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Ite
             buffer = np.empty(gathering.size, np.uint8)
             _write(gathering, artifact, buffer)
             where = f"in memory, because {reason}"
-            yield Weights(gathering.at(_VIRTUAL_FILE), where, files={_VIRTUAL_FILE: buffer})
+            yield Weights(gathering.at(VIRTUAL_FILE), where, files={VIRTUAL_FILE: buffer})
             return
         reader = _reader(artifact)
         arrays = {name: reader.restore(name) for name in initializers(graph, REBUILT)}

@@ -15,6 +15,12 @@ from bf16kit.errors import SourceError
 
 _NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
 _LONGEST_NAME = 1000
+_NO_ARCHIVE = (
+    OSError,
+    zipfile.BadZipFile,
+    ValueError,
+    NotImplementedError,
+)  # what zipfile raises for one that it cannot read
 
 
 def check_stored(path: Path) -> None:
@@ -26,7 +32,7 @@ def check_stored(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+    except _NO_ARCHIVE:
         return
     for info in records:
         if info.compress_type != zipfile.ZIP_STORED:
@@ -45,7 +51,7 @@ def check_names(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+    except _NO_ARCHIVE:
         return
     for data in pickles:
         for name in _globals(data):
@@ -74,7 +80,7 @@ def check(path: Path, storages: Collection[tuple[int, int]]) -> None:
         return
     try:
         records = _records(path)
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+    except _NO_ARCHIVE as error:
         raise SourceError(f"{path}: is a truncated or damaged zip archive ({error})") from error
     first, size = min(storages)
     for offset, nbytes in records:
