@@ -7,11 +7,11 @@ and does not give it back when it is asked to: 36 messages of 32 MiB left a serv
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable
+
+from service.process.ticking import Ticking
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for them
 # What is smaller comes from the heap. This is where glibc arrives by itself when large blocks are freed: mapping each
@@ -20,9 +20,8 @@ _MAPPED_FROM = 32 << 20
 _KEPT = 8 << 20  # bytes at the end of each arena, for the next messages
 _ARENAS = 2  # of what Python's lock lets run at once, more of them make nothing faster
 _IDLE = 0.1  # of one core's time: with less than this the server has nothing to do
-_WORK = 0.1  # seconds of work since the last time: it is worth looking again
+_WORK_S = 0.1  # of work since the last trim: it is worth another
 _TICK_S = 2.0
-_log = logging.getLogger(__name__)
 
 
 def bound_heap() -> None:
@@ -50,24 +49,21 @@ class HeapTrimmer:
         self._trim = trim or _malloc_trim()
         self._busy_seconds = busy_seconds
         self._tick_s = tick_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="heap", daemon=True)
+        self._busy, self._trimmed = busy_seconds(), -_WORK_S  # seconds of work by the last tick, by the last trim
+        self._ticking = Ticking("heap", tick_s, self._tick)
 
     def start(self) -> None:
-        self._thread.start()
+        if self._trim is not None:
+            self._ticking.start()
 
     def stop(self) -> None:
-        self._stopped.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._ticking.stop()
 
-    def _watch(self) -> None:
-        trimmed, busy = -_WORK, self._busy_seconds()
-        while self._trim is not None and not self._stopped.wait(self._tick_s):
-            busy, before = self._busy_seconds(), busy
-            if busy - before <= _IDLE * self._tick_s and busy - trimmed >= _WORK:
-                self._trim()
-                trimmed = busy = self._busy_seconds()
+    def _tick(self) -> None:
+        self._busy, before = self._busy_seconds(), self._busy
+        if self._trim and self._busy - before <= _IDLE * self._tick_s and self._busy - self._trimmed >= _WORK_S:
+            self._trim()
+            self._trimmed = self._busy = self._busy_seconds()
 
 
 def _malloc_trim() -> Callable[[], object] | None:

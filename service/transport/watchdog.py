@@ -7,9 +7,10 @@ the thread, and the client sees CANCELLED.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
+
+from service.process.ticking import Ticking
 
 _TICK_S = 0.1
 _log = logging.getLogger(__name__)
@@ -58,26 +59,16 @@ class Patience:
         return ended
 
 
-class Watchdog:
+class Watchdog(Ticking):
     """One thread that looks after all patiences, ten times a second."""
 
     def __init__(self, patiences: Sequence[Patience]) -> None:
+        super().__init__("grpc-watchdog", _TICK_S, self._look)
         self._patiences = patiences
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="grpc-watchdog", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(_TICK_S):
-            for patience in self._patiences:
-                try:
-                    patience.end_overdue()
-                except Exception:  # noqa: BLE001 -- this thread must live on
-                    _log.exception("a call that is overdue cannot be ended")
+    def _look(self) -> None:
+        for patience in self._patiences:
+            try:
+                patience.end_overdue()
+            except Exception:  # noqa: BLE001 -- the other patiences are looked after all the same
+                _log.exception("a call that is overdue cannot be ended")

@@ -1,0 +1,37 @@
+"""A thread that does one thing again and again, until it is stopped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+
+class Ticking:
+    """Calls ``tick`` every ``seconds``, on a daemon thread called ``name``. What it raises is logged, and the next tick
+    comes all the same.
+    """
+
+    def __init__(self, name: str, seconds: float, tick: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._tick = tick
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when no tick is at work or will be. Needs no :meth:`start` before."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._seconds):
+            try:
+                self._tick()
+            except Exception:  # noqa: BLE001 -- this thread must live on
+                _log.exception("%s failed; it goes on", self._thread.name)

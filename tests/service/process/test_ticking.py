@@ -1,0 +1,44 @@
+"""A thread that does one thing again and again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from waiting import until
+
+from service.process.ticking import Ticking
+
+
+def test_it_ticks_until_it_is_stopped() -> None:
+    ticks: list[str] = []
+    ticking = Ticking("clock", 0.001, lambda: ticks.append(threading.current_thread().name))
+    assert ticks == []
+    ticking.start()
+    until(lambda: len(ticks) > 2)
+    ticking.stop()
+    seen = len(ticks)
+    assert set(ticks) == {"clock"}
+    assert "clock" not in {thread.name for thread in threading.enumerate()}
+    assert len(ticks) == seen
+
+
+def test_what_a_tick_raises_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+    ticks: list[int] = []
+
+    def fail() -> None:
+        ticks.append(1)
+        raise ValueError("out of order")
+
+    ticking = Ticking("clock", 0.001, fail)
+    with caplog.at_level(logging.ERROR):
+        ticking.start()
+        until(lambda: len(ticks) > 2)
+        ticking.stop()
+    assert "clock failed; it goes on" in caplog.text
+    assert "out of order" in caplog.text
+
+
+def test_one_that_never_started_can_be_stopped() -> None:
+    Ticking("clock", 1, lambda: None).stop()
