@@ -56,47 +56,98 @@ class Shares:
             del self._held[holder]
 
 
-class Place:
-    """One call's place behind a :class:`Door`, with what it holds there; :meth:`leave` gives all of it back, once."""
+class ByteBudget:
+    """Bytes of requests and answers that all calls hold together: at most ``limit``, but for what one holds alone."""
 
-    __slots__ = ("_client", "_door", "_largest", "_left", "_nbytes")
+    def __init__(self, limit: int = 1 << 62) -> None:
+        self.lock = threading.Lock()
+        self._limit = limit
+        self._taken = 0
+
+    @property
+    def crowded(self) -> bool:
+        return 2 * self._taken >= self._limit
+
+    def take(self, nbytes: int, own: int) -> None:
+        """More bytes for a call that holds ``own``. Raises :class:`Overloaded`. Called with the lock held."""
+        if self._taken > own and self._taken + nbytes > self._limit:
+            raise Overloaded(
+                f"requests and answers of {self._taken} bytes are held, the limit is {self._limit}; try again later",
+                "bytes",
+            )
+        self._taken += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Called with the lock held."""
+        self._taken -= nbytes
+
+
+class Place:
+    """One call's place behind a :class:`Door`, with the bytes that it holds; :meth:`leave` gives all back, once."""
+
+    __slots__ = ("_budget", "_client", "_door", "_left", "nbytes")
 
     def __init__(self, door: Door, client: str) -> None:
+        self.nbytes = 0
         self._door = door
+        self._budget = door.budget
         self._client = client
-        self._nbytes = self._largest = 0
         self._left = False
 
-    def hold(self, nbytes: int) -> None:
-        """Count a request of ``nbytes``; of a call's, the largest counts. Raises :class:`Overloaded` when those of all
-        calls are too many."""
-        with self._door.lock:
-            if nbytes > self._largest:
-                self._add(nbytes - self._largest)
-                self._largest = nbytes
+    def add(self, nbytes: int) -> None:
+        """Raises :class:`Overloaded` when all calls together hold too much. What has left holds nothing more."""
+        with self._budget.lock:
+            if not self._left:
+                self._budget.take(nbytes, self.nbytes)
+                self.nbytes += nbytes
 
-    def hold_answer(self, nbytes: int) -> None:
-        """Count the answer, which the client has yet to take. Raises as :meth:`hold`."""
-        with self._door.lock:
-            self._add(nbytes)
-
-    def _add(self, nbytes: int) -> None:
-        if not self._left:
-            self._door.add(nbytes, self._nbytes)
-            self._nbytes += nbytes
+    def remove(self, nbytes: int) -> None:
+        with self._budget.lock:
+            if not self._left:
+                self._budget.give(nbytes)
+                self.nbytes -= nbytes
 
     def leave(self) -> None:
-        with self._door.lock:
+        with self._budget.lock:
             if self._left:
                 return
             self._left = True
-            self._door.remove(self._client, self._nbytes)
+            self._budget.give(self.nbytes)
+        self._door.leave(self._client)
+
+
+class Held:
+    """The bytes of one request and of its answer, of those that the call's place holds."""
+
+    __slots__ = ("_largest", "_nbytes", "_place")
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._nbytes = self._largest = 0
+
+    def hold(self, nbytes: int) -> None:
+        """The request takes ``nbytes``; said again, the largest number counts. Raises as :meth:`Place.add`."""
+        if nbytes > self._largest:
+            self._add(nbytes - self._largest)
+            self._largest = nbytes
+
+    def hold_answer(self, nbytes: int) -> None:
+        """So does the answer, which the client has yet to take. Raises as :meth:`Place.add`."""
+        self._add(nbytes)
+
+    def release(self) -> None:
+        """The client has the answer."""
+        self._place.remove(self._nbytes)
+        self._nbytes = 0
+
+    def _add(self, nbytes: int) -> None:
+        self._place.add(nbytes)
+        self._nbytes += nbytes
 
 
 class Door:
-    """Counts the calls inside, at most ``limit``, and bytes of their requests and answers, at most ``max_bytes``.
-
-    With ``adaptive``, fewer calls for a time.
+    """Counts the calls inside, at most ``limit``; what they hold is of ``budget``. With ``adaptive``, fewer calls for a
+    time.
     """
 
     def __init__(
@@ -105,29 +156,28 @@ class Door:
         what: str,
         *,
         reason: str = "in_flight",
-        max_bytes: int = 1 << 62,
+        budget: ByteBudget | None = None,
         adaptive: AdaptiveLimit | None = None,
     ) -> None:
         self.limit = limit
+        self.budget = budget or ByteBudget()
         self._adaptive = adaptive
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._what = what
         self._reason = reason
         self._shares = Shares(limit)
-        self._max_bytes = max_bytes
-        self._nbytes = 0
         self._closed: Callable[[], RequestError] | None = None
-        self._empty = threading.Condition(self.lock)
+        self._empty = threading.Condition(self._lock)
 
     @property
     def crowded(self) -> bool:
         """Whether half of the places or bytes are taken: the moment to be strict with those who keep them waiting."""
-        return 2 * self._shares.taken >= self.limit or 2 * self._nbytes >= self._max_bytes
+        return 2 * self._shares.taken >= self.limit or self.budget.crowded
 
     def enter(self, client: str) -> Place:
         """A place for a call of ``client``. Raises :class:`Overloaded` when there is none for it, or what :meth:`close`
         was told to."""
-        with self.lock:
+        with self._lock:
             if self._closed is not None:
                 raise self._closed()
             if self._adaptive is not None:
@@ -143,31 +193,21 @@ class Door:
                 raise Overloaded(f"{limit}, and this connection has its share; try again later", "connection_share")
         return Place(self, client)
 
-    def add(self, nbytes: int, own: int) -> None:
-        """More bytes for a place that holds ``own``: what one holds alone has no bound. Called with the lock held."""
-        if self._nbytes > own and self._nbytes + nbytes > self._max_bytes:
-            raise Overloaded(
-                f"requests and answers of {self._nbytes} bytes are held, the limit is {self._max_bytes}; try again"
-                " later",
-                "bytes",
-            )
-        self._nbytes += nbytes
-
-    def remove(self, client: str, nbytes: int) -> None:
-        """A place, and what it held, are free again. Called with the lock held."""
-        self._shares.give(client)
-        self._nbytes -= nbytes
-        if not self._shares.taken:
-            self._empty.notify_all()
+    def leave(self, client: str) -> None:
+        """A place is free again."""
+        with self._lock:
+            self._shares.give(client)
+            if not self._shares.taken:
+                self._empty.notify_all()
 
     def close(self, error: Callable[[], RequestError]) -> None:
         """From now on whoever comes is told this error."""
-        with self.lock:
+        with self._lock:
             self._closed = error
 
     def wait_empty(self, until: float) -> bool:
         """Whether everybody had left by ``until`` (:func:`time.monotonic` seconds)."""
-        with self.lock:
+        with self._lock:
             return self._empty.wait_for(lambda: not self._shares.taken, max(0.0, until - time.monotonic()))
 
 

@@ -6,17 +6,19 @@ Each class is what gRPC calls a behavior. It comes in by a :class:`~service.tran
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from service.contract import Cancellation
-from service.transport.admission import Place
+from service.transport.admission import Held, Place
 from service.transport.arrival import Arrival
 from service.transport.status import Status
 from service.transport.watchdog import Patience
@@ -25,6 +27,7 @@ from service.wire.inflate import Inflater
 if TYPE_CHECKING:
     from service.transport.lane import Lane
 
+_READ_AHEAD_BYTES = 8 << 20  # of a stream's requests and answers: with more it reads on when a response was taken
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
 
 
@@ -33,9 +36,9 @@ class Rpc:
     """One RPC: how its messages are read and written, and what answers it.
 
     ``answer`` takes the request and the call, and returns the response or a :class:`Status`. For a ``stream`` it takes
-    an iterator of requests, and yields what it would return. For a ``watch`` it takes the request, the call and a
-    function that sends a response (or with None ends the stream), and returns at once. ``reads`` False: the request
-    says nothing, and is not waited for.
+    an iterator of :class:`StreamRequest`, and yields what it would return for each, in their order. For a ``watch`` it
+    takes the request, the call and a function that sends a response (or with None ends the stream), and returns at
+    once. ``reads`` False: the request says nothing, and is not waited for.
     """
 
     inflate: Inflater
@@ -44,6 +47,13 @@ class Rpc:
     answer: Callable[..., Any]
     kind: Literal["unary", "stream", "watch"] = "unary"
     reads: bool = True
+
+
+class StreamRequest(NamedTuple):
+    """One message of a stream. ``hold_answer`` counts the bytes of its answer, as :meth:`Call.hold_answer` does."""
+
+    message: Any
+    hold_answer: Callable[[int], None]
 
 
 class Call:
@@ -58,6 +68,7 @@ class Call:
         self._lane = lane
         self._arrival: Arrival | None = None
         self._place: Place | None = None
+        self._held: Held | None = None
         self._refused: RequestError | None = None
         self._aborted = self._over = False
 
@@ -76,8 +87,8 @@ class Call:
 
     def hold_answer(self, nbytes: int) -> None:
         """Count an answer of ``nbytes`` until the call ends. Raises Overloaded for want of room."""
-        if self._place is not None:
-            self._place.hold_answer(nbytes)
+        if self._held is not None:
+            self._held.hold_answer(nbytes)
 
     def admit(self, client: str) -> bool:
         """Take a place for ``client``; False when the call is refused, which :meth:`_check_admitted` then says."""
@@ -146,12 +157,12 @@ class Call:
         self._lane.refused("too_slow")
         (self._arrival or self.context).cancel()
 
-    def _parsed(self, data: bytes, place: Place) -> Message:
+    def _parsed(self, data: bytes, held: Held) -> Message:
         """The message, its bytes counted. Large ones are read one at a time: meanwhile the client may have left."""
 
         def hold(nbytes: int) -> None:
             self._check_wanted()
-            place.hold(nbytes)
+            held.hold(nbytes)
 
         data = self._rpc.inflate(data, hold)
         try:
@@ -189,7 +200,8 @@ class OneRequest(Call):
         data, self._data = self._data, None
         if data is None:
             raise InvalidRequest("the call ended without a request")
-        return self._parsed(data, place)
+        self._held = Held(place)
+        return self._parsed(data, self._held)
 
 
 class UnaryCall(OneRequest):
@@ -239,7 +251,8 @@ class StreamCall(Call):
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         super().__init__(rpc, lane)
-        self._unanswered = 0
+        self._unanswered: deque[Held] = deque()  # in the order of the requests, which is that of the responses
+        self._fewer = threading.Condition()
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
         try:
@@ -250,7 +263,7 @@ class StreamCall(Call):
                 self._waits(self._lane.sending, self._expire)
                 yield response
                 self._lane.sending.done(self)
-                self._unanswered -= 1
+                self._answered()
         except grpc.RpcError:
             raise
         except Exception as error:
@@ -258,20 +271,37 @@ class StreamCall(Call):
                 raise
             self.abort(self._lane.status(error))
 
-    def _receive(self, messages: Iterator[bytes], place: Place) -> Iterator[Message]:
-        """Each message, parsed. A stream holds the bytes of its largest message for as long as it is open."""
+    def _receive(self, messages: Iterator[bytes], place: Place) -> Iterator[StreamRequest]:
         while True:
+            self._wait_for_room(place)
             self._waits(self._lane.receiving, self._idle)
             data = next(messages, None)
             self._lane.receiving.done(self)
             if data is None:
                 return
-            self._unanswered += 1
-            yield self._parsed(data, place)
+            held = Held(place)
+            self._unanswered.append(held)
+            yield StreamRequest(self._parsed(data, held), held.hold_answer)
+
+    def _wait_for_room(self, place: Place) -> None:
+        """Read no further request while those that were read, and their answers, are too large: one alone may be."""
+        with self._fewer:
+            self._fewer.wait_for(lambda: self._over or place.nbytes < _READ_AHEAD_BYTES)
+
+    def _answered(self) -> None:
+        """The client has taken the response to the oldest request."""
+        self._unanswered.popleft().release()
+        with self._fewer:
+            self._fewer.notify_all()
+
+    def _ended(self) -> None:
+        super()._ended()
+        with self._fewer:
+            self._fewer.notify_all()
 
     def _idle(self) -> None:
         """Nothing has come for long: no fault of the client's as long as it waits for responses."""
-        if self._unanswered > 0:
+        if self._unanswered:
             self._waits(self._lane.receiving, self._idle)
         else:
             self._expire()

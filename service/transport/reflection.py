@@ -15,15 +15,19 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from bf16kit.protocol import inference_pb2 as pb
+from service.transport.call import StreamRequest
 
 PUBLIC_FILE = "inference.proto"
 _PUBLIC = "inference"
 
 
-def reflection_answer(services: Sequence[str]) -> Callable[[Iterator[Any], Any], Iterator[Any]]:
+def reflection_answer(services: Sequence[str]) -> Callable[[Iterator[StreamRequest], Any], Iterator[Any]]:
     """What answers a stream of reflection requests: ``services``, and every file that they need."""
     servicer = reflection.ReflectionServicer(services, pool=public_pool())
-    answer: Callable[[Iterator[Any], Any], Iterator[Any]] = servicer.ServerReflectionInfo
+
+    def answer(requests: Iterator[StreamRequest], call: Any) -> Iterator[Any]:
+        yield from servicer.ServerReflectionInfo((request.message for request in requests), call)
+
     return answer
 
 

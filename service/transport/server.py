@@ -14,7 +14,7 @@ import grpc
 from bf16kit.errors import ConfigError, Unavailable
 from service.contract import Registry, RequestObserver
 from service.process.certificates import CertificateFiles
-from service.transport.admission import Door, FairShares
+from service.transport.admission import ByteBudget, Door, FairShares
 from service.transport.credentials import Access, server_credentials
 from service.transport.handlers import SERVICE, Lanes, Table
 from service.transport.health import HealthServicer
@@ -33,7 +33,7 @@ _REFLECTION_SECONDS = 10.0  # between two requests of one stream
 _HURRIED_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
 # A thread that sleeps for a moment and wakes in time, again and again, shows that its process is not behind with work.
-_MOMENT_SECONDS, _IN_TIME_SECONDS, _TIMES = 0.002, 0.005, 40
+_NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
 _CATCH_UP_SECONDS = 2.0  # at most
 _SPARE_THREADS = 4  # to refuse calls on, where it takes a thread to know whose they are
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
@@ -87,11 +87,9 @@ class Transport:
         self._patiences: list[Patience] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._health = HealthServicer(registry, SERVICE)
-        limit = AdaptiveLimit(options.max_in_flight)
-        self._inference = Door(
-            options.max_in_flight, "requests in flight", max_bytes=options.max_request_bytes, adaptive=limit
-        )
-        self._streams = Door(options.max_streams, "open streams", reason="streams", max_bytes=options.max_request_bytes)
+        limit, budget = AdaptiveLimit(options.max_in_flight), ByteBudget(options.max_request_bytes)
+        self._inference = Door(options.max_in_flight, "requests in flight", budget=budget, adaptive=limit)
+        self._streams = Door(options.max_streams, "open streams", reason="streams", budget=budget)
         self._servicer = InferenceServicer(
             registry,
             observer,
@@ -216,10 +214,10 @@ def catch_up(until: float) -> None:
     What is told of is refused by now. A client may send again what was refused, and cannot know what became of a call
     that was cancelled. That thread is late where a hundred others want their turn, and then so is this one.
     """
-    until, in_time = min(until, time.monotonic() + _CATCH_UP_SECONDS), 0
-    while (begun := time.monotonic()) < until and in_time < _TIMES:
-        time.sleep(_MOMENT_SECONDS)
-        in_time = in_time + 1 if time.monotonic() - begun < _IN_TIME_SECONDS else 0
+    until, punctual = min(until, time.monotonic() + _CATCH_UP_SECONDS), 0
+    while (begun := time.monotonic()) < until and punctual < _PUNCTUAL_NAPS:
+        time.sleep(_NAP_SECONDS)
+        punctual = punctual + 1 if time.monotonic() - begun < _PUNCTUAL_SECONDS else 0
 
 
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:

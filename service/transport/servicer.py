@@ -15,7 +15,7 @@ from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Uns
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Reply, Request, RequestObserver, Slot
 from service.transport.admission import FairShares
-from service.transport.call import Call
+from service.transport.call import Call, StreamRequest
 from service.transport.limit import AdaptiveLimit
 from service.transport.status import Status, StatusTable
 from service.transport.streams import OrderedAnswers
@@ -55,7 +55,7 @@ class InferenceServicer:
         self._clock = clock
         # Weak: a codec must not keep a model that was unloaded, nor be found again for the one loaded in its place.
         self._codecs: WeakKeyDictionary[Model, InferenceCodec] = WeakKeyDictionary()
-        self._open: set[OrderedAnswers[pb.ModelInferRequest, _Answered]] = set()
+        self._open: set[OrderedAnswers[StreamRequest, _Answered]] = set()
         self._draining = False
 
     def drain(self) -> None:
@@ -67,15 +67,16 @@ class InferenceServicer:
     # --- inference --------------------------------------------------------------------------------------------------
 
     def ModelInfer(self, message: pb.ModelInferRequest, call: Call) -> pb.ModelInferResponse | Status:
-        return self._answer(message, call, call.started)
+        return self._answer(message, call, call.started, call.hold_answer)
 
     def ModelStreamInfer(
-        self, messages: Iterator[pb.ModelInferRequest], call: Call
+        self, requests: Iterator[StreamRequest], call: Call
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
-        def answer(message: pb.ModelInferRequest) -> _Answered:
-            return message, self._answer(message, call, self._clock(), patient=True)
+        def answer(request: StreamRequest) -> _Answered:
+            message: pb.ModelInferRequest = request.message
+            return message, self._answer(message, call, self._clock(), request.hold_answer, patient=True)
 
-        answers = OrderedAnswers(messages, answer, self._stream_threads, self._stream_window)
+        answers = OrderedAnswers(requests, answer, self._stream_threads, self._stream_window)
         call.cancellation.subscribe(answers.close)
         ends_on_error = call.metadatum("triton_grpc_error") == "true"
         self._open.add(answers)
@@ -92,7 +93,13 @@ class InferenceServicer:
             raise Unavailable("the server is shutting down; open the stream again on another")
 
     def _answer(
-        self, message: pb.ModelInferRequest, call: Call, started: float, *, patient: bool = False
+        self,
+        message: pb.ModelInferRequest,
+        call: Call,
+        started: float,
+        hold_answer: Callable[[int], None],
+        *,
+        patient: bool = False,
     ) -> pb.ModelInferResponse | Status:
         """The answer to one request, or the status to refuse it with; observed either way, and never raising."""
         model: Model | None = None
@@ -105,9 +112,7 @@ class InferenceServicer:
                 deadline = _earlier(deadline, asked.timeout, started)
                 request, dtypes = codec.decode(message, asked.priority, deadline, call.cancellation)
                 request.patient = patient
-                response = codec.encode(
-                    message.id, self._infer(model, request), dtypes, None if patient else call.hold_answer
-                )
+                response = codec.encode(message.id, self._infer(model, request), dtypes, hold_answer)
             code = self._seen(call, ends)
             if not patient:
                 self._limit.answered((model.name, model.version), self._clock() - started)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bf16kit.errors import Overloaded, Unavailable
-from service.transport.admission import Door, FairShares, Shares
+from service.transport.admission import ByteBudget, Door, FairShares, Held, Shares
 
 
 class TestShares:
@@ -61,55 +61,11 @@ class TestDoor:
     def test_a_place_is_given_back_once(self) -> None:
         door = Door(1, "calls")
         place = door.enter("a")
-        place.hold(10)
         place.leave()
         place.leave()
-        door.enter("a").hold(1)
+        door.enter("a")
         with pytest.raises(Overloaded):
             door.enter("b")
-
-    def test_bytes_are_bounded_but_for_a_request_alone(self) -> None:
-        door = Door(10, "calls", max_bytes=100)
-        first, second = door.enter("a"), door.enter("a")
-        first.hold(150)
-        with pytest.raises(Overloaded, match="requests and answers of 150 bytes are held, the limit is 100") as refused:
-            second.hold(1)
-        assert refused.value.reason == "bytes"
-        first.leave()
-        second.hold(100)
-
-    def test_what_arrives_after_its_call_has_ended_is_not_counted(self) -> None:
-        door = Door(2, "calls", max_bytes=100)
-        place = door.enter("a")
-        place.leave()
-        place.hold(60)
-        other = door.enter("a")
-        other.hold(100)
-
-    def test_the_largest_message_of_a_call_is_what_it_holds(self) -> None:
-        door = Door(3, "calls", max_bytes=100)
-        stream, other = door.enter("a"), door.enter("a")
-        for nbytes in (10, 60, 30):
-            stream.hold(nbytes)
-        other.hold(40)
-        with pytest.raises(Overloaded, match="requests and answers of 100 bytes are held"):
-            door.enter("a").hold(1)
-
-    def test_an_answer_counts_beside_its_request_until_its_call_ends(self) -> None:
-        door = Door(3, "calls", max_bytes=100)
-        first, second = door.enter("a"), door.enter("a")
-        first.hold(10)
-        first.hold_answer(150)  # alone, it may
-        crowded = [door.crowded]
-        with pytest.raises(Overloaded, match="requests and answers of 160 bytes"):
-            second.hold_answer(1)
-        first.leave()
-        first.hold_answer(1000)
-        crowded.append(door.crowded)
-        assert crowded == [True, False]
-        second.hold_answer(90)
-        with pytest.raises(Overloaded):
-            door.enter("a").hold_answer(11)
 
     def test_a_clients_share_is_refused_with_its_reason(self) -> None:
         door = Door(8, "calls")
@@ -151,3 +107,82 @@ def test_a_models_flood_leaves_room_for_another() -> None:
     assert refused.value.reason == "model_share"
     shares.take("other")
     shares.give("busy")
+
+
+class TestBytes:
+    """Of requests and answers, whichever door their calls came in by."""
+
+    @pytest.fixture
+    def budget(self) -> ByteBudget:
+        return ByteBudget(100)
+
+    @pytest.fixture
+    def door(self, budget: ByteBudget) -> Door:
+        return Door(10, "calls", budget=budget)
+
+    def test_they_are_bounded_but_for_a_call_alone(self, door: Door) -> None:
+        first, second = door.enter("a"), door.enter("a")
+        Held(first).hold(150)
+        with pytest.raises(Overloaded, match="requests and answers of 150 bytes are held, the limit is 100") as refused:
+            Held(second).hold(1)
+        assert refused.value.reason == "bytes"
+        first.leave()
+        Held(second).hold(100)
+
+    def test_two_doors_share_one_budget(self, door: Door, budget: ByteBudget) -> None:
+        other = Door(10, "streams", budget=budget)
+        Held(door.enter("a")).hold(60)
+        assert other.crowded
+        with pytest.raises(Overloaded, match="of 60 bytes are held"):
+            Held(other.enter("a")).hold(41)
+
+    def test_what_left_gives_back_what_it_held_once_and_holds_nothing_more(self, door: Door) -> None:
+        place = door.enter("a")
+        held = Held(place)
+        held.hold(60)
+        place.leave()
+        place.leave()
+        held.hold(70)
+        held.hold_answer(90)
+        held.release()
+        Held(door.enter("a")).hold(100)
+        with pytest.raises(Overloaded, match="of 100 bytes are held"):
+            Held(door.enter("a")).hold(1)
+
+    def test_of_what_a_request_is_said_to_take_the_largest_counts(self, door: Door) -> None:
+        held, other = Held(door.enter("a")), Held(door.enter("a"))
+        for nbytes in (10, 60, 30):
+            held.hold(nbytes)
+        other.hold(40)
+        with pytest.raises(Overloaded, match="of 100 bytes are held"):
+            Held(door.enter("a")).hold(1)
+
+    def test_an_answer_counts_beside_its_request(self, door: Door) -> None:
+        held, other = Held(door.enter("a")), Held(door.enter("a"))
+        held.hold(10)
+        held.hold_answer(150)  # alone, it may
+        crowded = [door.crowded]
+        with pytest.raises(Overloaded, match="of 160 bytes"):
+            other.hold_answer(1)
+        held.release()
+        crowded.append(door.crowded)
+        assert crowded == [True, False]
+        other.hold_answer(100)
+
+    def test_each_request_of_a_stream_counts_until_it_is_released(self, door: Door) -> None:
+        stream = door.enter("a")
+        first, second, other = Held(stream), Held(stream), Held(door.enter("b"))
+        first.hold(30)
+        second.hold(30)
+        second.hold_answer(20)
+        assert stream.nbytes == 80
+        with pytest.raises(Overloaded, match="of 80 bytes"):
+            other.hold(21)
+        first.release()
+        first.release()
+        assert stream.nbytes == 50
+        other.hold(50)
+        with pytest.raises(Overloaded, match="of 100 bytes"):
+            second.hold_answer(1)
+        stream.leave()
+        other.hold_answer(50)

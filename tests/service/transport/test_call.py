@@ -287,11 +287,52 @@ def test_a_request_that_would_swell_is_refused_before_it_is_parsed() -> None:
 def test_an_answer_that_is_not_taken_counts_and_the_next_is_refused() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(3 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
-        door = served.transport._inference
+        budget = served.transport._inference.budget
         for answers in (1, 2, 3):  # of 1 MiB each
             deaf.call(INFER, MESSAGE)
-            until(lambda answers=answers: door._nbytes > answers << 20)  # type: ignore[misc]
+            until(lambda answers=answers: budget._taken > answers << 20)  # type: ignore[misc]
         with pytest.raises(grpc.RpcError, match="requests and answers of 31") as refused:
             served.call("ModelInfer", infer_request(x=X))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert wide.calls == 4
+
+
+def test_a_stream_reads_no_further_than_its_bytes_allow_and_goes_on_when_it_is_answered() -> None:
+    gate = Gate()
+    rows = np.ones((1 << 18, 3), np.float32)  # 3 MiB, and as much in the answer
+    model = LoopbackModel(run=gate, max_batch_size=len(rows))
+    with serving(model, max_streams=1) as served:
+        door = served.transport._streams
+        answers = served.stub("ModelStreamInfer")(iter([infer_request(x=rows) for _ in range(6)]), timeout=60)
+        assert gate.started.wait(30)
+        until(lambda: len(model.seen) == 3)  # two leave room, three do not
+        time.sleep(0.2)
+        assert (len(model.seen), door.budget._taken >> 20) == (3, 9)
+        gate.go.set()
+        assert [answer.error_message for answer in answers] == [""] * 6
+        until(lambda: door.wait_empty(0))
+        assert door.budget._taken == 0
+
+
+def test_an_answer_in_a_stream_counts_and_one_without_room_is_refused_in_its_place() -> None:
+    wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
+    with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
+        deaf.call(INFER, MESSAGE)
+        until(lambda: served.transport._inference.budget._taken > 1 << 20)
+        (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
+        assert "requests and answers of" in answer.error_message
+
+
+def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
+    gate = Gate()
+    rows = np.ones((1 << 20, 3), np.float32)
+    model = LoopbackModel(run=gate, max_batch_size=len(rows))
+    with serving(model, max_in_flight=1, max_streams=1) as served:  # threads for one reader and one answer
+        stream = served.stub("ModelStreamInfer")(iter([infer_request(x=rows) for _ in range(3)]), timeout=60)
+        assert gate.started.wait(30)
+        time.sleep(0.2)  # by now the reader waits
+        stream.cancel()
+        until(lambda: served.transport._streams.wait_empty(0))
+        gate.go.set()
+        assert served.transport._streams.budget._taken == 0
+        assert len(list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)] * 2), timeout=30))) == 2
