@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bf16kit.tensors import TensorSpec
@@ -66,6 +66,22 @@ def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]])
             taken.add(name)
         shapes[index][axis] = groups[key]
     return tuple(replace(spec, shape=tuple(shape)) for spec, shape in zip(specs, shapes, strict=True))
+
+
+def as_given(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
+    """``spec`` as ``shapes`` of one rank bear it out: a size that one of them contradicts is unknown, and so are all
+    where the spec is of another rank."""
+    (rank,) = {len(shape) for shape in shapes}
+    if rank != len(spec.shape):
+        return replace(spec, shape=(UNKNOWN,) * rank)
+    seen = [{shape[axis] for shape in shapes} for axis in range(rank)]
+    return replace(
+        spec,
+        shape=tuple(
+            dim if isinstance(dim, str) or sizes == {dim} else UNKNOWN
+            for dim, sizes in zip(spec.shape, seen, strict=True)
+        ),
+    )
 
 
 def _free(specs: Sequence[TensorSpec]) -> Iterator[Place]:

@@ -15,7 +15,7 @@ from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
 from bf16kit.tensors import TensorSpec, describe
 from bf16kit.wording import brief
-from converter.graph.dimensions import reconciled
+from converter.graph.dimensions import as_given, name_all, reconciled
 from converter.graph.requirements import required
 from converter.model import Feeds
 from converter.options import Options
@@ -106,8 +106,8 @@ def certify(
         )
         release()
     manifest = manifest.model_copy(update={"oracle": checked, "schema_version": SCHEMA_VERSION})
-    manifest = _with_edges(_as_seen(manifest, samples.feeds, expected), axis)
-    certified = Certified(manifest, notes=list(oracle.remarks(checked)))
+    manifest, notes = _as_seen(manifest, samples.feeds, expected)
+    certified = Certified(_with_edges(manifest, axis), notes=[*oracle.remarks(checked), *notes])
     if axis is None:
         certified.notes.append("no batch axis: two samples run together were not seen to give what they give apart")
     for profile in sorted(manifest.profiles):
@@ -228,21 +228,34 @@ def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run
     return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
 
 
-def _as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> Manifest:
-    """Believe the names of the outputs' dimensions as far as the answers bear them out, and their number not at all."""
-    specs = [entry.spec() for entry in (*manifest.inputs, *manifest.outputs)]
+def _as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> tuple[Manifest, list[str]]:
+    """Believe the outputs' dimensions, their names, sizes and number, as far as the answers bear them out; with a note
+    on each output of which they do not."""
+    inputs = [entry.spec() for entry in manifest.inputs]
+    declared = [entry.spec() for entry in manifest.outputs]
     runs = [
         {name: array.shape for name, array in (feed | answer).items()}
         for feed, answer in zip(feeds, answers, strict=True)
     ]
-    for spec, shape in ((spec, run[spec.name]) for run in runs for spec in specs[len(manifest.inputs) :]):
-        if len(spec.shape) != len(shape):  # ONNX Runtime gives what was computed, whatever the file says of it
+    given = [as_given(spec, _of_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
+    outputs = reconciled([*inputs, *name_all(given, known=inputs)], runs)[len(inputs) :]
+    notes = [
+        f"output {was.name!r} is declared as {describe(was.shape)}, and the model gives"
+        f" {describe(runs[0][was.name])}: the artifact says {describe(now.shape)}"
+        for was, found, now in zip(declared, given, outputs, strict=True)
+        if found != was
+    ]
+    return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]}), notes
+
+
+def _of_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+    for shape in shapes:
+        if len(shape) != len(shapes[0]):
             raise ConversionError(
-                f"output {spec.name!r} is declared as {describe(spec.shape)}, and the model gives {describe(shape)};"
-                " export it with as many dimensions as it has"
+                f"output {output!r} is {describe(shapes[0])} for one sample and {describe(shape)} for another; export"
+                " the model with as many dimensions for all of them"
             )
-    outputs = reconciled(specs, runs)[len(manifest.inputs) :]
-    return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]})
+    return shapes
 
 
 def _edges(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

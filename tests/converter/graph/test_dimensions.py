@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bf16kit.tensors import TensorSpec
-from converter.graph.dimensions import is_named, loosened, name_all, reconciled
+from converter.graph.dimensions import as_given, is_named, loosened, name_all, reconciled
 
 
 def _spec(name: str, *shape: int | str) -> TensorSpec:
@@ -55,3 +57,18 @@ def test_a_name_that_one_run_contradicts_is_left_to_those_that_agree_with_its_fi
 
 def test_a_tensor_that_no_run_showed_keeps_its_names() -> None:
     assert reconciled([_spec("a", "n"), _spec("b", "m")], [{"a": (2,)}])[1] == _spec("b", "m")
+
+
+@pytest.mark.parametrize(
+    ("declared", "shapes", "given"),
+    [
+        ((1, "seq"), [(20, 1, 8), (31, 1, 8)], ("?", "?", "?")),
+        (("n", 8), [(1, 8), (2, 8)], ("n", 8)),
+        (("n", 8), [(1, 8), (2, 9)], ("n", "?")),
+        ((), [(), ()], ()),
+    ],
+)
+def test_what_shapes_contradict_is_unknown(
+    declared: tuple[Any, ...], shapes: list[Any], given: tuple[Any, ...]
+) -> None:
+    assert as_given(TensorSpec("y", "float32", declared), shapes).shape == given
