@@ -16,7 +16,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.entries import Segment
 from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
-from bf16kit.runtime.externaldata import Together
+from bf16kit.runtime.externaldata import JoinedFiles
 from bf16kit.runtime.rebuilt import VIRTUAL_FILE, Weights
 from bf16kit.runtime.scratch import NoScratch, scratch_file
 
@@ -28,22 +28,22 @@ def copied(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Iter
     They are in a temporary file in ``scratch`` (None: the system's directory), on a disk or in memory, that has no name
     afterwards; where there is no room for one, ONNX Runtime takes them from memory, twice as much of it meanwhile.
     """
-    together = Together(graph, {name: entry.bytes for name, entry in artifact.manifest.files.items()})
-    if not together.size:
-        yield Weights(together.at(VIRTUAL_FILE), "in the graph")
+    joined = JoinedFiles(graph, {name: entry.bytes for name, entry in artifact.manifest.files.items()})
+    if not joined.size:
+        yield Weights(joined.graph_at(VIRTUAL_FILE), "in the graph")
         return
     try:
-        with scratch_file(together.size, scratch, in_memory=True) as (path, mapped):
-            _fill(mapped, artifact, together)
+        with scratch_file(joined.size, scratch, in_memory=True) as (path, mapped):
+            _fill(mapped, artifact, joined)
             del mapped
-            yield Weights(together.at(path.name), "in a temporary file", base_dir=path.parent)
+            yield Weights(joined.graph_at(path.name), "in a temporary file", base_dir=path.parent)
     except NoScratch as reason:
-        buffer = np.empty(together.size, np.uint8)
-        _fill(buffer, artifact, together)
-        yield Weights(together.at(VIRTUAL_FILE), f"in memory, because {reason}", files={VIRTUAL_FILE: buffer})
+        buffer = np.empty(joined.size, np.uint8)
+        _fill(buffer, artifact, joined)
+        yield Weights(joined.graph_at(VIRTUAL_FILE), f"in memory, because {reason}", files={VIRTUAL_FILE: buffer})
 
 
-def _fill(place: Array, artifact: Artifact, together: Together) -> None:
-    for name, start in together.files.items():
+def _fill(place: Array, artifact: Artifact, joined: JoinedFiles) -> None:
+    for name, start in joined.files.items():
         nbytes = artifact.manifest.files[name].bytes
         read_segment(artifact.file(name), Segment(offset=0, bytes=nbytes), place[start : start + nbytes])

@@ -39,7 +39,7 @@ class Move:
     target: int
 
 
-class Gathering:
+class GatheredTensors:
     """The graph in ``path``, whose external tensors are to be gathered in one file of ``size`` bytes by ``moves``.
 
     Its locations have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when it is not an ONNX file.
@@ -56,7 +56,7 @@ class Gathering:
             self.moves.append(Move(tensor.name, _locations(tensor)[0], offset, nbytes, self.size))
             self.size += nbytes + -nbytes % ALIGNMENT
 
-    def at(self, location: str) -> bytes:
+    def graph_at(self, location: str) -> bytes:
         """The graph when all its external tensors are in the file ``location`` beside it."""
         for tensor, move in zip(_external(self._model), self.moves, strict=True):
             del tensor.external_data[:]
@@ -65,7 +65,7 @@ class Gathering:
         return bytes(self._model.SerializeToString())
 
 
-class Together:
+class JoinedFiles:
     """The graph in ``path``, whose files of tensors are to lie one after the other in a single one of ``size`` bytes.
 
     ``files`` says where each of them begins there. Their locations have passed :func:`check_locations`. Raises
@@ -81,7 +81,7 @@ class Together:
             self.files[name] = self.size
             self.size += sizes[name] + -sizes[name] % ALIGNMENT
 
-    def at(self, location: str) -> bytes:
+    def graph_at(self, location: str) -> bytes:
         """The graph when all is in the file ``location`` beside it."""
         for tensor in _external(self._model):
             start = self.files[_locations(tensor)[0]] + _number(str(self._path), tensor, "offset", 0)

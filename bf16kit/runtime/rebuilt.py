@@ -13,7 +13,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.entries import Segment
 from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
-from bf16kit.runtime.externaldata import REBUILT, Gathering, initializers
+from bf16kit.runtime.externaldata import REBUILT, GatheredTensors, initializers
 from bf16kit.runtime.scratch import NoScratch, scratch_file
 
 VIRTUAL_FILE = "weights"  # the name of a file that does not exist
@@ -37,27 +37,27 @@ def rebuilt(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Ite
     They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there, or, where
     that is not possible, kept in memory, which takes twice as much of it while the session is opened.
     """
-    gathering = Gathering(graph)
+    gathered = GatheredTensors(graph)
     try:
-        with scratch_file(gathering.size, scratch) as (path, mapped):
-            _write(gathering, artifact, mapped)
+        with scratch_file(gathered.size, scratch) as (path, mapped):
+            _write(gathered, artifact, mapped)
             del mapped
-            yield Weights(gathering.at(path.name), "in a temporary file", base_dir=path.parent)
+            yield Weights(gathered.graph_at(path.name), "in a temporary file", base_dir=path.parent)
     except NoScratch as reason:
         if artifact.copies:  # a session that is given the graph's own path maps what else the graph names
-            buffer = np.empty(gathering.size, np.uint8)
-            _write(gathering, artifact, buffer)
+            buffer = np.empty(gathered.size, np.uint8)
+            _write(gathered, artifact, buffer)
             where = f"in memory, because {reason}"
-            yield Weights(gathering.at(VIRTUAL_FILE), where, files={VIRTUAL_FILE: buffer})
+            yield Weights(gathered.graph_at(VIRTUAL_FILE), where, files={VIRTUAL_FILE: buffer})
             return
         reader = _reader(artifact)
         arrays = {name: reader.restore(name) for name in initializers(graph, REBUILT)}
         yield Weights(graph, f"in memory, because {reason}", external=arrays)
 
 
-def _write(gathering: Gathering, artifact: Artifact, mapped: Array) -> None:
+def _write(gathered: GatheredTensors, artifact: Artifact, mapped: Array) -> None:
     reader = _reader(artifact)
-    for move in gathering.moves:
+    for move in gathered.moves:
         place = mapped[move.target : move.target + move.nbytes]
         if move.location == REBUILT:
             shape = reader.shape(move.name)

@@ -35,16 +35,21 @@ def scratch_file(
     directory = _usable(directory, in_memory)
     _remove_stale(directory)
     with contextlib.ExitStack() as stack:
-        try:
-            descriptor, name = _locked_file(directory)
-            stack.callback(os.close, descriptor)
-            stack.callback(Path(name).unlink, missing_ok=True)
-            os.posix_fallocate(descriptor, 0, size)  # a page that finds no room when it is written kills the process
-        except OSError as error:
-            room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            why = f"has no room for {size / 1e6:.0f} MB" if room else f"cannot be used ({error.strerror})"
-            raise NoScratch(f"{directory} {why}") from error
-        yield Path(name), np.memmap(name, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
+        yield _mapped_file(stack, directory, size)  # not in a variable: the caller may let go of the mapping
+
+
+def _mapped_file(stack: contextlib.ExitStack, directory: Path, size: int) -> tuple[Path, NDArray[np.uint8]]:
+    """A new file, closed and without its name when ``stack`` is left, and its mapping."""
+    try:
+        descriptor, name = _locked_file(directory)
+        stack.callback(os.close, descriptor)
+        stack.callback(Path(name).unlink, missing_ok=True)
+        os.posix_fallocate(descriptor, 0, size)  # a page that finds no room when it is written kills the process
+        return Path(name), np.memmap(name, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
+    except OSError as error:
+        room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        why = f"has no room for {size / 1e6:.0f} MB" if room else f"cannot be used ({error.strerror})"
+        raise NoScratch(f"{directory} {why}") from error
 
 
 def _locked_file(directory: Path) -> tuple[int, str]:
@@ -57,6 +62,7 @@ def _locked_file(directory: Path) -> tuple[int, str]:
                 return descriptor, name
         except BaseException:
             os.close(descriptor)
+            Path(name).unlink(missing_ok=True)
             raise
         os.close(descriptor)
 

@@ -51,7 +51,7 @@ def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
         with one_at_a_time:
             hold(len(data))  # others may have taken long, and the client may have left
             skim = _Skim(data)
-            skim.over(0, len(data), known)
+            skim.count(0, len(data), known)
             hold(len(data) + skim.swelling)
             return parse(data)
 
@@ -71,8 +71,8 @@ class _Skim:
         """Bytes that what was looked over takes in memory, beyond those on the wire."""
         return self._fields * _FIELD_BYTES + self._integers * _INTEGER_BYTES
 
-    def over(self, at: int, end: int, known: _Known) -> None:
-        """Count what is between ``at`` and ``end``. Raises InvalidRequest when that is too much."""
+    def count(self, at: int, end: int, known: _Known) -> None:
+        """Add what is between ``at`` and ``end``. Raises InvalidRequest when that is too much."""
         try:
             while at < end:
                 at = self._field(at, end, known)
@@ -92,7 +92,7 @@ class _Skim:
         if kind == 2:
             size, at = self._varint(at)
             if tag >> 3 in known:
-                self._inside(at, min(at + size, end), known[tag >> 3])
+                self._count_value(at, min(at + size, end), known[tag >> 3])
             return at + size
         if kind == 0:
             return self._varint(at)[1]
@@ -100,13 +100,13 @@ class _Skim:
             raise ValueError
         return at + (8, 0, 0, 0, 4)[kind - 1]  # groups begin and end; what is in them follows
 
-    def _inside(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
+    def _count_value(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
         if known == "text":
             if end - at > _TEXT:
                 raise InvalidRequest(f"the request has a text of {end - at} bytes, expected at most {_TEXT}")
             return
         if known != "packed":
-            self.over(at, end, known)
+            self.count(at, end, known)
             return
         # The last byte of each integer is below 0x80, and no other is.
         self._integers += int(np.count_nonzero(np.frombuffer(self._data, np.uint8)[at:end] < 0x80))

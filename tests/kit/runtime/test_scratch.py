@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import resource
 import signal
 import subprocess
@@ -142,3 +145,17 @@ def test_a_directory_in_memory_will_do_where_that_is_allowed() -> None:
         assert path.parent == Path("/dev/shm")
         assert mapped.nbytes == 100
     assert not path.exists()
+
+
+@pytest.mark.parametrize("what", ["fcntl.flock", "numpy.memmap"])
+def test_a_file_that_cannot_be_locked_or_mapped_is_no_scratch_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(what, fail)
+    said = re.escape(f"{tmp_path} cannot be used (No locks available)")
+    with pytest.raises(NoScratch, match=said), scratch_file(100, tmp_path):
+        pass
+    assert files(tmp_path) == []
