@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -335,4 +335,11 @@ def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
         until(lambda: served.transport._streams.wait_empty(0))
         gate.go.set()
         assert served.transport._streams.budget._taken == 0
-        assert len(list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)] * 2), timeout=30))) == 2
+        stay = threading.Event()
+
+        def open_end() -> Iterator[pb.ModelInferRequest]:
+            yield infer_request(x=X)
+            stay.wait(60)  # the reader keeps one of the two threads
+
+        assert next(served.stub("ModelStreamInfer")(open_end(), timeout=30)).infer_response.model_name == "echo"
+        stay.set()
