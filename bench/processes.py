@@ -37,14 +37,18 @@ class Server:
 
 
 @contextmanager
-def bf16_serve(repository: Path, log: Path, *flags: str) -> Iterator[Server]:
-    """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there."""
+def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = None) -> Iterator[Server]:
+    """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there.
+
+    ``tree`` holds the packages to run, where they are not this tree's.
+    """
     port, http_port = _free_ports(2)
+    environment = dict(os.environ) if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
     command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu", *flags]
     command += ["--grpc-port", str(port), "--http-port", str(http_port)]
     with log.open("w") as stream:
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
         _wait_until_ready(process, port, log)
         yield Server(process, port, time.perf_counter() - started)
