@@ -28,6 +28,7 @@ NAMES = (
     "drift_minilm",
     "startup",
     "latency_mlp",
+    "cpu_mlp",
     "throughput_minilm",
     "overload",
     "kernel",
