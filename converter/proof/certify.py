@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
-_OTHER = 8  # samples that TorchScript also answers in the arithmetic that this CPU does not use
+_BOTH = 8  # samples that TorchScript answers in both arithmetics, this CPU's and the other
+
+_ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 
 
 @dataclass(slots=True)
@@ -139,9 +141,7 @@ def _certify_profile(
 ) -> None:
     manifest = certified.manifest
     try:
-        run = run_profile(stage.draft(manifest), profile, samples.feeds, expected)
-        if profile == "torchscript" and run.info.precision != "fp32":
-            run = _worse_arithmetic(run, stage.draft(manifest), samples.feeds, expected)
+        run = _run(stage.draft(manifest), profile, samples.feeds, expected)
     except RuntimeFailure as error:
         if profile != "torchscript" or options.insists_on_torchscript:
             raise
@@ -163,6 +163,12 @@ def _certify_profile(
     certified.over[profile] = [f"profile {profile}, {breach}" for breach in over(options.budget, run.drifts)]
 
 
+def _run(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
+    if profile == "torchscript" and (worse := _worse_arithmetic(artifact, feeds, expected)) is not None:
+        return worse
+    return run_profile(artifact, profile, feeds, expected)
+
+
 def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
     """Run ``profile`` on ``feeds`` as a server would, or emulated where there is no device for it.
 
@@ -178,29 +184,29 @@ def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expect
         runtime.close()
 
 
-def _worse_arithmetic(run: Run, artifact: Artifact, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    """The worse of ``run`` and one in the other arithmetic: bf16, or widened to fp32 on CPUs without bf16 instructions.
+def _worse_arithmetic(artifact: Artifact, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run | None:
+    """The TorchScript module in the worse of bf16 and fp32, to which a CPU without bf16 instructions widens it; None
+    where it has nothing in bf16.
 
-    A server may have either. The other one runs on no more than :data:`_OTHER` of ``feeds``: on a CPU without bf16
-    instructions bf16 takes ten times as long.
+    A server may have either. Both run on the same :data:`_BOTH` of ``feeds`` at most, so that what is found does not
+    depend on which of them is this CPU's: where bf16 is not, it takes ten times as long.
     """
-    manifest = artifact.manifest
-    step = -(-len(feeds) // _OTHER)
-    runtime = open_torchscript(artifact, native_bf16=run.info.precision != "bf16")
-    answers = measure.answers(runtime, feeds[::step])
+    outputs, axis = _edges(artifact.manifest)[1], artifact.manifest.batch_axis
+    step = -(-len(feeds) // _BOTH)
+    asked, answers = feeds[::step], expected[::step]
+    own = run_profile(artifact, "torchscript", asked, answers)
+    if own.info.precision == "fp32":
+        return None
+    runtime = open_torchscript(artifact, native_bf16=own.info.precision != "bf16")
     try:
-        found = measure.drifts(expected[::step], answers, _edges(manifest)[1], manifest.batch_axis)
-        info = runtime.info
+        other = measure.drifts(answers, measure.answers(runtime, asked), outputs, axis)
+        found = {own.info.precision: own.drifts, runtime.info.precision: other}
     finally:
         runtime.close()
-    names = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
-    other_is_worse = _mean(found) > _mean(run.drifts[::step])
-    worse = info if other_is_worse else run.info
-    some = f" on {len(found)} of {len(feeds)} samples" if step > 1 and other_is_worse else ""
-    note = f"when verified: run in both arithmetics; the drift is that of {names[worse.precision]}{some}, the worse"
-    if other_is_worse:
-        return Run(found, run.info, run.emulated, note, step)
-    return Run(run.drifts, run.info, run.emulated, note)
+    worse = max(sorted(found), key=lambda precision: _mean(found[precision]))
+    some = f" on {len(asked)} of {len(feeds)} samples" if step > 1 else ""
+    note = f"when verified: run in both arithmetics{some}; the drift is that of {_ARITHMETICS[worse]}, the worse"
+    return Run(found[worse], own.info, own.emulated, note, step)
 
 
 def _mean(found: Sequence[Drifts]) -> float:

@@ -77,19 +77,28 @@ def test_torchscript_is_certified_in_both_arithmetics_by_the_worse(
     )
 
 
-def test_of_many_samples_the_other_arithmetic_runs_on_few(
-    cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [5, 11])
+def test_of_many_samples_both_arithmetics_answer_the_same_few_whichever_is_the_cpus(
+    cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int
 ) -> None:
-    monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda: False)
-    monkeypatch.setattr(certify, "_OTHER", 2)
-    for index in range(5):
+    """Of eleven samples every second one; the golden samples are chosen among those, too."""
+    for index in range(given):
         x = np.random.default_rng(index).standard_normal((1, 16)).astype(np.float32)
-        np.savez(tmp_path / f"{index}.npz", x=x)
+        np.savez(tmp_path / f"{index:02}.npz", x=x)
     arguments = (*MLP, "--samples", tmp_path, "--format", "torchscript", "--no-report")
-    cli("checkpoint", mlp_file, "--out", target, *arguments).published()
-    manifest = Artifact.open(target).manifest
-    assert manifest.drift["torchscript"].samples == 2
-    assert "bf16 on 2 of 5 samples, the worse" in manifest.profiles["torchscript"].note
+    found = {}
+    for native in (True, False):
+        monkeypatch.setattr(torchscript, "cpu_has_bf16", lambda native=native: native)
+        version = target.with_name(str(1 + native))
+        cli("checkpoint", mlp_file, "--out", version, *arguments).published()
+        found[native] = (version / "manifest.json").read_bytes()
+    assert found[True] == found[False]
+    manifest = Artifact.open(target.with_name("2")).manifest
+    run, some = (given, "") if given <= 8 else (6, f" on 6 of {given} samples")
+    assert manifest.drift["torchscript"].samples == run
+    assert manifest.profiles["torchscript"].note == (
+        f"when verified: run in both arithmetics{some}; the drift is that of bf16, the worse"
+    )
 
 
 @pytest.mark.parametrize(
