@@ -15,7 +15,7 @@ from bench.results import Measurement, Result
 from bench.workspace import Workspace
 
 _AT_MOST = 25.0  # seconds
-_RUNS, _QUICK = 3, 1
+_RUNS, _QUICK = 5, 1
 _CPUS = 2
 
 

@@ -29,7 +29,7 @@ from bf16kit.runtime.session import Session, open_session
 _AT_LEAST = 0.85
 _CLIENTS = 16
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_ROUNDS, _BLOCKS, _SECONDS = 3, 5, 3.0
+_ROUNDS, _BLOCKS, _SECONDS = 5, 3, 3.0
 _QUICK = 1, 1, 0.5
 # Two batches at once with one thread each, rather than one batch with two: threads that share a batch wait for each
 # other at every operator, and wait longest while one of them is kept from its core by the server's own threads.
