@@ -104,7 +104,11 @@ class NotFound(RequestError):
 
 
 class Unavailable(RequestError):
-    """The model is loading or unloading, or the server is draining."""
+    """The model is loading or unloading, or the server is draining: then ``reason`` is the metrics' word for it."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class Overloaded(RequestError):

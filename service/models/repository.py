@@ -119,7 +119,12 @@ class Repository:
 
     def acquire(self, name: str, version: str) -> Lease[Generation]:
         while True:
-            model = self.get(name, version)
+            try:
+                model = self.get(name, version)
+            except Unavailable as error:
+                if error.reason:
+                    self.find(name, version).series.rejected(error.reason)
+                raise
             if model.leases.take():
                 return Lease(model.leases, model)
             # It was unpublished between the two: what has taken its place is found now.
@@ -127,8 +132,7 @@ class Repository:
     def get(self, name: str, version: str) -> Generation:
         slot = self.find(name, version)
         if self._stopping:
-            slot.series.rejected("draining")
-            raise Unavailable("the server is shutting down; try another")
+            raise Unavailable("the server is shutting down; try another", "draining")
         model = slot.model
         if model is not None:
             return model

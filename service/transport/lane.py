@@ -23,7 +23,6 @@ from service.transport.status import Status, StatusTable
 from service.transport.watchdog import Patience
 
 _REASONS: dict[type[Exception], str] = {
-    Unavailable: "draining",
     Unauthenticated: "unauthenticated",
     Forbidden: "forbidden",
 }
@@ -137,8 +136,7 @@ class Lane:
 
     def status(self, error: Exception) -> Status:
         """What the client is told of an error that ended its call before a model was asked."""
-        if isinstance(error, Overloaded):
-            self.refused(error.reason)
-        elif (reason := _REASONS.get(type(error))) is not None:
+        reason = error.reason if isinstance(error, Overloaded | Unavailable) else _REASONS.get(type(error))
+        if reason:
             self.refused(reason)
         return self._statuses.of(error)

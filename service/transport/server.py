@@ -137,7 +137,7 @@ class Transport:
         """
         until = time.monotonic() + grace
         for door in (self._inference, self._streams):
-            door.close(lambda: Unavailable("the server is shutting down; try another"))
+            door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
         self._health.shut_down(min(grace, _LAST_WORDS_SECONDS))
         self._servicer.drain()
         if not self._empty(0.0):

@@ -13,7 +13,7 @@ import grpc
 
 from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import Model, Registry, Reply, Request, RequestObserver, Slot
+from service.contract import REFUSALS, Model, Registry, Reply, Request, RequestObserver, Slot
 from service.transport.admission import FairShares
 from service.transport.call import Call, StreamRequest
 from service.transport.limit import AdaptiveLimit
@@ -90,7 +90,7 @@ class InferenceServicer:
         finally:
             self._open.discard(answers)
         if self._draining:
-            raise Unavailable("the server is shutting down; open the stream again on another")
+            raise Unavailable("the server is shutting down; open the stream again on another", "draining")
 
     def _answer(
         self,
@@ -121,6 +121,8 @@ class InferenceServicer:
             status = self._statuses.of(error)
             if isinstance(error, Overloaded):
                 self._limit.refused()
+                if error.reason in REFUSALS:  # the others are the queue's, which has told the model's metrics
+                    self._observer.refused(error.reason)
             if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
                 # gRPC tells of a deadline that passed as it tells of a client that left
                 status = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")

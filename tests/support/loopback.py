@@ -124,7 +124,9 @@ class LoopbackRegistry:
 
     def get(self, name: str, version: str) -> LoopbackModel:
         model = self.find(name, version)
-        if self.draining or model.state == "loading":
+        if self.draining:
+            raise Unavailable("the server is shutting down; try another", "draining")
+        if model.state == "loading":
             raise Unavailable(f"model {name!r} version {model.version} is not ready: {model.reason}")
         if model.state != "ready":
             raise NotFound(f"model {name!r} version {model.version} is not ready: {model.reason}")

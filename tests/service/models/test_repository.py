@@ -303,7 +303,10 @@ def test_draining_refuses_new_requests_and_counts_them(tmp_path: Path, load: Ope
     repository.drain()
     assert (before, repository.ready) == (True, False)
     with pytest.raises(Unavailable, match="shutting down"):
+        repository.acquire("mlp", "")
+    with pytest.raises(Unavailable, match="shutting down") as looked_at:  # that is no request
         repository.get("mlp", "")
+    assert looked_at.value.reason == "draining"
     assert b'bf16kit_rejected_total{model="mlp",reason="draining",version="1"} 1.0' in metrics.expose()[0]
 
 

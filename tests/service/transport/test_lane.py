@@ -1,0 +1,223 @@
+"""Every refusal over a real socket: what the client is told, and that its reason is counted, once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
+from rawgrpc import RawConnection, framed
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport import server as server_module
+from service.transport.handlers import SERVICE
+
+X = np.ones((1, 3), np.float32)
+INFER = f"/{SERVICE}/ModelInfer"
+MESSAGE = infer_request(x=X).SerializeToString()
+
+
+class Gated(Gate):
+    """A gate that is open once the test is over, whatever became of it: the server waits for what runs."""
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+
+    def __enter__(self) -> Gated:
+        return self
+
+
+@pytest.fixture
+def gate() -> Gated:
+    return Gated()
+
+
+def refused(call: Any) -> StatusCode:
+    """The code of a call, or of the stream that it begins, which must fail."""
+    with pytest.raises(grpc.RpcError) as error:
+        next(iter(call()))
+    code: StatusCode = error.value.code()
+    return code
+
+
+def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
+    """So many requests of one connection inside, of which the first runs: until what is returned is forgotten."""
+    begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
+    assert gate.started.wait(30)
+    until(lambda: served.transport._inference._shares.taken == calls)
+    return begun
+
+
+def test_more_requests_than_there_are_places(gate: Gated) -> None:
+    with serving(LoopbackModel(run=gate), max_in_flight=1) as served, gate:
+        held = run_held(served, gate)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["in_flight"]
+        assert not held[0].done()
+
+
+def test_more_requests_of_one_connection_than_its_share(gate: Gated) -> None:
+    with serving(LoopbackModel(run=gate, max_batch_size=0), max_in_flight=8) as served, gate:
+        held = run_held(served, gate, calls=7)
+        code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        assert "this connection has its share" in details
+        assert served.log.refusals == ["connection_share"]
+        assert not any(call.done() for call in held)
+
+
+def test_more_requests_of_one_model_than_its_share(gate: Gated) -> None:
+    """Another connection has a place; the model has none for it, and another model has."""
+    model = LoopbackModel(run=gate, max_batch_size=0)
+    with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
+        held = run_held(served, gate, calls=1)
+        assert len(model.seen) == 1
+        limit = served.transport._servicer._shares._shares
+        limit.limit = 8
+        begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(6)]
+        until(lambda: len(model.seen) == 7)
+        stream = another.call(INFER, MESSAGE)
+        until(lambda: stream in another.ended)
+        assert served.log.refusals == ["model_share"]
+        assert served.log.seen == [("echo", 1, "RESOURCE_EXHAUSTED")]
+        assert served.call("ModelInfer", infer_request("other", x=X)).model_name == "other"
+        gate.go.set()
+        assert [call.result(30).model_name for call in held + begun] == ["echo"] * 7
+        assert limit.taken == 0
+
+
+def test_a_full_queue_is_the_models_to_count(gate: Gated) -> None:
+    model = LoopbackModel(run=gate, max_batch_size=0, max_queue=1)
+    with serving(model) as served, gate:
+        begun = run_held(served, gate)
+        begun += [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(2)]
+        until(lambda: served.log.seen)
+        assert served.log.seen == [("echo", 1, "RESOURCE_EXHAUSTED")]
+        assert served.log.refusals == []
+
+
+def test_requests_of_more_bytes_than_may_be_held(gate: Gated) -> None:
+    rows = infer_request(x=np.ones((1000, 3), np.float32))
+    model = LoopbackModel(run=gate, max_batch_size=1000)
+    with serving(model, max_request_bytes=len(rows.SerializeToString()) + 100) as served, gate:
+        held = served.stub("ModelInfer").future(rows)
+        assert gate.started.wait(30)
+        code, details = served.refusal("ModelInfer", rows)
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        assert "bytes are held" in details
+        assert (served.log.refusals, served.log.seen) == (["bytes"], [])
+        gate.go.set()
+        held.exception(30)
+
+
+def test_answers_of_more_bytes_than_may_be_held() -> None:
+    wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
+    with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
+        deaf.call(INFER, MESSAGE)
+        until(lambda: served.transport._inference.budget._taken > 1 << 20)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["bytes"]
+        (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
+        assert "requests and answers of" in answer.error_message
+        assert served.log.refusals == ["bytes"] * 2
+        assert [code for *_, code in served.log.seen] == ["OK"] + ["RESOURCE_EXHAUSTED"] * 2
+
+
+def test_more_streams_than_may_be_open() -> None:
+    stay = threading.Event()
+
+    def messages() -> Iterator[pb.ModelInferRequest]:
+        yield infer_request(x=X)
+        stay.wait(60)
+
+    with serving(LoopbackModel(), max_streams=1) as served:
+        stream = served.stub("ModelStreamInfer")
+        first = stream(messages(), timeout=60)
+        next(first)
+        assert refused(lambda: stream(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["streams"]
+        first.cancel()
+        stay.set()
+
+
+def test_more_health_watches_than_may_be_open() -> None:
+    with serving(LoopbackModel(), max_watches=1) as served:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        first = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        next(first)
+        assert refused(lambda: stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["watches"]
+        first.cancel()
+
+
+def test_more_reflection_streams_than_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_REFLECTION_STREAMS", 1)
+    stay = threading.Event()
+
+    def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        stay.wait(60)
+
+    with serving(LoopbackModel()) as served:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+        first = stub.ServerReflectionInfo(questions(), timeout=60)
+        next(first)
+        assert refused(lambda: stub.ServerReflectionInfo(iter([]), timeout=30)) is StatusCode.RESOURCE_EXHAUSTED
+        assert served.log.refusals == ["reflection"]
+        first.cancel()
+        stay.set()
+
+
+def test_more_calls_for_health_and_metadata_than_may_be_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_CONTROL_CALLS", 1)
+    path = f"/{SERVICE}/ModelReady"
+    question = pb.ModelReadyRequest(name="echo")
+    with serving(LoopbackModel()) as served, RawConnection(served.port) as slow:
+        stream = slow.call(path)  # its request is yet to come
+        until(lambda: _control_refused(served))
+        assert set(served.log.refusals) == {"control"}
+        slow.data(stream, framed(question.SerializeToString()))
+        until(lambda: stream in slow.ended)
+
+
+def _control_refused(served: Served) -> bool:
+    try:
+        served.call("ModelMetadata", pb.ModelMetadataRequest(name="echo"))
+    except grpc.RpcError as error:
+        return error.code() is StatusCode.RESOURCE_EXHAUSTED
+    return False
+
+
+def test_a_server_that_shuts_down(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held where it has closed its doors, and gRPC its ports not yet."""
+    go_on = threading.Event()
+    monkeypatch.setattr(server_module, "catch_up", lambda until: go_on.wait(30))
+    with serving(LoopbackModel(run=gate)) as served, gate:
+        (held,) = run_held(served, gate)
+        stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
+        stopping.start()
+        until(lambda: served.transport._inference._closed and served.transport._streams._closed)
+        assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
+        assert served.log.refusals == ["draining"]
+        assert refused(lambda: served.stub("ModelStreamInfer")(iter([]), timeout=30)) is StatusCode.UNAVAILABLE
+        assert served.log.refusals == ["draining"] * 2
+        gate.go.set()
+        go_on.set()
+        assert held.result(30).model_name == "echo"
+        stopping.join(30)
+
+
+def test_metadata_of_a_model_that_loads_is_no_refusal_of_a_server_that_shuts_down() -> None:
+    with serving(LoopbackModel("slow", state="loading")) as served:
+        assert served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="slow"))[0] is StatusCode.UNAVAILABLE
+        assert served.log.refusals == []
+        served.registry.draining = True
+        assert served.refusal("ModelMetadata", pb.ModelMetadataRequest(name="slow"))[0] is StatusCode.UNAVAILABLE
+        assert served.log.refusals == ["draining"]
