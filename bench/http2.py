@@ -106,13 +106,14 @@ class Connection:
         return 1
 
 
-def request_headers(path: str, port: int) -> bytes:
+def request_headers(path: str, port: int, *more: tuple[str, str]) -> bytes:
     """The header block of a call to ``path``: the same for every one of them."""
     fields = (
         (":path", path),
         (":authority", f"127.0.0.1:{port}"),
         ("content-type", "application/grpc"),
         ("te", "trailers"),
+        *more,
     )
     return _POST_OVER_HTTP + b"".join(_literal(name, value) for name, value in fields)
 

@@ -37,6 +37,7 @@ _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
 _CATCH_UP_SECONDS = 2.0  # at most
 _SPARE_THREADS = 4  # to refuse calls on, where it takes a thread to know whose they are
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
+_PING_SECONDS = 20.0  # at most, for the answer to a ping of ours
 _STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 
@@ -221,6 +222,7 @@ def catch_up(until: float) -> None:
 
 
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
+    patience = _ms(min(options.keepalive_seconds, _PING_SECONDS))
     arguments = {
         # gRPC's default is on: a second server on the same port would silently take half of the calls
         "grpc.so_reuseport": int(options.share_port),
@@ -233,7 +235,8 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.server.max_pending_requests_hard_limit": 2 * options.max_in_flight,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
-        "grpc.keepalive_timeout_ms": _ms(min(options.keepalive_seconds, 20.0)),
+        "grpc.keepalive_timeout_ms": patience,  # for bytes that TCP has sent
+        "grpc.http2.ping_timeout_ms": patience,  # for the answer to a ping: a minute by default, whatever stands above
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.min_ping_interval_without_data_ms": _MIN_PING_INTERVAL_MS,
         "grpc.max_connection_idle_ms": _ms(options.max_connection_idle_seconds),

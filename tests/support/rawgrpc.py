@@ -13,6 +13,7 @@ from bench.http2 import (
     DATA,
     END_HEADERS,
     END_STREAM,
+    GOAWAY,
     HEADERS,
     INITIAL_WINDOW_SIZE,
     PING,
@@ -30,15 +31,18 @@ class RawConnection:
     """One connection. ``window`` is how much of each response the server may send: 0 = this client reads nothing.
 
     A thread answers the server's settings and pings, as every connection that wants to live must, and remembers which
-    streams have ended.
+    streams have ended, of which a response came compressed, and whether the server has said that it will hang up.
     """
 
-    def __init__(self, port: int, *, window: int = 65_535) -> None:
+    def __init__(self, port: int, *, window: int = 65_535, answers_pings: bool = True) -> None:
         self._port = port
+        self._answers_pings = answers_pings
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self._lock = threading.Lock()
         self._next = 1
         self.ended: set[int] = set()
+        self.compressed: set[int] = set()
+        self.told_to_leave = False
         self.closed = False
         self.send(PREFACE + frame(SETTINGS, 0, 0, struct.pack("!HI", INITIAL_WINDOW_SIZE, window)))
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -59,10 +63,13 @@ class RawConnection:
         with self._lock:
             self._socket.sendall(data)
 
-    def call(self, path: str, message: bytes | None = None) -> int:
-        """Begin a call: its headers, and the whole of ``message`` where there is one. Returns the stream's number."""
+    def call(self, path: str, message: bytes | None = None, *fields: tuple[str, str]) -> int:
+        """Begin a call: its headers, with ``fields`` among them, and the whole of ``message`` where there is one.
+
+        Returns the stream's number.
+        """
         stream, self._next = self._next, self._next + 2
-        frames = frame(HEADERS, END_HEADERS, stream, request_headers(path, self._port))
+        frames = frame(HEADERS, END_HEADERS, stream, request_headers(path, self._port, *fields))
         if message is not None:
             frames += frame(DATA, END_STREAM, stream, framed(message))
         self.send(frames)
@@ -75,6 +82,9 @@ class RawConnection:
     def reset(self, stream: int) -> None:
         self.send(frame(RST_STREAM, 0, stream, struct.pack("!I", _CANCEL)))
 
+    def ping(self) -> None:
+        self.send(frame(PING, 0, 0, bytes(8)))
+
     def _read(self) -> None:
         stream = self._socket.makefile("rb")
         with contextlib.suppress(OSError, ValueError):
@@ -82,13 +92,20 @@ class RawConnection:
                 size, kind, flags = int.from_bytes(header[:3], "big"), header[3], header[4]
                 number = int.from_bytes(header[5:], "big") & 0x7FFFFFFF
                 body = stream.read(size)
-                if kind == SETTINGS and not flags & ACK:
-                    self.send(frame(SETTINGS, ACK, 0, b""))
-                elif kind == PING and not flags & ACK:
-                    self.send(frame(PING, ACK, 0, body))
-                elif kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
-                    self.ended.add(number)
+                self._take(kind, flags, number, body)
         self.closed = True
+
+    def _take(self, kind: int, flags: int, stream: int, body: bytes) -> None:
+        if kind == SETTINGS and not flags & ACK:
+            self.send(frame(SETTINGS, ACK, 0, b""))
+        elif kind == PING and not flags & ACK and self._answers_pings:
+            self.send(frame(PING, ACK, 0, body))
+        elif kind == GOAWAY:
+            self.told_to_leave = True
+        if kind == DATA and body[:1] == b"\1":  # where one frame holds all of a message, its first byte says so
+            self.compressed.add(stream)
+        if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
+            self.ended.add(stream)
 
 
 def framed(message: bytes) -> bytes:

@@ -1,0 +1,136 @@
+"""How long connections live, and how many: what gRPC is told by ``_channel_arguments``, seen by clients of one socket."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from loopback import LoopbackModel, infer_request, serving
+from rawgrpc import RawConnection
+from waiting import until
+
+from service.transport import server
+from service.transport.handlers import SERVICE, Handlers
+
+X = np.ones((2, 3), np.float32)
+READY = f"/{SERVICE}/ServerReady"
+
+
+@contextlib.contextmanager
+def connected(**options: Any) -> Iterator[RawConnection]:
+    with serving(LoopbackModel(), **options) as served, RawConnection(served.port) as client:
+        yield client
+
+
+def answered(client: RawConnection) -> bool:
+    """Whether a call on this connection ends."""
+    with contextlib.suppress(OSError):
+        stream = client.call(READY, b"")
+        until(lambda: stream in client.ended or client.closed, 10, "an answer or the end")
+        return stream in client.ended
+    return False
+
+
+def test_a_client_that_answers_no_pings_is_hung_up_on_and_one_that_does_is_not() -> None:
+    with (
+        serving(LoopbackModel(), keepalive_seconds=0.3) as served,
+        RawConnection(served.port) as alive,
+        RawConnection(served.port, answers_pings=False) as dead,
+    ):
+        until(lambda: dead.closed, 10, "the end of a connection that nobody is behind")
+        assert not alive.closed
+        assert answered(alive)
+
+
+def test_a_client_may_ask_whether_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's clients do every few seconds, for which gRPC by itself hangs up on them."""
+    monkeypatch.setattr(server, "_MIN_PING_INTERVAL_MS", 20)
+    with connected() as client:
+        for _ in range(10):
+            time.sleep(0.1)
+            client.ping()
+        assert answered(client)
+        assert not client.told_to_leave
+
+
+def test_a_client_that_does_nothing_but_ask_is_hung_up_on() -> None:
+    with connected() as client:
+        for _ in range(10):
+            with contextlib.suppress(OSError):
+                client.ping()
+        until(lambda: client.told_to_leave or client.closed, 10, "the end of the connection")
+
+
+@pytest.mark.parametrize("option", ["max_connection_idle_seconds", "max_connection_age_seconds"])
+def test_a_connection_without_calls_or_of_a_certain_age_is_told_to_leave(option: str) -> None:
+    with connected(**{option: 0.3}) as client:
+        until(lambda: client.told_to_leave, 10, "a word to the client")
+
+
+def test_a_connection_may_be_of_any_age_unless_the_operator_says_otherwise() -> None:
+    with connected() as client:
+        assert answered(client)
+        time.sleep(0.5)
+        assert answered(client)
+        assert not client.told_to_leave
+
+
+def test_one_connection_more_than_there_may_be_is_closed() -> None:
+    with serving(LoopbackModel(), max_connections=3) as served, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(RawConnection(served.port)) for _ in range(3)]
+        assert all(answered(client) for client in clients)
+        with contextlib.suppress(OSError):
+            one_more = stack.enter_context(RawConnection(served.port))
+            until(lambda: one_more.closed, 10, "the end of the fourth")
+        assert all(answered(client) for client in clients)
+        clients[0].close()
+        until(lambda: answered(stack.enter_context(RawConnection(served.port))), 10, "a place that was given back")
+
+
+@pytest.mark.parametrize("begun", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], ids=["nothing", "no settings"])
+def test_a_connection_that_does_not_become_http2_in_time_is_closed(
+    begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_HANDSHAKE_MS", 300)
+    with serving(LoopbackModel()) as served, socket.create_connection(("127.0.0.1", served.port), timeout=10) as silent:
+        silent.sendall(begun)
+        with contextlib.suppress(ConnectionResetError):
+            while silent.recv(1 << 16):  # the server's own settings come first
+                pass
+
+
+def test_a_connection_has_no_more_calls_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_STREAMS_PER_CONNECTION", 3)
+    with connected() as client:
+        assert answered(client)
+        waiting = [client.call(f"/{SERVICE}/ModelStreamInfer") for _ in range(3)]
+        refused = client.call(f"/{SERVICE}/ModelStreamInfer")
+        until(lambda: refused in client.ended, 10, "the end of a call too many")
+        assert not client.ended.intersection(waiting)
+
+
+def test_calls_that_nobody_has_come_to_are_refused_when_they_become_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC holds what its one thread has not come to; it must not hold any number of it."""
+    begun, go = threading.Event(), threading.Event()
+    intercept = Handlers.intercept_service
+
+    def slowly(self: Handlers, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        begun.set()
+        assert go.wait(30)
+        return intercept(self, continuation, details)
+
+    monkeypatch.setattr(Handlers, "intercept_service", slowly)
+    with serving(LoopbackModel(), max_in_flight=4) as served:
+        calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(60)]
+        assert begun.wait(30)
+        try:
+            until(lambda: sum(call.done() for call in calls) > 45, 10, "the refusal of most")
+        finally:
+            go.set()
