@@ -109,7 +109,6 @@ class Transport:
             self._pool("grpc", 1),
             options=_channel_arguments(options),
             interceptors=[handlers],
-            compression=grpc.Compression.Gzip if options.compress else None,
         )
         handlers.register(self._server)
 
@@ -241,6 +240,9 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.http2.min_ping_interval_without_data_ms": _MIN_PING_INTERVAL_MS,
         "grpc.max_connection_idle_ms": _ms(options.max_connection_idle_seconds),
     }
+    if options.compress:
+        # A level, because an algorithm would be used for clients that do not take it, too. The least one is gzip.
+        arguments["grpc.default_compression_level"] = 1
     if options.max_connection_age_seconds:
         arguments["grpc.max_connection_age_ms"] = _ms(options.max_connection_age_seconds)
     return list(arguments.items())

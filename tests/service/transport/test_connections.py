@@ -1,4 +1,4 @@
-"""How long connections live, and how many: what gRPC is told by ``_channel_arguments``, seen by clients of one socket."""
+"""How long connections live, and how many: what gRPC is told by ``_channel_arguments``, seen from sockets."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from loopback import LoopbackModel, LoopbackRegistry, RequestLog, infer_request
+from rawgrpc import RawConnection
 from tlsfiles import Authority, Pair
 from waiting import until
 
@@ -25,6 +27,7 @@ from service.transport.handlers import SERVICE
 from service.transport.server import Transport, TransportOptions
 
 X = np.ones((1, 3), np.float32)
+MANY = infer_request(x=np.zeros((8, 3), np.float32))
 TOKENS = "application-0123456 infer\nscraper-0123456789 read\noperator-012345678 infer,read,manage  # everything\n"
 
 
@@ -59,6 +62,15 @@ def refusal(channel: grpc.Channel, method: str, message: Any, token: str | None 
     with pytest.raises(grpc.RpcError) as refused:
         call(channel, method, message, token)
     return refused.value.code(), refused.value.details() or ""
+
+
+def _services(channel: grpc.Channel, token: str | None = None) -> set[str]:
+    """What reflection says is served."""
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    metadata = [("authorization", f"Bearer {token}")] if token else None
+    answer = next(stub.ServerReflectionInfo(iter([question]), timeout=20, metadata=metadata))
+    return {service.name for service in answer.list_services_response.service}
 
 
 class TestTokens:
@@ -117,8 +129,23 @@ class TestTokens:
                 else:
                     code, _ = refusal(channel, "ServerReady", pb.ServerReadyRequest())
                     assert code is grpc.StatusCode.UNAUTHENTICATED
-                    with pytest.raises(grpc.RpcError):
+                    with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                         stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+                    with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                        next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20))
+
+    def test_reflection_needs_one(self, access: Access) -> None:
+        with secured(access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                _services(channel)
+            with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
+                _services(channel, "application-0123456")  # infer
+            assert SERVICE in _services(channel, "scraper-0123456789")
+
+    def test_reflection_needs_none_where_the_operator_says_so(self, access: Access) -> None:
+        open_access = Access(access.tokens, frozenset({"reflection"}))
+        with secured(open_access) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert SERVICE in _services(channel)
 
 
 class TestTls:
@@ -169,12 +196,21 @@ def test_a_unix_socket_answers_beside_the_port(tmp_path: Path) -> None:
         assert call(channel, "ModelInfer", infer_request(x=X)).model_name == "echo"
 
 
-def test_compressed_requests_are_read_and_responses_compressed_where_that_is_on() -> None:
-    many = infer_request(x=np.zeros((8, 3), np.float32))
-    with secured(compress=True) as (port, _):
+def test_compressed_requests_are_read() -> None:
+    with secured() as (port, _):
         options = [("grpc.default_compression_algorithm", 2)]
         with grpc.insecure_channel(f"127.0.0.1:{port}", options, compression=grpc.Compression.Gzip) as channel:
-            assert call(channel, "ModelInfer", many).outputs[0].shape == [8, 3]
+            assert call(channel, "ModelInfer", MANY).outputs[0].shape == [8, 3]
+
+
+@pytest.mark.parametrize("compress", [True, False])
+@pytest.mark.parametrize("accepted", ["identity", "identity,deflate,gzip"])
+def test_responses_are_compressed_where_that_is_on_and_the_client_takes_it(compress: bool, accepted: str) -> None:
+    with secured(compress=compress) as (port, _), RawConnection(port) as client:
+        path, message = f"/{SERVICE}/ModelInfer", MANY.SerializeToString()
+        asked = client.call(path, message, ("grpc-accept-encoding", accepted))
+        until(lambda: asked in client.ended, what="the response")
+        assert (asked in client.compressed) == (compress and "gzip" in accepted)
 
 
 def _channel(port: int, trusted: Authority, client: Pair | None = None) -> grpc.Channel:
