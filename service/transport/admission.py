@@ -85,13 +85,13 @@ class ByteBudget:
 class Place:
     """One call's place behind a :class:`Door`, with the bytes that it holds; :meth:`leave` gives all back, once."""
 
-    __slots__ = ("_budget", "_client", "_door", "_left", "nbytes")
+    __slots__ = ("_budget", "_door", "_left", "client", "nbytes")
 
     def __init__(self, door: Door, client: str) -> None:
+        self.client = client
         self.nbytes = 0
         self._door = door
         self._budget = door.budget
-        self._client = client
         self._left = False
 
     def add(self, nbytes: int) -> None:
@@ -113,7 +113,7 @@ class Place:
                 return
             self._left = True
             self._budget.give(self.nbytes)
-        self._door.leave(self._client)
+        self._door.leave(self.client)
 
 
 class Held:

@@ -77,6 +77,11 @@ class Call:
         remaining = self.context.time_remaining()
         return None if remaining > _NEVER else time.monotonic() + remaining
 
+    @property
+    def client(self) -> str:
+        """Whose call it is: the connection that its place was taken for."""
+        return self._place.client if self._place is not None else ""
+
     def metadatum(self, key: str) -> str | bytes | None:
         return next((value for name, value in self.context.invocation_metadata() if name == key), None)
 

@@ -22,6 +22,7 @@ from service.transport.lane import Lane
 from service.transport.limit import AdaptiveLimit
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
+from service.transport.turns import Turns
 from service.transport.watchdog import Patience, Watchdog
 
 _CONTROL_CALLS = 128  # health checks, metadata, statistics at once
@@ -97,7 +98,9 @@ class Transport:
             self._statuses,
             FairShares(options.max_in_flight, "model", "model_share"),
             limit,
-            stream_threads=self._pool("grpc-stream", options.max_in_flight + options.max_streams),
+            stream_readers=self._pool("grpc-stream-reader", options.max_streams + _SPARE_THREADS),
+            stream_answerers=self._pool("grpc-stream", options.max_in_flight),
+            turns=Turns(options.max_in_flight),
             stream_window=options.stream_window,
         )
         handlers = Table(self._lanes(), access, self._statuses, options.max_message_bytes).handlers(

@@ -19,6 +19,7 @@ from service.transport.call import Call, StreamRequest
 from service.transport.limit import AdaptiveLimit
 from service.transport.status import Status, StatusTable
 from service.transport.streams import OrderedAnswers
+from service.transport.turns import Line, Turns
 from service.wire import metadata
 from service.wire.parameters import RequestParameters, check_request, wants_final_mark
 from service.wire.request import InferenceCodec
@@ -30,8 +31,8 @@ _Answered = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 class InferenceServicer:
     """One method per RPC, named as in the protocol. Errors leave through :class:`StatusTable` alone.
 
-    ``shares`` keeps one model's requests from taking the places of all others'. A stream's requests wait for a place
-    in their model's queue, where others are refused: the stream is held back instead, by not reading on.
+    ``shares`` keeps one model's requests from taking the places of all others'. A stream's requests wait for their turn
+    and for a place in their model's queue, where others are refused: the stream is held back, by not reading on.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class InferenceServicer:
         statuses: StatusTable,
         shares: FairShares,
         limit: AdaptiveLimit,
-        stream_threads: Executor,
+        stream_readers: Executor,
+        stream_answerers: Executor,
+        turns: Turns,
         stream_window: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,19 +53,21 @@ class InferenceServicer:
         self._statuses = statuses
         self._shares = shares
         self._limit = limit
-        self._stream_threads = stream_threads
+        self._stream_readers = stream_readers
+        self._stream_answerers = stream_answerers
+        self._turns = turns
         self._stream_window = stream_window
         self._clock = clock
         # Weak: a codec must not keep a model that was unloaded, nor be found again for the one loaded in its place.
         self._codecs: WeakKeyDictionary[Model, InferenceCodec] = WeakKeyDictionary()
-        self._open: set[OrderedAnswers[StreamRequest, _Answered]] = set()
+        self._open: set[Callable[[], None]] = set()  # ends a stream
         self._draining = False
 
     def drain(self) -> None:
-        """End every stream once what was read from it is answered: an idle one would outlast any patience."""
+        """End every stream once what is at work of it is answered: an idle one would outlast any patience."""
         self._draining = True
-        for answers in tuple(self._open):
-            answers.close()
+        for end in tuple(self._open):
+            end()
 
     # --- inference --------------------------------------------------------------------------------------------------
 
@@ -72,23 +77,33 @@ class InferenceServicer:
     def ModelStreamInfer(
         self, requests: Iterator[StreamRequest], call: Call
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
+        line = Line(self._turns, call.client)
+
         def answer(request: StreamRequest) -> _Answered:
             message: pb.ModelInferRequest = request.message
-            return message, self._answer(message, call, self._clock(), request.hold_answer, patient=True)
+            try:
+                return message, self._answer(message, call, self._clock(), request.hold_answer, patient=True)
+            finally:
+                line.leave(message.model_name)
 
-        answers = OrderedAnswers(requests, answer, self._stream_threads, self._stream_window)
-        call.cancellation.subscribe(answers.close)
+        def end() -> None:
+            answers.close()
+            line.close()
+
+        in_turn = line.in_turn(requests, lambda request: request.message.model_name)
+        answers = OrderedAnswers(in_turn, answer, self._stream_readers, self._stream_answerers, self._stream_window)
+        call.cancellation.subscribe(end)
         ends_on_error = call.metadatum("triton_grpc_error") == "true"
-        self._open.add(answers)
+        self._open.add(end)
         try:
             if self._draining:
-                answers.close()
+                end()
             for message, result in answers:
                 if ends_on_error and isinstance(result, Status):
                     yield result
                 yield _stream_response(message, result)
         finally:
-            self._open.discard(answers)
+            self._open.discard(end)
         if self._draining:
             raise Unavailable("the server is shutting down; open the stream again on another", "draining")
 

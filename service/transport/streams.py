@@ -15,21 +15,29 @@ A = TypeVar("A")
 class OrderedAnswers(Generic[Q, A]):
     """Iterates over ``answer(request)`` in the order of ``requests``, at most ``window`` of them at work.
 
-    A reader on ``executor`` takes the next request while earlier ones run; with the window full it stops reading, and
-    the transport's flow control holds the caller back. ``executor`` needs a thread for the reader beside those that
-    answer. The iteration ends with ``requests``, or, after what was read is answered, when :meth:`close` is called.
+    A reader, on a thread of ``readers``, takes the next request while earlier ones run on those of ``answerers``; with
+    the window full it stops reading, and the transport's flow control holds the caller back. The iteration ends with
+    ``requests``, or, after what was read is answered, when :meth:`close` is called.
     """
 
-    def __init__(self, requests: Iterator[Q], answer: Callable[[Q], A], executor: Executor, window: int) -> None:
+    def __init__(
+        self,
+        requests: Iterator[Q],
+        answer: Callable[[Q], A],
+        readers: Executor,
+        answerers: Executor,
+        window: int,
+    ) -> None:
         self._requests = requests
         self._answer = answer
-        self._executor = executor
+        self._readers = readers
+        self._answerers = answerers
         self._room = threading.Semaphore(window)
         self._answers: SimpleQueue[Future[A] | None] = SimpleQueue()
         self._closed = False
 
     def __iter__(self) -> Iterator[A]:
-        self._executor.submit(self._read)
+        self._readers.submit(self._read)
         try:
             while (answer := self._answers.get()) is not None:
                 yield answer.result()
@@ -49,7 +57,7 @@ class OrderedAnswers(Generic[Q, A]):
                 request = next(self._requests, None)
                 if request is None:
                     break
-                self._answers.put(self._executor.submit(self._answer, request))
+                self._answers.put(self._answerers.submit(self._answer, request))
         except BaseException as error:  # noqa: BLE001 -- it belongs to the one who iterates
             broken: Future[A] = Future()
             broken.set_exception(error)

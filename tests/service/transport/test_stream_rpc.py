@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -106,3 +108,68 @@ def _opened(served: Served, messages: Iterator[pb.ModelInferRequest]) -> Any:
     except grpc.RpcError:
         return None
     return stream
+
+
+@contextmanager
+def another_client(served: Served) -> Iterator[Served]:
+    """With a connection of its own: channels of one process share theirs otherwise."""
+    with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield replace(served, channel=channel)
+
+
+def forty(model: str) -> Iterator[pb.ModelInferRequest]:
+    return iter([infer_request(model, x=X) for _ in range(40)])
+
+
+def test_streams_to_a_model_that_answers_none_hold_up_no_other_stream() -> None:
+    """Ten streams of 16 requests: more than all threads that answer streams."""
+    gate = Gate()
+    with serving(LoopbackModel("stuck", run=gate), LoopbackModel(), max_in_flight=32, max_streams=16) as served:
+        streams = [served.stub("ModelStreamInfer")(forty("stuck"), timeout=60) for _ in range(10)]
+        assert gate.started.wait(30)
+        turns = served.transport._servicer._turns
+        until(lambda: turns._models.taken == 28 and len(turns._waiting) == 10)  # all of them are held back
+        with another_client(served) as other:
+            answers = list(other.stub("ModelStreamInfer")(iter([numbered(n) for n in range(40)]), timeout=5))
+        assert [answer.infer_response.id for answer in answers] == [str(n) for n in range(40)]
+        gate.go.set()
+        for stream in streams:
+            assert not any(answer.error_message for answer in stream)  # held back, and none refused
+        assert turns._models.taken == 0
+
+
+def test_streams_of_one_connection_to_several_models_hold_up_no_other_connection() -> None:
+    """Nor do those take the last places whose models have none yet."""
+    gate = Gate()
+    models = [LoopbackModel(f"stuck{n}", run=gate) for n in range(8)]
+    with serving(*models, LoopbackModel(), max_in_flight=32, max_streams=16) as served:
+        turns = served.transport._servicer._turns
+        call = served.stub("ModelStreamInfer")
+        streams = [call(forty(f"stuck{n}"), timeout=60) for n in range(4)]
+        until(lambda: turns._clients.taken == 28 and len(turns._waiting) == 4)
+        streams += [call(forty(f"stuck{n}"), timeout=60) for n in range(4, 8)]
+        until(lambda: len(turns._waiting) == 8)
+        with another_client(served) as other:
+            assert len(list(other.stub("ModelStreamInfer")(iter([numbered(0)]), timeout=5))) == 1
+        for stream in streams:
+            stream.cancel()
+        gate.go.set()
+
+
+def test_a_stream_that_is_held_back_ends_with_its_client_and_with_the_server() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate), max_in_flight=8) as served:
+        left, kept = (served.stub("ModelStreamInfer")(forty("echo"), timeout=60) for _ in range(2))
+        turns = served.transport._servicer._turns
+        until(lambda: len(turns._waiting) == 2)
+        left.cancel()
+        until(lambda: len(turns._waiting) == 1)
+        stopping = threading.Timer(0, served.transport.stop, (300.0,))
+        stopping.start()
+        until(lambda: not turns._waiting)
+        gate.go.set()
+        with pytest.raises(grpc.RpcError) as ended:
+            list(kept)
+        assert ended.value.code() is StatusCode.UNAVAILABLE
+        stopping.join(30)
+        assert not stopping.is_alive()

@@ -1,0 +1,96 @@
+"""Turns of streams' requests: by model, by connection, in the order in which they came."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from waiting import until
+
+from service.transport.turns import Line, Turns
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+class Stream:
+    """A reader that takes turns for requests to these models, and no further than it may."""
+
+    def __init__(self, turns: Turns, client: str, models: list[str], pool: ThreadPoolExecutor) -> None:
+        self.line = Line(turns, client)
+        self.entered: list[str] = []
+        self._models = models
+        self.done: Future[None] = pool.submit(self._read)
+
+    def _read(self) -> None:
+        for model in self.line.in_turn(self._models, str):
+            self.entered.append(model)
+
+
+def test_whoever_finds_room_has_a_turn_at_once() -> None:
+    turns = Turns(4)
+    for _ in range(3):
+        line = Line(turns, "somebody")
+        assert list(line.in_turn(["a", "b"], str)) == ["a", "b"]
+        line.leave("a")
+        line.leave("b")
+
+
+@pytest.mark.parametrize("shared", ["model", "client"])
+def test_one_who_has_its_share_waits_and_another_does_not(shared: str, pool: ThreadPoolExecutor) -> None:
+    turns = Turns(32)
+    greedy = [
+        Stream(turns, "c" if shared == "client" else f"c{n}", ["m" if shared == "model" else f"m{n}"] * 20, pool)
+        for n in range(4)
+    ]
+    until(lambda: sum(len(stream.entered) for stream in greedy) >= 28)
+    threading.Event().wait(0.1)
+    assert sum(len(stream.entered) for stream in greedy) == 28  # the last eighth is for others
+    other = Stream(turns, "other", ["other"], pool)
+    other.done.result(30)
+    assert other.entered == ["other"]
+    for stream in greedy:
+        stream.line.close()
+        stream.done.result(30)
+
+
+def test_turns_that_are_given_back_go_to_those_who_wait_in_their_order(pool: ThreadPoolExecutor) -> None:
+    turns = Turns(1)
+    first = Stream(turns, "a", ["m"], pool)
+    first.done.result(30)
+    waiting = []
+    for n in range(3):
+        waiting.append(Stream(turns, f"w{n}", ["m"], pool))
+        until(lambda n=n: len(turns._waiting) == n + 1)  # type: ignore[misc]
+    before = first
+    for stream in waiting:
+        assert stream.entered == []
+        before.line.leave("m")
+        stream.done.result(30)
+        before = stream
+    before.line.leave("m")
+    assert turns._models.taken == turns._clients.taken == 0
+
+
+def test_a_closed_line_waits_no_longer_and_takes_no_turn_from_others(pool: ThreadPoolExecutor) -> None:
+    turns = Turns(1)
+    first = Stream(turns, "a", ["m"], pool)
+    first.done.result(30)
+    left, next_one = Stream(turns, "b", ["m"], pool), Stream(turns, "b", ["n"], pool)
+    until(lambda: len(turns._waiting) == 2)
+    left.line.close()
+    left.line.close()
+    left.done.result(30)
+    assert left.entered == []
+    first.line.leave("m")
+    next_one.done.result(30)
+    assert list(left.line.in_turn(["m"], str)) == []
+    next_one.line.close()  # its request is at work, and keeps its turn
+    assert turns._models.taken == turns._clients.taken == 1
+    next_one.line.leave("n")
+    assert turns._models.taken == turns._clients.taken == 0
