@@ -1,0 +1,112 @@
+"""Errors that nobody expected, wherever a call meets them: the client gets a number to quote, the log gets the text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from loopback import LoopbackModel, LoopbackRegistry, RequestLog, Served, infer_request, serving
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport import lane as lane_module
+from service.transport.admission import Door
+from service.transport.health import HealthServicer
+
+X = np.ones((1, 3), np.float32)
+
+
+def _fail(*anything: object, **more: object) -> Any:
+    raise ValueError("/secret")
+
+
+def _fail_after_one(servicer: object, requests: Any, call: object) -> Any:
+    next(requests)
+    yield reflection_pb2.ServerReflectionResponse()
+    _fail()
+
+
+def _metadata(served: Served) -> object:
+    return served.call("ModelMetadata", pb.ModelMetadataRequest(name="echo"))
+
+
+def _infer(served: Served) -> object:
+    return served.call("ModelInfer", infer_request(x=X))
+
+
+def _stream(served: Served) -> object:
+    return list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30))
+
+
+def _watch(served: Served) -> object:
+    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    return next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=30))
+
+
+def _reflect(served: Served) -> object:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    return list(stub.ServerReflectionInfo(iter([question]), timeout=30))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "ask", "failure"),
+    [
+        pytest.param(LoopbackRegistry, "get", _metadata, _fail, id="a control call"),
+        pytest.param(RequestLog, "request", _infer, _fail, id="metrics of a request"),
+        pytest.param(RequestLog, "request", _stream, _fail, id="metrics of a stream's request"),
+        pytest.param(HealthServicer, "_tell", _watch, _fail, id="a watch"),
+        pytest.param(reflection.ReflectionServicer, "ServerReflectionInfo", _reflect, _fail_after_one, id="a stream"),
+    ],
+)
+def test_the_client_gets_a_number_and_the_log_the_text(
+    owner: type,
+    name: str,
+    ask: Callable[[Served], object],
+    failure: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(LoopbackModel()) as served, caplog.at_level(logging.ERROR):
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, failure)
+            with pytest.raises(grpc.RpcError) as failed:
+                ask(served)
+        details = failed.value.details() or ""
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in details
+        (logged,) = [record for record in caplog.records if "/secret" in record.getMessage()]
+        assert details.split("incident ")[1].split(";")[0] in logged.getMessage()
+        assert ask(served)
+
+
+def test_a_call_that_cannot_be_let_in_is_cancelled_and_grpcs_own_thread_lives_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(LoopbackModel()) as served, caplog.at_level(logging.ERROR):
+        with monkeypatch.context() as broken:
+            broken.setattr(Door, "enter", _fail)
+            code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is grpc.StatusCode.CANCELLED
+        assert "secret" not in details
+        assert "/secret" in caplog.text
+        assert _infer(served)
+
+
+def test_so_it_is_where_a_call_is_let_in_on_its_own_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
+    with serving(LoopbackModel()) as served, caplog.at_level(logging.ERROR):
+        with monkeypatch.context() as broken:
+            broken.setattr(Door, "enter", _fail)
+            code, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert code is grpc.StatusCode.INTERNAL
+        assert "secret" not in details
+        assert "/secret" in caplog.text
+        assert _infer(served)
