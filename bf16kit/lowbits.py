@@ -19,6 +19,11 @@ def needed(dtype: str) -> int:
     return _BITS.get(dtype, 16)
 
 
+def is_half(dtype: str) -> bool:
+    """Whether ``dtype`` has 16 bits, so that widened it is restored from fewer low bits than fp32 has."""
+    return needed(dtype) < _BITS["float32"]
+
+
 def packed_size(elements: int, count: int) -> int:
     """The bytes that ``count`` bits of each of ``elements`` take."""
     return (elements + _GROUP - 1) // _GROUP * count

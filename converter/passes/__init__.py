@@ -2,19 +2,21 @@
 
 ``prepare`` is the whole list. The **reference** is the source graph made explicit and nothing more: functions inlined,
 every constant an initializer of the main graph, equal weights stored once, everything named. The **folded** graph is
-what the profiles start from: operators recent enough for bf16, BatchNorm folded, masks within bf16's range. The
-**cuda** graph is the folded one with operators that have no bf16 kernel rewritten into ones that do.
+what the profiles start from: operators recent enough for bf16, BatchNorm folded into weights that were not bf16 or
+fp16 to begin with, masks within bf16's range. The **cuda** graph is the folded one with operators that have no bf16
+kernel rewritten into ones that do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bf16kit.lowbits import is_half
 from converter.graph.cuda_support import KernelTable
 from converter.graph.names import NameEverything
 from converter.graph.step import Step, run
@@ -54,17 +56,24 @@ class Prepared:
 
 
 def prepare(
-    model: ir.Model, checkpoint: Mapping[str, NDArray[Any]] | None = None, *, kernels: KernelTable | None = None
+    model: ir.Model,
+    checkpoint: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    halves: Collection[str] = (),
+    kernels: KernelTable | None = None,
 ) -> Prepared:
     """Prepare ``model`` (fp32, any opset ONNX Runtime accepts; changed in place) for narrowing.
 
     ``checkpoint`` holds the source's tensors by name; initializers found among them, as they are or transposed, take
-    their names. Raises :class:`~bf16kit.errors.ConversionError` naming the step that failed.
+    their names. Those that are bf16 or fp16 there, and the ``halves`` that the caller names, stay as they are. Raises
+    :class:`~bf16kit.errors.ConversionError` naming the step that failed.
     """
     kernels = kernels or KernelTable.load()
     reference = run([SupportedOpset(kernels), *_NORMALISE], model)
-    matches = match(reference.graph, checkpoint or {})
-    fold = FoldBatchNorm()
+    checkpoint = checkpoint or {}
+    matches = match(reference.graph, checkpoint)
+    found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
+    fold = FoldBatchNorm(found.union(halves))
     clamp = ClampMasks()
     lowering = [RemoveIdentities(), RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
     folded = run(lowering, reference.clone())

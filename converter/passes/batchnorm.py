@@ -5,6 +5,7 @@ Folding after rounding would round every weight twice: it raised one CNN's error
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +36,18 @@ class FoldBatchNorm(Step):
     """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
 
     Left alone: weights used by another node too, values used besides by others, training mode, parameters that are not
-    constants, ConvTranspose with groups, and channels whose scale, shift or weights fp32 cannot hold. A scale of zero
-    (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was multiplied by, be it by
-    one BatchNorm or by several in a row. Requires: types are known.
+    constants, ConvTranspose with groups, channels whose scale, shift or weights fp32 cannot hold, and the weights named
+    in ``halves``: multiplied, what was bf16 or fp16 would be rounded once more, and take 16 low bits to restore.
+    A scale of zero (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was
+    multiplied by, be it by one BatchNorm or by several in a row. Requires: types are known.
     """
 
     name = "fold BatchNorm"
 
-    def __init__(self) -> None:
+    def __init__(self, halves: Collection[str] = ()) -> None:
         super().__init__()
         self.folds: dict[str, Fold] = {}
+        self._halves = halves
 
     def apply(self, model: ir.Model) -> bool:
         fresh = FreshNames(all_value_names(model))
@@ -56,7 +59,7 @@ class FoldBatchNorm(Step):
     def _fold(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
         affine = _affine(node)
         linear = linear_before(node)
-        if affine is None or linear is None or linear.weight.name is None:
+        if affine is None or linear is None or linear.weight.name is None or linear.weight.name in self._halves:
             return
         scale, shift = affine
         if len(scale) != linear.channels or not (_fits(scale) and _fits(shift)):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from bf16kit.artifact import Artifact
+from bf16kit.lowbits import is_half
 from bf16kit.manifest import PlanEntry
 from bf16kit.measurements import MOST_DB
 from bf16kit.numerics import to_bf16, to_fp32
@@ -55,7 +56,8 @@ class Trials:
         self._output = output.name or ""
         self._late = late
         self._profile = replace(PROFILES[profile], uses_kernel=False)
-        self._prepared = prepare(_whole(trace.reference))
+        halves = {entry.tensor for entry in artifact.manifest.checkpoint if is_half(entry.dtype)}
+        self._prepared = prepare(_whole(trace.reference), halves=halves)
         self._tried: dict[tuple[str, ...], float] = {}
         plan = artifact.manifest.plan
         self._islands = Islands(_searched(plan.nodes[profile]), _searched(plan.tensors))

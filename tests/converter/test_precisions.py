@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from architectures import Mlp, seeded
+from architectures import Cnn, Mlp, seeded
 from converting import Cli
 from safetensors.torch import save_file
 
@@ -18,10 +19,12 @@ ARGUMENTS = ("--model", "architectures:Mlp", "--model-args", '{"width": 64, "hid
 INPUT = ("--input", "x:float32:batch,64", "--format", "onnx", "--profile", "cpu", "--no-report")
 
 
-def saved(path: Path, dtype: str, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A state dict at ``dtype``, as safetensors; 0.8 MB in fp32."""
-    state = seeded(Mlp(64, 1024, 128)).state_dict()
-    state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in state.items()} | changed
+def saved(
+    path: Path, dtype: str, module: torch.nn.Module | None = None, /, **changed: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """A state dict at ``dtype``, as safetensors: of ``module``, or of one that is 0.8 MB in fp32."""
+    state = (module or seeded(Mlp(64, 1024, 128))).state_dict()
+    state = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in state.items()} | changed
     save_file(state, path)
     return state
 
@@ -55,6 +58,31 @@ def test_what_an_artifact_weighs_and_gives_back(
     if dtype == "bfloat16":
         drift = artifact.manifest.drift["cpu"].outputs["output"]["relative_l2"]
         assert drift["worst"] < 1e-5  # the weights are what they were; sums come in another order
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 1.03), ("float16", 1.25)])
+def test_a_batchnorm_is_not_folded_into_what_was_never_fp32(
+    cli: Cli, tmp_path: Path, target: Path, dtype: str, bound: float
+) -> None:
+    """Multiplied, a bf16 weight would be rounded, and restored from 16 low bits: 2.04 times itself."""
+    state = saved(tmp_path / "model.safetensors", dtype, seeded(Cnn(128)))
+    shape = ("--model", "architectures:Cnn", "--model-args", '{"channels": 128}', "--input", "x:float32:batch,3,16,16")
+    cli("checkpoint", tmp_path / "model.safetensors", "--out", target, *shape, "--no-report").published()
+    artifact = Artifact.open(target)
+    weights = sum(artifact.manifest.files[name].bytes for name in ("weights.bf16", "weights.fp32", "residual.bin"))
+    assert weights / artifact.manifest.source.bytes <= bound
+    nearest = {name: tensor.to(torch.bfloat16).view(torch.int16).numpy() for name, tensor in state.items()}
+    convolutions = {"features.0.weight", "features.3.weight"}
+    for name in convolutions:
+        np.testing.assert_array_equal(artifact.tensor(name).view(np.int16), nearest[name])
+    for name, array in artifact.checkpoint_tensors():
+        assert array.tobytes() == state[name].reshape(-1).view(torch.uint8).numpy().tobytes(), name
+    for profile in ("cpu", "cuda"):
+        graph = onnx.load(artifact.file(f"{profile}.onnx"), load_external_data=False).graph
+        assert [node.op_type for node in graph.node].count("BatchNormalization") == 2
+    drift = {name: found.outputs["output"]["relative_l2"]["worst"] for name, found in artifact.manifest.drift.items()}
+    assert drift.keys() == {"cpu", "cuda", "torchscript"}
+    assert dtype == "float16" or drift["cpu"] < 1e-5
 
 
 def test_a_number_beyond_fp32_is_refused_by_name(cli: Cli, tmp_path: Path, target: Path) -> None:

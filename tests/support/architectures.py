@@ -28,17 +28,17 @@ class Mlp(nn.Module):
 class Cnn(nn.Module):
     """x [batch, 3, 16, 16] → two convolutions, each with a BatchNorm (it counts batches in int64) → 10 classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 16) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
+            nn.Conv2d(3, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
             nn.ReLU(),
-            nn.Conv2d(16, 16, 3, stride=2),
-            nn.BatchNorm2d(16),
+            nn.Conv2d(channels, channels, 3, stride=2),
+            nn.BatchNorm2d(channels),
             nn.ReLU(),
         )
-        self.head = nn.Linear(16, 10)
+        self.head = nn.Linear(channels, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head(self.features(x).mean((2, 3)))

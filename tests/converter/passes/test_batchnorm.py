@@ -13,6 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 import graphs
 from converter.graph.step import run
 from converter.graph.types import InferTypes
+from converter.passes import prepare
 from converter.passes.batchnorm import SMALLEST_SCALE, FoldBatchNorm
 
 _X = np.random.default_rng(7).standard_normal((4, 16, 6, 6)).astype(np.float32)
@@ -174,6 +175,21 @@ def test_what_cannot_be_folded_exactly_is_left_alone(build: object, tmp_path: Pa
     assert "BatchNormalization" in made.ops("cpu")
     assert made.precision()["norm"] == "fp32"
     assert_same_tensors(made.artifact, made.checkpoint)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", True), ("float16", True), ("float64", False)])
+@pytest.mark.parametrize("case", _FOLDABLE)
+def test_a_weight_that_was_bf16_or_fp16_is_left_alone(case: str, dtype: str, kept: bool) -> None:
+    """What was fp64 is rounded anyhow, and restored as fp32."""
+    model = ir.from_proto(_FOLDABLE[case][0]())
+    source = model.graph.initializers["w"]
+    assert source.const_value is not None
+    stored = source.const_value.numpy().astype(dtype)
+    source.const_value = ir.tensor(stored.astype(np.float32), name="w")
+    prepared = prepare(model, {"stored": stored})
+    assert prepared.matches["stored"].initializer == "stored"
+    assert ("stored" not in prepared.folds) == kept
+    assert ("BatchNormalization" in [node.op_type for node in prepared.folded.graph]) == kept
 
 
 def test_an_add_of_another_domain_may_add_something_else() -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import onnx
 import pytest
+import torch
 import troubled
+from architectures import Cnn, seeded
 from converting import ONNX_ONLY, Cli
 from onnx import ModelProto
+from safetensors.torch import save_file
 
 import graphs
 from bf16kit.artifact import Artifact
@@ -89,6 +92,24 @@ def test_a_trial_that_keeps_nothing_more_is_the_profile_itself(cli: Cli, target:
         (output,) = traced.graph.outputs
         trials = Trials(traced, artifact, profile, feeds, output)
         assert trials.sqnr(()) == pytest.approx(traced.sqnr(output), abs=0.5)
+
+
+def test_a_trial_folds_batchnorm_where_the_conversion_did(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Weights that were bf16 are kept as they are; a trial that folded them would round them, at 56 dB."""
+    source = tmp_path / "model.safetensors"
+    save_file({name: _bf16(tensor) for name, tensor in seeded(Cnn()).state_dict().items()}, source)
+    model = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
+    cli("checkpoint", source, "--out", target, *model, *ONNX_ONLY).published()
+    artifact = Artifact.open(target)
+    feeds = [artifact.golden().inputs]
+    with reference(artifact) as graph:
+        traced = trace(graph, artifact, feeds, "cpu")
+        (output,) = traced.graph.outputs
+        assert Trials(traced, artifact, "cpu", feeds, output).sqnr(()) > 100
+
+
+def _bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 def test_names_are_matched_as_they_are() -> None:
