@@ -147,7 +147,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """Executions of one batch size (rows)."""
+    """Executions of one batch size (rows), or of those over 128 up to it and over half of it."""
 
     batch_size: int
     compute_input: Duration

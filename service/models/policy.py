@@ -79,7 +79,7 @@ class LevelBounds(_Part):
 class Serving(_Part):
     """The whole of ``serving.yaml``."""
 
-    # Rows; 0 = no batching; None = 32 where there is a batch axis. The statistics count every size for itself.
+    # Rows; 0 = no batching; None = 32 where there is a batch axis.
     max_batch_size: int | None = Field(default=None, ge=0, le=65_536)
     max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
     max_queue_size: PositiveInt = 128  # requests

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from service.contract import BatchStatistics, Duration, StatisticsSnapshot, Timings
+
+_SIZES_APART = 128  # rows; larger batches are counted with those up to the next power of two
 
 
 @dataclass(slots=True)
@@ -55,16 +58,16 @@ class ModelStatistics:
         self._by_size: dict[int, _Phases] = {}
 
     def execution(self, requests: int, rows: int, timings: Timings) -> None:
-        """One batch of ``requests`` requests has run. Whoever calls bounds ``rows``: each number of them is counted."""
-        now = time.time()
+        """One batch of ``requests`` requests has run."""
+        now, size = time.time(), _counted_as(rows)
         with self._lock:
             self._last_inference = now
             self._rows += rows
             self._executions += 1
             self._phases.add(requests, timings)
-            same_size = self._by_size.get(rows)
+            same_size = self._by_size.get(size)
             if same_size is None:
-                same_size = self._by_size[rows] = _Phases()
+                same_size = self._by_size[size] = _Phases()
             same_size.add(1, timings)
 
     def success(self, total_s: float, timings: Timings) -> None:
@@ -79,9 +82,9 @@ class ModelStatistics:
             self._fail.add(total_s)
 
     def snapshot(self) -> StatisticsSnapshot:
-        """One consistent view, by batch size ascending."""
+        """One consistent view, by batch size ascending. Requests wait for no more of it than what is copied."""
         with self._lock:
-            return StatisticsSnapshot(
+            seen = StatisticsSnapshot(
                 last_inference_ms=int(self._last_inference * 1e3),
                 inference_count=self._rows,
                 execution_count=self._executions,
@@ -91,9 +94,15 @@ class ModelStatistics:
                 compute_input=_duration(self._phases.count, self._phases.gather),
                 compute_infer=_duration(self._phases.count, self._phases.run),
                 compute_output=_duration(self._phases.count, self._phases.split),
-                batches=tuple(_freeze(size, phases) for size, phases in sorted(self._by_size.items())),
                 weight_bytes=self.weight_bytes,
             )
+            by_size = [(size, replace(phases)) for size, phases in self._by_size.items()]
+        by_size.sort(key=itemgetter(0))
+        return replace(seen, batches=tuple(_freeze(size, phases) for size, phases in by_size))
+
+
+def _counted_as(rows: int) -> int:
+    return rows if rows <= _SIZES_APART else 1 << (rows - 1).bit_length()
 
 
 def _duration(count: int, seconds: float) -> Duration:

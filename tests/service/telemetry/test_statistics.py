@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
-from service.contract import Duration, Timings
+import pytest
+
+from service.contract import BatchStatistics, Duration, Timings
+from service.telemetry import statistics as statistics_module
 from service.telemetry.statistics import ModelStatistics
 
 
@@ -32,6 +37,38 @@ def test_batches_are_kept_apart_by_their_rows_in_ascending_order() -> None:
         (1, Duration(1, 1_000_000)),
         (4, Duration(2, 2_000_000)),
     ]
+
+
+def test_large_batches_are_counted_up_to_the_next_power_of_two_so_that_there_are_few_sizes() -> None:
+    statistics = ModelStatistics()
+    for rows in range(1, 65_537):
+        statistics.execution(1, rows, Timings(compute_infer=0.001))
+    batches = {batch.batch_size: batch.compute_infer.count for batch in statistics.snapshot().batches}
+    assert list(batches) == [*range(1, 129), 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+    assert set(list(batches.values())[:128]) == {1}
+    assert [batches[256], batches[512], batches[65_536]] == [128, 256, 32_768]
+
+
+def test_a_snapshot_is_of_one_moment_and_holds_up_requests_for_no_more_than_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    statistics = ModelStatistics()
+    statistics.execution(1, 4, Timings())
+    freeze, waited = statistics_module._freeze, []
+
+    def while_a_batch_ends(size: int, phases: Any) -> BatchStatistics:
+        ends = threading.Thread(target=statistics.execution, args=(1, 4, Timings()), daemon=True)
+        ends.start()
+        ends.join(5)
+        waited.append(ends.is_alive())
+        frozen: BatchStatistics = freeze(size, phases)
+        return frozen
+
+    monkeypatch.setattr(statistics_module, "_freeze", while_a_batch_ends)
+    seen = statistics.snapshot()
+    assert waited == [False]
+    assert (seen.execution_count, seen.batches[0].compute_infer.count) == (1, 1)
+    assert statistics.snapshot().execution_count == 2
 
 
 def test_successes_and_failures_are_counted_with_their_time() -> None:
