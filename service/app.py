@@ -42,7 +42,11 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
     repository.scan()
     certificates, tokens = _credentials(config)
     transport = Transport(
-        repository, metrics, _transport_options(config), Access(tokens, frozenset(config.token_free)), certificates
+        repository,
+        metrics.refused,
+        _transport_options(config),
+        Access(tokens, frozenset(config.token_free)),
+        certificates,
     )
     http = HttpServer(
         config.host,

@@ -82,6 +82,9 @@ class Request:
     ``rows`` is the size of the batch axis (1 for a model without one), ``deadline`` is in :func:`time.monotonic`
     seconds, ``outputs`` are names in the order wanted (``None`` = all of them), ``priority`` is 1 for the most urgent,
     0 for the model's default. A ``patient`` one waits for a place in a full queue, where others are refused.
+
+    ``timings`` is stamped by whoever spends the time, whatever becomes of the request; None while it has neither waited
+    nor run.
     """
 
     feeds: dict[str, Array]
@@ -91,14 +94,13 @@ class Request:
     cancellation: Cancellation | None = None
     priority: int = 0
     patient: bool = False
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of one request went, in seconds: stamped as it goes, read by metrics, statistics and logs alike.
-
-    The last three are those of its batch, whole.
-    """
+    """Where the time of one request went, in seconds. The last three are those of its batch, whole; of one that ran
+    and failed, ``compute_infer`` is all of it."""
 
     queue: float = 0.0
     compute_input: float = 0.0
@@ -116,14 +118,33 @@ class Timings:
 
 @dataclass(slots=True)
 class Reply:
-    """Outputs by name, in the order asked for, which precision made them, and where the time went.
+    """Outputs by name, in the order asked for, and which precision made them.
 
     ``precision`` is :attr:`~bf16kit.runtime.RuntimeInfo.precision` of what ran the batch.
     """
 
     outputs: dict[str, Array]
     precision: str
-    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What became of one request: made once, when it is over; the metrics, the statistics and the log all read this.
+
+    ``model`` and ``version`` are those that were asked, or, where there are none, what the client named. ``code`` is a
+    gRPC code's name; ``seconds`` are those from the request's arrival to its encoded answer.
+    """
+
+    model: str
+    version: str
+    request_id: str  # the client's own
+    code: str
+    seconds: float
+    timings: Timings | None = None  # None: it was refused before it waited or ran
+
+    @property
+    def answered(self) -> bool:
+        return self.code == "OK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +236,10 @@ class Model(Protocol):
         """
         ...
 
+    def observe(self, seen: Observation) -> None:
+        """Count a request that this model was asked, whether or not it came to :meth:`infer`."""
+        ...
+
 
 class Slot(Protocol):
     """The place of one version of one model, whatever is in it: its generation may be replaced, or be none."""
@@ -233,6 +258,10 @@ class Slot(Protocol):
     @property
     def model(self) -> Model | None:
         """The generation that answers; None where none does. It may be unloaded at any time: it is for looking at."""
+        ...
+
+    def observe(self, seen: Observation) -> None:
+        """Count a request for this version, which no generation of it was asked."""
         ...
 
 
@@ -275,16 +304,4 @@ class Registry(Protocol):
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """``callback`` runs, on any thread, after every change of a state; it must not block."""
-        ...
-
-
-class RequestObserver(Protocol):
-    """What the transport tells the metrics, once per request and in ``finally``."""
-
-    def request(self, model: str, version: int, code: str, seconds: float) -> None:
-        """``code`` is a gRPC code's name, e.g. ``OK``. Never called for a model that does not exist."""
-        ...
-
-    def refused(self, reason: str) -> None:
-        """Something was refused at the door, without a model; ``reason`` is one of :data:`REFUSALS`."""
         ...

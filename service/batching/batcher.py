@@ -20,22 +20,18 @@ from bf16kit.errors import (
     InvalidRequest,
     Overloaded,
     RequestError,
-    Unavailable,
 )
 from service.batching.gather import gather, signature, split, wanted
 from service.batching.policy import BatchObserver, BatchPolicy
 from service.batching.queue import Job, Queue
-from service.batching.waiting import LEFT, TOO_LATE, Waiting, why_over, word
+from service.batching.waiting import LEFT, TOO_LATE, Waiting, invalid, unloading, until, why_over, word
 from service.contract import Array, Reply, Request, Timings
 
 # Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
 Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
 
-_UNLOADING = "the model is being unloaded; try again later"
 _PACE_S = 0.02  # at most so often is the queue told how long requests run while nothing waits in it
 _ROOM_S = 0.1  # how often a request that waits for room looks whether its client is still there
-
-
 _Job = Job[Waiting]
 
 
@@ -69,10 +65,12 @@ class Batcher:
             self._closed = True
             self._wake.notify_all()
             self._room.notify_all()
+            now = time.monotonic()
             refused = self._queue.clear()
-            self._observer.queued(-len(refused))
+            for job in refused:
+                self._left(job, unloading(), now)
         for job in refused:
-            job.work.fail(Unavailable(_UNLOADING))
+            job.work.fail(unloading())
         started = [thread for thread in self._threads if thread.ident is not None]
         for thread in started:
             thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -90,7 +88,7 @@ class Batcher:
         arrived = time.monotonic()
         over = why_over(request, arrived)
         if over is not None:
-            self._observer.rejected(word(over), 0.0)
+            self._observer.rejected(word(over))
             raise over
         if self._policy.batches and request.rows > self._policy.max_rows:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
@@ -125,18 +123,20 @@ class Batcher:
 
     def _run_inline(self, request: Request, arrived: float) -> Reply:
         try:
-            outputs, precision = self._run(request.feeds, request.outputs)
-            ended = time.monotonic()
-            timings = Timings(compute_infer=ended - arrived)
+            try:
+                outputs, precision = self._run(request.feeds, request.outputs)
+            finally:
+                ended = time.monotonic()
+                timings = request.timings = Timings(compute_infer=ended - arrived)
             if ended - self._paced > _PACE_S:
                 self._paced = ended
                 self._observe(self._shape(request), request.rows, timings.compute_infer)
             self._observer.executed(1, request.rows, timings)
         except InputRefused as error:
-            raise _invalid(error) from error
+            raise invalid(error) from error
         finally:
             self._release()
-        return Reply(outputs, precision, timings)
+        return Reply(outputs, precision)
 
     def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
         """Tell the queue how long something ran, for what others will wait."""
@@ -171,18 +171,20 @@ class Batcher:
         """False when there is no room, for a request that waits for it. Raises what ends the others."""
         request = job.work.request
         if self._closed:
-            raise Unavailable(_UNLOADING)
+            self._observer.rejected("draining")
+            raise unloading()
         now = time.monotonic()
         over = why_over(request, now) if request.patient else None  # it may have waited for long
         if over is not None:
-            self._observer.rejected(word(over), now - job.arrived)
+            job.work.stamp(now - job.arrived)
+            self._observer.rejected(word(over))
             raise over
         try:
             self._queue.put(job)
         except Overloaded as error:
             if request.patient:
                 return False
-            self._observer.rejected(error.reason, 0.0)
+            self._observer.rejected(error.reason)
             raise
         return True
 
@@ -196,7 +198,7 @@ class Batcher:
         if cancellation is not None:
             cancellation.subscribe(leave)
         try:
-            if not job.work.wait(_until(job.deadline)):
+            if not job.work.wait(until(job.deadline)):
                 self._withdraw(job, DeadlineExceeded(TOO_LATE))
                 job.work.wait(-1)
             return job.work.result()
@@ -245,8 +247,9 @@ class Batcher:
 
     def _left(self, job: _Job, why: RequestError, now: float) -> None:
         """A job has left the queue without having run."""
+        job.work.stamp(now - job.arrived)
         self._observer.queued(-1)
-        self._observer.rejected(word(why), max(0.0, now - job.arrived))
+        self._observer.rejected(word(why))
 
     def _execute(self, batch: list[_Job]) -> None:
         """Run a batch. One that fails is halved until those that fail are alone: each is answered as soon as it can be,
@@ -255,11 +258,13 @@ class Batcher:
         parts = [batch]
         while parts:
             part = parts.pop()
+            begun = time.monotonic()
             try:
                 self._run_together(part, taken)
             except Exception as error:  # noqa: BLE001 - whatever it was belongs to the clients; this thread must live on
                 if len(part) == 1:
-                    part[0].work.fail(_invalid(error) if isinstance(error, InputRefused) else error)
+                    part[0].work.stamp(taken - part[0].arrived, time.monotonic() - begun)
+                    part[0].work.fail(invalid(error) if isinstance(error, InputRefused) else error)
                     continue
                 living = self._still_wanted(part)
                 half = len(living) // 2
@@ -274,7 +279,8 @@ class Batcher:
             if over is None:
                 living.append(job)
             else:
-                self._observer.rejected(word(over), now - job.arrived)
+                job.work.stamp(now - job.arrived)
+                self._observer.rejected(word(over))
                 job.work.fail(over)
         return living
 
@@ -292,13 +298,5 @@ class Batcher:
         self._observe(batch[0].shape, rows, done - begun)
         self._observer.executed(len(batch), rows, phases)
         for job, part in zip(batch, parts, strict=True):
-            job.work.succeed(Reply(part, precision, phases.queued(taken - job.arrived)))
-
-
-def _invalid(error: InputRefused) -> InvalidRequest:
-    return InvalidRequest(f"the model cannot run on these inputs: {error.reason}")
-
-
-def _until(deadline: float) -> float:
-    """The time-out of a wait for a lock, until ``deadline``; −1 = no limit."""
-    return -1.0 if deadline == math.inf else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            job.work.request.timings = phases.queued(taken - job.arrived)
+            job.work.succeed(Reply(part, precision))

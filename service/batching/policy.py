@@ -12,8 +12,8 @@ from service.contract import Timings
 class BatchObserver(Protocol):
     """Told what happens in the queue; must be quick and thread-safe."""
 
-    def rejected(self, reason: str, waited_s: float) -> None:
-        """``reason`` is ``deadline``, ``cancelled``, or what :class:`Overloaded` says."""
+    def rejected(self, reason: str) -> None:
+        """``reason`` is ``deadline``, ``cancelled``, ``draining``, or what :class:`Overloaded` says."""
         ...
 
     def queued(self, change: int) -> None: ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from typing import Literal
 
-from bf16kit.errors import Cancelled, DeadlineExceeded, RequestError
-from service.contract import Reply, Request
+from bf16kit.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, RequestError, Unavailable
+from service.contract import Reply, Request, Timings
 
 TOO_LATE = "the deadline passed before the request ran"
 LEFT = "the client left before the request ran"
@@ -32,6 +34,10 @@ class Waiting:
         self._error = error
         self._done.release()
 
+    def stamp(self, queue_s: float, compute_s: float = 0.0) -> None:
+        """Say where the time of a request went that is about to fail."""
+        self.request.timings = Timings(max(0.0, queue_s), compute_infer=compute_s)
+
     def wait(self, timeout: float) -> bool:
         """Whether the outcome is there, after at most ``timeout`` seconds (−1: no limit)."""
         return self._done.acquire(timeout=timeout)
@@ -44,6 +50,21 @@ class Waiting:
         return self._reply
 
 
+def unloading() -> Unavailable:
+    """What a batcher that is closed tells those who come, and those who wait."""
+    return Unavailable("the model is being unloaded; try again later", "draining")
+
+
+def invalid(error: InputRefused) -> InvalidRequest:
+    """What the client is told whose inputs the runtime refused."""
+    return InvalidRequest(f"the model cannot run on these inputs: {error.reason}")
+
+
+def until(deadline: float) -> float:
+    """The time-out of a wait for a lock, until ``deadline``; −1 = no limit."""
+    return -1.0 if deadline == math.inf else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+
+
 def why_over(request: Request, now: float) -> RequestError | None:
     """Why this request must not run any more; None when it may."""
     if request.deadline is not None and request.deadline <= now:
@@ -53,6 +74,8 @@ def why_over(request: Request, now: float) -> RequestError | None:
     return None
 
 
-def word(error: RequestError) -> Literal["deadline", "cancelled"]:
+def word(error: RequestError) -> Literal["deadline", "cancelled", "draining"]:
     """What the metrics call a request that ended so."""
+    if isinstance(error, Unavailable):
+        return "draining"
     return "deadline" if isinstance(error, DeadlineExceeded) else "cancelled"

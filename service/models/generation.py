@@ -8,7 +8,7 @@ import time
 from bf16kit.runtime import RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
-from service.contract import Bounds, Reply, Request, Timings
+from service.contract import Bounds, Observation, Reply, Request, Timings
 from service.drift.comparison import Comparison
 from service.drift.shadow import Shadow
 from service.models import loading
@@ -59,20 +59,19 @@ class Generation:
 
     def infer(self, request: Request) -> Reply:
         """See :meth:`service.contract.Model.infer`."""
-        begun = time.monotonic()
         self.metrics.in_flight(1)
         try:
             reply = self._batcher.submit(request)
-        except Exception:
-            self.statistics.failure(time.monotonic() - begun)
-            raise
         finally:
             self.metrics.in_flight(-1)
-        self.statistics.success(time.monotonic() - begun, reply.timings)
-        self.metrics.waited(reply.timings.queue)
         if self._shadow is not None:
             self._shadow.offer(request, reply)
         return reply
+
+    def observe(self, seen: Observation) -> None:
+        """See :meth:`service.contract.Model.observe`."""
+        self.metrics.request(seen)
+        self.statistics.request(seen)
 
     def close(self, deadline: float) -> bool:
         """Wait for the leases, refuse what still waits in the queue, end the threads, free the device's memory.
@@ -96,10 +95,8 @@ class Generation:
 
     # --- observing the batcher ----------------------------------------------------------------------------------------
 
-    def rejected(self, reason: str, waited_s: float) -> None:
+    def rejected(self, reason: str) -> None:
         self.metrics.rejected(reason)
-        if waited_s:
-            self.metrics.waited(waited_s)
 
     def queued(self, change: int) -> None:
         self.metrics.queued(change)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from bf16kit.wording import brief
-from service.contract import State
+from service.contract import Observation, State
 from service.models.generation import Generation
 from service.models.plan import Plan
 from service.telemetry.metrics import ModelMetrics
@@ -50,6 +50,10 @@ class Slot:
     @property
     def model(self) -> Generation | None:
         return self._now.model
+
+    def observe(self, seen: Observation) -> None:
+        """See :meth:`service.contract.Slot.observe`."""
+        self.series.request(seen)
 
     def serves(self, plan: Plan) -> bool:
         """Whether what answers was loaded by this very plan."""

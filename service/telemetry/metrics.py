@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from service.contract import REFUSALS
+from service.contract import REFUSALS, Observation
 
 # 100 µs (a small MLP on the machine itself) to 10 s.
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -131,12 +131,11 @@ class ModelMetrics:
         self._rejected = {reason: self._of(f.rejected, reason) for reason in REJECTIONS}
         self._samples = {outcome: self._of(f.samples, outcome) for outcome in OUTCOMES}
         self._rows, self._executions = self._of(f.rows), self._of(f.executions)
-        self._request_seconds = self._of(f.request_seconds)
+        self._request_seconds, self._queue_seconds = self._of(f.request_seconds), self._of(f.queue_seconds)
         self._compute_seconds, self._batch_rows = self._of(f.compute_seconds), self._of(f.batch_rows)
         # Bound methods, not methods of ours: these run once or twice for every request.
         self.queued = self._of(f.queue_depth).inc
         self.in_flight = self._of(f.in_flight).inc
-        self.waited = self._of(f.queue_seconds).observe
         self._ready, self._load_seconds = self._of(f.ready), self._of(f.load_seconds)
         self._weight_bytes = self._of(f.weight_bytes)
         self._outputs: dict[str, _OutputSeries] = {}
@@ -178,13 +177,17 @@ class ModelMetrics:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def request(self, code: str, seconds: float) -> None:
-        """One request is answered with the gRPC code of this name."""
-        series = self._requests.get(code)
-        if series is None:
-            series = self._requests[code] = self._of(self._families.requests, code)
-        series.inc()
-        self._request_seconds.observe(seconds)
+    def request(self, seen: Observation) -> None:
+        """One request is over, answered or not: what it waited counts either way, or waiting would look shorter than
+        it is."""
+        series = self._requests.get(seen.code)
+        if series is None and self.exposed:  # see budget_ratio
+            series = self._requests[seen.code] = self._of(self._families.requests, seen.code)
+        if series is not None:
+            series.inc()
+        self._request_seconds.observe(seen.seconds)
+        if seen.timings is not None:
+            self._queue_seconds.observe(seen.timings.queue)
 
     def rejected(self, reason: str) -> None:
         """``reason`` is one of :data:`REJECTIONS`."""
@@ -257,14 +260,8 @@ class Metrics:
             for family in self._families.all():
                 family.remove_by_labels({"model": model, "version": str(version)})
 
-    def request(self, model: str, version: int, code: str, seconds: float) -> None:
-        """See :class:`service.contract.RequestObserver`; a model that does not exist leaves no trace."""
-        series = self._models.get((model, version))
-        if series is not None:
-            series.request(code, seconds)
-
     def refused(self, reason: str) -> None:
-        """See :class:`service.contract.RequestObserver`; a reason that is not in the vocabulary counts as ``other``."""
+        """Something was refused at the door; a reason that is none of :data:`REFUSALS` counts as ``other``."""
         self._refused.get(reason, self._refused["other"]).inc()
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from service.contract import BatchStatistics, Duration, StatisticsSnapshot, Timings
+from service.contract import BatchStatistics, Duration, Observation, StatisticsSnapshot, Timings
 
 _SIZES_APART = 128  # rows; larger batches are counted with those up to the next power of two
 
@@ -70,16 +70,15 @@ class ModelStatistics:
                 same_size = self._by_size[size] = _Phases()
             same_size.add(1, timings)
 
-    def success(self, total_s: float, timings: Timings) -> None:
-        """One request was answered after ``total_s``."""
+    def request(self, seen: Observation) -> None:
+        """One request is over. As in Triton, the queue time is that of requests that were answered."""
         with self._lock:
-            self._success.add(total_s)
-            self._queue.add(timings.queue)
-
-    def failure(self, total_s: float) -> None:
-        """One request was refused or failed after ``total_s``."""
-        with self._lock:
-            self._fail.add(total_s)
+            if not seen.answered:
+                self._fail.add(seen.seconds)
+                return
+            self._success.add(seen.seconds)
+            if seen.timings is not None:
+                self._queue.add(seen.timings.queue)
 
     def snapshot(self) -> StatisticsSnapshot:
         """One consistent view, by batch size ascending. Requests wait for no more of it than what is copied."""

@@ -6,13 +6,14 @@ import errno
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
 
 from bf16kit.errors import ConfigError, Unavailable
-from service.contract import Registry, RequestObserver
+from service.contract import Registry
 from service.process.certificates import CertificateFiles
 from service.transport.admission import ByteBudget, Door, FairShares
 from service.transport.credentials import Access, server_credentials
@@ -72,19 +73,22 @@ class TransportOptions:
 
 
 class Transport:
-    """The server side of gRPC. :meth:`start` binds and serves; :meth:`stop` drains and may be called more than once."""
+    """The server side of gRPC. :meth:`start` binds and serves; :meth:`stop` drains and may be called more than once.
+
+    ``refused`` is told of each refusal that is not a model's own, by one of :data:`~service.contract.REFUSALS`.
+    """
 
     def __init__(
         self,
         registry: Registry,
-        observer: RequestObserver,
+        refused: Callable[[str], None],
         options: TransportOptions,
         access: Access = Access(),  # noqa: B008 -- frozen: everybody may call everything
         certificates: CertificateFiles | None = None,
     ) -> None:
         self._options = options
         self._statuses = StatusTable(grpc.StatusCode[options.overload])
-        self._observer = observer
+        self._refused = refused
         self._certificates = certificates
         self._patiences: list[Patience] = []
         self._pools: list[ThreadPoolExecutor] = []
@@ -94,7 +98,7 @@ class Transport:
         self._streams = Door(options.max_streams, "open streams", reason="streams", budget=budget)
         self._servicer = InferenceServicer(
             registry,
-            observer,
+            refused,
             self._statuses,
             FairShares(options.max_in_flight, "model", "model_share"),
             limit,
@@ -201,7 +205,7 @@ class Transport:
             receiving,
             sending,
             self._statuses,
-            self._observer.refused,
+            self._refused,
         )
         self._pools.append(lane.threads)
         return lane

@@ -13,7 +13,7 @@ import grpc
 
 from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import REFUSALS, Model, Registry, Reply, Request, RequestObserver, Slot
+from service.contract import REFUSALS, Model, Observation, Registry, Reply, Request, Slot
 from service.transport.admission import FairShares
 from service.transport.call import Call, StreamRequest
 from service.transport.limit import AdaptiveLimit
@@ -38,7 +38,7 @@ class InferenceServicer:
     def __init__(
         self,
         registry: Registry,
-        observer: RequestObserver,
+        refused: Callable[[str], None],
         statuses: StatusTable,
         shares: FairShares,
         limit: AdaptiveLimit,
@@ -49,7 +49,7 @@ class InferenceServicer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
-        self._observer = observer
+        self._refused = refused
         self._statuses = statuses
         self._shares = shares
         self._limit = limit
@@ -118,6 +118,7 @@ class InferenceServicer:
     ) -> pb.ModelInferResponse | Status:
         """The answer to one request, or the status to refuse it with; observed either way, and never raising."""
         model: Model | None = None
+        request: Request | None = None
         deadline = ends = call.deadline
         code = _UNKNOWN_OUTCOME
         try:
@@ -133,18 +134,21 @@ class InferenceServicer:
                 self._limit.answered((model.name, model.version), self._clock() - started)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
-            status = self._statuses.of(error)
-            if isinstance(error, Overloaded):
-                self._limit.refused()
-                if error.reason in REFUSALS:  # the others are the queue's, which has told the model's metrics
-                    self._observer.refused(error.reason)
-            if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
-                # gRPC tells of a deadline that passed as it tells of a client that left
-                status = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
+            status = self._refusal(error, deadline)
             code = status.code
             return status
         finally:
-            self._observe(message, model, code, self._clock() - started)
+            self._observe(message, model, request, code, self._clock() - started)
+
+    def _refusal(self, error: Exception, deadline: float | None) -> Status:
+        if isinstance(error, Overloaded):
+            self._limit.refused()
+            if error.reason in REFUSALS:  # the others are the queue's, which has told the model's metrics
+                self._refused(error.reason)
+        if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
+            # gRPC tells of a deadline that passed as it tells of a client that left
+            return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
+        return self._statuses.of(error)
 
     def _seen(self, call: Call, ends: float | None) -> grpc.StatusCode:
         """What the client of an answered request sees: it may have stopped waiting while the request ran."""
@@ -168,16 +172,26 @@ class InferenceServicer:
         return codec
 
     def _observe(
-        self, message: pb.ModelInferRequest, model: Model | None, code: grpc.StatusCode, seconds: float
+        self,
+        message: pb.ModelInferRequest,
+        model: Model | None,
+        request: Request | None,
+        code: grpc.StatusCode,
+        seconds: float,
     ) -> None:
-        """Tell the metrics. A name that does not exist must not become a label, so it is looked up once more."""
-        served: Model | Slot | None = model
-        if served is None:
-            try:
-                served = self._registry.find(message.model_name, message.model_version)
-            except RequestError:
-                return
-        self._observer.request(served.name, served.version, code.name, seconds)
+        """Tell whoever counts. A name that does not exist must not become a label, so it is looked up once more."""
+        served: Model | Slot | None = model or self._find(message)
+        name, version = (served.name, str(served.version)) if served else (message.model_name, message.model_version)
+        timings = None if request is None else request.timings
+        seen = Observation(name, version, message.id, code.name, seconds, timings)
+        if served is not None:
+            served.observe(seen)
+
+    def _find(self, message: pb.ModelInferRequest) -> Slot | None:
+        try:
+            return self._registry.find(message.model_name, message.model_version)
+        except RequestError:
+            return None
 
     # --- health and metadata ----------------------------------------------------------------------------------------
 

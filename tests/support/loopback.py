@@ -23,7 +23,7 @@ from bf16kit.tensors import BY_NAME, TensorSpec
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
-from service.contract import Array, Bounds, Duration, Reply, Request, State, StatisticsSnapshot, Timings
+from service.contract import Array, Bounds, Duration, Observation, Reply, Request, State, StatisticsSnapshot, Timings
 from service.transport.handlers import SERVICE
 from service.transport.server import Transport, TransportOptions
 from service.wire.tensors import encode_raw
@@ -35,7 +35,7 @@ INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", "weights
 class _Quiet:
     """Hears what a batcher says and keeps none of it."""
 
-    def rejected(self, reason: str, waited_s: float) -> None: ...
+    def rejected(self, reason: str) -> None: ...
     def queued(self, change: int) -> None: ...
     def executed(self, requests: int, rows: int, timings: Timings) -> None: ...
 
@@ -52,6 +52,22 @@ class Counted:
 
     def snapshot(self) -> StatisticsSnapshot:
         return self.seen
+
+
+@dataclass
+class RequestLog:
+    """Every observation of a request: model, version, code; and the reasons of refusals."""
+
+    seen: list[tuple[str, int, str]] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+    def request(self, seen: Observation) -> None:
+        self.observations.append(seen)
+        self.seen.append((seen.model, int(seen.version), seen.code))
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
 
 
 class LoopbackModel:
@@ -85,6 +101,7 @@ class LoopbackModel:
         self.state: State = state
         self.reason = "" if state == "ready" else f"it is {state}"
         self.statistics = Counted()
+        self.log = RequestLog()
         self.calls = 0
         self.seen: list[Request] = []
         self._run: Run = run or (lambda feeds: {"y": np.array(feeds["x"])})
@@ -104,6 +121,9 @@ class LoopbackModel:
     def infer(self, request: Request) -> Reply:
         self.seen.append(request)
         return self.batcher.submit(request)
+
+    def observe(self, seen: Observation) -> None:
+        self.log.request(seen)
 
 
 class LoopbackRegistry:
@@ -162,6 +182,7 @@ class LoopbackRegistry:
 
     def replace(self, old: LoopbackModel, new: LoopbackModel) -> None:
         """Another generation in the place of ``old``."""
+        new.log = old.log
         self._models[self._models.index(old)] = new
 
     def change(self, model: LoopbackModel, state: State) -> None:
@@ -185,22 +206,6 @@ class Gate:
         self.started.set()
         assert self.go.wait(60)
         return {"y": np.array(feeds["x"])}
-
-
-@dataclass
-class RequestLog:
-    """Every observation of a request: model, version, code."""
-
-    seen: list[tuple[str, int, str]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-
-    def request(self, model: str, version: int, code: str, seconds: float) -> None:
-        self.seen.append((model, version, code))
-        self.seconds.append(seconds)
-
-    def refused(self, reason: str) -> None:
-        self.refusals.append(reason)
 
 
 @dataclass
@@ -248,8 +253,11 @@ def _each(registry: LoopbackRegistry, do: Callable[[Batcher], object]) -> None:
 def serving(*models: LoopbackModel, **options: Any) -> Iterator[Served]:
     """The transport over ``models``, on a free port; ``options`` are :class:`TransportOptions`."""
     registry, log = LoopbackRegistry(models), RequestLog()
+    for model in models:
+        model.log = log
+        del model
     del models  # they may be replaced: what is left of them then is for the tests to see
-    transport = Transport(registry, log, TransportOptions(port=0, **options))
+    transport = Transport(registry, log.refused, TransportOptions(port=0, **options))
     _each(registry, Batcher.start)
     port = transport.start()
     try:

@@ -33,7 +33,7 @@ class Heard:
         self.depth = 0
         self.executions: list[tuple[int, int]] = []  # requests, rows
 
-    def rejected(self, reason: str, waited_s: float) -> None:
+    def rejected(self, reason: str) -> None:
         self.rejections[reason] += 1
 
     def queued(self, change: int) -> None:
@@ -76,11 +76,13 @@ class Bench:
         self.run, self.heard = Doubler(), Heard()
         self.batcher = Batcher(self.run, policy, self.heard)
         self.batcher.start()
+        self.requests: list[Request] = []
         self.callers = ThreadPoolExecutor(32)
 
     def call(self, *values: float, **more: object) -> Future[Reply]:
         x = np.array(values, np.float32).reshape(-1, 1)
         request = Request({"x": x}, rows=len(values), **more)  # type: ignore[arg-type]  # the fields of Request
+        self.requests.append(request)
         return self.callers.submit(self.batcher.submit, request)
 
     def hold(self) -> Future[Reply]:
@@ -96,6 +98,12 @@ class Bench:
         future = self.call(*values, **more)
         until(lambda: self.heard.depth > depth or future.done())
         return future
+
+    def timings(self) -> Timings:
+        """Of the request that came last."""
+        found = self.requests[-1].timings
+        assert found is not None
+        return found
 
     def close(self) -> None:
         self.run.gate.set()
@@ -300,6 +308,7 @@ def test_a_deadline_that_passes_between_the_reruns_of_a_batch_is_not_run_again(m
     with pytest.raises(RuntimeFailure, match="negative"):
         bad.result(20)
     assert bench.run.batches == [[0.0], [1.0, -1.0], [-1.0]]
+    assert all(request.timings is not None and request.timings.queue > 0 for request in bench.requests[1:])
     assert bench.heard.rejections == {"deadline": 1}
 
 
@@ -425,23 +434,60 @@ def test_closing_refuses_what_waits_and_finishes_what_runs(make: Make) -> None:
     closing.start()
     with pytest.raises(Unavailable):
         waiting.result(20)
+    assert bench.timings().queue > 0
+    assert bench.heard.depth == 0
     bench.run.gate.set()
     assert values(held) == [0.0]
     closing.join(20)
     with pytest.raises(Unavailable):
         bench.call(2.0).result(20)
+    assert bench.heard.rejections == {"draining": 2}
 
 
-def test_the_time_in_the_queue_and_in_the_runtime_travels_in_the_reply(make: Make) -> None:
+@pytest.mark.parametrize("value", [1.0, -1.0], ids=["answered", "failed"])
+def test_the_time_in_the_queue_and_in_the_runtime_is_stamped_on_the_request(make: Make, value: float) -> None:
+    """On one that failed, too: else waiting would be that of survivors only."""
     bench = make()
     bench.hold()
-    waiting = bench.queue(1.0)
+    waiting = bench.queue(value)
     begun = time.monotonic()
     until(lambda: time.monotonic() > begun + 0.02)
     bench.run.gate.set()
-    reply = waiting.result(20)
-    assert reply.timings.queue >= 0.02
-    assert 0 < reply.timings.compute < 20
+    assert (waiting.exception(20) is None) is (value > 0)
+    assert 0.02 <= bench.timings().queue < 20
+    assert 0 < bench.timings().compute < 20
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0], ids=["answered", "failed"])
+def test_a_request_that_runs_inline_has_waited_for_nothing(make: Make, value: float) -> None:
+    bench = make(inline=True)
+    bench.call(value).exception(20)
+    assert bench.timings().queue == 0
+    assert 0 < bench.timings().compute < 20
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_a_request_waited_that_left_the_queue_is_stamped_on_it(make: Make, leaves: bool) -> None:
+    bench = make()
+    bench.hold()
+    gone = Cancellation()
+    begun = time.monotonic()
+    left = bench.queue(1.0, cancellation=gone, deadline=None if leaves else begun + 0.05)
+    if leaves:
+        until(lambda: time.monotonic() > begun + 0.05)
+        gone.cancel()
+    assert left.exception(20) is not None
+    assert 0.04 < bench.timings().queue < 20
+    assert bench.timings().compute == 0
+
+
+def test_a_request_that_is_refused_at_once_has_waited_for_nothing_and_counts_in_no_mean(make: Make) -> None:
+    bench = make(levels=(LevelPolicy(1),))
+    bench.hold()
+    bench.queue(1.0)
+    with pytest.raises(Overloaded):
+        bench.call(2.0).result(20)
+    assert bench.requests[-1].timings is None
 
 
 def test_a_thousand_requests_from_many_threads_all_get_their_own_answer(make: Make) -> None:

@@ -17,7 +17,7 @@ from waiting import until
 from bf16kit import seal
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime import kernel
-from service.contract import Request
+from service.contract import Observation, Request
 from service.models.generation import Generation
 from service.models.repository import Repository
 from service.models.slot import Slot
@@ -332,16 +332,34 @@ def test_closing_removes_every_series(tmp_path: Path, load: Open, metrics: Metri
 def test_requests_show_in_statistics_and_metrics(tmp_path: Path, load: Open, metrics: Metrics) -> None:
     write_lookup(tmp_path / "lookup" / "1")
     model = answering(only(load()))
-    model.infer(Request({"ids": np.array([[1, 2], [3, 4]])}, rows=2))
+    answered = Request({"ids": np.array([[1, 2], [3, 4]])}, rows=2)
+    model.infer(answered)
+    model.observe(Observation("lookup", "1", "", "OK", 0.1, answered.timings))
+    refused = Request({"ids": np.array([[99]])}, rows=1)
     with pytest.raises(InvalidRequest, match="idx=99"):
-        model.infer(Request({"ids": np.array([[99]])}, rows=1))
+        model.infer(refused)
+    model.observe(Observation("lookup", "1", "", "INVALID_ARGUMENT", 0.1, refused.timings))
     seen = model.statistics.snapshot()
     assert (seen.success.count, seen.fail.count, seen.inference_count, seen.execution_count) == (1, 1, 2, 1)
     assert seen.weight_bytes == 80
     text = metrics.expose()[0].decode()
     assert 'bf16kit_rows_total{model="lookup",version="1"} 2.0' in text
+    assert 'bf16kit_requests_total{code="INVALID_ARGUMENT",model="lookup",version="1"} 1.0' in text
+    assert 'bf16kit_queue_duration_seconds_count{model="lookup",version="1"} 2.0' in text
     assert 'bf16kit_requests_in_flight{model="lookup",version="1"} 0.0' in text
     assert 'bf16kit_model_weight_bytes{model="lookup",version="1"} 80.0' in text
+
+
+def test_a_request_for_a_version_that_nothing_answers_in_is_counted(
+    tmp_path: Path, load: Open, metrics: Metrics
+) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    (tmp_path / "mlp" / "1" / "manifest.json").write_text("{}")
+    slot = only(load())
+    slot.observe(Observation("mlp", "1", "", "NOT_FOUND", 0.1))
+    text = metrics.expose()[0].decode()
+    assert 'bf16kit_requests_total{code="NOT_FOUND",model="mlp",version="1"} 1.0' in text
+    assert 'bf16kit_queue_duration_seconds_count{model="mlp",version="1"} 0.0' in text
 
 
 def test_live_drift_is_measured_against_the_fp32_reference(tmp_path: Path, load: Open, metrics: Metrics) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from service.contract import REFUSALS
+from service.contract import REFUSALS, Observation, Timings
 from service.telemetry.metrics import Metrics, ModelMetrics
 
 #: Design §8: name → type and the labels beside model and version.
@@ -68,6 +68,10 @@ def loaded(metrics: Metrics, name: str = "m", version: int = 1) -> ModelMetrics:
     return model
 
 
+def request(code: str, timings: Timings | None = None) -> Observation:
+    return Observation("m", "1", "", code, 0.3, timings)
+
+
 def exposed(metrics: Metrics) -> dict[str, float]:
     """Every sample, by name and sorted labels as they stand in the text."""
     lines = metrics.expose()[0].decode().splitlines()
@@ -112,11 +116,12 @@ def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
     before = ours(metrics)
     goes = loaded(metrics, "goes")
     goes.drift("y", SAMPLE)
-    metrics.request("goes", 1, "OK", 0.1)
+    goes.request(request("OK"))
     metrics.remove(goes)
     assert ours(metrics) == before
     goes.drift("y", SAMPLE)  # a shadow that was left behind
     goes.budget_ratio("y", "relative_l2", 0.5)
+    goes.request(request("DATA_LOSS"))
     assert ours(metrics) == before
 
 
@@ -137,22 +142,28 @@ def test_series_that_others_have_replaced_neither_show_nor_take_them_along_when_
     assert not [key for key in ours(metrics) if "model=" in key]
 
 
-def test_a_model_that_does_not_exist_leaves_no_trace() -> None:
-    metrics = Metrics()
-    metrics.request("../etc/passwd", 1, "NOT_FOUND", 0.1)
-    assert b"passwd" not in metrics.expose()[0]
-
-
 def test_requests_are_counted_by_code_and_timed() -> None:
     metrics = Metrics()
-    loaded(metrics)
-    metrics.request("m", 1, "OK", 0.3)
-    metrics.request("m", 1, "DATA_LOSS", 0.3)
+    model = loaded(metrics)
+    model.request(request("OK"))
+    model.request(request("DATA_LOSS"))
     samples = exposed(metrics)
     assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 1
     assert samples['bf16kit_requests_total{code="DATA_LOSS",model="m",version="1"}'] == 1
     assert samples['bf16kit_request_duration_seconds_bucket{le="0.25",model="m",version="1"}'] == 0
     assert samples['bf16kit_request_duration_seconds_bucket{le="0.5",model="m",version="1"}'] == 2
+
+
+def test_waiting_counts_whatever_became_of_the_request_and_only_where_it_waited_or_ran() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    model.request(request("OK", Timings(queue=0.2)))
+    model.request(request("INTERNAL", Timings(queue=0.3)))
+    model.request(request("RESOURCE_EXHAUSTED"))
+    samples = exposed(metrics)
+    assert samples['bf16kit_queue_duration_seconds_count{model="m",version="1"}'] == 2
+    assert samples['bf16kit_queue_duration_seconds_sum{model="m",version="1"}'] == pytest.approx(0.5)
+    assert samples['bf16kit_request_duration_seconds_count{model="m",version="1"}'] == 3
 
 
 def test_drift_is_observed_per_output() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.contract import BatchStatistics, Duration, Timings
+from service.contract import BatchStatistics, Duration, Observation, Timings
 from service.telemetry import statistics as statistics_module
 from service.telemetry.statistics import ModelStatistics
 
@@ -73,8 +73,8 @@ def test_a_snapshot_is_of_one_moment_and_holds_up_requests_for_no_more_than_a_co
 
 def test_successes_and_failures_are_counted_with_their_time() -> None:
     statistics = ModelStatistics()
-    statistics.success(total_s=0.5, timings=Timings(queue=0.2))
-    statistics.failure(total_s=0.1)
+    statistics.request(Observation("m", "1", "", "OK", 0.5, Timings(queue=0.2)))
+    statistics.request(Observation("m", "1", "", "INTERNAL", 0.1, Timings(queue=0.3)))
     seen = statistics.snapshot()
     assert seen.success == Duration(1, 500_000_000)
     assert seen.queue == Duration(1, 200_000_000)

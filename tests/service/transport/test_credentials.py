@@ -36,8 +36,9 @@ def secured(
     access: Access | None = None, certificates: CertificateFiles | None = None, **options: Any
 ) -> Iterator[tuple[int, RequestLog]]:
     model, log = LoopbackModel(), RequestLog()
+    model.log = log
     transport = Transport(
-        LoopbackRegistry([model]), log, TransportOptions(port=0, **options), access or Access(), certificates
+        LoopbackRegistry([model]), log.refused, TransportOptions(port=0, **options), access or Access(), certificates
     )
     model.batcher.start()
     port = transport.start()

@@ -28,7 +28,7 @@ X = np.ones((2, 3), np.float32)
 
 def start(**options: object) -> int:
     """Start a server that is expected to fail; stops it if it does not."""
-    transport = Transport(LoopbackRegistry([]), RequestLog(), TransportOptions(**options))  # type: ignore[arg-type]
+    transport = Transport(LoopbackRegistry([]), RequestLog().refused, TransportOptions(**options))  # type: ignore[arg-type]
     try:
         return transport.start()
     finally:

@@ -268,6 +268,26 @@ def test_a_failure_is_internal_and_its_text_stays_in_the_log(
         assert served.log.seen == [("echo", 1, "INTERNAL")]
 
 
+def test_where_the_time_of_a_request_went_is_observed_of_those_that_failed_too(gate: Gate) -> None:
+    def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        gate(feeds)
+        raise RuntimeFailure("no")
+
+    with serving(LoopbackModel(run=fail, max_batch_size=0)) as served:
+        infer = served.stub("ModelInfer")
+        calls = [infer.future(changed(infer_request(x=X), id=str(i))) for i in range(2)]
+        until(lambda: gate.started.is_set() and len(served.registry.find("echo", "").seen) == 2)
+        served.refusal("ModelInfer", infer_request(x=X[:, :2]))
+        gate.go.set()
+        assert [call.exception(30).code() for call in calls] == [StatusCode.INTERNAL] * 2
+        refused, *failed = until(lambda: len(served.log.observations) == 3 and served.log.observations)
+    assert (refused.code, refused.timings) == ("INVALID_ARGUMENT", None)
+    assert {seen.request_id for seen in failed} == {"0", "1"}
+    for seen in failed:
+        assert seen.timings is not None
+        assert 0 < seen.timings.queue + seen.timings.compute <= seen.seconds
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
@@ -297,7 +317,7 @@ def test_a_request_is_answered_and_observed_once(served: Served) -> None:
     assert answer.raw_output_contents[0] == X.tobytes()
     assert (answer.model_version, answer.id) == ("1", "abc")
     assert served.log.seen == [("echo", 1, "OK")]
-    assert served.log.seconds[0] > 0
+    assert served.log.observations[0].seconds > 0
 
 
 def test_the_newest_version_answers_where_none_is_named() -> None:
