@@ -94,8 +94,10 @@ def attacked(tmp_path: Path) -> Iterator[Attacked]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The page says of each attack whether it passed."""
+    """The page says of each attack on which commit it ran, and whether it passed."""
     report = yield
+    if report.when == "setup":
+        figures.record(commit=figures.commit())
     if report.when == "call":
         figures.record(passed=report.passed)
     return report
