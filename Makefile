@@ -74,7 +74,7 @@ check: setup ## format, lint, types, import rules, generated code
 test: setup ## every test that needs neither Docker nor a GPU
 	$(BIN)/pytest -m 'not compose and not gpu and not models and not fuzz and not hostile' $(PYTEST_ARGS)
 
-test-hostile: setup ## attacks on a running server over real sockets: three minutes at most on two cores; prints the ten slowest
+test-hostile: setup ## attacks on a running server over real sockets: meant for three minutes on two cores; prints the ten slowest
 	$(BIN)/pytest -m hostile tests/hostile --durations=10 $(PYTEST_ARGS)
 
 soak: setup ## the same attacks at full length, an hour or two; writes docs/reliability.md

@@ -55,10 +55,10 @@ def refusals(watched: Watched, reason: str) -> float:
 
 def test_500_silent_connections_cost_no_thread_stop_nothing_and_are_closed(attacked: Attacked) -> None:
     watched = attacked()
-    threads = watched.status("Threads")
+    threads = watched.server.status("Threads")
     with connections(watched) as peers:
         everything_answers(watched)
-        assert watched.status("Threads") <= threads + 2
+        assert watched.server.status("Threads") <= threads + 2
         until(lambda: all(closed(peer) for peer in peers), 30, "every silent connection closed")
     assert refusals(watched, "http_connections") >= MANY - 256
 

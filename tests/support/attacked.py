@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import figures
@@ -69,12 +68,12 @@ class Target:
 
     def rss(self) -> int:
         """Bytes; 0 of a process that has ended."""
-        status = Path(f"/proc/{self.process.process.pid}/status").read_text()
-        return int(next((line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")), 0)) << 10
+        return self.process.status("VmRSS") << 10
 
     @contextmanager
     def stays_well(self) -> Iterator[Wellness]:
-        """Fails when the server, meanwhile, does not say within a second that it is serving, or keeps memory after."""
+        """Fails when the server, meanwhile, does not say within a second that it is serving, or holds too much memory,
+        or keeps it after."""
         wellness = Wellness(self.address, self.rss)
         before = self.rss()
         wellness.start()
@@ -86,4 +85,5 @@ class Target:
             figures.watched(len(wellness.seconds), max(wellness.seconds, default=0), before, wellness.most, self.rss())
         assert self.process.process.poll() is None, self.process.log[-2000:]
         assert wellness.ill == []
+        self.process.check_memory()
         until(lambda: self.rss() <= before * GROWTH, 30, f"RSS of {before >> 20} MiB, now {self.rss() >> 20}, back")

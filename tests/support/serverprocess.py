@@ -15,6 +15,7 @@ from pathlib import Path
 from waiting import until
 
 _BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on https?://\S+:(\d+)/")
+HOLDS_AT_MOST = 1536 << 20  # bytes: with its defaults a server lives in a container of 2 GB, whatever clients do
 
 
 class ServerProcess:
@@ -62,6 +63,16 @@ class ServerProcess:
         """The value of one series, its labels sorted by name; −1 when it is not there."""
         found = re.search(rf"^{re.escape(series)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else -1.0
+
+    def status(self, field: str) -> int:
+        """A number of /proc/PID/status: VmRSS (kB), Threads; 0 of a process that has ended."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
+
+    def check_memory(self) -> None:
+        """Fails when the process has ever held more than it may. The system keeps that peak: none is too short."""
+        peak = self.status("VmHWM") << 10
+        assert 0 < peak < HOLDS_AT_MOST, f"the server held {peak >> 20} MiB at its peak"
 
     def wait_ready(self) -> ServerProcess:
         until(lambda: self.get("/readyz")[0] == 200, 60, "ready")

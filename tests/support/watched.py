@@ -1,4 +1,5 @@
-"""A server under attack, watched: a probe over and over, each answered within a second; memory that comes back."""
+"""A server under attack, watched: a probe over and over, each answered within a second; memory that stays within bounds
+and comes back."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import http.client
 import socket
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 
 import figures
@@ -38,14 +38,9 @@ class Watched:
     def http_port(self) -> int:
         return self._port
 
-    def status(self, field: str) -> int:
-        """A number of /proc/PID/status: VmRSS (kB), Threads."""
-        text = Path(f"/proc/{self.server.process.pid}/status").read_text()
-        return int(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{field}:")))
-
     def __enter__(self) -> Watched:
         self._warm()
-        self.before = self.status("VmRSS")
+        self.before = self.server.status("VmRSS")
         self._thread.start()
         return self
 
@@ -54,7 +49,7 @@ class Watched:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        rss = self.status("VmRSS") if self.server.process.poll() is None else 0
+        rss = self.server.status("VmRSS")
         figures.watched(self.probes, self.slowest, self.before << 10, self.highest << 10, rss << 10)
         if error is not None:
             return
@@ -62,7 +57,10 @@ class Watched:
         assert self.probes > 0
         assert self.failures == [], f"{self.failures} of {self.probes}"
         assert self.slowest < WITHIN_SECONDS, f"the slowest of {self.probes} probes took {self.slowest:.2f} s"
-        until(self._memory_is_back, 30, f"RSS of {self.before} kB, now {self.status('VmRSS')} kB, back within 10 %")
+        until(
+            self._memory_is_back, 30, f"RSS of {self.before} kB, now {self.server.status('VmRSS')} kB, back within 10 %"
+        )
+        self.server.check_memory()
         assert "Traceback" not in self.server.log
 
     def _warm(self) -> None:
@@ -76,7 +74,7 @@ class Watched:
         self.server.get("/metrics")
 
     def _memory_is_back(self) -> bool:
-        return self.status("VmRSS") <= self.before * GROWTH
+        return self.server.status("VmRSS") <= self.before * GROWTH
 
     def _watch(self) -> None:
         while not self._stop.is_set():
@@ -86,7 +84,7 @@ class Watched:
             except (OSError, http.client.HTTPException) as error:
                 self.failures.append(f"{type(error).__name__}: {error}, after {time.monotonic() - begun:.2f} s")
             self.slowest = max(self.slowest, time.monotonic() - begun)
-            self.highest = max(self.highest, self.status("VmRSS"))
+            self.highest = max(self.highest, self.server.status("VmRSS"))
             self.probes += 1
             self._stop.wait(_PAUSE_SECONDS)
 
