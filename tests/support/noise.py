@@ -37,38 +37,12 @@ _HTTP = (
 
 def grpc_bytes(number: int) -> bytes:
     """For the gRPC port: at most some 30 KB."""
-    rng = Random(number)
-    kind = rng.randrange(8)
-    if kind == 0:
-        return _noise(rng)
-    if kind == 1:
-        return _PREFACE[: rng.randrange(len(_PREFACE))] + _noise(rng)
-    if kind == 2:
-        return rng.choice((*_HTTP, _TLS_HELLO, _PAGE % b"livez"))
-    begun = _PREFACE + frame(_SETTINGS, 0, 0, b"")
-    if kind == 3:
-        return begun + _noise(rng)
-    return begun + b"".join(_some_frames(rng) for _ in range(rng.randint(1, 8)))
+    return _one_of(_FOR_GRPC, number)
 
 
 def http_bytes(number: int) -> bytes:
     """For the HTTP port."""
-    rng = Random(number)
-    kind = rng.randrange(6)
-    if kind == 0:
-        return _noise(rng)
-    if kind == 1:
-        return rng.choice((_PREFACE + _some_frames(rng), _TLS_HELLO, framed(_noise(rng))))
-    request = rng.choice((*_HTTP, *(_PAGE % page for page in (b"", b"metrics", b"livez", b"readyz", b"nobody"))))
-    if kind == 2:
-        return request * rng.randint(1, 30)
-    damaged = bytearray(request)
-    for _ in range(rng.randint(0, 6)):
-        at = rng.randrange(len(damaged) + 1)
-        damaged[at : at + rng.choice((0, 1, 4))] = rng.choice(
-            (b"", rng.randbytes(3), b"\r\n", b"\0", b":", b"a" * 2000)
-        )
-    return bytes(damaged)
+    return _one_of(_FOR_HTTP, number)
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes, size: int | None = None) -> bytes:
@@ -79,6 +53,44 @@ def frame(kind: int, flags: int, stream: int, body: bytes, size: int | None = No
 
 def _noise(rng: Random) -> bytes:
     return rng.randbytes(rng.choice((1, 9, 24, 100, 2000)))
+
+
+def _cut_preface(rng: Random) -> bytes:
+    return _PREFACE[: rng.randrange(len(_PREFACE))] + _noise(rng)
+
+
+def _no_http2(rng: Random) -> bytes:
+    return rng.choice((*_HTTP, _TLS_HELLO, _PAGE % b"livez"))
+
+
+def _noise_in_http2(rng: Random) -> bytes:
+    return _BEGUN + _noise(rng)
+
+
+def _frames(rng: Random) -> bytes:
+    return _BEGUN + b"".join(_some_frames(rng) for _ in range(rng.randint(1, 8)))
+
+
+def _no_http1(rng: Random) -> bytes:
+    return rng.choice((_PREFACE + _some_frames(rng), _TLS_HELLO, framed(_noise(rng))))
+
+
+def _page(rng: Random) -> bytes:
+    return rng.choice((*_HTTP, *(_PAGE % page for page in (b"", b"metrics", b"livez", b"readyz", b"nobody"))))
+
+
+def _pages(rng: Random) -> bytes:
+    return _page(rng) * rng.randint(1, 30)
+
+
+def _damaged_page(rng: Random) -> bytes:
+    damaged = bytearray(_page(rng))
+    for _ in range(rng.randint(0, 6)):
+        at = rng.randrange(len(damaged) + 1)
+        damaged[at : at + rng.choice((0, 1, 4))] = rng.choice(
+            (b"", rng.randbytes(3), b"\r\n", b"\0", b":", b"a" * 2000)
+        )
+    return bytes(damaged)
 
 
 def _some_frames(rng: Random) -> bytes:
@@ -146,3 +158,11 @@ def _flood(rng: Random, stream: int) -> bytes:
 
 
 _FRAMES: tuple[Callable[[Random, int], bytes], ...] = (_any, _call, _call, _call, _settings, _window, _flood)
+_BEGUN = _PREFACE + frame(_SETTINGS, 0, 0, b"")
+_FOR_GRPC = (_noise, _cut_preface, _no_http2, _noise_in_http2, _frames, _frames, _frames, _frames)
+_FOR_HTTP = (_noise, _no_http1, _pages, _damaged_page, _damaged_page, _damaged_page)
+
+
+def _one_of(makers: tuple[Callable[[Random], bytes], ...], number: int) -> bytes:
+    rng = Random(number)
+    return rng.choice(makers)(rng)
