@@ -30,6 +30,7 @@ Replan = Callable[[Islands, Profile], Plan]  # the plan of one profile with thes
 
 _RANKING = 0.5  # the largest share of the remaining time that ranking may take
 _SHARES = (0.97, 0.9, 0.8)  # of the budget, tried in turn: a set that suffices on few samples may not on all
+_NAMED = 3  # nodes and weights named in an error
 _COARSE = 16.0  # the tolerated error is the measured one divided by this where the budget gives no finite one
 
 
@@ -123,7 +124,7 @@ class _Search:
             worth = {unit: judged.worth(found, unit) for unit in found}
             drifts = self._drifts(found)
             if not over(self._task.budget, drifts):
-                return self._result(found, worth, drifts)
+                return self._result(found, worth, drifts, self._blame(found))
         return self.best_known()
 
     def best_known(self) -> SearchResult:
@@ -136,7 +137,7 @@ class _Search:
         for units in (known[step] for step in sorted(steps) if known):
             drifts = self._drifts(units)
             if not over(self._task.budget, drifts):
-                return self._result(units, {}, drifts)
+                return self._result(units, self._known_worth(units), drifts)
         return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
 
     def close(self) -> None:
@@ -150,6 +151,18 @@ class _Search:
             if samples in (None, on) and not over(budget, drifts)
         }
         return sorted(found, key=_by_cost)
+
+    def _known_worth(self, units: Units) -> dict[Unit, tuple[Breach, float]]:
+        """What those of ``units`` are worth that were tried to do without, before the time was over."""
+        worth: dict[Unit, tuple[Breach, float]] = {}
+        tried = self._task.learnt.tried
+        for without, samples in tried:
+            if len(units - without) == 1 and without < units and (units, samples) in tried:
+                judged = Judged(self._task.budget, partial(self._drifts, samples=samples))
+                (unit,) = units - without
+                if unit not in worth and not judged.suffices(without):
+                    worth[unit] = judged.worth(units, unit)
+        return worth
 
     def _drifts(self, units: Units, samples: Sequence[int] | None = None) -> list[Drifts]:
         tried = self._task.learnt.tried
@@ -182,7 +195,11 @@ class _Search:
         return error / max(finite, default=_COARSE)
 
     def _result(
-        self, found: Units, worth: Mapping[Unit, tuple[Breach, float]], drifts: Sequence[Drifts] = ()
+        self,
+        found: Units,
+        worth: Mapping[Unit, tuple[Breach, float]],
+        drifts: Sequence[Drifts] = (),
+        blame: str = "",
     ) -> SearchResult:
         task, costs = self._task, self._costs
         now = self._with(found)
@@ -198,7 +215,7 @@ class _Search:
             bytes_now=costs.bytes_share(now.weights),
             drift_before=self._before,
             drift_now=ratio(task.budget, drifts) if drifts else math.nan,
-            blame=self._blame(found) if worth else "",
+            blame=blame,
             complete=self._ranked,
             notes=notes,
         )
@@ -222,8 +239,12 @@ class _Search:
 
     def _hopeless(self) -> SearchResult:
         task = self._task
-        breaches = over(task.budget, self._trials.drifts(self._with(frozenset(self._units()))))
-        why = f"not even everything in fp32 that may be meets it: {breaches[0]}"
+        left = self._with(frozenset(self._units()))
+        why = f"not even everything in fp32 that may be meets it: {over(task.budget, self._trials.drifts(left))[0]}"
+        names = [*sorted(left.weights), *sorted(left.nodes)]
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            why += f"; still bf16, as --bf16 asks or with what they move: {', '.join(names[:_NAMED])}{more}"
         return SearchResult(task.profile.name, error=f"the search found no islands: {why}")
 
     def _island(self, unit: Unit, worth: tuple[Breach, float] | None) -> Island:
@@ -251,8 +272,9 @@ def _by_cost(units: Units) -> tuple[float, list[str]]:
 
 
 _NOT_MINIMAL = (
-    "profile {}: these islands suffice, but there may be more than are needed, because the search did not come to its"
-    " end; give it more --search-minutes"
+    "profile {}: these islands suffice, but there may be more than are needed, because the search ran out of time: it"
+    " had not come to do without those that have no worth, and another run may find others; give it more"
+    " --search-minutes"
 )
 
 

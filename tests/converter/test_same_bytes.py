@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from converting import MLP, SUPPORT
+from failing import cancellation
 
 from bf16kit.runtime import kernel
 
@@ -54,6 +57,22 @@ def test_three_processes_that_are_not_alike_publish_the_same_bytes(
     for other in others:
         assert other.keys() == first.keys()
         assert [name for name in first if other[name] != first[name]] == []
+
+
+def test_a_search_that_comes_to_its_end_finds_the_same_islands_whatever_sets_hash_to(tmp_path: Path) -> None:
+    """Sets of islands are sets of names, whose order is another one in each process."""
+    built = cancellation()
+    onnx.save(built.proto, tmp_path / "m.onnx")
+    (tmp_path / "in").mkdir()
+    for index, feed in enumerate(built.feeds):
+        np.savez(tmp_path / "in" / f"{index}.npz", x=feed["x"])
+    arguments = (tmp_path / "m.onnx", "--samples", tmp_path / "in", "--format", "onnx", "--search-minutes", "60")
+    found = [convert(tmp_path / seed / "m" / "1", arguments, {"PYTHONHASHSEED": seed}) for seed in ("1", "2", "3")]
+    searches = [each["search"] for each in json.loads(found[0]["measurements.json"])["profiles"].values()]
+    names = {island["name"] for search in searches for island in search["islands"]}
+    assert names == built.nodes | built.weights
+    assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 @pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")

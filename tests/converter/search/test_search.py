@@ -111,6 +111,7 @@ def test_a_product_in_fp32_keeps_its_weight_in_bf16_unless_that_is_guilty_too() 
 def test_what_the_owner_asked_to_be_bf16_is_not_made_an_island() -> None:
     result = _search(offset(), "cuda", bf16=["softmax"])
     assert "the search found no islands: not even everything in fp32 that may be meets it" in result.error
+    assert result.error.endswith("; still bf16, as --bf16 asks or with what they move: softmax")
 
 
 def test_sets_are_tried_on_a_few_samples_and_checked_on_all() -> None:
@@ -184,6 +185,17 @@ class TestOutOfTime:
             assert weights >= {"w1", "w2"}
             assert not result.complete
             assert "there may be more than are needed" in result.notes[0]
+
+    def test_the_islands_that_it_tried_to_do_without_say_what_they_are_worth(self) -> None:
+        """Of five islands three, and as a search with all the time says it; nobody is blamed for want of a run."""
+        found = _search(cancellation(), "cuda", self._after(80))
+        assert not found.complete
+        worth = {island.name: island.worth() for island in found.islands if island.worth()}
+        whole = {island.name: island.worth() for island in _search(cancellation(), "cuda").islands}
+        assert len(worth) == 3 < len(found.islands)
+        assert worth.items() <= whole.items()
+        assert found.blame == ""
+        assert "not come to do without those that have no worth, and another run may find others" in found.notes[0]
 
     @pytest.mark.parametrize("runs", [0, 3])
     def test_nothing_known_is_an_error_that_names_the_flag(self, runs: int) -> None:
