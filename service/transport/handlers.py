@@ -100,7 +100,7 @@ class Table:
         lanes, probe = self._lanes, self._access.scope_of("health")
 
         def watch(request: Any, call: Call, send: Any) -> None:
-            health.watch(request, call.cancellation, send)
+            health.watch(request, call.client, call.cancellation, send)
 
         check, watching = _HEALTH.methods_by_name["Check"], _HEALTH.methods_by_name["Watch"]
         paths[f"/{_HEALTH.full_name}/Check"] = self._opener(lanes.control, check, health.check, probe)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 from grpc_health.v1 import health_pb2
 
 from bf16kit.errors import NotFound
 from bf16kit.wording import quoted
 from service.contract import Cancellation, Registry
+from service.transport.senders import Senders
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _log = logging.getLogger(__name__)
-_SENDERS = 8  # threads: sending to a watcher who does not read takes one until the watchdog ends the call
+_SENDERS = 64  # threads: sending to a watcher who does not read takes one until the watchdog ends the call
 
 Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 
@@ -29,10 +30,12 @@ Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 class _Watcher:
     """An open Watch. ``send`` sends a message, or with None ends the stream; one thread at a time is at it."""
 
-    __slots__ = ("_ended", "_lock", "_sending", "_told", "send", "service")
+    __slots__ = ("_ended", "_lock", "_sending", "_told", "client", "reads", "send", "service")
 
-    def __init__(self, service: str, send: Send) -> None:
+    def __init__(self, service: str, client: str, send: Send) -> None:
         self.service = service
+        self.client = client
+        self.reads = False  # it has taken a message
         self.send = send
         self._lock = threading.Lock()
         self._sending = self._ended = False
@@ -73,12 +76,17 @@ class HealthServicer:
     def __init__(self, registry: Registry, service: str) -> None:
         self._registry = registry
         self._service = service
-        self._threads = ThreadPoolExecutor(_SENDERS, "health")
+        self._senders = Senders(_SENDERS, "health")
         self._watchers: set[_Watcher] = set()
         self._closed = False
         self._lock = threading.Lock()
         self._now = self._statuses()
         registry.subscribe(self._changed)
+
+    @property
+    def held_up(self) -> bool:
+        """Whether news waits for watchers who are being sent theirs: the moment to be strict with those."""
+        return self._senders.waited_for
 
     def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
         status = self._now.get(request.service)
@@ -86,9 +94,11 @@ class HealthServicer:
             raise NotFound(f"unknown service {quoted(request.service)}; models go by their names")
         return _response(status)
 
-    def watch(self, request: health_pb2.HealthCheckRequest, cancellation: Cancellation, send: Send) -> None:
+    def watch(
+        self, request: health_pb2.HealthCheckRequest, client: str, cancellation: Cancellation, send: Send
+    ) -> None:
         """Send the status now, and whenever it changes, until the client leaves or the server stops."""
-        watcher = _Watcher(request.service, send)
+        watcher = _Watcher(request.service, client, send)
         self._watchers.add(watcher)
         cancellation.subscribe(lambda: self._watchers.discard(watcher))
         self._tell(watcher)
@@ -103,7 +113,7 @@ class HealthServicer:
             self._now = self._statuses()
         told = [task for watcher in tuple(self._watchers) if (task := self._tell(watcher)) is not None]
         _, deaf = wait(told, timeout=patience)
-        self._threads.shutdown(wait=not deaf, cancel_futures=True)
+        self._senders.shutdown(wait=not deaf)
 
     def _changed(self) -> None:
         with self._lock:
@@ -116,7 +126,7 @@ class HealthServicer:
         if not watcher.start():
             return None
         try:
-            return self._threads.submit(self._send, watcher)
+            return self._senders.submit(watcher.client, lambda: self._send(watcher), reads=watcher.reads)
         except RuntimeError:  # shut down meanwhile: a stream left open would hold up the drain
             watcher.end()
             return None
@@ -131,6 +141,7 @@ class HealthServicer:
     def _send_news(self, watcher: _Watcher) -> None:
         while (status := watcher.news(lambda: self._now.get(watcher.service, _SERVICE_UNKNOWN))) is not None:
             watcher.send(_response(status))
+            watcher.reads = True
         if self._closed:
             watcher.end()
 

@@ -33,6 +33,7 @@ _REFLECTION_SECONDS = 10.0  # between two requests of one stream
 # For those that keep a server waiting which has no more than half of its places. Not less: it may be the server that is
 # late, with thousands of calls before this one on gRPC's one thread.
 _HURRIED_SECONDS = 3.0
+_DEAF_SECONDS = 1.0  # for a watcher to be sent a few bytes, while others' news waits for it
 _LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
 # A thread that sleeps for a moment and wakes in time, again and again, shows that its process is not behind with work.
 _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
@@ -179,7 +180,12 @@ class Transport:
             streams=self._lane("grpc-open-stream", self._streams, options.stream_idle_seconds, send),
             control=self._lane("grpc-control", control, receive, send, slow=_SLOW_CONTROL_CALLS),
             watches=self._lane(
-                "grpc-watch", watches, receive, _HURRIED_SECONDS, slow=_SLOW_CONTROL_CALLS, threads=_CONTROL_CALLS
+                "grpc-watch",
+                watches,
+                receive,
+                slow=_SLOW_CONTROL_CALLS,
+                threads=_CONTROL_CALLS,
+                sending=Patience(_HURRIED_SECONDS, _DEAF_SECONDS, lambda: self._health.held_up),
             ),
             reflection=self._lane("grpc-reflection", reflection, _REFLECTION_SECONDS, _REFLECTION_SECONDS),
         )
@@ -189,14 +195,15 @@ class Transport:
         name: str,
         door: Door,
         receive_seconds: float,
-        send_seconds: float,
+        send_seconds: float = 0.0,
         *,
         slow: int | None = None,
         threads: int | None = None,
+        sending: Patience | None = None,
     ) -> Lane:
         hurried = receive_seconds if door is self._streams else _HURRIED_SECONDS  # streams are idle by nature
         receiving = Patience(receive_seconds, hurried, lambda: door.crowded, slow=slow)
-        sending = Patience(send_seconds, _HURRIED_SECONDS, lambda: door.crowded)
+        sending = sending or Patience(send_seconds, _HURRIED_SECONDS, lambda: door.crowded)
         self._patiences += [receiving, sending]
         lane = Lane(
             name,

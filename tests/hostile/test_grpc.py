@@ -71,23 +71,28 @@ def begin_400(target: Target, connections: Connect, path: str) -> None:
             silent.call(path)
 
 
-def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect) -> None:
-    """Thirty of them: more than there are threads that send."""
-    figures.record(how_much="30 watches")
+@pytest.mark.parametrize(("many", "each"), [(1, 300), (20, 1), (150, 2)])
+def test_watchers_who_do_not_read_hold_up_nobody_elses_news(connections: Connect, many: int, each: int) -> None:
+    """Whoever comes now is told in time, too, while fewer connections than senders have such watchers."""
+    figures.record(how_much=f"{many * each} watches over {many} connections" if many > 1 else f"{each} watches")
     model = LoopbackModel("m", state="loading")
     with serving(model) as served:
-        request = health_pb2.HealthCheckRequest(service="m").SerializeToString()
-        deaf = connections(served.port, window=0)
+        request = health_pb2.HealthCheckRequest(service="m")
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service="m"), timeout=60)
+        watch = stub.Watch(request, timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        streams = [deaf.call(WATCH, request) for _ in range(30)]
+        clients = [connections(served.port, window=0) for _ in range(many)]
+        for client in clients * each:
+            client.call(WATCH, request.SerializeToString())
         time.sleep(0.2)  # they are being sent what they do not read
-        served.registry.change(model, "ready")
         serving_now = health_pb2.HealthCheckResponse.SERVING
-        assert stub.Check(health_pb2.HealthCheckRequest(service="m"), timeout=1).status == serving_now
-        assert next(watch).status == serving_now
-        until(lambda: deaf.ended.issuperset(streams), what="the end of those who do not read")
+        for told in (watch, *([stub.Watch(request, timeout=60)] if many < 64 else [])):
+            begun = time.monotonic()
+            served.registry.change(model, "ready")
+            assert next(told).status == serving_now
+            assert time.monotonic() - begun < 2
+        assert stub.Check(request, timeout=1).status == serving_now
+        until(lambda: sum(len(client.ended) for client in clients) >= 8, what="the end of those who do not read")
         assert set(served.log.refusals) == {"too_slow"}
 
 

@@ -60,7 +60,7 @@ def test_at_shut_down_a_watcher_is_told_and_its_stream_is_ended() -> None:
 
     sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
-    servicer.watch(health_pb2.HealthCheckRequest(service="m"), Cancellation(), sent.append)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
     until(lambda: sent)
     servicer.shut_down(patience=30)
     assert [answer and answer.status for answer in sent] == [SERVING, NOT_SERVING, None]
@@ -110,7 +110,7 @@ def test_a_watcher_that_cannot_be_told_is_in_the_log_and_forgotten(caplog: pytes
         raise ValueError("no such call")
 
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
-    servicer.watch(health_pb2.HealthCheckRequest(service="m"), Cancellation(), fail)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), fail)
     until(lambda: "cannot be told of 'm'" in caplog.text)
     until(lambda: not servicer._watchers)
     servicer.shut_down(patience=30)
@@ -122,5 +122,5 @@ def test_a_watch_that_comes_after_the_shut_down_is_ended_at_once() -> None:
     sent: list[Any] = []
     servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
     servicer.shut_down(patience=30)
-    servicer.watch(health_pb2.HealthCheckRequest(service="m"), Cancellation(), sent.append)
+    servicer.watch(health_pb2.HealthCheckRequest(service="m"), "somebody", Cancellation(), sent.append)
     assert sent == [None]
