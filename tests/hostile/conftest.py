@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,23 @@ from watched import Watched
 
 from service.transport.handlers import SERVICE
 
+_PLACES = {"ModelInfer": 256, "ModelStreamInfer": 64, "ServerMetadata": 0}  # for calls without a request, by default
+
+
+def _hold(target: Target, path: str, places: int, stack: contextlib.ExitStack) -> None:
+    """400 calls of this RPC without a request; returns when those have ended for which there is no place."""
+    silent = [stack.enter_context(RawConnection(target.port)) for _ in range(4)]
+    for client in silent * 100:
+        client.call(f"/{SERVICE}/{path}")
+    until(lambda: sum(len(client.ended) for client in silent) >= 400 - places, what=f"the end of {path}s too many")
+
 
 def warm(target: Target) -> None:
     """Have all threads and heaps made, which are made once: what they take is no growth."""
     message = infer_request("mlp", x=np.ones((1, 16), np.float32)).SerializeToString()
     with contextlib.ExitStack() as stack:
-        for path in ("ModelInfer", "ModelStreamInfer", "ServerMetadata"):
-            for _ in range(4):
-                silent = stack.enter_context(RawConnection(target.port))
-                for _ in range(100):
-                    silent.call(f"/{SERVICE}/{path}")
-        time.sleep(1)
+        for path, places in _PLACES.items():
+            _hold(target, path, places, stack)
     with grpc.insecure_channel(target.address) as channel:
         call: Any = channel.unary_unary(f"/{SERVICE}/ModelInfer")
         for _ in range(5):

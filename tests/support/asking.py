@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
+from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import Array
@@ -63,6 +64,11 @@ class Asking:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop.set()
         self._thread.join(60)
+
+    def wait_for(self, answers: int) -> None:
+        """Returns when the server has answered so many requests more."""
+        enough = self.codes["OK"] + answers
+        until(lambda: self.codes["OK"] >= enough, what=f"{answers} answers")
 
     def _ask(self) -> None:
         with grpc.insecure_channel(self._target) as channel:
