@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import Array as Array
@@ -127,8 +127,7 @@ class Reply:
     precision: str
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """What became of one request: made once, when it is over; the metrics, the statistics and the log all read this.
 
     ``model`` and ``version`` are those that were asked, or, where there are none, what the client named. ``code`` is a

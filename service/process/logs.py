@@ -15,31 +15,39 @@ Format = Literal["text", "json"]
 
 #: What an event may carry besides its message, given through ``extra``. Nothing else of a record is written: a payload
 #: or a secret that someone attaches to one does not reach the log.
-FIELDS = ("model", "version", "request_id", "incident", "trace_id", "code")
+FIELDS = ("model", "version", "request_id", "code", "incident")
+FIGURES = ("total_s", "queue_s", "compute_s")  # the same, in seconds: numbers in JSON
 _LONGEST_FIELD = 256  # characters: request ids are the clients'
 # What a terminal obeys instead of showing it, and what joins or turns text around (Unicode's bidirectional controls).
+_PLAIN = re.compile(r"[A-Za-z0-9._:/+-]+")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class OneLine(logging.Formatter):
     """Newlines become ``|``: a traceback stays one event, and no text from outside can forge a second one.
 
-    Control characters are written as ``\\x1b``, so that no text can rewrite what stands in a terminal.
+    Control characters are written as ``\\x1b``, so that no text can rewrite what stands in a terminal. FIELDS and
+    FIGURES follow the message as ``name=value``; a value is quoted as in JSON unless it is one plain word.
     """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
         self.converter = time.gmtime
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- the library's name
+        named = (f" {name}={_word(value)}" for name, value in _carried(record).items())
+        return super().formatMessage(record) + "".join(named)
+
     def format(self, record: logging.LogRecord) -> str:
         return _CONTROL.sub(_escaped, " | ".join(super().format(record).splitlines()).replace("\t", " "))
 
 
 class JsonLine(logging.Formatter):
-    """One object per line: ``time``, ``level``, ``logger``, ``message``; ``exception`` where there is one; FIELDS."""
+    """One object per line: ``time``, ``level``, ``logger``, ``message``; ``exception`` where there is one; FIELDS and
+    FIGURES."""
 
     def format(self, record: logging.LogRecord) -> str:
-        event = {
+        event: dict[str, str | float] = {
             "time": datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -47,12 +55,9 @@ class JsonLine(logging.Formatter):
         }
         if record.exc_info and record.exc_info[0] is not None:
             event["exception"] = self.formatException(record.exc_info)
-        for name in FIELDS:
-            value = getattr(record, name, None)
-            if value is not None:
-                event[name] = str(value)[:_LONGEST_FIELD]
+        event |= _carried(record)
         # ASCII only, so that no character can end the line. A lone surrogate is not JSON to every reader: it is spelt.
-        return json.dumps({key: _unicode(value) for key, value in event.items()})
+        return json.dumps({key: _unicode(value) if isinstance(value, str) else value for key, value in event.items()})
 
 
 FORMATS: dict[Format, type[logging.Formatter]] = {"text": OneLine, "json": JsonLine}
@@ -85,6 +90,17 @@ def _is_no_encoding(record: logging.LogRecord) -> bool:
 
 def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
+
+
+def _carried(record: logging.LogRecord) -> dict[str, str | float]:
+    """What the event carries of FIELDS and FIGURES, cut to a bounded length."""
+    given = vars(record)
+    fields = {name: str(given[name])[:_LONGEST_FIELD] for name in FIELDS if given.get(name) is not None}
+    return fields | {name: round(float(given[name]), 6) for name in FIGURES if given.get(name) is not None}
+
+
+def _word(value: str | float) -> str:
+    return value if isinstance(value, str) and _PLAIN.fullmatch(value) else json.dumps(value)
 
 
 def _unicode(text: str) -> str:

@@ -17,6 +17,7 @@ from service.contract import REFUSALS, Model, Observation, Registry, Reply, Requ
 from service.transport.admission import FairShares
 from service.transport.call import Call, StreamRequest
 from service.transport.limit import AdaptiveLimit
+from service.transport.requestlog import log_request
 from service.transport.status import Status, StatusTable
 from service.transport.streams import OrderedAnswers
 from service.transport.turns import Line, Turns
@@ -134,13 +135,15 @@ class InferenceServicer:
                 self._limit.answered((model.name, model.version), self._clock() - started)
             return response
         except Exception as error:  # noqa: BLE001 -- the client always gets a status, and the metrics a code
-            status = self._refusal(error, deadline)
+            status = self._refusal(error, deadline, message, model)
             code = status.code
             return status
         finally:
             self._observe(message, model, request, code, self._clock() - started)
 
-    def _refusal(self, error: Exception, deadline: float | None) -> Status:
+    def _refusal(
+        self, error: Exception, deadline: float | None, message: pb.ModelInferRequest, model: Model | None
+    ) -> Status:
         if isinstance(error, Overloaded):
             self._limit.refused()
             if error.reason in REFUSALS:  # the others are the queue's, which has told the model's metrics
@@ -148,7 +151,8 @@ class InferenceServicer:
         if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
             # gRPC tells of a deadline that passed as it tells of a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
-        return self._statuses.of(error)
+        name, version = _asked(message, model)
+        return self._statuses.of(error, {"model": name, "version": version or None, "request_id": message.id or None})
 
     def _seen(self, call: Call, ends: float | None) -> grpc.StatusCode:
         """What the client of an answered request sees: it may have stopped waiting while the request ran."""
@@ -179,13 +183,14 @@ class InferenceServicer:
         code: grpc.StatusCode,
         seconds: float,
     ) -> None:
-        """Tell whoever counts. A name that does not exist must not become a label, so it is looked up once more."""
+        """Tell whoever counts, and the log. A name that does not exist must not become a label: it is looked up."""
         served: Model | Slot | None = model or self._find(message)
-        name, version = (served.name, str(served.version)) if served else (message.model_name, message.model_version)
+        name, version = _asked(message, served)
         timings = None if request is None else request.timings
         seen = Observation(name, version, message.id, code.name, seconds, timings)
         if served is not None:
             served.observe(seen)
+        log_request(seen)
 
     def _find(self, message: pb.ModelInferRequest) -> Slot | None:
         try:
@@ -238,6 +243,11 @@ def _stream_response(
     if wants_final_mark(message.parameters):
         result.parameters["triton_final_response"].bool_param = True
     return pb.ModelStreamInferResponse(infer_response=result)
+
+
+def _asked(message: pb.ModelInferRequest, served: Model | Slot | None) -> tuple[str, str]:
+    """The model and version that were asked; where there are none, what the client named."""
+    return (served.name, str(served.version)) if served else (message.model_name, message.model_version)
 
 
 def _earlier(deadline: float | None, timeout: float | None, now: float) -> float | None:

@@ -56,22 +56,23 @@ class StatusTable:
     def __init__(self, overload: StatusCode = StatusCode.RESOURCE_EXHAUSTED) -> None:
         self._codes = {**CODES, Overloaded: overload}
 
-    def of(self, error: Exception) -> Status:
-        """The status for ``error``. One that is not a refusal is logged here, under an incident id of its own."""
+    def of(self, error: Exception, about: Mapping[str, object] | None = None) -> Status:
+        """The status for ``error``. One that is not a refusal is logged here, under an incident id of its own, with
+        what ``about`` says of its request in the words of :data:`service.process.logs.FIELDS`."""
         if isinstance(error, RequestError):
             for kind in type(error).__mro__:
                 if kind in self._codes:
                     return Status(self._codes[kind], _shortened(str(error)))
-        return _incident(error)
+        return _incident(error, about or {})
 
 
-def _incident(error: Exception) -> Status:
+def _incident(error: Exception, about: Mapping[str, object]) -> Status:
     """A failure the caller did not cause: they get a number to quote, the log gets the number and the text."""
     incident = secrets.token_hex(6)
     kind = "failure" if isinstance(error, Bf16kitError) else "bug"
     _log.error(
         "incident %s: %s while answering a request: %s", incident, kind, error,
-        exc_info=error, extra={"incident": incident},
+        exc_info=error, extra={**about, "code": StatusCode.INTERNAL.name, "incident": incident},
     )  # fmt: skip
     return Status(StatusCode.INTERNAL, f"internal error, incident {incident}; the server's log has the details")
 
