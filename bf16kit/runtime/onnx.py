@@ -42,6 +42,7 @@ class OnnxRuntime:
         base_dir: Path | None = None,
         note: str = "",
         pack: bool = True,
+        arena: bool = False,
         name: str = "",
     ) -> None:
         device = canonical(device)
@@ -58,6 +59,7 @@ class OnnxRuntime:
             base_dir=base_dir,
             library=kernel.library,
             pack=pack,
+            arena=arena,
             name=name,
         )
         self._inputs = tuple(inputs)

@@ -59,6 +59,7 @@ def open_session(
     library: Path | None = None,
     optimise: bool = True,
     pack: bool = True,
+    arena: bool = False,
     name: str = "",
 ) -> Session:
     """A session for ``model`` on the canonical ``device``.
@@ -66,11 +67,11 @@ def open_session(
     ``threads`` is the number that works on one run, the caller's included; None is one per available processor.
     ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
     file does not exist, ``files`` the bytes of whole files that do not, for a model given as bytes; ONNX Runtime copies
-    both, so nothing refers to them afterwards. ``base_dir`` is where a model
-    given as bytes finds its external data. ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without
-    ``optimise`` every operator runs as the graph says, none fused, folded or dropped. Without ``pack`` products read
-    their weights where they lie: otherwise each is copied once, in the order that is fastest. ``name`` is what errors
-    call the graph.
+    both, so nothing refers to them afterwards. ``base_dir`` is where a model given as bytes finds its external data.
+    ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every operator runs as the
+    graph says, none fused, folded or dropped. Without ``pack`` products read their weights where they lie: otherwise
+    each is copied once, in the order that is fastest. ``arena`` keeps the memory of a run on the CPU for the next: for
+    many runs of the same shapes by a session that is closed after them. ``name`` is what errors call the graph.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """
@@ -79,7 +80,8 @@ def open_session(
         # An arena never shrinks: one unusual request would hold its memory for good. And a pattern, which lays a run's
         # tensors into one block, is kept for each shape ever seen. malloc gives back, and costs nothing that matters
         # (docs/decisions/0028-memory-of-runs.md).
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+        options.enable_cpu_mem_arena = arena
+        options.enable_mem_pattern = False
     if base_dir is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base_dir))
     values = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}

@@ -79,11 +79,14 @@ def open_source(
     outputs: Sequence[TensorSpec],
     scratch: Path | None = None,
     read: Read = lambda _name, tensor: tensor.numpy(),
+    *,
+    arena: bool = False,
 ) -> OnnxRuntime:
     """An fp32 graph of a conversion, run for itself: what it starts from, what profiles start from.
 
     ``read`` gives each of its weights by name; the graph keeps its own. They lie in a file in ``scratch`` (None: the
-    system's directory), which is mapped and gone from there: given as arrays they would be in memory twice.
+    system's directory), which is mapped and gone from there: given as arrays they would be in memory twice. ``arena``
+    is for many runs of the same shapes.
     """
     from bf16kit.runtime.onnx import OnnxRuntime
 
@@ -95,7 +98,9 @@ def open_source(
 
         data = serialize(placed(model, place))
         file.close()
-        return OnnxRuntime(data, inputs, outputs, profile="reference", precision="fp32", base_dir=Path(directory))
+        return OnnxRuntime(
+            data, inputs, outputs, profile="reference", precision="fp32", base_dir=Path(directory), arena=arena
+        )
 
 
 def placed(model: ir.Model, place: Callable[[str, ir.TensorProtocol], tuple[str, int, int]]) -> ir.Model:

@@ -99,7 +99,7 @@ class Trials:
         self._switch = switch = Switch(forms, bf16.weights, saturated)
         model = run([switch], base.clone())
         inputs, outputs = (*edges.inputs, switch.spec), (*edges.outputs, *switch.shape_specs)
-        self._runtime: Runtime = open_source(model, inputs, outputs)
+        self._runtime: Runtime = open_source(model, inputs, outputs, arena=True)
         self._names = [spec.name for spec in edges.outputs]
         self._expected = Spool()
         for answer in self._answers(range(len(feeds)), self._positions(Bf16())):
