@@ -1,4 +1,4 @@
-"""Every metric of the server, its buckets and the moments its series appear and go: the one file that knows Prometheus.
+"""Every metric of the server, and the moments its series appear and go: the one file that knows Prometheus.
 
 The rest of the server calls :class:`ModelMetrics`, whose methods say what happened. Series of a model appear with value
 0 when it is loaded, start anew when another generation takes its place, and go when it is unloaded; nothing a caller
@@ -7,7 +7,6 @@ sends ever becomes a label.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,56 +29,53 @@ from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.contract import REFUSALS, Observation
-
-# 100 µs (a small MLP on the machine itself) to 10 s.
-SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-# One row to 1,024.
-ROWS = tuple(float(2**k) for k in range(11))
-# A hundredth of a unit roundoff of bf16 to a whole lost output; the default budget, 1.5e-2, is a bound.
-RELATIVE_L2 = (3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0)
-# About the square of the above; the default budget, 5e-4, is a bound. 2 = opposite directions.
-COSINE = (1e-8, 1e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 0.1, 1.0, 2.0)
-# In the output's own unit, so decades: from probabilities to unscaled regressions.
-MAX_ABS = tuple(10.0**k for k in range(-6, 5))
-
-CODES = (
-    "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND",
-    "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE",
-)  # fmt: skip
-REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
-Outcome = Literal["measured", "dropped", "failed"]
-OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
-# A sum that has met one infinity is infinite for good, so that no rate can be taken of it again.
-LARGEST_DRIFT = 1e9
+from service.telemetry import vocabulary as words
 
 _MODEL = ("model", "version")
 _Child = TypeVar("_Child", Counter, Gauge, Histogram)
+
+
+class _Maker:
+    """Makes the families of one registry, all of them with the model's labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=self._registry)
+
+    def gauge(self, name: str, text: str, *labels: str, mode: Literal["livesum", "livemin", "livemax"]) -> Gauge:
+        labelnames = (*_MODEL, *labels)
+        return Gauge(f"bf16kit_{name}", text, labelnames, registry=self._registry, multiprocess_mode=mode)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=self._registry, buckets=buckets)
 
 
 class _Families:
     """The metrics of design §8, registered once per process. Gauges say how several workers' values combine."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=registry)
+        make = _Maker(registry)
+        self._of_requests(make)
+        self._of_models(make)
+        self._of_drift(make)
 
-        def gauge(name: str, text: str, *labels: str, mode: Literal["livesum", "livemin", "livemax"]) -> Gauge:
-            labelnames = (*_MODEL, *labels)
-            return Gauge(f"bf16kit_{name}", text, labelnames, registry=registry, multiprocess_mode=mode)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=registry, buckets=buckets)
-
+    def _of_requests(self, make: _Maker) -> None:
+        counter, gauge, histogram = make.counter, make.gauge, make.histogram
         self.requests = counter("requests_total", "Requests answered, by gRPC status code.", "code")
         self.rows = counter("rows_total", "Rows run: the sum of all batch sizes.")
         self.executions = counter("executions_total", "Batches run.")
         self.rejected = counter("rejected_total", "Requests refused or dropped before they ran.", "reason")
-        self.request_seconds = histogram("request_duration_seconds", "From arrival to the encoded answer.", SECONDS)
-        self.queue_seconds = histogram("queue_duration_seconds", "What one request waited for its batch.", SECONDS)
-        self.compute_seconds = histogram("compute_duration_seconds", "What one batch took to run.", SECONDS)
-        self.batch_rows = histogram("batch_rows", "Rows in one batch.", ROWS)
+        self.request_seconds = histogram("request_duration_seconds", "From arrival to encoded answer.", words.SECONDS)
+        self.queue_seconds = histogram("queue_duration_seconds", "What a request waited for its batch.", words.SECONDS)
+        self.compute_seconds = histogram("compute_duration_seconds", "What one batch took to run.", words.SECONDS)
+        self.batch_rows = histogram("batch_rows", "Rows in one batch.", words.ROWS)
         self.queue_depth = gauge("queue_depth", "Requests waiting for a batch.", mode="livesum")
         self.in_flight = gauge("requests_in_flight", "Requests waiting or running.", mode="livesum")
+
+    def _of_models(self, make: _Maker) -> None:
+        counter, gauge = make.counter, make.gauge
         self.ready = gauge("model_ready", "1 when the model answers, else 0.", mode="livemin")
         self.load_seconds = gauge("model_load_seconds", "From opening the artifact to ready.", mode="livemax")
         self.weight_bytes = gauge("model_weight_bytes", "Stored weights that the model maps.", mode="livemax")
@@ -87,9 +83,14 @@ class _Families:
             "model_info", "1; how the model really runs, in the labels.",
             "backend", "device", "profile", "precision", "accumulation", mode="livemax",
         )  # fmt: skip
-        self.relative_l2 = histogram("drift_relative_l2", "Live drift of one sample.", RELATIVE_L2, "output")
-        self.cosine = histogram("drift_cosine_distance", "Live drift of one sample.", COSINE, "output")
-        self.max_abs = histogram("drift_max_abs", "Live drift of one sample.", MAX_ABS, "output")
+        self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="livemax")
+        self.fallback_transitions = counter("fallback_transitions_total", "Changes of precision.", "to")
+
+    def _of_drift(self, make: _Maker) -> None:
+        counter, gauge, histogram = make.counter, make.gauge, make.histogram
+        self.relative_l2 = histogram("drift_relative_l2", "Live drift of one sample.", words.RELATIVE_L2, "output")
+        self.cosine = histogram("drift_cosine_distance", "Live drift of one sample.", words.COSINE, "output")
+        self.max_abs = histogram("drift_max_abs", "Live drift of one sample.", words.MAX_ABS, "output")
         self.top1_matches = counter("drift_top1_matches_total", "Rows of logits with the reference's top.", "output")
         self.top1_rows = counter("drift_top1_rows_total", "Rows of logits compared.", "output")
         self.nonfinite = counter("drift_nonfinite_total", "Elements not finite where the reference's are.", "output")
@@ -98,11 +99,7 @@ class _Families:
             "drift_budget_ratio", "Recent drift as a share of its budget; over 1 is a breach.",
             "output", "metric", mode="livemax",
         )  # fmt: skip
-        self.baseline = gauge(
-            "drift_baseline", "Drift measured at conversion.", "output", "metric", mode="livemax"
-        )  # fmt: skip
-        self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="livemax")
-        self.fallback_transitions = counter("fallback_transitions_total", "Changes of precision.", "to")
+        self.baseline = gauge("drift_baseline", "Drift measured at conversion.", "output", "metric", mode="livemax")
 
     def all(self) -> Iterable[Counter | Gauge | Histogram]:
         families: dict[str, Counter | Gauge | Histogram] = vars(self)
@@ -127,9 +124,9 @@ class ModelMetrics:
         self._families = families
         self._labels = (model, str(version))
         f = families
-        self._requests = {code: self._of(f.requests, code) for code in CODES}
-        self._rejected = {reason: self._of(f.rejected, reason) for reason in REJECTIONS}
-        self._samples = {outcome: self._of(f.samples, outcome) for outcome in OUTCOMES}
+        self._requests = {code: self._of(f.requests, code) for code in words.CODES}
+        self._rejected = {reason: self._of(f.rejected, reason) for reason in words.REJECTIONS}
+        self._samples = {outcome: self._of(f.samples, outcome) for outcome in words.OUTCOMES}
         self._rows, self._executions = self._of(f.rows), self._of(f.executions)
         self._request_seconds, self._queue_seconds = self._of(f.request_seconds), self._of(f.queue_seconds)
         self._compute_seconds, self._batch_rows = self._of(f.compute_seconds), self._of(f.batch_rows)
@@ -190,7 +187,7 @@ class ModelMetrics:
             self._queue_seconds.observe(seen.timings.queue)
 
     def rejected(self, reason: str) -> None:
-        """``reason`` is one of :data:`REJECTIONS`."""
+        """``reason`` is one of :data:`~service.telemetry.vocabulary.REJECTIONS`."""
         self._rejected[reason].inc()
 
     def executed(self, rows: int, seconds: float) -> None:
@@ -201,15 +198,15 @@ class ModelMetrics:
 
     # --- drift --------------------------------------------------------------------------------------------------------
 
-    def sampled(self, outcome: Outcome, samples: int) -> None:
+    def sampled(self, outcome: words.Outcome, samples: int) -> None:
         self._samples[outcome].inc(samples)
 
     def drift(self, output: str, sample: SampleDrift) -> None:
         """The drift of one sample (row) of one output."""
         series = self._outputs[output]
-        series.relative_l2.observe(_finite(sample.relative_l2))
-        series.cosine.observe(_finite(sample.cosine_distance))
-        series.max_abs.observe(_finite(sample.max_abs))
+        series.relative_l2.observe(words.finite(sample.relative_l2))
+        series.cosine.observe(words.finite(sample.cosine_distance))
+        series.max_abs.observe(words.finite(sample.max_abs))
         series.nonfinite.inc(sample.nonfinite)
         if series.top1 is not None:
             series.top1[0].inc(sample.top1_matches)
@@ -295,7 +292,3 @@ class _WithoutCreationTimes(Collector):
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) and value < LARGEST_DRIFT else LARGEST_DRIFT
