@@ -140,10 +140,12 @@ class Transport:
     def stop(self, grace: float) -> bool:
         """Tell NOT_SERVING, refuse new calls, and let those at work finish for ``grace`` seconds; then cancel them.
 
-        Watches and idle streams are ended at once, so that only work is waited for. False when something was still at
-        work after ``grace`` seconds.
+        Watches and idle streams are ended at once, and calls whose clients do not send or take anything after half of
+        the time: so only work is waited for. False when something was still at work after ``grace`` seconds.
         """
         until = time.monotonic() + grace
+        for patience in self._patiences:
+            patience.stop(grace)
         for door in (self._inference, self._streams):
             door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
         self._health.shut_down(min(grace, _LAST_WORDS_SECONDS))

@@ -7,12 +7,14 @@ the thread, and the client sees CANCELLED.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from service.process.ticking import Ticking
 
 _TICK_S = 0.1
+_LEAST_S = 1.0  # that a client has while the server stops
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +37,7 @@ class Patience:
         self._crowded = crowded
         self._slow = slow
         self._clock = clock
+        self._stops: tuple[float, float] | None = None  # since when, and until when at most
         self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
 
     def begin(self, call: object, end: Callable[[], None]) -> None:
@@ -45,6 +48,12 @@ class Patience:
         """``call`` keeps nobody waiting (any more)."""
         self._waiting.pop(call, None)
 
+    def stop(self, grace: float) -> None:
+        """The server stops within ``grace`` seconds. From now on a call may keep it waiting for half of what is left of
+        that, at least for a second: then what waits only for clients ends before the time is up."""
+        now = self._clock()
+        self._stops = now, now + grace
+
     def end_overdue(self) -> int:
         """End what is overdue; returns how many that were. Single operations on a dict need no lock."""
         now, ended, slow = self._clock(), 0, 0
@@ -52,11 +61,22 @@ class Patience:
         for call, (since, end) in self._waiting.copy().items():
             age = now - since
             slow += age > self._hurried
-            over = age > limit or (self._slow is not None and age > self._hurried and slow > self._slow)
+            over = (
+                age > limit
+                or now > self._end_when_stopping(since)
+                or (self._slow is not None and age > self._hurried and slow > self._slow)
+            )
             if over and self._waiting.pop(call, None) is not None:
                 end()
                 ended += 1
         return ended
+
+    def _end_when_stopping(self, since: float) -> float:
+        if self._stops is None:
+            return math.inf
+        begun, until = self._stops
+        since = max(since, begun)
+        return since + max(_LEAST_S, (until - since) / 2)
 
 
 class Watchdog(Ticking):

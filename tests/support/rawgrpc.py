@@ -20,6 +20,7 @@ from bench.http2 import (
     PREFACE,
     RST_STREAM,
     SETTINGS,
+    WINDOW_UPDATE,
     frame,
     request_headers,
 )  # fmt: skip
@@ -31,7 +32,8 @@ class RawConnection:
     """One connection. ``window`` is how much of each response the server may send: 0 = this client reads nothing.
 
     A thread answers the server's settings and pings, as every connection that wants to live must, and remembers which
-    streams have ended, of which a response came compressed, and whether the server has said that it will hang up.
+    streams have ended, of which a response came compressed, whether the server has said that it will hang up, and how
+    many bytes of data have come.
     """
 
     def __init__(self, port: int, *, window: int = 65_535, answers_pings: bool = True) -> None:
@@ -43,6 +45,7 @@ class RawConnection:
         self.ended: set[int] = set()
         self.compressed: set[int] = set()
         self.told_to_leave = False
+        self.received = 0
         self.closed = False
         self.send(PREFACE + frame(SETTINGS, 0, 0, struct.pack("!HI", INITIAL_WINDOW_SIZE, window)))
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -85,6 +88,10 @@ class RawConnection:
     def ping(self) -> None:
         self.send(frame(PING, 0, 0, bytes(8)))
 
+    def take(self, stream: int, nbytes: int) -> None:
+        """Let the server send this much more of the response."""
+        self.send(frame(WINDOW_UPDATE, 0, stream, struct.pack("!I", nbytes)))
+
     def _read(self) -> None:
         stream = self._socket.makefile("rb")
         with contextlib.suppress(OSError, ValueError):
@@ -92,6 +99,7 @@ class RawConnection:
                 size, kind, flags = int.from_bytes(header[:3], "big"), header[3], header[4]
                 number = int.from_bytes(header[5:], "big") & 0x7FFFFFFF
                 body = stream.read(size)
+                self.received += size if kind == DATA else 0
                 self._take(kind, flags, number, body)
         self.closed = True
 

@@ -37,14 +37,14 @@ def test_a_client_who_does_not_read_takes_two_threads_and_no_more(deaf: Deaf) ->
     senders = Senders(3, "test")
     sent = [senders.submit("deaf", deaf.to("deaf")) for _ in range(9)]
     assert senders.submit("good", lambda: None).result(30) is None
-    assert deaf.begun == ["deaf", "deaf"]
+    until(lambda: deaf.begun == ["deaf", "deaf"])
     until(lambda: senders.waited_for)
     deaf.go.set()
     for each in sent:
         each.result(30)
     assert not senders.waited_for
-    assert not senders._busy
     until(lambda: senders._free == 3)
+    assert not senders._busy
     senders.shutdown(wait=True)
 
 

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import Gate, LoopbackModel, LoopbackRegistry, RequestLog, infer_request, serving
+from rawgrpc import RawConnection
+from waiting import until
 
 from bf16kit.errors import ConfigError
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
-from service.transport.handlers import Handlers
+from service.transport.handlers import SERVICE, Handlers
 from service.transport.lane import Lane
 from service.transport.server import Transport, TransportOptions, catch_up
 
@@ -176,6 +178,44 @@ def test_stopping_does_not_wait_for_a_run_that_was_cut_off() -> None:
         assert not clean
         assert took < 10
         assert running.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+
+@pytest.mark.parametrize("client", ["does not take its answer", "sends headers only"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_stop_waits_for_a_client_that_does_nothing_for_half_of_the_time_and_is_clean(
+    client: str, method: str
+) -> None:
+    with serving(LoopbackModel()) as served, RawConnection(served.port, window=0) as idle:
+        takes = client == "does not take its answer"
+        stream = idle.call(f"/{SERVICE}/{method}", infer_request(x=X).SerializeToString() if takes else None)
+        doors = (served.transport._inference, served.transport._streams)
+        until(lambda: served.log.seen if takes else any(door._shares.taken for door in doors))
+        begun = time.monotonic()
+        assert served.transport.stop(grace=4)
+        assert time.monotonic() - begun < 3.5
+        until(lambda: stream in idle.ended or idle.closed)
+
+
+def test_a_stop_leaves_what_is_at_work_all_of_its_time() -> None:
+    gate = Gate()
+    with serving(LoopbackModel(run=gate)) as served, RawConnection(served.port, window=0) as deaf:
+        deaf.call(f"/{SERVICE}/ModelInfer")
+        running = served.stub("ModelInfer").future(infer_request(x=X), timeout=30)
+        assert gate.started.wait(30)
+        threading.Timer(2.5, gate.go.set).start()
+        assert served.transport.stop(grace=4)
+        assert running.result().raw_output_contents[0] == X.tobytes()
+
+
+def test_a_stop_waits_for_no_peer_that_answers_no_pings() -> None:
+    """gRPC asks by a ping whether its news of the end has arrived."""
+    with serving(LoopbackModel()) as served, RawConnection(served.port, answers_pings=False) as gone:
+        stream = gone.call(f"/{SERVICE}/ModelInfer", infer_request(x=X).SerializeToString())
+        until(lambda: stream in gone.ended)
+        begun = time.monotonic()
+        assert served.transport.stop(grace=30)
+        assert time.monotonic() - begun < 5
+        until(lambda: gone.closed)
 
 
 def test_stopping_twice_is_harmless() -> None:

@@ -69,6 +69,30 @@ def test_of_the_slow_only_the_first_few_may_go_on(times: Times) -> None:
     assert times.after(1, patience) == ["c"]
 
 
+def test_while_the_server_stops_a_call_has_half_of_the_time_that_is_left(times: Times) -> None:
+    patience = Patience(30, 3, clock=times)
+    times.begin(patience, "a")
+    assert times.after(8, patience) == []
+    patience.stop(20)  # 12 s are left for "a" to begin with
+    times.begin(patience, "b")
+    assert times.after(9.9, patience) == []
+    assert times.after(0.2, patience) == ["a", "b"]
+    times.begin(patience, "c")  # 9.9 s before the end
+    assert times.after(4.9, patience) == ["a", "b"]
+    assert times.after(0.1, patience) == ["a", "b", "c"]
+    times.after(4, patience)
+    times.begin(patience, "d")  # 0.9 s before the end
+    assert times.after(0.9, patience) == ["a", "b", "c"]
+    assert times.after(0.2, patience) == ["a", "b", "c", "d"]
+
+
+def test_a_server_that_stops_waits_no_longer_than_one_that_does_not(times: Times) -> None:
+    patience = Patience(10, 3, clock=times)
+    times.begin(patience, "a")
+    patience.stop(3600)
+    assert times.after(10.1, patience) == ["a"]
+
+
 def test_a_failure_to_end_one_call_does_not_end_the_watch() -> None:
     ended: list[str] = []
 
