@@ -1,0 +1,73 @@
+"""What the configuration says is what the servers are built with."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from serverprocess import ServerProcess
+
+from service.app import _http_limits, _transport_options
+from service.process.config import ServerConfig
+from service.status_http.conversation import Limits
+from service.transport.server import TransportOptions
+
+RENAMED = {"port": "grpc_port", "unix_socket": "grpc_socket", "overload": "overload_status"}
+NOT_CONFIGURED = {"stream_window", "share_port"}
+WORDS = {"host": "127.0.0.2", "unix_socket": "/socket", "overload": "UNAVAILABLE"}
+
+
+def other_than(default: Any, name: str) -> Any:
+    if isinstance(default, bool):
+        return not default
+    return WORDS[name] if isinstance(default, str) else default + 1
+
+
+def test_every_option_of_the_transport_is_what_its_key_says(tmp_path: Path) -> None:
+    defaults = {name: value for name, value in asdict(TransportOptions()).items() if name not in NOT_CONFIGURED}
+    others = {name: other_than(value, name) for name, value in defaults.items()}
+    config = ServerConfig(repository=tmp_path, **{RENAMED.get(name, name): value for name, value in others.items()})
+    assert _transport_options(config) == TransportOptions(**others)
+
+
+def test_the_defaults_of_the_keys_are_those_of_what_they_configure(tmp_path: Path) -> None:
+    config = ServerConfig(repository=tmp_path)
+    assert _transport_options(config) == TransportOptions()
+    assert _http_limits(config) == Limits()
+
+
+def test_every_limit_of_the_http_port_is_what_its_key_says(tmp_path: Path) -> None:
+    config = ServerConfig(
+        repository=tmp_path,
+        http_max_connections=9,
+        http_request_seconds=8,
+        http_idle_seconds=7,
+        http_max_header_bytes=2048,
+    )
+    assert _http_limits(config) == Limits(
+        connections=9, request_seconds=8, idle_seconds=7, answer_seconds=7, header_bytes=2048
+    )
+
+
+def test_what_needs_no_token_is_what_the_operator_says(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("application-0123456 infer\n")
+    (tmp_path / "tokens").chmod(0o600)
+    (tmp_path / "server.yaml").write_text(f"token_free: [reflection]\ntoken_file: {tmp_path / 'tokens'}\n")
+    (tmp_path / "models").mkdir()
+    flags = ("--grpc-port", "0", "--http-port", "0", "--config", str(tmp_path / "server.yaml"))
+    with (
+        contextlib.closing(ServerProcess("--repository", str(tmp_path / "models"), *flags)) as server,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        assert next(reflection.ServerReflectionInfo(iter([question]), timeout=20)).list_services_response.service
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            health.Check(health_pb2.HealthCheckRequest(), timeout=20)
