@@ -185,6 +185,25 @@ def test_responses_that_nobody_reads_use_up_one_connections_share_and_are_ended(
         infer(target)
 
 
+@pytest.mark.parametrize("path", [INFER, STREAM], ids=["requests", "streams"])
+def test_responses_that_are_taken_a_byte_a_second_hold_up_nobody_and_are_ended(
+    attack: Attack, connections: Connect, path: str
+) -> None:
+    figures.record(how_much="50 calls")
+    target = attack("send_seconds: 3\n")
+    with target.stays_well():
+        slow = connections(target.port, window=0)
+        begun = time.monotonic()
+        streams = {slow.call(path, MESSAGE) for _ in range(50)}
+        while open_still := streams - slow.ended:
+            assert time.monotonic() - begun < 8
+            for stream in open_still:
+                slow.take(stream, 1)
+            infer(target)
+            time.sleep(1)
+        assert slow.received >= 2 * len(streams)  # they did take some
+
+
 def test_a_storm_of_resets_leaves_nothing_behind(attack: Attack, connections: Connect) -> None:
     figures.record(how_much="5,000 calls")
     target = attack()
