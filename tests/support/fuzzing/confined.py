@@ -20,7 +20,7 @@ from typing import Any
 
 MEMORY = 2 << 30  # bytes beyond what the process had when it was forked
 SECONDS = 10  # of wall-clock time, and of processor time
-_PATIENCE = (
+PATIENCE = (
     60  # wall-clock seconds after which a mutant is killed; on a busy machine the processor's time is what counts
 )
 
@@ -40,7 +40,7 @@ class End:
     @property
     def late(self) -> bool:
         """It took too long: longer than :data:`SECONDS`, not counting what other processes took of the machine."""
-        return self.processor > SECONDS or self.wall >= _PATIENCE or self.signal == signal.SIGXCPU
+        return self.processor > SECONDS or self.wall >= PATIENCE or self.signal == signal.SIGXCPU
 
 
 def call(action: Callable[[Callable[[], None]], Any], inside: Path) -> End:
@@ -54,7 +54,7 @@ def call(action: Callable[[Callable[[], None]], Any], inside: Path) -> End:
     child = os.fork()
     if child == 0:
         _confined(action, inside, said, answer)
-    status, usage = _wait(child, started + _PATIENCE)
+    status, usage = _wait(child, started + PATIENCE)
     code = os.waitstatus_to_exitcode(status)
     answered = json.loads(answer.read_text()) if answer.is_file() and code == 0 else {"result": None, "outside": []}
     return End(

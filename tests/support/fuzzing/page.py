@@ -24,9 +24,14 @@ ends well when
 * or it is refused with exit code 1, 2 or 3 and one message of at most {longest} characters that names a file or a
   tensor, without a traceback, a library's inside or the word bug, and nothing is left behind.
 
-In either case it takes at most {seconds} s of processor time and {memory} GiB beyond what the program itself takes, and
-neither reads nor writes outside. Of the weights files that can be read {share:.0%} are converted; the others are read,
-compared and fitted into their module, and end there, for want of `--input`: exporting a module takes a second.
+In either case it takes at most {seconds} s and {memory} GiB, and neither reads nor writes outside. Every mutant was
+converted with `{options}`: TorchScript, the report and the search
+for islands were not under attack, and no commit but the one above. The {seconds} s are of processor time (more than
+{patience} s by the clock are too many as well), from the fork of a process that has imported the program to its end:
+converting, restoring, comparing. The {memory} GiB limit the data that it allocates beyond what it had at the fork
+(`RLIMIT_DATA`: mapped files do not count), and what its largest resident memory, mapped files included, is beyond
+its parent's. Of the weights files that can be read {share:.0%} are converted; the others are read, compared and
+fitted into their module, and end there, for want of `--input`: exporting a module takes a second.
 
 | kind | mutants | converted | read and fitted | exit 1 | exit 2 | exit 3 | ended otherwise |
 |---|---|---|---|---|---|---|---|
@@ -73,6 +78,8 @@ def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
         longest=judge.LONGEST,
         seconds=confined.SECONDS,
         memory=confined.MEMORY >> 30,
+        patience=confined.PATIENCE,
+        options=" ".join(campaign.COMMON),
         share=campaign.CONVERTED_SHARE,
     )
     rows, costs = "", ""
