@@ -183,6 +183,36 @@ def test_a_port_in_use_is_one_clear_line_and_exit_code_2(tmp_path: Path, serve: 
     assert "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_a_debug_log_has_a_line_for_each_request_and_nothing_of_its_payload(
+    tmp_path: Path, serve: Serve, kind: str
+) -> None:
+    write_lookup(tmp_path / "lookup" / "1")
+    debug = {**os.environ, "BF16KIT_LOG_LEVEL": "debug"}
+    server = serve("--repository", str(tmp_path), "--log-format", kind, env=debug).wait_ready()
+    payload = 987_654_321  # no row of the table: its refusal names it
+    with triton.InferenceServerClient(server.target) as client:
+        for i, value in enumerate((1, payload)):
+            ids = triton.InferInput("ids", [1, 2], "INT64")
+            ids.set_data_from_numpy(np.array([[value, 1]], np.int64))
+            if value == payload:
+                with pytest.raises(triton.InferenceServerException, match=str(payload)):
+                    client.infer("lookup", [ids], request_id=f"r {i}")
+            else:
+                client.infer("lookup", [ids], request_id=f"r {i}")
+    until(lambda: server.log.count("request_id") == 2, what="two lines")
+    answered, refused = [line for line in server.lines if "request_id" in line]
+    if kind == "json":
+        event = json.loads(answered)
+        assert (event["model"], event["request_id"], event["code"]) == ("lookup", "r 0", "OK")
+        assert event["total_s"] > event["compute_s"] > 0
+        assert json.loads(refused)["code"] == "INVALID_ARGUMENT"
+    else:
+        assert 'request answered model=lookup version=1 request_id="r 0" code=OK total_s=0.' in answered
+        assert 'request_id="r 1" code=INVALID_ARGUMENT' in refused
+    assert str(payload) not in server.log
+
+
 def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_json(
     tmp_path: Path, serve: Serve
 ) -> None:

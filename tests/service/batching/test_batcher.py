@@ -481,6 +481,16 @@ def test_what_a_request_waited_that_left_the_queue_is_stamped_on_it(make: Make, 
     assert bench.timings().compute == 0
 
 
+def test_what_a_patient_request_waited_for_a_place_is_stamped_on_it(make: Make) -> None:
+    bench = make(levels=(LevelPolicy(1),))
+    bench.hold()
+    bench.queue(1.0)
+    with pytest.raises(DeadlineExceeded):
+        bench.call(2.0, patient=True, deadline=time.monotonic() + 0.05).result(20)
+    assert 0.04 < bench.timings().queue < 20
+    assert bench.heard.rejections == {"deadline": 1}
+
+
 def test_a_request_that_is_refused_at_once_has_waited_for_nothing_and_counts_in_no_mean(make: Make) -> None:
     bench = make(levels=(LevelPolicy(1),))
     bench.hold()
