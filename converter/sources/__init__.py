@@ -70,7 +70,7 @@ def _read_huggingface(options: Options, _kind: Kind, advance: Advance) -> Source
 def _read_weights(options: Options, kind: Kind, advance: Advance) -> Source:
     """Weights without a graph: an architecture is built, or was saved with them."""
     from converter.sources import precisions, statedict
-    from converter.sources.torch.onnx_export import adapt
+    from converter.sources.torch.onnx_export import adapt, not_served
 
     tensors, files, module = _tensors(options, kind)
     if not tensors:
@@ -80,8 +80,9 @@ def _read_weights(options: Options, kind: Kind, advance: Advance) -> Source:
         module = statedict.build(options)
         statedict.fit(module, tensors)
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors)
-    source = _exported(checkpoint, adapt(statedict.in_fp32(module), _inputs_of(options)), None)
-    return replace(source, notes=precisions.notes(tensors, residual=options.residual))
+    model = adapt(statedict.in_fp32(module), _inputs_of(options))
+    notes = (*not_served(model.outputs, model.left_out), *precisions.notes(tensors, residual=options.residual))
+    return replace(_exported(checkpoint, model, None), notes=notes)
 
 
 _FORMATS: Mapping[Kind, str] = {

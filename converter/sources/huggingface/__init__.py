@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import ConversionError, UsageError
 from bf16kit.tensors import TensorSpec
@@ -17,7 +17,10 @@ from converter.options import Options
 from converter.sources.huggingface import inputs as edges
 from converter.sources.huggingface import samples
 from converter.sources.huggingface.directory import Directory, weights
-from converter.sources.torch.onnx_export import adapt
+from converter.sources.torch.onnx_export import adapt, not_served
+
+if TYPE_CHECKING:
+    from converter.sources.huggingface.unserved import Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,18 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
 def load(options: Options, tensors: Mapping[str, Array]) -> Loaded:
     """The model of the directory over the memory of ``tensors``."""
     from converter.sources.huggingface.module import load_module
+    from converter.sources.huggingface.unserved import Plain
 
     directory = Directory.open(options.source)
     behind = tuple(part.prefix for part in directory.parts or ())
     own = {name: tensor for name, tensor in tensors.items() if not (behind and name.startswith(behind))}
     module, notes = load_module(directory, own, options.target.path.parent)
+    plain = Plain.of(module)
     if options.with_past:
         loaded = _with_past(options, directory, module)
     else:
         loaded = _whole(options, directory, module, tensors)
-    return replace(loaded, notes=(*notes, *loaded.notes, *_left_out(loaded.model)))
+    return replace(loaded, notes=(*notes, *loaded.notes, *_left_out(options, directory, loaded.model, plain)))
 
 
 def output_kind(options: Options, spec: TensorSpec) -> TensorSpec:
@@ -111,9 +116,12 @@ def _with_past(options: Options, directory: Directory, module: Any) -> Loaded:
     return Loaded(model, sampler, ())
 
 
-def _left_out(model: TorchModel) -> list[str]:
-    if not model.left_out:
-        return []
-    return [
-        f"served: {', '.join(model.outputs)}; not served, though the model computes it: {', '.join(model.left_out)}"
-    ]
+def _left_out(options: Options, directory: Directory, model: TorchModel, plain: Plain) -> list[str]:
+    """A note on what ``plain`` answers and ``model`` does not serve. Nobody asks a sentence's model for its cache."""
+    from converter.sources.huggingface.caches import is_causal
+    from converter.sources.huggingface.unserved import CACHE
+
+    unmissed = {CACHE} if options.with_past or directory.parts is not None else set()
+    missing = [name for name in plain.left_out(model) if name not in unmissed]
+    remedy = "--with-past serves the cache" if CACHE in missing and is_causal(plain.module) else ""
+    return not_served(model.outputs, missing, remedy)

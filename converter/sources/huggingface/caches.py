@@ -20,6 +20,7 @@ from converter.process.quiet import quiet
 from converter.sources.huggingface.directory import Directory
 from converter.sources.huggingface.inputs import BATCH, SEQ
 from converter.sources.huggingface.samples import vocabulary
+from converter.sources.torch.positional import named_tensors
 
 PAST, TOTAL = "past", "total"
 _PARTS = ("key", "value")
@@ -40,8 +41,7 @@ class Cache:
         Raises :class:`UsageError` for a model that keeps no keys and values, or whose decoder also looks at an encoder.
         """
         name = type(module).__name__
-        parameters = inspect.signature(module.forward).parameters
-        if "past_key_values" not in parameters or getattr(module.config, "is_encoder_decoder", False):
+        if not is_causal(module):
             raise UsageError(f"--with-past: {name} is not a causal language model; leave the option out")
         with quiet(), torch.no_grad():
             ids = torch.ones((1, 3), dtype=torch.int64)
@@ -75,7 +75,7 @@ class Cache:
         output = module(
             input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra
         )
-        answer = {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+        answer = dict(named_tensors(output))
         for index, layer in enumerate(output.past_key_values.layers):
             for part, tensor in zip(_PARTS, _of_layer(layer), strict=True):
                 answer[f"present.{index}.{part}"] = tensor
@@ -106,6 +106,12 @@ class Cache:
             values: Array = random.standard_normal(shapes[spec.name]) * spread
             feed[spec.name] = values.astype(np.float32)
         return feed
+
+
+def is_causal(module: Any) -> bool:
+    """Whether ``module`` takes a cache, and looks at no encoder."""
+    takes = "past_key_values" in inspect.signature(module.forward).parameters
+    return takes and not getattr(module.config, "is_encoder_decoder", False)
 
 
 def _of_layer(layer: Any) -> tuple[Any, Any]:

@@ -46,7 +46,6 @@ def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Pat
         raise SourceError(f"{path}: transformers cannot load it: {first_line(error)}") from error
     _check_fit(path, info)
     notes = [*_unused(info, module), *_without_pooler(directory, info, module)]
-    _answer_plainly(module)
     return module, notes
 
 
@@ -106,16 +105,6 @@ def _without_pooler(directory: Directory, info: Mapping[str, Any], module: Any) 
     if not missing:
         return []
     return [f"the checkpoint has no pooler, so {type(module).__name__} gives no pooler_output"]
-
-
-def _answer_plainly(module: Any) -> None:
-    """No caches, and no list of every layer's states, however the config asks for them."""
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        for name in ("use_cache", "output_hidden_states", "output_attentions"):
-            if getattr(config, name, False):
-                setattr(config, name, False)
-    module.config.return_dict = True
 
 
 def _few(names: Sequence[str]) -> str:

@@ -46,6 +46,14 @@ def adapt(
     return TorchModel(wrapped, tuple(inputs), names, tensors, left_out(result))
 
 
+def not_served(outputs: Sequence[str], left_out: Sequence[str], remedy: str = "") -> list[str]:
+    """A note that names what a model answers beside its ``outputs``; ``remedy`` says how to have it."""
+    if not left_out:
+        return []
+    note = f"served: {', '.join(outputs)}; not served, though the model computes it: {', '.join(left_out)}"
+    return [f"{note}; {remedy}" if remedy else note]
+
+
 def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     """The module as an fp32 graph at opset 22.
 

@@ -32,7 +32,7 @@ class Positional(torch.nn.Module):
         return self._call(self.module, dict(zip(self.names, tensors, strict=True)))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for _, tensor in _tensors(self.call(*tensors)))
+        return tuple(tensor for _, tensor in named_tensors(self.call(*tensors)))
 
 
 def _by_keyword(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any:
@@ -51,7 +51,7 @@ def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
     ``…_out``, since no two values of a graph have the same name. Raises :class:`ConversionError` for what is neither a
     tensor nor made of tensors, and for two outputs of the same name.
     """
-    names = [f"{name}_out" if name in inputs else name for name, _ in _tensors(result)]
+    names = [f"{name}_out" if name in inputs else name for name, _ in named_tensors(result)]
     if not names:
         raise ConversionError(f"the model returned {type(result).__name__} without a tensor in it")
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -61,19 +61,17 @@ def output_names(result: Any, inputs: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def left_out(result: Any) -> tuple[str, ...]:
-    """The parts of a transformers output that are not served: caches, and what is listed per layer or per submodel."""
-    if not _is_model_output(result):
-        return ()
-    return tuple(str(key) for key, value in result.items() if not isinstance(value, torch.Tensor | None))
+    """What of a transformers output is not served: caches, lists with an entry per layer, tensors served already."""
+    return tuple(_model_output(result)[1]) if _is_model_output(result) else ()
 
 
-def _tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in ``result`` with its name."""
     if isinstance(result, torch.Tensor):
         yield "output", result
         return
     if _is_model_output(result):
-        yield from ((str(key), value) for key, value in result.items() if isinstance(value, torch.Tensor))
+        yield from _model_output(result)[0]
         return
     named = _parts(result)
     if named is None:
@@ -86,6 +84,32 @@ def _tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
     else:
         for index, value in enumerate(named):
             yield from _leaves(f"output_{index}", value)
+
+
+def _model_output(result: Any) -> tuple[list[tuple[str, torch.Tensor]], list[str]]:
+    """The tensors of a transformers output and of the outputs inside it, by name, and the names of what is left out.
+
+    The output of a part often holds what the whole answers, too: that is one output, under the whole's name.
+    """
+    kept: list[tuple[str, torch.Tensor]] = []
+    missing = []
+    for name, value in sorted(_fields("", result), key=lambda field: "." in field[0]):
+        same = next((other for other, tensor in kept if tensor is value), None)
+        if not isinstance(value, torch.Tensor):
+            missing.append(name)
+        elif same is None:
+            kept.append((name, value))
+        else:
+            missing.append(f"{name} (the same tensor as {same})")
+    return kept, missing
+
+
+def _fields(prefix: str, result: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in result.items():
+        if _is_model_output(value):
+            yield from _fields(f"{prefix}{key}.", value)
+        elif value is not None and not (isinstance(value, tuple | list) and not value):
+            yield f"{prefix}{key}", value
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

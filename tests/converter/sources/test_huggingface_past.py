@@ -25,8 +25,10 @@ def test_tokens_fed_piece_by_piece_give_the_logits_of_the_whole(
 ) -> None:
     """The first piece has an empty cache; the second row is padded at the left; the window of mistral is 8 tokens."""
     with quiet():
-        directory = hfzoo.save(name, tmp_path / "model")
-    cli("checkpoint", directory, "--out", target, "--with-past", *CPU).published()
+        directory = hfzoo.save(name, tmp_path / "model", output_hidden_states=name == "gpt2")
+    said = " ".join(cli("checkpoint", directory, "--out", target, "--with-past", *CPU).published().out.split())
+    assert ("though the model computes it: hidden_states note:" in said) == (name == "gpt2")
+    assert ("not served" in said) == (name == "gpt2")
     artifact = Artifact.open(target)
     edges = {entry.name: entry.shape for entry in artifact.manifest.inputs}
     heads = 2 if name == "gpt2" else 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import Cnn, Mlp, Several, Tied, save, seeded
-from converting import MLP, Cli, tree
+from architectures import Caching, Cnn, Mlp, Several, Tied, save, seeded
+from converting import MLP, ONNX_ONLY, Cli, tree
 from peaks import measured_alone
 from restored import assert_restored
 from safetensors.torch import save_file
@@ -52,6 +52,13 @@ def test_tied_weights_are_stored_once_and_come_back_under_both_names(cli: Cli, t
     assert manifest.files["weights.bf16"].bytes < 2 * (64 * 16 + 16 * 16) + 64
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     assert_restored(tmp_path / "fp32.safetensors", _arrays(Tied()))
+
+
+def test_what_a_transformers_output_holds_beside_tensors_is_named(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "caching.pt", Caching())
+    model = ("--model", "architectures:Caching", "--input", "x:float32:batch,16")
+    done = cli("checkpoint", path, *model, *ONNX_ONLY, "--out", target).published()
+    assert "served: logits; not served, though the model computes it: cache" in " ".join(done.out.split())
 
 
 def test_a_tied_weight_saved_once_fills_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:

@@ -232,6 +232,23 @@ class Answering(nn.Module):
         return self.answer(self.layer, x)
 
 
+class ModelOutput(dict[str, Any]):
+    """transformers' own is told by its name, too."""
+
+
+def of_parts(layer: nn.LSTM, x: torch.Tensor) -> Any:
+    states, cache = layer(x.unsqueeze(1))
+    logits = states.sum(1)
+    text = ModelOutput(hidden_states=(x, x), state=torch.tanh(logits), none=None, logits=logits)
+    return ModelOutput(text=text, logits=logits, again=logits, cache=cache)
+
+
+def test_what_of_a_transformers_output_is_not_served_is_named() -> None:
+    left_out = adapt(seeded(Answering(of_parts)), X).left_out
+    same = "(the same tensor as logits)"
+    assert left_out == (f"again {same}", "cache", "text.hidden_states", f"text.logits {same}")
+
+
 @pytest.mark.parametrize(
     ("answer", "names"),
     [
@@ -239,6 +256,7 @@ class Answering(nn.Module):
         (two_heads, ("logits", "embeddings")),
         (nested, ("h.0", "h.1.0", "out.logits")),
         (named, ("out", "state.0", "state.1")),
+        (of_parts, ("logits", "text.state")),
     ],
 )
 def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) -> None:

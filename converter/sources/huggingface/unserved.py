@@ -1,0 +1,60 @@
+"""What a model answers as its config stands and an artifact does not serve: caches, lists with an entry per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from converter.model import TorchModel
+from converter.process.quiet import quiet
+from converter.sources.torch.positional import left_out
+
+CACHE = "past_key_values"
+_SWITCHES = ("use_cache", "output_hidden_states", "output_attentions")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A transformers module that answers with no cache and no list of every layer's states, whatever its config says.
+
+    ``switched`` are the configs of the module and its parts, each with what was on in it.
+    """
+
+    module: torch.nn.Module
+    switched: tuple[tuple[Any, str], ...]
+
+    @classmethod
+    def of(cls, module: Any) -> Plain:
+        """``module``, changed in place."""
+        switched = []
+        for part in module.modules():
+            config = getattr(part, "config", None)
+            for name in _SWITCHES:
+                if getattr(config, name, False):
+                    setattr(config, name, False)
+                    switched.append((config, name))
+        module.config.return_dict = True
+        return cls(module, tuple(switched))
+
+    def left_out(self, model: TorchModel) -> tuple[str, ...]:
+        """What the module answers to the example of ``model`` as its config stood, and ``model`` does not serve."""
+        if not self.switched:
+            return model.left_out
+        answers: list[Any] = []
+        hook = self.module.register_forward_hook(lambda _module, _inputs, answer: answers.append(answer))
+        try:
+            self._switch(on=True)
+            with quiet(), torch.no_grad():
+                model.module(*model.example)
+        except Exception:  # noqa: BLE001 - of any kind; with this off it did answer, and that is what is served
+            return (*model.left_out, *sorted({f"what {name} in its config adds" for _, name in self.switched}))
+        finally:
+            hook.remove()
+            self._switch(on=False)
+        return left_out(answers[-1])
+
+    def _switch(self, *, on: bool) -> None:
+        for config, name in self.switched:
+            setattr(config, name, on)

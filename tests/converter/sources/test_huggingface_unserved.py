@@ -1,0 +1,58 @@
+"""What a model answers as its config stands, and an artifact does not serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hfzoo
+import pytest
+
+from bf16kit.tensors import TensorSpec
+from converter.process.quiet import quiet
+from converter.sources.huggingface.unserved import Plain
+from converter.sources.torch.onnx_export import adapt
+
+IDS = (TensorSpec("input_ids", "int64", ("batch", "seq")),)
+
+
+def module(name: str, **config: Any) -> Any:
+    import transformers
+
+    architecture, configured, fields, _ = hfzoo.MODELS[name]
+    with quiet():
+        fields = fields | config | {"attn_implementation": "eager"}
+        return getattr(transformers, architecture)(getattr(transformers, configured)(**fields)).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "left_out"),
+    [
+        ("bert", {}, set()),  # its config says use_cache, and it has none
+        ("bert", {"output_hidden_states": True}, {"hidden_states"}),
+        ("bert", {"output_attentions": True}, {"attentions"}),
+        ("gpt2", {}, {"past_key_values"}),
+        ("gpt2", {"use_cache": False}, set()),
+        ("llama", {"output_hidden_states": True}, {"past_key_values", "hidden_states"}),
+    ],
+)
+def test_what_the_config_asks_for_is_named_and_not_computed(
+    name: str, config: dict[str, Any], left_out: set[str]
+) -> None:
+    plain = Plain.of(module(name, **config))
+    model = adapt(plain.module, IDS)
+    assert not model.left_out
+    assert set(plain.left_out(model)) == left_out
+    assert not adapt(plain.module, IDS).left_out, "it was to be switched off again"
+
+
+def test_a_model_that_fails_as_its_config_stands_is_served_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Plain.of(module("gpt2"))
+    model = adapt(plain.module, IDS)
+
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("no cache today")
+
+    monkeypatch.setattr(plain.module, "forward", failing)
+    assert plain.left_out(model) == ("what use_cache in its config adds",)
+    monkeypatch.undo()
+    assert not adapt(plain.module, IDS).left_out
