@@ -39,19 +39,15 @@ class Turns:
 
     def take(self, model: str, client: str) -> bool:
         """Called with the lock held, as all that follow."""
-        if not self._models.take(model):
-            return False
-        if not self._clients.take(client):
-            self._models.give(model)
-            return False
-        return True
+        return self._take(model, client, set())
 
     def give(self, model: str, client: str) -> None:
         """To whoever waits first and may have it: so nobody who comes later overtakes one who could have gone."""
         self._models.give(model)
         self._clients.give(client)
         if self._waiting:
-            self._waiting = [turn for turn in self._waiting if not self._grant(turn)]
+            full: set[str] = set()  # models that may have no more until somebody gives again: asked once
+            self._waiting = [turn for turn in self._waiting if turn.model in full or not self._grant(turn, full)]
 
     def wait(self, turn: _Turn) -> None:
         self._waiting.append(turn)
@@ -61,11 +57,21 @@ class Turns:
             self._waiting.remove(turn)
             turn.over.set()
 
-    def _grant(self, turn: _Turn) -> bool:
-        if self._models.full or not self.take(turn.model, turn.client):
+    def _grant(self, turn: _Turn, full: set[str]) -> bool:
+        if not self._take(turn.model, turn.client, full):
             return False
         turn.granted = True
         turn.over.set()
+        return True
+
+    def _take(self, model: str, client: str, full: set[str]) -> bool:
+        """Of both or of neither; ``full`` is told of a model that has its share."""
+        if not self._clients.take(client):
+            return False
+        if not self._models.take(model):
+            self._clients.give(client)
+            full.add(model)
+            return False
         return True
 
 

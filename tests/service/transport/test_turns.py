@@ -77,6 +77,24 @@ def test_turns_that_are_given_back_go_to_those_who_wait_in_their_order(pool: Thr
     assert turns._models.taken == turns._clients.taken == 0
 
 
+def test_a_turn_passes_by_those_whose_model_has_its_share(pool: ThreadPoolExecutor) -> None:
+    turns = Turns(32)
+    greedy = Stream(turns, "a", ["m"] * 29, pool)
+    until(lambda: len(turns._waiting) == 1)
+    last = [Stream(turns, f"x{n}", [f"x{n}"], pool) for n in range(4)]
+    for stream in last:
+        stream.done.result(30)
+    waiting = [Stream(turns, client, [model], pool) for client, model in (("b", "m"), ("c", "n"))]
+    until(lambda: len(turns._waiting) == 3)
+    last[0].line.leave("x0")
+    waiting[1].done.result(30)
+    assert (len(greedy.entered), waiting[0].entered, waiting[1].entered) == (28, [], ["n"])
+    for _ in range(28):  # and not for good
+        greedy.line.leave("m")
+    for stream in (greedy, waiting[0]):
+        stream.done.result(30)
+
+
 def test_a_closed_line_waits_no_longer_and_takes_no_turn_from_others(pool: ThreadPoolExecutor) -> None:
     turns = Turns(1)
     first = Stream(turns, "a", ["m"], pool)
