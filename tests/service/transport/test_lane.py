@@ -113,6 +113,8 @@ def test_requests_of_more_bytes_than_may_be_held(gate: Gated) -> None:
         assert code is StatusCode.RESOURCE_EXHAUSTED
         assert "bytes are held" in details
         assert (served.log.refusals, served.log.seen) == (["bytes"], [])
+        assert refused(lambda: served.stub("ModelStreamInfer")(iter([rows]), timeout=30)) is code
+        assert (served.log.refusals, served.log.seen) == (["bytes"] * 2, [])
         gate.go.set()
         held.exception(30)
 
