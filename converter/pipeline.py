@@ -57,7 +57,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         notes += intake.unknown(options, prepared)
         intake.check_base(options, source, prepared, asked, calibration, stage, progress)
         attempt = Attempt(options, source, prepared, profiles, calibration, asked, stage, progress)
-        mending = Mending(prepared, options, calibration, progress)
+        mending = Mending(prepared, options, calibration, progress, stage.path)
         certified, census = attempt.prove(Islands())
         while (islands := mending.islands(certified)) is not None:
             certified, census = attempt.prove(islands)

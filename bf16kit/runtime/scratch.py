@@ -67,12 +67,32 @@ def _locked_file(directory: Path) -> tuple[int, str]:
         os.close(descriptor)
 
 
+def on_disk(directory: Path | None = None) -> Path:
+    """Where temporary files go that memory is to be spared: ``directory``, unless it lies in memory itself.
+
+    Then, and for None, the system's directory; where that lies in memory, too, ``directory`` all the same.
+    """
+    if directory is not None and not _in_memory(directory):
+        return directory
+    try:
+        system = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        if directory is None:
+            raise
+        return directory
+    return directory if directory is not None and _in_memory(system) else system
+
+
+def _in_memory(directory: Path) -> bool:
+    return _file_system(directory.resolve()) in _IN_MEMORY
+
+
 def _usable(directory: Path | None, in_memory: bool) -> Path:
     try:
         found = (directory or Path(tempfile.gettempdir())).resolve()
     except FileNotFoundError:  # nothing that tempfile knows of can be written
         raise NoScratch("no directory for temporary files can be written") from None
-    if not in_memory and _file_system(found) in _IN_MEMORY:
+    if not in_memory and _in_memory(found):
         raise NoScratch(f"{found} lies in memory")
     return found
 

@@ -80,7 +80,8 @@ def tables(
     try:
         with progress.step("measuring each layer's SQNR"), reference(artifact, scratch) as graph:
             for profile in profiles:
-                told = explained(graph, artifact, feeds[:_FEEDS], profile, mend=profile in mend, late=late)
+                mended = profile in mend
+                told = explained(graph, artifact, feeds[:_FEEDS], profile, mend=mended, late=late, scratch=scratch)
                 found[profile] = told.entry(MOST_LAYERS // len(profiles))
     except (RuntimeFailure, ConversionError) as error:
         notes.append(f"the SQNR of layers was not measured: {error}")
@@ -88,7 +89,14 @@ def tables(
 
 
 def explained(
-    reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile: str, *, mend: bool = True, late: Late = never
+    reference: Graph,
+    artifact: Artifact,
+    feeds: Sequence[Feeds],
+    profile: str,
+    *,
+    mend: bool = True,
+    late: Late = never,
+    scratch: Path | None = None,
 ) -> Explanation:
     """What ``feeds`` say of ``profile``; with ``mend``, what would mend it, as far as it was not ``late`` for trying.
 
@@ -98,7 +106,7 @@ def explained(
     found = remedy.departure(traced, Budget.from_dict(artifact.manifest.budget))
     if found is None or found.node is None:
         return Explanation(profile, tuple(traced.layers()), DiagnosisEntry(ails=found is not None))
-    mended = remedy.find(traced, artifact, profile, feeds, found, late) if mend else None
+    mended = remedy.find(traced, artifact, profile, feeds, found, late, scratch) if mend else None
     tried = mend and (mended is not None or not late())
     diagnosis = DiagnosisEntry(ails=True, leaves=layer(traced, found.node), remedy=mended, tried=tried)
     return Explanation(profile, tuple(traced.layers()), diagnosis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -26,6 +27,7 @@ from converter.plan.profiles import PROFILES
 from converter.proof.emulate import Emulate
 from converter.proof.explain import Trace, decibels
 from converter.proof.probing import Graph, compare
+from converter.proof.spool import Spool
 
 Late = Callable[[], bool]  # whether the time for trying is over
 
@@ -38,7 +40,7 @@ def never() -> bool:
 class Trials:
     """A profile built anew in memory, with other nodes in fp32, and the SQNR of one output.
 
-    Once it is ``late``, what was not tried counts as no help at all.
+    Once it is ``late``, what was not tried counts as no help at all. Rounded weights lie in a file in ``scratch``.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Trials:
         feeds: Sequence[Feeds],
         output: ir.Value,
         late: Late = never,
+        scratch: Path | None = None,
     ) -> None:
         self._trace = trace
         self._artifact = artifact
@@ -59,6 +62,8 @@ class Trials:
         halves = {entry.tensor for entry in artifact.manifest.checkpoint if is_half(entry.dtype)}
         self._prepared = prepare(_whole(trace.reference), halves=halves)
         self._tried: dict[tuple[str, ...], float] = {}
+        self._rounded = Spool(scratch)
+        self._places: dict[str, int] = {}
         plan = artifact.manifest.plan
         self._islands = Islands(_searched(plan.nodes[profile]), _searched(plan.tensors))
         self.known = frozenset(entry.name for entry in plan.nodes[profile])
@@ -95,10 +100,17 @@ class Trials:
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
             if tensor is not None and not stays_inline(tensor):
-                weights[name] = _rounded(tensor.numpy()) if name in narrow else tensor.numpy()
+                weights[name] = self._narrowed(name, tensor) if name in narrow else tensor.numpy()
                 value.type = ir.TensorType(ir.DataType.from_numpy(weights[name].dtype))
                 value.const_value = _elsewhere(name, weights[name])
         return Graph(run([Emulate()], model), self._artifact.path, weights)
+
+    def _narrowed(self, name: str, tensor: ir.TensorProtocol) -> Array:
+        """What ``tensor`` is in bf16, widened and mapped: no trial holds all weights in memory."""
+        if name not in self._places:
+            self._places[name] = len(self._rounded)
+            self._rounded.append({name: to_fp32(to_bf16(tensor.numpy()))})
+        return self._rounded[self._places[name]][name]
 
     def _patterns(self, option: str) -> list[str]:
         given = self._artifact.manifest.options.get(option)
@@ -116,10 +128,6 @@ def _whole(reference: Graph) -> ir.Model:
     for name, array in reference.external.items():
         model.graph.initializers[name].const_value = ir.tensor(array, name=name)
     return model
-
-
-def _rounded(weight: Array) -> Array:
-    return to_fp32(to_bf16(weight))
 
 
 def _elsewhere(name: str, array: Array) -> ir.TensorProtocol:

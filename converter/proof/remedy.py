@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, takewhile
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -61,16 +62,22 @@ def departure(trace: Trace, budget: Budget) -> Departure | None:
 
 
 def find(
-    trace: Trace, artifact: Artifact, profile: str, feeds: Sequence[Feeds], found: Departure, late: Late = never
+    trace: Trace,
+    artifact: Artifact,
+    profile: str,
+    feeds: Sequence[Feeds],
+    found: Departure,
+    late: Late = never,
+    scratch: Path | None = None,
 ) -> RemedyEntry | None:
     """The smallest set found of nodes that, kept in fp32, bring the output to its goal, or nearest to it.
 
-    Once it is ``late`` nothing more is tried. None when keeping what was tried gains less than 3 dB. Raises what
-    :func:`converter.passes.prepare` and running a graph raise.
+    Once it is ``late`` nothing more is tried. Temporary files go to ``scratch``. None when keeping what was tried gains
+    less than 3 dB. Raises what :func:`converter.passes.prepare` and running a graph raise.
     """
     if found.node is None:
         return None
-    trials = Trials(trace, artifact, profile, feeds, found.output, late)
+    trials = Trials(trace, artifact, profile, feeds, found.output, late, scratch)
     before = trace.sqnr(found.output)
     before_it = _levels(trace, [found.node], trials.known)
     around_it = _levels(trace, [found.node, *found.readers], trials.known)  # a bf16 reader rounds what it reads

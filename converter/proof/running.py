@@ -14,6 +14,7 @@ from bf16kit.errors import DeviceUnavailable
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU
 from bf16kit.runtime.loading import load
+from bf16kit.runtime.scratch import on_disk
 from bf16kit.tensors import TensorSpec
 from bf16kit.weightfile import WeightWriter
 from converter.formats.onnx import serialize
@@ -84,13 +85,16 @@ def open_source(
 ) -> OnnxRuntime:
     """An fp32 graph of a conversion, run for itself: what it starts from, what profiles start from.
 
-    ``read`` gives each of its weights by name; the graph keeps its own. They lie in a file in ``scratch`` (None: the
-    system's directory), which is mapped and gone from there: given as arrays they would be in memory twice. ``arena``
-    is for many runs of the same shapes.
+    ``read`` gives each of its weights by name; the graph keeps its own. They lie in a file in ``scratch``, or where
+    :func:`~bf16kit.runtime.scratch.on_disk` says, which is mapped and gone from there: given as arrays they would be in
+    memory twice. ``arena`` is for many runs of the same shapes.
     """
     from bf16kit.runtime.onnx import OnnxRuntime
 
-    with tempfile.TemporaryDirectory(dir=scratch) as directory, WeightWriter(Path(directory) / _WEIGHTS) as file:
+    with (
+        tempfile.TemporaryDirectory(dir=on_disk(scratch)) as directory,
+        WeightWriter(Path(directory) / _WEIGHTS) as file,
+    ):
 
         def place(name: str, tensor: ir.TensorProtocol) -> tuple[str, int, int]:
             segment = file.append(read(name, tensor))

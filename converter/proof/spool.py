@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from bf16kit.runtime.scratch import on_disk
 from converter.model import Array, Feeds
 
 _ALIGNMENT = 64  # bytes
@@ -31,14 +32,15 @@ class _Place:
 
 
 class Spool(Sequence[Feeds]):
-    """A sequence of answers in a temporary file of ``directory`` (None: the system's), each mapped while it is read.
+    """A sequence of answers in a temporary file of ``directory``, or where :func:`~bf16kit.runtime.scratch.on_disk`
+    says, each mapped while it is read.
 
     The file has no name, so nothing is left of it, however the process ends. Arrays come back read-only, bit for bit as
     they were appended; strings, which cannot be mapped, stay in memory.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - open as long as this object
+        self._file = tempfile.TemporaryFile(dir=on_disk(directory), buffering=0)  # noqa: SIM115 - open as long as this object
         weakref.finalize(self, self._file.close)  # with this object at the latest
         self._end = 0
         self._answers: list[dict[str, _Place | Array]] = []

@@ -7,6 +7,7 @@ are in yet another. Where certifying does not bear a search out, it is repeated 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from bf16kit.manifest import Plan
 from converter.options import Options
@@ -27,13 +28,19 @@ _SHARES = (1.0, 0.9, 0.75)  # of the budget, for the first search of a profile, 
 
 
 class Mending:
-    """The searches of one conversion. ``results`` has the last of each profile, by name."""
+    """The searches of one conversion, whose temporary files go to ``scratch``.
 
-    def __init__(self, prepared: Prepared, options: Options, samples: Samples, progress: Progress) -> None:
+    ``results`` has the last of each profile, by name.
+    """
+
+    def __init__(
+        self, prepared: Prepared, options: Options, samples: Samples, progress: Progress, scratch: Path
+    ) -> None:
         self._prepared = prepared
         self._options = options
         self._samples = samples
         self._progress = progress
+        self._scratch = scratch
         self._deadline: Deadline | None = None  # begins with the first search
         self._tried: dict[str, int] = {}
         self._learnt: dict[str, tuple[Islands, Learnt]] = {}  # and the other profiles' islands at that time
@@ -99,6 +106,7 @@ class Mending:
             deadline=deadline,
             saturate=self._options.saturate,
             learnt=self._learnt[name][1],
+            scratch=self._scratch,
         )
 
     def _replan(self, islands: Islands, profile: Profile) -> Plan:

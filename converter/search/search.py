@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from bf16kit.budget import Breach, Budget
 from bf16kit.manifest import Plan
@@ -39,7 +40,7 @@ class Task:
     """What is searched for: islands for ``profile`` so that ``feeds`` are answered within ``budget``.
 
     ``islands`` are there already and stay. ``saturate``: weights that overflow become the largest finite number.
-    ``learnt`` is what earlier searches with another budget found out, and grows.
+    ``learnt`` is what earlier searches with another budget found out, and grows. Temporary files go to ``scratch``.
     """
 
     prepared: Prepared
@@ -52,6 +53,7 @@ class Task:
     deadline: Deadline
     saturate: bool = False
     learnt: Learnt = field(default_factory=Learnt)
+    scratch: Path | None = None
 
 
 def search(task: Task, progress: Progress) -> SearchResult:
@@ -84,7 +86,9 @@ class _Search:
         phases.tell("preparing")
         # A search that goes on from an earlier one may open its session when its time is over: it has sets to check.
         deadline = Deadline(math.inf) if task.learnt.tried else task.deadline
-        self._trials = Trials(self._base, self._bf16, task.edges, task.feeds, deadline, saturate=task.saturate)
+        self._trials = Trials(
+            self._base, self._bf16, task.edges, task.feeds, deadline, saturate=task.saturate, scratch=task.scratch
+        )
         everything = frozenset(e.name for e in self._plan.tensors)
         self._costs = Costs.of(self._base, everything, self._trials.shapes())
         self._trials.keep_to(task.deadline)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -77,6 +78,7 @@ class Bf16:
 class Trials:
     """The graph ``base`` in a session, the roundings that ``bf16`` brings about switched; tried on ``feeds``.
 
+    Its weights and fp32's answers lie in files in ``scratch``, or where :func:`~bf16kit.runtime.scratch.on_disk` says.
     Every method raises :class:`OutOfTime` when ``deadline`` is over.
     """
 
@@ -89,6 +91,7 @@ class Trials:
         deadline: Deadline,
         *,
         saturate: bool = False,
+        scratch: Path | None = None,
     ) -> None:
         self._edges = edges
         self._feeds = feeds
@@ -99,9 +102,9 @@ class Trials:
         self._switch = switch = Switch(forms, bf16.weights, saturated)
         model = run([switch], base.clone())
         inputs, outputs = (*edges.inputs, switch.spec), (*edges.outputs, *switch.shape_specs)
-        self._runtime: Runtime = open_source(model, inputs, outputs, arena=True)
+        self._runtime: Runtime = open_source(model, inputs, outputs, scratch, arena=True)
         self._names = [spec.name for spec in edges.outputs]
-        self._expected = Spool()
+        self._expected = Spool(scratch)
         for answer in self._answers(range(len(feeds)), self._positions(Bf16())):
             self._expected.append(answer)
 

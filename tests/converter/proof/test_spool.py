@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from bf16kit.runtime.scratch import on_disk
 from converter.proof.spool import Spool
 
 
@@ -62,3 +64,13 @@ def test_a_full_disk_is_an_os_error() -> None:
         spool._file = full
         with pytest.raises(OSError, match="No space left"):
             spool.append({"y": np.ones(4, np.float32)})
+
+
+def test_a_directory_in_memory_is_spared() -> None:
+    shared = Path("/dev/shm")
+    spool = Spool(shared)
+    spool.append({"y": np.ones(3, np.float32)})
+    there = os.fstat(spool._file.fileno()).st_dev
+    spool.close()
+    assert there == on_disk(shared).stat().st_dev
+    assert on_disk(shared) == shared or there != shared.stat().st_dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,3 +156,12 @@ def test_a_model_within_budget_is_never_searched(
     cli(*command).published()
     over = cli(*command, "--force", "--budget", "relative_l2=1e-6")
     assert "a search began" in over.err, "or this test would guard nothing"
+
+
+@pytest.mark.parametrize("flags", [(), ("--allow-over-budget",)])
+def test_what_is_tried_lies_beside_the_artifact(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """The system's directory often lies in memory, which whole models would fill: a search, a remedy looked for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    _convert(cli, cancellation(), tmp_path, target, *flags)

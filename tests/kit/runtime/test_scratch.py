@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bf16kit.runtime import scratch
 from bf16kit.runtime.scratch import NoScratch, scratch_file
 
 HOLD = """
@@ -159,3 +160,26 @@ def test_a_file_that_cannot_be_locked_or_mapped_is_no_scratch_and_leaves_nothing
     with pytest.raises(NoScratch, match=said), scratch_file(100, tmp_path):
         pass
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "expected"),
+    [((), "stage"), (("stage",), "system"), (("system",), "stage"), (("stage", "system"), "stage")],
+)
+def test_temporary_files_leave_a_directory_in_memory_for_one_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
+    monkeypatch.setattr(scratch, "_file_system", lambda path: "tmpfs" if path.name in in_memory else "ext4")
+    assert scratch.on_disk(tmp_path / "stage") == tmp_path / expected
+    assert scratch.on_disk() == tmp_path / "system"
+
+
+def test_a_directory_in_memory_will_do_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("tempfile.gettempdir", nothing)
+    assert scratch.on_disk(Path("/dev/shm")) == Path("/dev/shm")
+    with pytest.raises(FileNotFoundError):
+        scratch.on_disk()
