@@ -32,7 +32,11 @@ class Positional(torch.nn.Module):
         return self._call(self.module, dict(zip(self.names, tensors, strict=True)))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for _, tensor in named_tensors(self.call(*tensors)))
+        given: list[torch.Tensor] = list(tensors)
+        for _, tensor in named_tensors(self.call(*tensors)):
+            # A graph has one value for one tensor: under its second name, or an input's, it would vanish.
+            given.append(tensor.clone() if any(tensor is other for other in given) else tensor)
+        return tuple(given[len(tensors) :])
 
 
 def _by_keyword(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any:

@@ -232,6 +232,11 @@ class Answering(nn.Module):
         return self.answer(self.layer, x)
 
 
+def twice(layer: nn.LSTM, x: torch.Tensor) -> Any:
+    y = torch.tanh(x)
+    return {"a": y, "b": y, "x_again": x}
+
+
 class ModelOutput(dict[str, Any]):
     """transformers' own is told by its name, too."""
 
@@ -257,6 +262,7 @@ def test_what_of_a_transformers_output_is_not_served_is_named() -> None:
         (nested, ("h.0", "h.1.0", "out.logits")),
         (named, ("out", "state.0", "state.1")),
         (of_parts, ("logits", "text.state")),
+        (twice, ("a", "b", "x_again")),
     ],
 )
 def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) -> None:
