@@ -183,7 +183,7 @@ class Door:
             if self._adaptive is not None:
                 self._shares.limit = self._adaptive.now
             if not self._shares.take(client):
-                if self._adaptive is not None:
+                if self._adaptive is not None and self._shares.limit < self.limit:
                     self._adaptive.refused()
                 limit = f"{self._shares.limit} {self._what} is the limit of this server"
                 if self._shares.limit < self.limit:

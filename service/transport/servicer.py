@@ -145,9 +145,10 @@ class InferenceServicer:
         self, error: Exception, deadline: float | None, message: pb.ModelInferRequest, model: Model | None
     ) -> Status:
         if isinstance(error, Overloaded):
-            self._limit.refused()
-            if error.reason in REFUSALS:  # the others are the queue's, which has told the model's metrics
+            if error.reason in REFUSALS:
                 self._refused(error.reason)
+            else:  # by the model's queue, which has told the model's metrics
+                self._limit.refused()
         if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
             # gRPC tells of a deadline that passed as it tells of a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")

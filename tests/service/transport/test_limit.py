@@ -9,6 +9,7 @@ from loopback import LoopbackModel, infer_request, serving
 
 from bf16kit.errors import Overloaded
 from service.contract import Reply, Request
+from service.transport.admission import Door
 from service.transport.limit import AdaptiveLimit
 
 
@@ -85,7 +86,7 @@ def test_the_least_is_never_more_than_the_places() -> None:
 def test_what_a_models_queue_refuses_is_a_sign_of_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(LoopbackModel):
         def infer(self, request: Request) -> Reply:
-            raise Overloaded("the queue is full")
+            raise Overloaded("the queue is full", "queue_full")
 
     told: list[AdaptiveLimit] = []
     monkeypatch.setattr(AdaptiveLimit, "refused", lambda limit: told.append(limit))
@@ -93,3 +94,36 @@ def test_what_a_models_queue_refuses_is_a_sign_of_a_storm(monkeypatch: pytest.Mo
         code, _ = served.refusal("ModelInfer", infer_request(x=np.ones((1, 3), np.float32)))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(told) == 1
+
+
+def test_other_refusals_are_none_unless_few_are_let_in() -> None:
+    """Clients who keep all places and do nothing are no storm on a model."""
+    weather = Weather(most=4, least=1)
+    door = Door(4, "calls", adaptive=weather.limit)
+    full = [door.enter(f"client {number}") for number in range(4)]
+    weather.limit.answered("m", 0.001)
+    for _ in range(50):
+        with pytest.raises(Overloaded):
+            door.enter("another")
+        weather.time += 0.02
+        weather.limit.answered("m", 1.0)
+    assert weather.limit.now == 4
+    full.pop().leave()
+    weather.limit.now = 3
+    for _ in range(50):
+        with pytest.raises(Overloaded, match="3 calls is the limit of this server while models refuse most"):
+            door.enter("another")
+    assert weather.limit._refused == 50
+
+
+def test_a_models_share_is_no_sign_of_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(LoopbackModel):
+        def infer(self, request: Request) -> Reply:
+            raise Overloaded("the model has its share", "model_share")
+
+    told: list[AdaptiveLimit] = []
+    monkeypatch.setattr(AdaptiveLimit, "refused", lambda limit: told.append(limit))
+    with serving(Shared()) as served:
+        code, _ = served.refusal("ModelInfer", infer_request(x=np.ones((1, 3), np.float32)))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert told == []
