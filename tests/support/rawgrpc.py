@@ -39,7 +39,9 @@ class RawConnection:
     def __init__(self, port: int, *, window: int = 65_535, answers_pings: bool = True) -> None:
         self._port = port
         self._answers_pings = answers_pings
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        # Not the socket's own timeout, which is also one of reading: who hears nothing for long must go on listening.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 30, 0))
         self._lock = threading.Lock()
         self._next = 1
         self.ended: set[int] = set()
