@@ -85,28 +85,19 @@ def test_the_client_gets_a_number_and_the_log_the_text(
         assert ask(served)
 
 
-def test_a_call_that_cannot_be_let_in_is_cancelled_and_grpcs_own_thread_lives_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("on_its_own_thread", "code"), [(False, grpc.StatusCode.CANCELLED), (True, grpc.StatusCode.INTERNAL)]
+)
+def test_a_call_that_cannot_be_let_in_ends_and_grpcs_own_thread_lives_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_its_own_thread: bool, code: grpc.StatusCode
 ) -> None:
+    if on_its_own_thread:
+        monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
     with serving(LoopbackModel()) as served, caplog.at_level(logging.ERROR):
         with monkeypatch.context() as broken:
             broken.setattr(Door, "enter", _fail)
-            code, details = served.refusal("ModelInfer", infer_request(x=X))
-        assert code is grpc.StatusCode.CANCELLED
-        assert "secret" not in details
-        assert "/secret" in caplog.text
-        assert _infer(served)
-
-
-def test_so_it_is_where_a_call_is_let_in_on_its_own_thread(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(lane_module, "find_arrival", lambda arguments: None)
-    with serving(LoopbackModel()) as served, caplog.at_level(logging.ERROR):
-        with monkeypatch.context() as broken:
-            broken.setattr(Door, "enter", _fail)
-            code, details = served.refusal("ModelInfer", infer_request(x=X))
-        assert code is grpc.StatusCode.INTERNAL
+            ended, details = served.refusal("ModelInfer", infer_request(x=X))
+        assert ended is code
         assert "secret" not in details
         assert "/secret" in caplog.text
         assert _infer(served)

@@ -30,36 +30,34 @@ class Weather:
         return self.limit.now
 
 
-def test_nothing_is_limited_while_nothing_is_refused() -> None:
+@pytest.fixture
+def weather() -> Weather:
+    """After a calm second, in which answers took 5 ms."""
     weather = Weather()
     weather.blow(1, answers=20, refusals=0, taking=0.005)
+    return weather
+
+
+def test_nothing_is_limited_while_nothing_is_refused(weather: Weather) -> None:
     assert weather.blow(5, answers=20, refusals=0, taking=1.0) == 256
 
 
-def test_in_a_storm_few_are_let_in() -> None:
-    weather = Weather()
-    weather.blow(1, answers=20, refusals=0, taking=0.005)
+def test_in_a_storm_few_are_let_in(weather: Weather) -> None:
     assert weather.blow(3, answers=20, refusals=180, taking=1.0) == 16
 
 
-def test_not_fewer_than_keeps_answers_fast() -> None:
-    weather = Weather()
-    weather.blow(1, answers=20, refusals=0, taking=0.005)
+def test_not_fewer_than_keeps_answers_fast(weather: Weather) -> None:
     weather.blow(0.4, answers=20, refusals=180, taking=1.0)
     between = weather.limit.now
     assert 16 < between < 256
     assert weather.blow(5, answers=20, refusals=180, taking=0.015) == between
 
 
-def test_a_few_refusals_are_no_storm() -> None:
-    weather = Weather()
-    weather.blow(1, answers=20, refusals=0, taking=0.005)
+def test_a_few_refusals_are_no_storm(weather: Weather) -> None:
     assert weather.blow(5, answers=20, refusals=10, taking=1.0) == 256
 
 
-def test_after_the_storm_all_places_are_there_again_within_seconds() -> None:
-    weather = Weather()
-    weather.blow(1, answers=20, refusals=0, taking=0.005)
+def test_after_the_storm_all_places_are_there_again_within_seconds(weather: Weather) -> None:
     weather.blow(3, answers=20, refusals=180, taking=1.0)
     assert weather.blow(2, answers=20, refusals=0, taking=0.005) == 256
 
@@ -72,9 +70,7 @@ def test_a_slow_model_is_measured_by_itself() -> None:
     assert weather.blow(3, answers=2, refusals=100, taking=1.1, model="slow") == 256
 
 
-def test_a_model_that_has_become_slower_is_believed_after_a_while() -> None:
-    weather = Weather()
-    weather.blow(1, answers=20, refusals=0, taking=0.005)
+def test_a_model_that_has_become_slower_is_believed_after_a_while(weather: Weather) -> None:
     weather.blow(60, answers=20, refusals=0, taking=0.05)
     assert weather.blow(3, answers=20, refusals=180, taking=0.06) == 256
 
