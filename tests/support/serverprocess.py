@@ -74,6 +74,11 @@ class ServerProcess:
         peak = self.status("VmHWM") << 10
         assert 0 < peak < HOLDS_AT_MOST, f"the server held {peak >> 20} MiB at its peak"
 
+    def forget_peak(self) -> None:
+        """Has the system keep the peak anew from what is held now, after the one so far is checked."""
+        self.check_memory()
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
     def wait_ready(self) -> ServerProcess:
         until(lambda: self.get("/readyz")[0] == 200, 60, "ready")
         return self
