@@ -101,7 +101,8 @@ def test_messages_that_swell_take_no_more_than_they_have_bytes(target: Target, o
         codes = _elsewhere(send_swelling, target.address, together, nbytes)
     figures.record(how_much=f"{together * len(SWELLING)} messages of {nbytes >> 20} MiB, {together} at a time")
     assert codes == {"INVALID_ARGUMENT"}
-    assert wellness.most - before < (64 << 20) + 6 * together * nbytes
+    # Ninety times what was sent would be far more: what of one round is still held when the next arrives is not.
+    assert wellness.most - before < (128 << 20) + 6 * together * nbytes
 
 
 def test_requests_that_grow_when_they_are_decompressed_hold_up_nobody(target: Target, oracle: Oracle) -> None:
