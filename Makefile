@@ -32,7 +32,7 @@ help: ## list these targets
 setup: $(STAMP) ## prepare .venv with the versions of constraints.txt, and no more
 
 # The stamp is written last: an interrupted set-up is done again, a finished one costs nothing.
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/*.h kernels/*.cpp)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/*/*.h kernels/*/*.inl kernels/*/*.cpp)
 	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) on PATH; install Python 3.11 or newer, or say which: make PYTHON=python3.12 setup" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "setup: $(PYTHON) is $$($(PYTHON) -V 2>&1); bf16kit needs 3.11 or newer: make PYTHON=python3.12 setup" >&2; exit 1; }

@@ -13,6 +13,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+_FOLDERS = ("ort", "gemm", "isa", "rounding")
 _FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     "-ffp-contract=off",  # what is fused says so: every path must round alike
@@ -36,8 +37,9 @@ setup(
     ext_modules=[
         Extension(
             "bf16kit.runtime._bf16kernel",
-            sources=sorted(str(path) for path in Path("kernels").glob("*.cpp")),
-            depends=sorted(str(path) for path in Path("kernels").glob("*.h")),
+            sources=[str(path) for folder in _FOLDERS for path in sorted(Path("kernels", folder).glob("*.cpp"))],
+            depends=[str(path) for path in sorted(Path("kernels").glob("*/*.[hi]*"))],
+            include_dirs=["kernels"],
             language="c++",
             extra_compile_args=_FLAGS,
             # ONNX Runtime lets go of it with the last session, but threads may still hold what it gave them

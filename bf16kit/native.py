@@ -1,4 +1,4 @@
-"""Loops over every weight, compiled with the CPU kernel (``kernels/rounding.cpp``): as fast as memory can be read.
+"""Loops over every weight, compiled with the CPU kernel (``kernels/rounding/``): as fast as memory can be read.
 
 Bit for bit what numpy computes in :mod:`bf16kit.numerics` and :mod:`bf16kit.residual`, which do without where the
 library was not built. Arrays are C-contiguous, native-endian, and of the same length.
@@ -24,7 +24,7 @@ Halves = NDArray[np.uint16]
 
 
 class CensusCounts(ctypes.Structure):
-    """``Census`` of ``kernels/rounding.cpp``; ``largest`` and ``smallest`` are patterns of finite magnitudes."""
+    """``Census`` of ``rounding.cpp``; ``largest`` and ``smallest`` are patterns of finite magnitudes."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("nan", "inf", "overflow", "subnormal", "flushed")),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).with_name("_bf16kernel.so")
 VARIABLE = "BF16KIT_KERNEL_PATH"
-PATHS = ("avx512f", "avx2", "portable")  # as kernels/choose.cpp names them, the fastest first
+PATHS = ("avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, the fastest first
 OFF = "off"
 
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"

@@ -39,7 +39,7 @@ class Variant:
 
     @property
     def op_type(self) -> str:
-        """Its name, such as ``MatMul_panels_tail_bias_relu``; the library registers them all (kernels/op.cpp)."""
+        """Its name, such as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them all."""
         words: list[str] = ["MatMul", form(self.lists) if self.layout == "panels" else self.layout]
         if self.bias:
             words.append("bias")

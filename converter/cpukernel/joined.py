@@ -26,7 +26,7 @@ class Joined:
 
     @property
     def op_type(self) -> str:
-        """Its name, such as ``MatMul3_panels_bias``; the library registers them all (kernels/op.cpp)."""
+        """Its name, such as ``MatMul3_panels_bias``; kernels/ort/operators.cpp registers them all."""
         return f"MatMul{self.count}_panels{'_bias' if self.bias else ''}"
 
 

@@ -63,7 +63,7 @@ class LookUp(Step):
 
 
 def op_type(lists: Collection[str]) -> str:
-    """The name of the operator for a table with these :func:`cuts`; the library registers them all (kernels/op.cpp)."""
+    """The name of the operator for a table with these :func:`cuts`; kernels/ort/operators.cpp registers them all."""
     return f"Gather_{form(lists)}"
 
 

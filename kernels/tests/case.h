@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../path.h"
+#include "gemm/path.h"
 
 namespace bf16kit {
 

@@ -7,10 +7,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=build/kernel-test/library
 mkdir -p "$out"
 read -ra compiler <<<"${CXX:-g++}"
-flags=(-std=c++17 -O1 -g -fPIC -fvisibility=hidden -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all)
+flags=(-Ikernels -std=c++17 -O1 -g -fPIC -fvisibility=hidden -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all)
 flags+=(-Wno-psabi -Wno-maybe-uninitialized)
 objects=() jobs=()
-for source in kernels/*.cpp; do
+for source in kernels/{ort,gemm,isa,rounding}/*.cpp; do
   objects+=("$out/$(basename "$source" .cpp).o")
   "${compiler[@]}" "${flags[@]}" -c "$source" -o "${objects[-1]}" &
   jobs+=($!)

@@ -10,7 +10,7 @@
 #include <limits>
 #include <thread>
 
-#include "../matmul.h"
+#include "gemm/parallel.h"
 #include "reference.h"
 
 namespace bf16kit {
@@ -136,7 +136,7 @@ void check_same(const Exact<float>& whole, const Exact<float>& part, int64_t fir
   }
 }
 
-// That tile.h's order of summation is kept, in a few elements.
+// That tile.inl's order of summation is kept, in a few elements.
 void check_order(const Case& c, const Exact<float>& y, Random& random, const std::string& where) {
   if (c.activation != Activation::kNone) return;
   for (int i = 0; i < 4; ++i) {

@@ -67,7 +67,7 @@ inline Expected expect(const Case& c) {
   return expected;
 }
 
-// The sum of one element before bias and activation, in the order that tile.h promises.
+// The sum of one element before bias and activation, in the order that tile.inl promises.
 inline float sum_in_order(const Case& c, int64_t row, int64_t column) {
   float total = 0;
   for (int64_t first = 0; first < c.k; first += 128) {

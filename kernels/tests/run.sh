@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 out=build/kernel-test/plain
-flags=(-std=c++17 -O3 -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -Wno-psabi -Wno-unknown-warning-option -pthread)
+flags=(-Ikernels -std=c++17 -O3 -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -Wno-psabi -Wno-unknown-warning-option -pthread)
 if [[ ${1:-} == --sanitize ]]; then
   shift
   out=build/kernel-test/sanitized
@@ -18,7 +18,7 @@ mkdir -p "$out"
 
 read -ra compiler <<<"${CXX:-g++}"
 objects=() jobs=()
-for source in kernels/path_*.cpp kernels/matmul.cpp kernels/choose.cpp kernels/tests/property_test.cpp; do
+for source in kernels/isa/*.cpp kernels/gemm/*.cpp kernels/tests/property_test.cpp; do
   object=$out/$(basename "$source" .cpp).o
   objects+=("$object")
   "${compiler[@]}" "${flags[@]}" -c "$source" -o "$object" &

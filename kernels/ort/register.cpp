@@ -3,10 +3,10 @@
 #include <cstring>
 #include <mutex>
 
-#include "abi.h"
-#include "op.h"
-#include "path.h"
-#include "status.h"
+#include "ort/abi.h"
+#include "ort/operators.h"
+#include "gemm/path.h"
+#include "ort/status.h"
 
 #define BF16KIT_EXPORT extern "C" __attribute__((visibility("default")))
 

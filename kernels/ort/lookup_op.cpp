@@ -1,10 +1,10 @@
-#include "lookup.h"
+#include "ort/lookup_op.h"
 
 #include <cstring>
 #include <new>
 
-#include "node.h"
-#include "status.h"
+#include "ort/node.h"
+#include "ort/status.h"
 
 namespace bf16kit {
 

@@ -8,8 +8,8 @@
 //               activation "none", "relu", "gelu", "gelu_tanh", "silu"; several have none
 #pragma once
 
-#include "abi.h"
-#include "matmul.h"
+#include "ort/abi.h"
+#include "gemm/parallel.h"
 
 namespace bf16kit {
 

@@ -1,4 +1,4 @@
-#include "matmul.h"
+#include "gemm/parallel.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,8 +1,8 @@
-#include "node.h"
+#include "ort/node.h"
 
 #include <cstring>
 
-#include "status.h"
+#include "ort/status.h"
 
 namespace bf16kit {
 

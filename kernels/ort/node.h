@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "abi.h"
-#include "weight.h"
+#include "ort/abi.h"
+#include "gemm/weight.h"
 
 namespace bf16kit {
 
@@ -39,7 +39,7 @@ abi::Status* read_choice(const abi::Api* api, const abi::KernelInfo* info, const
 // The constant behind input `index`, of weight.k * weight.n elements.
 abi::Status* read_weight(const abi::Api* api, const abi::KernelInfo* info, size_t index, Weight& weight);
 
-// Runs parts on the threads of the session that is running the node: a matmul.h RunParts.
+// Runs parts on the threads of the session that is running the node: a gemm/parallel.h RunParts.
 struct Threads {
   const abi::Api* api;
   abi::KernelContext* context;

@@ -1,6 +1,6 @@
 // AVX2 with FMA: 8 lanes and 16 registers; a tile is 2 rows of a whole panel, or 6 rows of half of one.
 #if defined(__x86_64__)
-#include "path.h"
+#include "gemm/path.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace bf16kit {
 namespace avx2 {
 namespace {
 
-struct V {
+struct Simd {
   using reg = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kRows = 6;
@@ -53,8 +53,8 @@ struct V {
   }
 };
 
-#include "activation.h"
-#include "tile.h"
+#include "activation.inl"
+#include "tile.inl"
 
 }  // namespace
 }  // namespace avx2

@@ -18,7 +18,7 @@ struct Loops {
 };
 
 namespace plain {
-#include "rounding_loops.h"
+#include "loops.inl"
 }  // namespace plain
 
 #if defined(__x86_64__)
@@ -29,7 +29,7 @@ namespace plain {
 #pragma GCC target("avx2")
 #endif
 namespace avx2 {
-#include "rounding_loops.h"
+#include "loops.inl"
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -5,7 +5,7 @@
 //   attributes  k, n     int, the width of a row and the number of rows: the rows and columns of the product's weight
 #pragma once
 
-#include "abi.h"
+#include "ort/abi.h"
 
 namespace bf16kit {
 

@@ -1,6 +1,6 @@
 // Plain C++, for processors without AVX2. The compiler vectorises it for whatever the build is for; where that has
 // fused multiply-add (as 64-bit Arm does) it gives the bits of the other paths, elsewhere it rounds the product as well.
-#include "path.h"
+#include "gemm/path.h"
 
 #include <cmath>
 #include <cstdlib>
@@ -11,7 +11,7 @@ namespace bf16kit {
 namespace portable {
 namespace {
 
-struct V {
+struct Simd {
   static constexpr int kLanes = 4;
   static constexpr int kRows = 4;
   static constexpr int kWideRows = 1;
@@ -80,8 +80,8 @@ struct V {
   }
 };
 
-#include "activation.h"
-#include "tile.h"
+#include "activation.inl"
+#include "tile.inl"
 
 }  // namespace
 }  // namespace portable

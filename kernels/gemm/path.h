@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "weight.h"
+#include "gemm/weight.h"
 
 namespace bf16kit {
 

@@ -1,6 +1,6 @@
 // AVX-512F: 16 lanes and 32 registers; a tile is 12 rows of a whole panel.
 #if defined(__x86_64__)
-#include "path.h"
+#include "gemm/path.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace bf16kit {
 namespace avx512 {
 namespace {
 
-struct V {
+struct Simd {
   using reg = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kRows = 12;
@@ -54,8 +54,8 @@ struct V {
   }
 };
 
-#include "activation.h"
-#include "tile.h"
+#include "activation.inl"
+#include "tile.inl"
 
 }  // namespace
 }  // namespace avx512

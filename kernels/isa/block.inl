@@ -1,4 +1,4 @@
-// Blocks of a weight as the tiles read them: [length, 32] bf16. Included by tile.h, so compiled for each path.
+// Blocks of a weight as the tiles read them: [length, 32] bf16. Included by tile.inl, so compiled for each path.
 
 typedef uint32_t Pairs __attribute__((vector_size(32)));  // eight elements of two bf16
 // Where they are stored. Not memcpy: GCC makes two moves of it, and a load that spans two stores waits for both.

@@ -1,11 +1,11 @@
-#include "op.h"
+#include "ort/operators.h"
 
 #include <climits>
 #include <cstdio>
 #include <initializer_list>
 
-#include "lookup.h"
-#include "product.h"
+#include "ort/lookup_op.h"
+#include "ort/matmul_op.h"
 
 namespace bf16kit {
 namespace {

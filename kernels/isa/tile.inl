@@ -1,5 +1,5 @@
-// The multiplication itself, for any instruction set. Included by each path_*.cpp inside its own namespace, after the
-// struct V of that set; everything here is therefore compiled once per path, with that path's instructions.
+// The multiplication itself, for any instruction set. Included by each isa/*.cpp inside its own namespace, after the
+// struct Simd of that set; everything here is therefore compiled once per path, with that path's instructions.
 //
 // The order of summation is part of the interface: every element of y is
 //     total = 0;  for each 128 rows of the weight:  chain = 0;  for each row k:  chain = fma(x[k], w[k], chain);
@@ -8,18 +8,18 @@
 // whatever the number of rows, the batch they came in, the number of threads, and the path (the portable one may lack
 // fma). Chains of 128 bound the error by (128 + K/128) unit roundoffs of sum |x||w|, where one chain of K has K.
 //
-// V has: reg, kLanes, zero, broadcast, load, store, add, fma, unpack, interleave. unpack reads 2 * kLanes bf16 of one
+// Simd has: reg, kLanes, zero, broadcast, load, store, add, fma, unpack, interleave. unpack reads 2 * kLanes bf16 of one
 // row as two vectors, the even columns and the odd ones: a shift and a mask, where columns in order would need a
 // shuffle for each load. interleave puts sums back in order, once for each tile.
 
-#include "block.h"
+#include "block.inl"
 
-constexpr int kWide = kPanel / (2 * V::kLanes);  // pairs of vectors in a row of a panel
+constexpr int kWide = kPanel / (2 * Simd::kLanes);  // pairs of vectors in a row of a panel
 // Between copied rows of x: a power of two would put them all in one cache set.
 constexpr int64_t kStride = kChain + 16;
 
 template <int kRows, int kPairs>
-using Sums = typename V::reg[kRows][kPairs][2];
+using Sums = typename Simd::reg[kRows][kPairs][2];
 
 // total[kRows, 32] (+)= a[kRows, length] · w[length, 2 * kPairs * kLanes], rows of a being `lda` apart; columns are
 // left as unpack parts them. The first chain writes what the others add to. `ahead` is what is wanted next: `stride`
@@ -31,24 +31,24 @@ void chain(const float* a, int64_t lda, const uint16_t* w, int length, float* to
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 4
-    for (int p = 0; p < kPairs; ++p) sums[m][p][0] = sums[m][p][1] = V::zero();
+    for (int p = 0; p < kPairs; ++p) sums[m][p][0] = sums[m][p][1] = Simd::zero();
   }
   // Three rows for each pointer: as many as one register of stride can address.
   const float* from[(kRows + 2) / 3];
   for (int i = 0; i < (kRows + 2) / 3; ++i) from[i] = a + 3 * i * lda;
 #pragma GCC unroll 2
   for (int k = 0; k < length; ++k) {
-    typename V::reg b[kPairs][2];
+    typename Simd::reg b[kPairs][2];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPairs; ++p) V::unpack(w + k * kPanel + p * 2 * V::kLanes, b[p][0], b[p][1]);
+    for (int p = 0; p < kPairs; ++p) Simd::unpack(w + k * kPanel + p * 2 * Simd::kLanes, b[p][0], b[p][1]);
     __builtin_prefetch(ahead + k * stride);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const typename V::reg x = V::broadcast(from[m / 3] + m % 3 * lda + k);
+      const typename Simd::reg x = Simd::broadcast(from[m / 3] + m % 3 * lda + k);
 #pragma GCC unroll 4
       for (int p = 0; p < kPairs; ++p) {
-        sums[m][p][0] = V::fma(x, b[p][0], sums[m][p][0]);
-        sums[m][p][1] = V::fma(x, b[p][1], sums[m][p][1]);
+        sums[m][p][0] = Simd::fma(x, b[p][0], sums[m][p][0]);
+        sums[m][p][1] = Simd::fma(x, b[p][1], sums[m][p][1]);
       }
     }
   }
@@ -58,8 +58,8 @@ void chain(const float* a, int64_t lda, const uint16_t* w, int length, float* to
     for (int p = 0; p < kPairs; ++p) {
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
-        float* to = total + m * kPanel + (2 * p + h) * V::kLanes;
-        V::store(to, first ? sums[m][p][h] : V::add(V::load(to), sums[m][p][h]));
+        float* to = total + m * kPanel + (2 * p + h) * Simd::kLanes;
+        Simd::store(to, first ? sums[m][p][h] : Simd::add(Simd::load(to), sums[m][p][h]));
       }
     }
   }
@@ -75,15 +75,15 @@ Chain chain_of(int rows, std::integer_sequence<int, kRows...>) {
 }
 
 // Where a thread keeps the rows of x that it has copied; grows, and is freed when the thread ends.
-struct Room {
+struct PackedRows {
   float* data = nullptr;
   int64_t size = 0;
   uint64_t product = 0;  // whose rows are in it, and from which on
   int64_t first_row = 0;
 
-  Room() = default;
-  Room(const Room&) = delete;
-  ~Room() { std::free(data); }
+  PackedRows() = default;
+  PackedRows(const PackedRows&) = delete;
+  ~PackedRows() { std::free(data); }
 
   float* get(int64_t wanted) {
     if (wanted > size) {
@@ -100,16 +100,16 @@ struct Room {
 // One tile's rows times one chain's rows of a panel.
 void add_chain(int rows, const float* a, int64_t lda, const uint16_t* w, int length, float* total, bool first,
                const char* ahead, int bytes) {
-  if (rows <= V::kWideRows) {
-    chain_of<kWide>(rows, std::make_integer_sequence<int, V::kWideRows>())(a, lda, w, length, total, first, ahead,
+  if (rows <= Simd::kWideRows) {
+    chain_of<kWide>(rows, std::make_integer_sequence<int, Simd::kWideRows>())(a, lda, w, length, total, first, ahead,
                                                                            bytes / kChain);
     return;
   }
   if constexpr (kWide > 1) {
     const int each = bytes / kWide;
     for (int p = 0; p < kWide; ++p) {
-      const int column = p * 2 * V::kLanes;
-      chain_of<1>(rows, std::make_integer_sequence<int, V::kRows>())(a, lda, w + column, length, total + column, first,
+      const int column = p * 2 * Simd::kLanes;
+      chain_of<1>(rows, std::make_integer_sequence<int, Simd::kRows>())(a, lda, w + column, length, total + column, first,
                                                                      ahead + p * each, each / kChain);
     }
   }
@@ -124,15 +124,15 @@ void finish(const Product& product, const float* totals, int64_t rows, int64_t c
   for (int64_t m = 0; m < rows; ++m, totals += kPanel, y += product.weight.n) {
     float* to = width == kPanel ? y : row;
     for (int p = 0; p < kWide; ++p) {
-      const int at = p * 2 * V::kLanes;
-      typename V::reg low, high;
-      V::interleave(V::load(totals + at), V::load(totals + at + V::kLanes), low, high);
+      const int at = p * 2 * Simd::kLanes;
+      typename Simd::reg low, high;
+      Simd::interleave(Simd::load(totals + at), Simd::load(totals + at + Simd::kLanes), low, high);
       if (product.bias != nullptr) {
-        low = V::add(low, V::load(bias + at));
-        high = V::add(high, V::load(bias + at + V::kLanes));
+        low = Simd::add(low, Simd::load(bias + at));
+        high = Simd::add(high, Simd::load(bias + at + Simd::kLanes));
       }
-      V::store(to + at, activate<kActivation>(low));
-      V::store(to + at + V::kLanes, activate<kActivation>(high));
+      Simd::store(to + at, activate<kActivation>(low));
+      Simd::store(to + at + Simd::kLanes, activate<kActivation>(high));
     }
     if (width != kPanel) std::memcpy(y, row, sizeof(float) * width);
   }
@@ -155,15 +155,15 @@ inline Finish finish_as(Activation activation) {
 inline bool in_place(const Part& part, int64_t k) { return part.rows == 1 || k % 1024 != 0; }
 
 // The rows of x that the part needs, where they are or copied to [chains, rows, kStride]. Null when there is no memory.
-const float* gather(const Product& product, const Part& part, Room& room) {
+const float* gather(const Product& product, const Part& part, PackedRows& packed) {
   const int64_t k = product.weight.k;
   const float* x = product.x + part.first_row * k;
   if (in_place(part, k)) return x;
-  if (room.product == product.id && room.first_row == part.first_row) return room.data;
-  float* copy = room.get((k + kChain - 1) / kChain * part.rows * kStride);
+  if (packed.product == product.id && packed.first_row == part.first_row) return packed.data;
+  float* copy = packed.get((k + kChain - 1) / kChain * part.rows * kStride);
   if (copy == nullptr) return nullptr;
-  room.product = product.id;
-  room.first_row = part.first_row;
+  packed.product = product.id;
+  packed.first_row = part.first_row;
   float* to = copy;
   for (int64_t first = 0; first < k; first += kChain) {
     const int64_t length = k - first < kChain ? k - first : kChain;
@@ -173,15 +173,15 @@ const float* gather(const Product& product, const Part& part, Room& room) {
 }
 
 bool compute(const Product& product, const Part& part) {
-  static thread_local Room room;
+  static thread_local PackedRows packed;
   alignas(64) float totals[kRowBlock * kPanel];
   alignas(64) uint16_t scratch[kChain * kPanel];
   const Weight& weight = product.weight;
-  const float* x = gather(product, part, room);
+  const float* x = gather(product, part, packed);
   if (x == nullptr) return false;
   const bool copied = !in_place(part, weight.k);
   const int64_t lda = copied ? kStride : weight.k;
-  const int tiles = static_cast<int>((part.rows + V::kRows - 1) / V::kRows);
+  const int tiles = static_cast<int>((part.rows + Simd::kRows - 1) / Simd::kRows);
   constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
   // Every tile asks for its share of the next block, so that memory works while the tiles compute.
   const int share = kBlockBytes / tiles;

@@ -1,9 +1,9 @@
-// The operators of this library, as ONNX Runtime reads them: see product.h and lookup.h for what each computes.
+// The operators of this library, as ONNX Runtime reads them: see matmul_op.h and lookup_op.h for what each computes.
 #pragma once
 
 #include <cstddef>
 
-#include "abi.h"
+#include "ort/abi.h"
 
 namespace bf16kit {
 

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "path.h"
+#include "gemm/path.h"
 
 namespace bf16kit {
 

@@ -6,7 +6,7 @@
 namespace bf16kit {
 
 constexpr int64_t kPanel = 32;   // columns of a panel: one cache line of bf16
-constexpr int64_t kChain = 128;  // rows of a weight summed in one chain of fused multiply-adds; see tile.h
+constexpr int64_t kChain = 128;  // rows of a weight summed in one chain of fused multiply-adds; see tile.inl
 
 // How a weight [k, n] is stored.
 enum class Layout {

@@ -1,7 +1,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "path.h"
+#include "gemm/path.h"
 
 namespace bf16kit {
 

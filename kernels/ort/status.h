@@ -4,7 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "abi.h"
+#include "ort/abi.h"
 
 namespace bf16kit {
 

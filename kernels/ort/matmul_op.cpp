@@ -1,11 +1,11 @@
-#include "product.h"
+#include "ort/matmul_op.h"
 
 #include <cstdio>
 #include <iterator>
 #include <new>
 
-#include "node.h"
-#include "status.h"
+#include "ort/node.h"
+#include "ort/status.h"
 
 namespace bf16kit {
 
