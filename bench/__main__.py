@@ -1,4 +1,5 @@
-"""``python -m bench [NAME …]``: run benchmarks, print a table, write ``bench/results/NAME.json``.
+"""``python -m bench [NAME …]``: run benchmarks, print a table, write
+``bench/results/MACHINE/NAME.json``, MACHINE being the kind of machine it is.
 
 Each benchmark runs in a process of its own, one after the other, so that none inherits another's threads or memory.
 Exit code 0 when every target is met, 1 when one is missed or a benchmark failed. The numbers are worth no more than the
@@ -15,31 +16,33 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import machine, results
-from bench.workspace import Workspace
+from bench.core import machine, results
+from bench.core.workspace import Workspace
 
-NAMES = (
-    "artifact_size",
-    "conversion_memory",
-    "conversion_large",
-    "conversion_torch",
-    "conversion_speed",
-    "rounding_speed",
-    "drift_minilm",
-    "startup",
-    "latency_mlp",
-    "cpu_mlp",
-    "throughput_minilm",
-    "overload",
-    "kernel",
-    "kernel_minilm",
-    "kernel_lm",
-    "kernel_memory",
-    "kernel_numerics",
-    "gpu",
-)
+MODULES = {
+    "artifact_size": "conversion.artifact_size",
+    "conversion_memory": "conversion.memory",
+    "conversion_large": "conversion.large",
+    "conversion_torch": "conversion.torch_sources",
+    "conversion_speed": "conversion.speed",
+    "rounding_speed": "conversion.rounding_speed",
+    "drift_minilm": "conversion.drift",
+    "startup": "serving.startup",
+    "latency_mlp": "serving.latency",
+    "cpu_mlp": "serving.cpu",
+    "throughput_minilm": "serving.throughput",
+    "overload": "serving.overload",
+    "kernel": "kernel.layers",
+    "kernel_minilm": "kernel.minilm",
+    "kernel_lm": "kernel.lm",
+    "kernel_memory": "kernel.memory",
+    "kernel_numerics": "kernel.numerics",
+    "gpu": "gpu.gpu",
+    "calibrated_rounding": "conversion.calibrated_rounding",
+    "latency_commits": "serving.latency_commits",
+}
 BY_NAME_ONLY = ("calibrated_rounding", "latency_commits")  # what a decision rests on, and no promise
-RESULTS = Path(__file__).parent / "results"
+NAMES = tuple(name for name in MODULES if name not in BY_NAME_ONLY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,13 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones, of {', '.join(NAMES)}; all of them")
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see that it runs; writes no results")
     parser.add_argument("--workspace", type=Path, help="keep converted models here for the next run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where results go, bench/results")
+    parser.add_argument("--results", type=Path, default=results.here(), help="where results go, bench/results/MACHINE")
     return parser
 
 
 def _run(chosen: argparse.Namespace, workspace: Path) -> int:
     names = chosen.names or NAMES
-    unknown = sorted(set(names) - {*NAMES, *BY_NAME_ONLY})
+    unknown = sorted(set(names) - MODULES.keys())
     if unknown:
         print(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}", file=sys.stderr)
         return 2
@@ -74,7 +77,7 @@ def _run(chosen: argparse.Namespace, workspace: Path) -> int:
 
 def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int:
     described = machine.describe()
-    result: results.Result = importlib.import_module(f"bench.{name}").measure(workspace, quick=chosen.quick)
+    result: results.Result = importlib.import_module(f"bench.{MODULES[name]}").measure(workspace, quick=chosen.quick)
     for grid in result.grids:
         print(grid.text(), end="\n\n", flush=True)
     print(results.table([result]), flush=True)

@@ -21,7 +21,7 @@ from offered import INFER
 from serverprocess import ServerProcess
 from waiting import until
 
-from bench.workspace import Workspace
+from bench.core.workspace import Workspace
 
 pytestmark = pytest.mark.hostile
 _CLIENTS = 8

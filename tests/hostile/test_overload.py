@@ -12,8 +12,8 @@ from figures import amount
 from offered import INFER, Requests, wrong
 from waiting import until
 
-from bench.http2 import Connection
-from bench.openloop import Offering, Outcome
+from bench.serving.http2 import Connection
+from bench.serving.openloop import Offering, Outcome
 
 pytestmark = pytest.mark.hostile
 _CONNECTIONS = 16

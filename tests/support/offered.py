@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 from loopback import infer_request
 
-from bench.openloop import Outcome
+from bench.serving.openloop import Outcome
 from bf16kit.artifact import Artifact
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime.loading import load

@@ -8,7 +8,7 @@ import struct
 import threading
 from types import TracebackType
 
-from bench.http2 import (
+from bench.serving.http2 import (
     ACK,
     DATA,
     END_HEADERS,

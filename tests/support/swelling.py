@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from wireedits import field, varint
 
-from bench.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame, request_headers
+from bench.serving.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame, request_headers
 from bf16kit.protocol import inference_pb2 as pb
 from service.transport.handlers import SERVICE
 

@@ -97,7 +97,7 @@ def test_what_the_calling_program_set_aside_stays_so() -> None:
 
 
 def test_onednn_keeps_few_kernels_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # that it does what it says, bench/conversion_memory sees
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # that it does what it says, bench/conversion/memory.py sees
     monkeypatch.setenv(name, "7")
     keep_few_primitives()
     assert os.environ[name] == "7"

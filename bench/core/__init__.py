@@ -1,0 +1,1 @@
+"""What every benchmark is made of: results, machines, processes, timing in turns."""

@@ -1,0 +1,108 @@
+"""The processes a benchmark talks to: `bf16-serve` and the bare handler, each stopped when its block ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from bench.core.workspace import program
+from bench.serving import wire
+
+_READY_TIMEOUT_S = 60.0
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process that answers gRPC on ``port`` of the loopback interface; ``started_s`` is how long that took."""
+
+    process: subprocess.Popen[str]
+    port: int
+    started_s: float
+
+    def cpu_seconds(self) -> float:
+        """User and system time the process has used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = None) -> Iterator[Server]:
+    """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there.
+
+    ``tree`` holds the packages to run, where they are not this tree's.
+    """
+    port, http_port = _free_ports(2)
+    environment = dict(os.environ) if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
+    command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu", *flags]
+    command += ["--grpc-port", str(port), "--http-port", str(http_port)]
+    with log.open("w") as stream:
+        started = time.perf_counter()
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, text=True, env=environment)
+    try:
+        _wait_until_ready(process, port, log)
+        yield Server(process, port, time.perf_counter() - started)
+    finally:
+        _stop(process)
+
+
+@contextmanager
+def bare_handler(graph: Path) -> Iterator[Server]:
+    """The bare handler of :mod:`bench.serving.bare` around ``graph``."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "bench.serving.bare", str(graph)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield Server(process, int(process.stdout.readline()), time.perf_counter() - started)
+    finally:
+        _stop(process)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports free just now. Held together, so that they differ."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [held.getsockname()[1] for held in sockets]
+    for held in sockets:
+        held.close()
+    return ports
+
+
+def _wait_until_ready(process: subprocess.Popen[str], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    # A channel waits ever longer between attempts to connect; a start is timed more finely than that.
+    options = [("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 20)]
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.SERVER_READY)
+        while not _says_ready(ask):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"bf16-serve did not become ready:\n{log.read_text()[-4000:]}")
+            time.sleep(_POLL_S)
+
+
+def _says_ready(ask: grpc.UnaryUnaryMultiCallable[bytes, bytes]) -> bool:
+    try:
+        return wire.is_ready(ask(b"", timeout=1))
+    except grpc.RpcError:
+        return False
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

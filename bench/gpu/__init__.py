@@ -1,0 +1,1 @@
+"""bf16 on an NVIDIA GPU."""

@@ -1,0 +1,1 @@
+"""The CPU kernel against ONNX Runtime, OpenVINO and torch."""

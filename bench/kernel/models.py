@@ -1,0 +1,170 @@
+"""The models the CPU kernel is measured on, and the graphs its peers are given: the same weights in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
+
+from bench.core.workspace import Workspace
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.externaldata import REBUILT, initializers
+
+WIDTH = 4096
+COLUMNS = 96 + 4  # of the numerics models: three panels and a narrower one
+_OPSET, _IR = 22, 10
+_LARGE = 256  # elements of a matrix that the converter stores in bf16
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def layers(workspace: Workspace, count: int) -> tuple[Path, Path]:
+    """``count`` products of [rows, 4096] by [4096, 4096], nothing between them: its ONNX file and its artifact."""
+    name = f"layers{count}"
+    file = workspace.root / name / f"{name}.onnx"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        names = ["x", *(f"h{layer}" for layer in range(1, count)), "y"]
+        products = [(names[layer], f"w{layer}", names[layer + 1]) for layer in range(count)]
+        weights = {f"w{layer}": _weight(WIDTH, WIDTH, seed=layer) for layer in range(count)}
+        _write_products(file, products, weights, {"x": WIDTH}, {"y": WIDTH})
+    # A residual of a gigabyte would be written for nothing.
+    flags = ["--no-residual"] if count > 4 else []
+    return file, workspace.converted(name, file, *_flags(), *flags)
+
+
+def products(workspace: Workspace, depths: Sequence[int]) -> Path:
+    """An artifact of products of depth K for each of ``depths``: xK [rows, K] by wK [K, 100] is yK."""
+    file = workspace.root / "products" / "products.onnx"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        weights = {f"w{depth}": _weight(depth, COLUMNS, seed=depth) for depth in depths}
+        named = [(f"x{depth}", f"w{depth}", f"y{depth}") for depth in depths]
+        inputs, outputs = {f"x{depth}": depth for depth in depths}, {f"y{depth}": COLUMNS for depth in depths}
+        _write_products(file, named, weights, inputs, outputs)
+    return workspace.converted("products", file, *_flags())
+
+
+def language_model(workspace: Workspace, *, tied: bool) -> Path:
+    """The artifact of :mod:`bench.kernel.torch_lm`, its output layer tied to the embedding, or its own."""
+    from bench.kernel import torch_lm
+
+    name = "lm_tied" if tied else "lm"
+    workspace.root.mkdir(parents=True, exist_ok=True)
+    file = workspace.root / f"{name}.pt"
+    if not file.exists():
+        torch_lm.save(file, tied=tied)
+    build = ["--model", "bench.kernel.torch_lm:step", "--model-args", f'{{"tied": {str(tied).lower()}}}']
+    inputs = [word for text in torch_lm.inputs() for word in ("--input", text)]
+    return workspace.converted(name, file, *build, *inputs, *_flags())
+
+
+def _flags() -> list[str]:
+    return ["--format", "onnx", "--profile", "cpu", "--no-report"]
+
+
+def _weight(rows: int, columns: int, seed: int) -> NDArray[np.float32]:
+    """Gaussian, scaled so that products neither grow nor fade from layer to layer."""
+    return np.random.default_rng(seed).standard_normal((rows, columns), np.float32) * np.float32(rows**-0.5)
+
+
+def _write_products(
+    file: Path,
+    products: Sequence[tuple[str, str, str]],
+    weights: dict[str, NDArray[np.float32]],
+    inputs: dict[str, int],
+    outputs: dict[str, int],
+) -> None:
+    nodes = [helper.make_node("MatMul", [x, w], [y], w.replace("w", "product")) for x, w, y in products]
+    edges = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width]) for name, width in side.items()]
+        for side in (inputs, outputs)
+    ]
+    tensors = [numpy_helper.from_array(weight, name) for name, weight in weights.items()]
+    graph = helper.make_graph(nodes, "products", edges[0], edges[1], tensors)
+    _save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR), file)
+
+
+# --- what the peers read ----------------------------------------------------------------------------------------------
+
+
+def fp32_graph(artifact: Path, file: Path, *, rounded: bool = False) -> Path:
+    """The source model in fp32 as the converter read it, as one ONNX graph: the artifact's reference, its weights
+    restored bit for bit and written beside ``file``. With ``rounded`` they are the bf16 ones, widened."""
+    if file.exists():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    opened = Artifact.open(artifact, verify=False)
+    reference = artifact / str(opened.manifest.reference)
+    rebuilt = set(initializers(reference, REBUILT))
+    model = onnx.load(reference, load_external_data=False)
+    for tensor in model.graph.initializer:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        if tensor.name not in rebuilt:
+            array = opened.tensor(tensor.name)
+        elif rounded:
+            array = opened.tensor(tensor.name).astype(np.float32)
+        else:
+            array = opened.restore(tensor.name)
+        _fill(tensor, numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+    _save(model, file)
+    return file
+
+
+def bf16_stored(graph: Path, file: Path) -> Path:
+    """``graph`` with its matrices stored in bf16 and widened by a Cast, as other runtimes are given such weights."""
+    if file.exists():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    model = onnx.load(graph)
+    casts = []
+    for tensor in model.graph.initializer:
+        if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 2 or np.prod(tensor.dims) < _LARGE:
+            continue
+        name, stored = tensor.name, f"{tensor.name}_bf16"
+        narrow = numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16)
+        raw = helper.make_tensor(stored, TensorProto.BFLOAT16, narrow.shape, narrow.tobytes(), raw=True)
+        _fill(tensor, raw)
+        casts.append(helper.make_node("Cast", [stored], [name], f"widen_{name}", to=TensorProto.FLOAT))
+    nodes = [*casts, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    _save(model, file)
+    return file
+
+
+def _fill(tensor: TensorProto, content: TensorProto) -> None:
+    tensor.Clear()
+    tensor.CopyFrom(content)
+
+
+def _save(model: onnx.ModelProto, file: Path) -> None:
+    """Large tensors go to a file of their own beside ``file``, aligned so that ONNX Runtime can map them."""
+    data = file.with_name(f"{file.name}.data")
+    with data.open("wb") as stream:
+        for tensor in model.graph.initializer:
+            if len(tensor.raw_data) < _LARGE * 4:
+                continue
+            offset = -(-stream.tell() // _PAGE) * _PAGE
+            stream.write(b"\0" * (offset - stream.tell()))
+            stream.write(tensor.raw_data)
+            set_external_data(tensor, data.name, offset=offset, length=len(tensor.raw_data))
+            tensor.ClearField("raw_data")
+    onnx.save(model, file)
+
+
+_PAGE = 4096
+
+
+def feeds(rows: int, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Gaussian float32 ``x`` [rows, 4096]."""
+    return {"x": np.random.default_rng(seed).standard_normal((rows, WIDTH), np.float32)}

@@ -1,0 +1,1 @@
+"""`bf16-serve` under load."""

@@ -1,0 +1,165 @@
+"""The client process of the latency and throughput benchmarks, and the handle a benchmark holds on it.
+
+It sends the same serialised bytes again and again and never parses a reply. The benchmark writes one JSON command per
+line to its standard input and reads one JSON answer per line, so that blocks against two servers can take turns while
+both clients stay connected and warm.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import grpc
+
+from bench.serving import wire
+from bench.serving.http2 import Connection
+
+Transport = Literal["http2", "grpcio"]
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Of one block of calls, one in flight, in seconds."""
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of one block with several calls in flight; ``client_cpu_s`` is what the client itself used, in seconds."""
+
+    calls: int
+    seconds: float
+    client_cpu_s: float
+
+    @property
+    def rate(self) -> float:
+        """Calls per second."""
+        return self.calls / self.seconds
+
+
+class Client:
+    """A client process for one server: start it with the serialised ``request``, leave it to end it."""
+
+    def __init__(self, port: int, request: bytes) -> None:
+        command = [sys.executable, "-m", "bench.serving.client", str(port), request.hex()]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()  # the end of its input ends it
+
+    def latency(self, calls: int) -> Latency:
+        """Percentiles over ``calls`` calls, each sent when the one before has been answered."""
+        return Latency(**self._do("latency", calls=calls))
+
+    def load(self, in_flight: int, seconds: float, transport: Transport) -> Load:
+        """``in_flight`` calls kept open for ``seconds``, by :mod:`bench.serving.http2` or by grpcio's own client."""
+        return Load(**self._do("load", in_flight=in_flight, seconds=seconds, transport=transport))
+
+    def _do(self, command: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the client process ended with exit code {self._process.wait()}; its error is above")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+# --- inside the client process ----------------------------------------------------------------------------------------
+
+
+class _Caller:
+    """The two ways to call one server with one request."""
+
+    def __init__(self, port: int, request: bytes) -> None:
+        self._port = port
+        self._request = request
+        # Without serialisers the call takes and gives bytes.
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.INFER)
+
+    def latency(self, calls: int) -> dict[str, float]:
+        call, request, clock = self._call, self._request, time.perf_counter
+        durations = []
+        for _ in range(calls):
+            started = clock()
+            call(request)
+            durations.append(clock() - started)
+        durations.sort()
+        return {"p50": durations[calls // 2], "p99": durations[calls * 99 // 100]}
+
+    def load(self, in_flight: int, seconds: float, transport: Transport) -> dict[str, float]:
+        run = self._over_http2 if transport == "http2" else self._over_grpcio
+        cpu, started = _cpu_seconds(), time.perf_counter()
+        calls = run(in_flight, seconds)
+        elapsed = time.perf_counter() - started
+        return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu}
+
+    def _over_http2(self, in_flight: int, seconds: float) -> int:
+        expected = len(self._call(self._request))
+        connection = Connection(self._port, wire.INFER, self._request, expected)
+        try:
+            return connection.run(in_flight, seconds)
+        finally:
+            connection.close()
+
+    def _over_grpcio(self, in_flight: int, seconds: float) -> int:
+        """Futures: the callback of each sends the next. Cheaper than a thread per call, and no thread to wake."""
+        deadline = time.perf_counter() + seconds
+        ended, failures, calls = threading.Semaphore(0), list[str](), [0]
+
+        def send() -> None:
+            self._call.future(self._request).add_done_callback(received)
+
+        def received(call: Any) -> None:
+            # Callbacks run on the channel's one thread, so counting needs no lock.
+            calls[0] += 1
+            if call.code() is not grpc.StatusCode.OK:
+                failures.append(str(call.details()))
+            if failures or time.perf_counter() >= deadline:
+                ended.release()
+            else:
+                send()
+
+        for _ in range(in_flight):
+            send()
+        for _ in range(in_flight):
+            ended.acquire()
+        if failures:
+            raise RuntimeError(f"a call failed: {failures[0]}")
+        return calls[0]
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _main(port: int, request: bytes) -> None:
+    caller = _Caller(port, request)
+    commands: dict[str, Callable[..., dict[str, float]]] = {"latency": caller.latency, "load": caller.load}
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        print(json.dumps(commands[command](**arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), bytes.fromhex(sys.argv[2]))

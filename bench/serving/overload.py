@@ -1,0 +1,106 @@
+"""What clients see when ten times as much is asked as the server can do: who is answered, how soon; who is refused, how
+soon. An open loop over 16 connections, from another process on the same machine.
+
+Capacity is what a closed loop reaches. The first block offers 80 % of it, the second ten times as much, against one
+fresh server per round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bench.core import models
+from bench.core.processes import Server, bf16_serve
+from bench.core.results import Measurement, Result
+from bench.core.workspace import Workspace
+from bench.serving import wire
+from bench.serving.client import Client
+from bench.serving.openloop import Outcome, offer
+
+_ROUNDS, _SECONDS, _CAPACITY_SECONDS = 5, 10.0, 5.0
+_QUICK = 1, 2.0, 1.0
+_IN_FLIGHT = 16
+_MS = 1e3
+_TIMES_SLOWER, _REFUSED_P50_MS, _REFUSED_P99_MS = 3.0, 5.0, 25.0
+
+
+@dataclass(frozen=True)
+class _Round:
+    capacity: float
+    calm: Outcome
+    storm: Outcome
+    cpu_us: float  # of the server, per call answered in the closed loop
+
+
+def measure(workspace: Workspace, *, quick: bool) -> Result:
+    """For the MLP and for MiniLM: times of the answered and of the refused."""
+    rounds, seconds, capacity_seconds = _QUICK if quick else (_ROUNDS, _SECONDS, _CAPACITY_SECONDS)
+    mlp = workspace.repository("overload_mlp", workspace.mlp())
+    minilm = workspace.repository("overload_minilm", workspace.minilm())
+    subjects = (
+        ("MLP", mlp, wire.infer_request("mlp", models.mlp_feeds(rows=1))),
+        ("MiniLM", minilm, wire.infer_request("minilm", models.minilm_feeds(1))),
+    )
+    found: list[Measurement] = []
+    for name, repository, request in subjects:
+        log = workspace.root / f"overload_{name}.log"
+        done = [_round(repository, log, request, seconds, capacity_seconds) for _ in range(rounds)]
+        found += _measurements(name, done)
+    return Result(
+        "overload",
+        tuple(found),
+        settings={"rounds": rounds, "seconds": seconds, "connections": 16, "serving": "defaults"},
+        notes=(
+            "times count from the moment when a call was due, the generator's own delay included",
+            "medians over rounds, each with a server of its own",
+        ),
+    )
+
+
+def _round(repository: Path, log: Path, request: bytes, seconds: float, capacity_seconds: float) -> _Round:
+    with bf16_serve(repository, log) as server, Client(server.port, request) as client:
+        client.load(_IN_FLIGHT, capacity_seconds / 2, "http2")
+        before = server.cpu_seconds()
+        load = client.load(_IN_FLIGHT, capacity_seconds, "http2")
+        cpu_us = (server.cpu_seconds() - before) / load.calls * 1e6
+        calm = _offer(server, request, 0.8 * load.rate, seconds)
+        return _Round(load.rate, calm, _offer(server, request, 10 * load.rate, seconds), cpu_us)
+
+
+def _offer(server: Server, request: bytes, rate: float, seconds: float) -> Outcome:
+    return offer(server.port, request, rate=rate, seconds=seconds)
+
+
+def _measurements(name: str, rounds: list[_Round]) -> list[Measurement]:
+    def over(of: str, share: float, *, storm: bool) -> float:
+        return median((r.storm if storm else r.calm).percentile(of, share) for r in rounds) * _MS
+
+    calm, storm = over("answered", 0.99, storm=False), over("answered", 0.99, storm=True)
+    return [
+        Measurement(f"{name}: capacity in a closed loop", median(r.capacity for r in rounds), "calls/s"),
+        Measurement(f"{name}: server's processor time per call", median(r.cpu_us for r in rounds), "µs"),
+        Measurement(f"{name}: p50 at 80 %", over("answered", 0.5, storm=False), "ms"),
+        Measurement(f"{name}: p99 at 80 %", calm, "ms"),
+        Measurement(f"{name}: offered 10 ×, answered p50", over("answered", 0.5, storm=True), "ms"),
+        Measurement(f"{name}: offered 10 ×, answered p99", storm, "ms"),
+        Measurement(f"{name}: p99 of the answered ÷ p99 at 80 %", storm / calm, at_most=_TIMES_SLOWER),
+        Measurement(f"{name}: refused p50", over("refused", 0.5, storm=True), "ms", at_most=_REFUSED_P50_MS),
+        Measurement(f"{name}: refused p99", over("refused", 0.99, storm=True), "ms", at_most=_REFUSED_P99_MS),
+        Measurement(f"{name}: RESOURCE_EXHAUSTED p50", over("RESOURCE_EXHAUSTED", 0.5, storm=True), "ms"),
+        Measurement(f"{name}: RESOURCE_EXHAUSTED p99", over("RESOURCE_EXHAUSTED", 0.99, storm=True), "ms"),
+        Measurement(
+            f"{name}: refused by gRPC itself, with CANCELLED, ÷ refused",
+            median(r.storm.counts.get("CANCELLED", 0) / max(len(r.storm.refused), 1) for r in rounds),
+        ),
+        Measurement(
+            f"{name}: answered under 10 × ÷ capacity",
+            median(len(r.storm.answered) / r.capacity for r in rounds) / _answering_seconds(rounds),
+        ),
+        Measurement(f"{name}: neither answered nor refused", float(sum(r.storm.lost for r in rounds)), at_most=0),
+    ]
+
+
+def _answering_seconds(rounds: list[_Round]) -> float:
+    return rounds[0].storm.offered / (10 * rounds[0].capacity)
