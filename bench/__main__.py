@@ -76,7 +76,7 @@ def _run(chosen: argparse.Namespace, workspace: Path) -> int:
 
 
 def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int:
-    described = machine.describe()
+    described, others = machine.describe(), machine.Others()
     result: results.Result = importlib.import_module(f"bench.{MODULES[name]}").measure(workspace, quick=chosen.quick)
     for grid in result.grids:
         print(grid.text(), end="\n\n", flush=True)
@@ -84,7 +84,10 @@ def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int
     for note in result.notes:
         print(f"  ({note})", flush=True)
     if not chosen.quick and not result.skipped:  # the result of a machine that could run it is worth keeping
+        described |= others.shares()
         results.write(result, chosen.results, command=f"python -m bench {name}", machine=described)
+        if not described["clean"]:
+            print("  (the tree differs from its commit, or has none: the result says so, and is not for publishing)")
     return 1 if result.missed else 0
 
 

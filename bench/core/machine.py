@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import resource
 import subprocess
+import time
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bf16kit.runtime.kernel import LIBRARY
+
+ROOT = Path(__file__).parents[2]
+UNMEASURED = ("README.md", "CHANGELOG.md", "docs", "bench/results")
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch", "openvino", "transformers", "grpcio", "protobuf")
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 # The widest that a processor has names its kind; the words of /proc/cpuinfo.
@@ -43,7 +50,9 @@ def describe() -> dict[str, Any]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "packages": _versions(),
-        "commit": _commit(),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "clean": clean(),
+        "kernel": _digest(LIBRARY),
         "date": datetime.now(UTC).date().isoformat(),
     }
 
@@ -65,11 +74,54 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
-    """The commit measured, marked when the tree differs from it; empty outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+def clean() -> bool:
+    """Whether what is measured is what the commit has. Documentation is not measured, and results are what is written
+    meanwhile. Outside a checkout nobody knows."""
+    unmeasured = [f":(exclude){path}" for path in UNMEASURED]
+    return bool(_git("rev-parse", "HEAD")) and not _git("status", "--porcelain", "--", ".", *unmeasured)
+
+
+def _git(*arguments: str) -> str:
+    """What git says about this checkout; empty outside one."""
+    command = ["git", *arguments]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return ""
     return done.stdout.strip()
+
+
+def _digest(file: Path) -> str:
+    """Which build of the kernel ran: git does not know it. Empty where there is none."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else ""
+
+
+# --- who else was at work ---------------------------------------------------------------------------------------------
+
+
+class Others:
+    """How much of the processors went to other programs meanwhile, and to other machines on the same host."""
+
+    def __init__(self) -> None:
+        self._before = _ticks(), _own_seconds(), time.monotonic()
+
+    def shares(self) -> dict[str, float]:
+        """Since the start: fractions of all processors' time. Our own children count once they have ended."""
+        (busy, stolen), own, started = self._before
+        (busy_now, stolen_now), own_now = _ticks(), _own_seconds()
+        whole = (time.monotonic() - started) * (os.cpu_count() or 1) or 1.0
+        others = max(0.0, (busy_now - busy) - (own_now - own)) / whole
+        return {"other_programs": round(others, 4), "stolen": round((stolen_now - stolen) / whole, 4)}
+
+
+def _ticks() -> tuple[float, float]:
+    """Seconds that processors were busy, and that they were stolen by the host, since the machine started."""
+    user, nice, system, _, _, interrupts, soft, stolen, *_ = (
+        int(field) / os.sysconf("SC_CLK_TCK") for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+    )
+    return user + nice + system + interrupts + soft, stolen
+
+
+def _own_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

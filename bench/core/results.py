@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,28 +11,42 @@ from typing import Any
 
 from bench.core import machine as machines
 from bench.core.grid import Grid
+from bench.core.verdict import Estimate, Samples, Verdict, verdict
 
 _RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One number. With ``at_most`` or ``at_least`` it is judged; without, it is there to explain those that are."""
+    """One number. With ``at_most`` or ``at_least`` it is judged; without, it is there to explain those that are.
+
+    ``interval`` holds the value with a confidence of about 95 %; a goal inside it is neither met nor missed.
+    """
 
     name: str
     value: float
     unit: str = ""
     at_most: float | None = None
     at_least: float | None = None
+    interval: tuple[float, float] | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, found: Estimate, unit: str = "", *, at_most: float | None = None, at_least: float | None = None
+    ) -> Measurement:
+        """``found`` with its interval."""
+        return cls(name, found.value, unit, at_most, at_least, (found.low, found.high))
 
     @property
-    def met(self) -> bool | None:
+    def verdict(self) -> Verdict | None:
         """Whether the target is reached; ``None`` without a target. NaN reaches none."""
+        if self.at_most is None and self.at_least is None:
+            return None
+        if self.interval is not None:
+            return verdict(Estimate(self.value, *self.interval), at_least=self.at_least, at_most=self.at_most)
         if self.at_most is not None:
-            return self.value <= self.at_most
-        if self.at_least is not None:
-            return self.value >= self.at_least
-        return None
+            return "met" if self.value <= self.at_most else "missed"
+        return "met" if self.at_least is not None and self.value >= self.at_least else "missed"
 
     @property
     def target(self) -> str:
@@ -42,14 +57,15 @@ class Measurement:
     def as_dict(self) -> dict[str, Any]:
         bounds = {"at_most": self.at_most, "at_least": self.at_least}
         given = {key: bound for key, bound in bounds.items() if bound is not None}
-        verdict = {} if self.met is None else {"met": self.met}
-        return {"name": self.name, "value": _significant(self.value), "unit": self.unit} | given | verdict
+        judged = {} if self.verdict is None else {"verdict": self.verdict}
+        interval = {} if self.interval is None else {"interval": [_finite(bound) for bound in self.interval]}
+        return {"name": self.name, "value": _significant(self.value), "unit": self.unit} | interval | given | judged
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """All that one benchmark found. ``settings`` say how it was measured, ``notes`` what a reader should know;
-    ``grids`` hold the values that are compared, side by side.
+    ``grids`` hold the values that are compared, side by side; ``samples`` every run of every side, by piece of work.
 
     A benchmark that this machine cannot run has no measurements and a reason in ``skipped``.
     """
@@ -60,10 +76,11 @@ class Result:
     notes: Sequence[str] = ()
     skipped: str = ""
     grids: Sequence[Grid] = ()
+    samples: Mapping[str, Mapping[str, Samples]] = field(default_factory=dict)
 
     @property
     def missed(self) -> list[Measurement]:
-        return [measurement for measurement in self.measurements if measurement.met is False]
+        return [measurement for measurement in self.measurements if measurement.verdict == "missed"]
 
 
 def here() -> Path:
@@ -82,6 +99,11 @@ def write(result: Result, directory: Path, *, command: str, machine: Mapping[str
     if result.grids:
         content["grids"] = [grid.as_dict() for grid in result.grids]
     content["notes"] = list(result.notes)
+    if result.samples:
+        content["samples_ms"] = {
+            piece: {side: _written(samples) for side, samples in sides.items()}
+            for piece, sides in result.samples.items()
+        }
     file = directory / f"{result.benchmark}.json"
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return file
@@ -100,9 +122,27 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _row(benchmark: str, measurement: Measurement) -> tuple[str, str, str, str, str]:
-    verdict = {True: "met", False: "MISSED", None: ""}[measurement.met]
+    judged = measurement.verdict or ""
     value = f"{_significant(measurement.value):g} {measurement.unit}".rstrip()
-    return benchmark, measurement.name, value, measurement.target, verdict
+    if measurement.interval is not None:
+        low, high = measurement.interval
+        value += f" [{low:.3g}, {high:.3g}]"
+    return benchmark, measurement.name, value, measurement.target, judged.upper() if judged == "missed" else judged
+
+
+def _written(samples: Samples) -> list[str]:
+    """One line per process: milliseconds of its runs, turns parted by commas."""
+    return [", ".join(" ".join(f"{seconds * 1e3:.4g}" for seconds in turn) for turn in process) for process in samples]
+
+
+def samples_of(lines: Sequence[str]) -> Samples:
+    """The samples that a result's ``samples_ms`` has as ``lines``."""
+    return [[[float(value) / 1e3 for value in turn.split()] for turn in line.split(",")] for line in lines]
+
+
+def _finite(bound: float) -> float | None:
+    """For JSON, which has neither infinity nor NaN."""
+    return _significant(bound) if math.isfinite(bound) else None
 
 
 def _significant(value: float) -> float:

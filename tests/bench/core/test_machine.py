@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from bench.core import machine
+
+AUTHOR = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
 
 ZEN4 = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17", "flags": "fma avx2 avx512f avx512_bf16"}
 SAPPHIRE = {"vendor_id": "GenuineIntel", "cpu family": "6", "model": "143", "flags": "avx2 avx512_bf16 amx_bf16"}
@@ -27,3 +32,41 @@ def test_the_key_says_vendor_family_model_widest_instructions_and_processors(
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert machine.key() == expected
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clean checkout of one committed file, taken for this one."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    (tmp_path / "measured.py").write_text("1")
+    for command in (["init", "-q"], ["add", "-A"], [*AUTHOR, "commit", "-qm", "one"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_a_tree_like_its_commit_is_clean(checkout: Path) -> None:
+    (checkout / "bench" / "results").mkdir(parents=True)
+    (checkout / "bench" / "results" / "one.json").write_text("{}")  # what another benchmark has just written
+    (checkout / "README.md").write_text("")
+    assert machine.clean()
+
+
+@pytest.mark.parametrize("name", ["measured.py", "untracked.py"])
+def test_a_changed_tree_is_not(checkout: Path, name: str) -> None:
+    (checkout / name).write_text("2")
+    assert not machine.clean()
+
+
+def test_outside_a_checkout_nothing_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert not machine.clean()
+
+
+def test_what_other_programs_took_is_all_but_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processors in ten seconds: twelve seconds busy, four of them ours, and one stolen."""
+    ticks, own, now = iter([(100.0, 5.0), (112.0, 6.0)]), iter([1.0, 5.0]), iter([0.0, 10.0])
+    monkeypatch.setattr(machine, "_ticks", lambda: next(ticks))
+    monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert machine.Others().shares() == {"other_programs": 0.4, "stolen": 0.05}
