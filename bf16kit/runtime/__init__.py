@@ -32,7 +32,7 @@ class RuntimeInfo:
     precision: str  # "bf16" | "bf16-weights" | "fp32"
     accumulation: Accumulation
     note: str = ""  # one sentence for people, e.g. why bf16 was widened
-    kernel: str = ""  # the path of the CPU kernel that runs: "avx512f" | "avx2" | "portable"; "" = it has no part
+    kernel: str = ""  # the path of the CPU kernel that runs: one of kernel.PATHS; "" = it has no part
     advice: str = ""  # what the note costs and its remedy, where there is one: worth saying once, not for every model
 
 

@@ -1,17 +1,18 @@
 """The CPU kernel, as Python sees it: a library beside this file, which path of it runs, and why it may not be used.
 
-The library holds operators of the domain ``bf16kit``: products of fp32 activations by weights that stay bf16 in
-memory, summed in fp32 (``MatMul_…``; ``MatMul2_…`` and ``MatMul3_…`` for several weights at once; the generic
-``MatMul`` is for graphs made by hand), and ``Gather_…``, which looks rows up in such a weight. A graph that has such
-nodes also defines them as functions of standard operators. ONNX Runtime falls back to those where the library is not
-registered: the same results within fp32 rounding, from weights widened at load.
+The library holds operators of the domain ``bf16kit``: products of fp32 activations by weights that stay bf16 in memory,
+summed in fp32 (``MatMul_…``; ``MatMul2_…`` and ``MatMul3_…`` for several weights at once; the generic ``MatMul`` is for
+graphs made by hand), the same with activations rounded to bf16 (``MatMulBf16_…``), and ``Gather_…``, which looks rows
+up in such a weight. A graph that has such nodes also defines them as functions of standard operators. ONNX Runtime
+falls back to those where the library is not registered: the same results within fp32 rounding, from weights widened at
+load.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).with_name("_bf16kernel.so")
 VARIABLE = "BF16KIT_KERNEL_PATH"
-PATHS = ("avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, the fastest first
+PATHS = ("avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, the fastest first
+BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
 
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
@@ -59,20 +61,24 @@ def kernel_for(model: Path | bytes) -> Kernel:
     """
     parsed = _parsed(model)
     functions = (function.node for function in parsed.functions if function.domain != DOMAIN)
-    return available() if any(map(_has_ours, (parsed.graph.node, *functions))) else NOT_NEEDED
+    operators = {name for nodes in (parsed.graph.node, *functions) for name in _ours(nodes)}
+    return available(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
 
 
-def available() -> Kernel:
+def available(*, rounds: bool = False) -> Kernel:
     """The kernel on this machine, as the environment stands now. Raises :class:`ConfigError` as :func:`chosen` does."""
-    kernel = chosen()
+    kernel = chosen(rounds=rounds)
     refusal = _refusal() if kernel.path else ""
     if refusal:
         return _without(f"this ONNX Runtime and its library do not fit ({refusal})", f"install {_ONNXRUNTIME}")
     return kernel
 
 
-def chosen() -> Kernel:
+def chosen(*, rounds: bool = False) -> Kernel:
     """What :func:`available` gives unless ONNX Runtime refuses it, which is not imported to ask.
+
+    ``rounds``: the path for products that round their activations to bf16; ``avx512_bf16`` is for those alone, and
+    names ``avx512f`` for others.
 
     Raises :class:`ConfigError` when ``BF16KIT_KERNEL_PATH`` names no path, or one this processor cannot run: who named
     it wants that path, and not another one in silence.
@@ -88,7 +94,8 @@ def chosen() -> Kernel:
     if not LIBRARY.exists():
         return _without(_NOT_BUILT, _REINSTALL)
     try:
-        ask = ctypes.CDLL(str(LIBRARY)).bf16kit_kernel_path
+        library = ctypes.CDLL(str(LIBRARY))
+        ask = library.bf16kit_kernel_path_bf16 if rounds else library.bf16kit_kernel_path
     except (OSError, AttributeError) as error:  # built for another machine, damaged, or not ours
         return _without(f"its library cannot be loaded ({error})", _REINSTALL)
     ask.restype, ask.argtypes = ctypes.c_char_p, ()
@@ -130,8 +137,11 @@ def _parsed(model: Path | bytes) -> ModelProto:
         return onnx.ModelProto()
 
 
-def _has_ours(nodes: Iterable[NodeProto]) -> bool:
-    return any(
-        node.domain == DOMAIN or any(_has_ours(inner.node) for a in node.attribute for inner in (a.g, *a.graphs))
-        for node in nodes
-    )
+def _ours(nodes: Iterable[NodeProto]) -> Iterator[str]:
+    """The names of the library's operators among ``nodes`` and in their bodies."""
+    for node in nodes:
+        if node.domain == DOMAIN:
+            yield node.op_type
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _ours(inner.node)

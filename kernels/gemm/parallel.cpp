@@ -31,16 +31,17 @@ struct Parted {
 
 int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
 
-// How long one core takes for some rows and one panel, in nanoseconds.
-double duration(int64_t k, int64_t rows) {
-  const double values = static_cast<double>(k) * kPanel;
-  return std::max(values * rows / kMultipliesPerNs, 2 * values / kBytesPerNs);
+// How long one core takes for some rows and one panel of `product`, in nanoseconds.
+double duration(const Product& product, int64_t rows) {
+  const double values = static_cast<double>(product.weight.k) * kPanel;
+  const double multiplies = product.arithmetic == Arithmetic::kBf16 ? 2 * kMultipliesPerNs : kMultipliesPerNs;
+  return std::max(values * rows / multiplies, 2 * values / kBytesPerNs);
 }
 
 // Panels of a part of `block` rows, where all of it takes `whole` nanoseconds.
-int64_t panels_of_a_chunk(int64_t k, int64_t block, double whole) {
+int64_t panels_of_a_chunk(const Product& product, int64_t block, double whole) {
   const double wanted = std::min(kLongest, std::max(kShortest, whole / kEnoughParts));
-  return static_cast<int64_t>(wanted / duration(k, block)) + 1;
+  return static_cast<int64_t>(wanted / duration(product, block)) + 1;
 }
 
 // The bounds of part i when `total` is cut into `parts` nearly equal ones.
@@ -59,7 +60,7 @@ void run_part(void* context, size_t i) {
   const int64_t panel = bound(panels, chunks, chunk);
   const Part part = {row, std::min(parted.block_rows, product.rows - row), panel,
                      bound(panels, chunks, chunk + 1) - panel};
-  if (!parted.path.compute(product, part)) parted.failed = true;
+  if (!parted.path.compute(product.arithmetic)(product, part)) parted.failed = true;
 }
 
 }  // namespace
@@ -73,9 +74,8 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   Parted parted = {products, count, path, divide_up(divide_up(rows, fewest), kTileRows) * kTileRows, {}, 0};
   int64_t all = 0;
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
-  const int64_t k = products[0].weight.k;
-  const double whole = duration(k, rows) * static_cast<double>(all);
-  const int64_t each = panels_of_a_chunk(k, std::min(rows, parted.block_rows), whole);
+  const double whole = duration(products[0], rows) * static_cast<double>(all);
+  const int64_t each = panels_of_a_chunk(products[0], std::min(rows, parted.block_rows), whole);
   const uint64_t id = ++ids;
   for (size_t i = 0; i < count; ++i) {
     products[i].id = id;  // one for all: it stands for x

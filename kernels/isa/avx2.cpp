@@ -1,6 +1,7 @@
 // AVX2 with FMA: 8 lanes and 16 registers; a tile is 2 rows of a whole panel, or 6 rows of half of one.
 #if defined(__x86_64__)
 #include "gemm/path.h"
+#include "gemm/rounding_mode.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -23,6 +24,7 @@ struct Simd {
   static constexpr int kLanes = 8;
   static constexpr int kRows = 6;
   static constexpr int kWideRows = 2;
+  static constexpr int kTwoPanelRows = 1;
 
   static reg zero() { return _mm256_setzero_ps(); }
   static reg broadcast(const float* p) { return _mm256_broadcast_ss(p); }
@@ -55,6 +57,7 @@ struct Simd {
 
 #include "activation.inl"
 #include "tile.inl"
+#include "part.inl"
 
 }  // namespace
 }  // namespace avx2
@@ -67,7 +70,7 @@ struct Simd {
 #endif
 
 const Path kAvx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; },
-                    avx2::compute};
+                    avx2::compute<Arithmetic::kFp32>, avx2::compute<Arithmetic::kBf16>};
 
 }  // namespace bf16kit
 #endif

@@ -1,6 +1,7 @@
 // Plain C++, for processors without AVX2. The compiler vectorises it for whatever the build is for; where that has
 // fused multiply-add (as 64-bit Arm does) it gives the bits of the other paths, elsewhere it rounds the product as well.
 #include "gemm/path.h"
+#include "gemm/rounding_mode.h"
 
 #include <cmath>
 #include <cstdlib>
@@ -15,6 +16,7 @@ struct Simd {
   static constexpr int kLanes = 4;
   static constexpr int kRows = 4;
   static constexpr int kWideRows = 1;
+  static constexpr int kTwoPanelRows = 1;
   struct reg {
     float lane[kLanes];
   };
@@ -82,10 +84,11 @@ struct Simd {
 
 #include "activation.inl"
 #include "tile.inl"
+#include "part.inl"
 
 }  // namespace
 }  // namespace portable
 
-const Path kPortable = {"portable", [] { return true; }, portable::compute};
+const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>};
 
 }  // namespace bf16kit

@@ -19,6 +19,7 @@ struct Node {
   size_t count;  // of weights
   Weight weights[kMostProducts];
   Activation activation;
+  Arithmetic arithmetic;
 };
 
 constexpr size_t kX = 0;
@@ -67,10 +68,11 @@ Status* read_bias(const Node& node, const KernelContext* context, size_t inputs,
 
 }  // namespace
 
-Status* create_product(const Api* api, const KernelInfo* info, size_t weights, void** created) {
+Status* create_product(const Api* api, const KernelInfo* info, size_t weights, Arithmetic arithmetic, void** created) {
   Node node = {};
   node.api = api;
-  node.path = choose_path();
+  node.arithmetic = arithmetic;
+  node.path = choose_path(node.arithmetic);
   node.count = weights;
   if (node.path == nullptr) {
     return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
@@ -110,7 +112,8 @@ Status* run_product(void* created, KernelContext* context) {
                                         &inputs));
   Product products[kMostProducts] = {};
   for (size_t i = 0; i < node.count; ++i) {
-    products[i] = {static_cast<const float*>(x), rows, node.weights[i], nullptr, node.activation, nullptr, 0};
+    products[i] = {static_cast<const float*>(x), rows, node.weights[i], nullptr, node.activation,
+                   node.arithmetic, nullptr, 0};
     BF16KIT_RETURN_IF_ERROR(read_bias(node, context, inputs, i, &products[i].bias));
     shape.dims[last] = node.weights[i].n;
     BF16KIT_RETURN_IF_ERROR(make_output(api, context, i, shape, &products[i].y));

@@ -1,4 +1,5 @@
-// The operators bf16kit::MatMul…: y = activation(x · w + bias), w in bf16, for one weight or two or three that share x.
+// The operators bf16kit::MatMul… and MatMulBf16…: y = activation(x · w + bias), w in bf16, for one weight or two or three
+// that share x. MatMulBf16… round x to bf16 first; both sum in fp32.
 //
 //   inputs      x [..., k] fp32; each w bf16, a constant of k * n elements; each bias [n] fp32, optional
 //   outputs     each y [..., n] fp32
@@ -16,7 +17,7 @@ namespace bf16kit {
 // What the attribute `activation` may be.
 constexpr const char* kActivations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
 
-abi::Status* create_product(const abi::Api*, const abi::KernelInfo*, size_t weights, void** created);
+abi::Status* create_product(const abi::Api*, const abi::KernelInfo*, size_t weights, Arithmetic, void** created);
 abi::Status* run_product(void* created, abi::KernelContext*);
 void destroy_product(void* created);
 

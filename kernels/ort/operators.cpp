@@ -20,6 +20,7 @@ struct Operator {
   Kind kind;
   size_t weights;
   size_t biases;
+  Arithmetic arithmetic;
 };
 
 const Operator& of(const CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
@@ -43,7 +44,7 @@ int newest(const CustomOp*) { return INT_MAX; }
 
 Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) {
   if (of(op).kind == Kind::kLookup) return create_lookup(api, info, created);
-  return create_product(api, info, of(op).weights, created);
+  return create_product(api, info, of(op).weights, of(op).arithmetic, created);
 }
 
 CustomOp describe(Kind kind) {
@@ -75,27 +76,35 @@ struct Operators {
   Operator all[kOperators];
   size_t count = 0;
 
-  Operator& add(Kind kind, size_t weights, size_t biases) {
+  Operator& add(Kind kind, size_t weights, size_t biases, Arithmetic arithmetic = Arithmetic::kFp32) {
     Operator& added = all[count++];
-    added = {describe(kind), "", kind, weights, biases};
+    added = {describe(kind), "", kind, weights, biases, arithmetic};
     return added;
   }
 
-  Operators() {
-    std::snprintf(add(Kind::kProduct, 1, 1).name, sizeof all->name, "MatMul");
+  void add_products(Arithmetic arithmetic) {
+    const char* rounded = arithmetic == Arithmetic::kBf16 ? "Bf16" : "";
+    std::snprintf(add(Kind::kProduct, 1, 1, arithmetic).name, sizeof all->name, "MatMul%s", rounded);
     for (const char* layout : {"panels", "panels_tail", "panels_narrow", "transposed"}) {
       for (const char* bias : {"", "_bias"}) {
         for (const char* activation : kActivations) {
           const bool none = activation == kActivations[0];
-          std::snprintf(add(Kind::kProduct, 1, 1).name, sizeof all->name, "MatMul_%s%s%s%s", layout, bias,
-                        none ? "" : "_", none ? "" : activation);
+          std::snprintf(add(Kind::kProduct, 1, 1, arithmetic).name, sizeof all->name, "MatMul%s_%s%s%s%s", rounded,
+                        layout, bias, none ? "" : "_", none ? "" : activation);
         }
       }
     }
     for (size_t weights = 2; weights <= kMostProducts; ++weights) {
-      std::snprintf(add(Kind::kProduct, weights, 0).name, sizeof all->name, "MatMul%zu_panels", weights);
-      std::snprintf(add(Kind::kProduct, weights, weights).name, sizeof all->name, "MatMul%zu_panels_bias", weights);
+      for (const bool bias : {false, true}) {
+        std::snprintf(add(Kind::kProduct, weights, bias ? weights : 0, arithmetic).name, sizeof all->name,
+                      "MatMul%zu%s_panels%s", weights, rounded, bias ? "_bias" : "");
+      }
     }
+  }
+
+  Operators() {
+    add_products(Arithmetic::kFp32);
+    add_products(Arithmetic::kBf16);
     for (const char* layout : {"panels", "panels_tail", "panels_narrow"}) {
       std::snprintf(add(Kind::kLookup, 1, 0).name, sizeof all->name, "Gather_%s", layout);
     }

@@ -12,8 +12,9 @@ namespace bf16kit {
 //   MatMul                                      any of the following, for graphs made by hand
 //   MatMul_LAYOUT[_bias][_ACTIVATION]           4 layouts, 5 activations
 //   MatMul2_panels[_bias], MatMul3_panels[_bias]
+//   MatMulBf16…, MatMul2Bf16…, MatMul3Bf16…     all of these once more, x being rounded to bf16
 //   Gather_LAYOUT                               3 layouts
-constexpr size_t kOperators = 1 + 4 * 2 * 5 + 4 + 3;
+constexpr size_t kOperators = 2 * (1 + 4 * 2 * 5 + 4) + 3;
 
 // Operator `index`, which lives as long as the program.
 const abi::CustomOp* operator_at(size_t index);

@@ -68,9 +68,14 @@ BF16KIT_EXPORT bf16kit::abi::Status* RegisterCustomOps(bf16kit::abi::SessionOpti
   return bf16kit::register_operators(options, base);
 }
 
-// The name of the code path that kernels created from now on use; null when BF16KIT_KERNEL_PATH names none, or one this
-// processor cannot run.
+// The names of the code paths that kernels created from now on use, for products in fp32 and in bf16; null when
+// BF16KIT_KERNEL_PATH names none, or one this processor cannot run.
 BF16KIT_EXPORT const char* bf16kit_kernel_path() {
-  const bf16kit::Path* path = bf16kit::choose_path();
+  const bf16kit::Path* path = bf16kit::choose_path(bf16kit::Arithmetic::kFp32);
+  return path == nullptr ? nullptr : path->name;
+}
+
+BF16KIT_EXPORT const char* bf16kit_kernel_path_bf16() {
+  const bf16kit::Path* path = bf16kit::choose_path(bf16kit::Arithmetic::kBf16);
   return path == nullptr ? nullptr : path->name;
 }

@@ -75,24 +75,34 @@ inline uint16_t narrow(float value) {  // to the nearest, ties to even; not for 
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// As the bf16 arithmetic takes an operand: rounded, a subnormal being zero.
+inline float taken(float value, Arithmetic arithmetic) {
+  if (arithmetic == Arithmetic::kFp32 || std::isnan(value)) return value;
+  if (std::fabs(value) < std::numeric_limits<float>::min()) return std::copysign(0.0f, value);
+  return static_cast<float>(widen(narrow(value)));
+}
+
 struct Case {
   int64_t rows = 0, k = 0, n = 0;
   Layout layout = Layout::kPanels;
   Activation activation = Activation::kNone;
+  Arithmetic arithmetic = Arithmetic::kFp32;
   Exact<float> x;            // [rows, k]
   Exact<float> bias;         // [n], or empty
   Exact<uint16_t> stored;    // the weight as `layout` says
   std::vector<uint16_t> w;   // the weight, [k, n]
 
   Product product(float* y) const {
-    return {x.data(), rows, {stored.data(), k, n, layout}, bias.size() == 0 ? nullptr : bias.data(), activation, y, 0};
+    return {x.data(), rows, {stored.data(), k, n, layout}, bias.size() == 0 ? nullptr : bias.data(), activation,
+            arithmetic, y, 0};
   }
 
   std::string describe() const {
     static const char* const kNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
     return "rows=" + std::to_string(rows) + " k=" + std::to_string(k) + " n=" + std::to_string(n) + " layout=" +
            (layout == Layout::kPanels ? "panels" : "transposed") + " bias=" + (bias.size() == 0 ? "no" : "yes") +
-           " activation=" + kNames[static_cast<int>(activation)];
+           " activation=" + kNames[static_cast<int>(activation)] +
+           " arithmetic=" + (arithmetic == Arithmetic::kFp32 ? "fp32" : "bf16");
   }
 };
 
@@ -137,6 +147,7 @@ inline Case draw(Random& random) {
   draw_shape(c, random);
   c.layout = random.one_of({Layout::kPanels, Layout::kPanels, Layout::kTransposed});
   c.activation = random.one_of(kActivations);
+  c.arithmetic = random.one_of({Arithmetic::kFp32, Arithmetic::kBf16});
   const Scales ordinary = {1, random.chance(0.5) ? 1 : 0.05f};
   const Scales rare = random.one_of<Scales>({{1e-20f, 1e-20f}, {1e-40f, 100}, {100, 1e-39f}, {1e4f, 1e4f}});
   const Scales scales = random.chance(0.6) ? ordinary : rare;

@@ -24,11 +24,11 @@ void fail(const std::string& where, const std::string& what) {
   std::printf("FAIL --seed %llu %s: %s\n", static_cast<unsigned long long>(g_seed), where.c_str(), what.c_str());
 }
 
-std::vector<const Path*> supported_paths() {
+std::vector<const Path*> supported_paths(Arithmetic arithmetic) {
   std::vector<const Path*> paths;
 #if defined(__x86_64__)
-  for (const Path* path : {&kAvx512, &kAvx2}) {
-    if (path->supported()) paths.push_back(path);
+  for (const Path* path : {&kAvx512Bf16, &kAvx512, &kAvx2}) {
+    if (path->supported() && path->compute(arithmetic) != nullptr) paths.push_back(path);
   }
 #endif
   paths.push_back(&kPortable);
@@ -59,7 +59,7 @@ Exact<float> compute(const Case& c, const Path& path, int64_t first, int64_t row
   product.rows = rows;
   product.id = next_id();
   for (int64_t row = 0; row < rows; row += kRowBlock) {
-    path.compute(product, {row, std::min(kRowBlock, rows - row), 0, product.weight.panels()});
+    path.compute(product.arithmetic)(product, {row, std::min(kRowBlock, rows - row), 0, product.weight.panels()});
   }
   return y;
 }
@@ -78,7 +78,7 @@ Exact<float> compute_in_parts(const Case& c, const Path& path, Random& random) {
     }
   }
   for (size_t i = parts.size(); i > 1; --i) std::swap(parts[i - 1], parts[random.between(0, i - 1)]);
-  for (const Part& part : parts) path.compute(product, part);
+  for (const Part& part : parts) path.compute(product.arithmetic)(product, part);
   return y;
 }
 
@@ -142,7 +142,10 @@ void check_order(const Case& c, const Exact<float>& y, Random& random, const std
   for (int i = 0; i < 4; ++i) {
     const int64_t index = random.between(0, y.size() - 1), column = index % c.n;
     float wanted = sum_in_order(c, index / c.n, column);
-    if (c.bias.size() != 0) wanted += c.bias[column];
+    const RoundingMode mode(c.arithmetic);
+    volatile float sum = wanted;
+    if (c.bias.size() != 0) sum = sum + c.bias[column];
+    wanted = sum;
     if (same(y[index], wanted)) continue;
     fail(where, number(y[index]) + " is not " + number(wanted) + ", the sum in order," + at(index, c.n));
   }
@@ -152,7 +155,7 @@ void check_order(const Case& c, const Exact<float>& y, Random& random, const std
 void check(const Case& c, Random& random, const std::string& name, double portable_rests = 0) {
   const Expected expected = expect(c);
   Exact<float> first;  // of the fused paths
-  const std::vector<const Path*> paths = supported_paths();
+  const std::vector<const Path*> paths = supported_paths(c.arithmetic);
   for (const Path* path : paths) {
     if (path == &kPortable && paths.size() > 1 && random.chance(portable_rests)) continue;
     const std::string where = name + " path=" + path->name + " " + c.describe();
@@ -176,10 +179,10 @@ void check(const Case& c, Random& random, const std::string& name, double portab
 }
 
 // Sums of K equal terms, whose roundings all go the same way.
-void check_constants(Layout layout, Activation activation) {
+void check_constants(Layout layout, Activation activation, Arithmetic arithmetic) {
   Case c;
   c.rows = 3, c.k = 16384, c.n = 33;
-  c.layout = layout, c.activation = activation;
+  c.layout = layout, c.activation = activation, c.arithmetic = arithmetic;
   c.x = Exact<float>(c.rows * c.k, 1);
   std::fill(c.x.data(), c.x.data() + c.x.size(), 0.1f);
   c.w.assign(c.k * c.n, narrow(0.1f));
@@ -189,13 +192,13 @@ void check_constants(Layout layout, Activation activation) {
 }
 
 // Sums of zero, so that the bias alone reaches the activation: floats of all magnitudes, and those that are special.
-void check_activation(Activation activation, Random& random) {
+void check_activation(Activation activation, Arithmetic arithmetic, Random& random) {
   const float infinity = std::numeric_limits<float>::infinity();
   const std::vector<float> special = {0, -0.0f, infinity, -infinity, std::nanf(""), -std::nanf(""), 1e-45f, -1e-45f,
                                       1e-38f, -1e-38f, 3e38f, -3e38f, -13.1f, -14.5f, -87, -88, -104, -110, -200};
   Case c;
   c.rows = 1, c.k = 1, c.n = 100003;
-  c.activation = activation;
+  c.activation = activation, c.arithmetic = arithmetic;
   c.x = Exact<float>(1, 0);
   c.x[0] = 0;
   c.w.assign(c.n, 0);
@@ -209,28 +212,100 @@ void check_activation(Activation activation, Random& random) {
   check(c, random, "activation");
 }
 
-void check_choice() {
-  const std::vector<const Path*> paths = supported_paths();
+void check_choice(Arithmetic arithmetic) {
+  const std::vector<const Path*> paths = supported_paths(arithmetic);
   unsetenv("BF16KIT_KERNEL_PATH");
-  if (choose_path() != paths[0]) fail("choose_path", "not the fastest path without BF16KIT_KERNEL_PATH");
+  if (choose_path(arithmetic) != paths[0]) fail("choose_path", "not the fastest path without BF16KIT_KERNEL_PATH");
   for (const Path* path : paths) {
     setenv("BF16KIT_KERNEL_PATH", path->name, 1);
-    if (choose_path() != path) fail("choose_path", std::string("not the path asked for, ") + path->name);
+    if (choose_path(arithmetic) != path) fail("choose_path", std::string("not the path asked for, ") + path->name);
   }
+#if defined(__x86_64__)
+  setenv("BF16KIT_KERNEL_PATH", kAvx512Bf16.name, 1);
+  const Path* wanted = !kAvx512Bf16.supported() ? nullptr : arithmetic == Arithmetic::kBf16 ? &kAvx512Bf16 : &kAvx512;
+  if (choose_path(arithmetic) != wanted) fail("choose_path", "not the path that goes with avx512_bf16");
+#endif
   setenv("BF16KIT_KERNEL_PATH", "avx", 1);
-  if (choose_path() != nullptr) fail("choose_path", "a path that does not exist");
+  if (choose_path(arithmetic) != nullptr) fail("choose_path", "a path that does not exist");
+}
+
+// A sum that is less than nothing by so little that it rounds to zero: 0 + -0 = 0, on every path.
+void check_signed_zero(Arithmetic arithmetic) {
+  Case c;
+  c.rows = 1, c.k = 1, c.n = 64;
+  c.arithmetic = arithmetic;
+  c.x = Exact<float>(1, 0);
+  c.x[0] = 1e-30f;
+  c.w.assign(c.n, narrow(-1e-30f));
+  store_weight(c, 0);
+  for (const Path* path : supported_paths(arithmetic)) {
+    const Exact<float> y = compute(c, *path, 0, 1);
+    if (std::signbit(y[0])) fail(std::string("signed zero, path=") + path->name, "-0 where the order of sums gives 0");
+  }
+}
+
+#if defined(__x86_64__)
+// What another library has left in a thread's control register changes no bits, and is there again afterwards.
+void check_rounding_mode(Random& random) {
+  for (const unsigned left : {0x9fc0u, 0x1fc0u, 0x7f80u, 0x1f80u}) {  // both flushed; operands; toward zero; default
+    Case c = draw(random);
+    for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = random.normal() * (i % 2 == 0 ? 1e-37f : 1e-39f);
+    for (const Path* path : supported_paths(c.arithmetic)) {
+      const std::string where = std::string("MXCSR, path=") + path->name + " " + c.describe();
+      const Exact<float> usual = compute(c, *path, 0, c.rows);
+      const unsigned before = _mm_getcsr();
+      _mm_setcsr(left);
+      const Exact<float> y = compute(c, *path, 0, c.rows);
+      const unsigned after = _mm_getcsr();
+      _mm_setcsr(before);
+      check_same(usual, y, 0, c.n, where, "with another mode in the thread");
+      if (after != left) fail(where, "the thread's mode is not what it was");
+    }
+  }
+}
+#endif
+
+// Parts of one product that begin at the same row and have not as many: what is kept of x is not taken for the other's.
+void check_kept_rows(Random& random) {
+  Case c;
+  c.rows = 9, c.k = 1024, c.n = 32;
+  c.x = Exact<float>(c.rows * c.k, 0);
+  for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = random.normal();
+  c.w.assign(c.k * c.n, narrow(0.5f));
+  store_weight(c, 0);
+  for (c.arithmetic = Arithmetic::kFp32;; c.arithmetic = Arithmetic::kBf16) {
+    for (const Path* path : supported_paths(c.arithmetic)) {
+      const Exact<float> usual = compute(c, *path, 0, c.rows);
+      Exact<float> y(c.rows * c.n, 0);
+      Product product = c.product(y.data());
+      product.id = next_id();
+      path->compute(c.arithmetic)(product, {0, 3, 0, 1});
+      path->compute(c.arithmetic)(product, {0, c.rows, 0, 1});
+      check_same(usual, y, 0, c.n, std::string("kept rows, path=") + path->name, "after a part of fewer rows");
+    }
+    if (c.arithmetic == Arithmetic::kBf16) break;
+  }
+}
+
+void check_particulars() {
+  Random random(g_seed, 0);
+  for (const Arithmetic arithmetic : {Arithmetic::kFp32, Arithmetic::kBf16}) {
+    check_choice(arithmetic);
+    check_signed_zero(arithmetic);
+    check_constants(Layout::kPanels, Activation::kNone, arithmetic);
+    check_constants(Layout::kTransposed, Activation::kRelu, arithmetic);
+    for (Activation activation : kActivations) check_activation(activation, arithmetic, random);
+  }
+  check_kept_rows(random);
+#if defined(__x86_64__)
+  for (int i = 0; i < 20; ++i) check_rounding_mode(random);
+#endif
 }
 
 int run(int64_t cases, int64_t only) {
   std::string names;
-  for (const Path* path : supported_paths()) names += std::string(" ") + path->name;
-  if (only < 0) {
-    check_choice();
-    check_constants(Layout::kPanels, Activation::kNone);
-    check_constants(Layout::kTransposed, Activation::kRelu);
-    Random random(g_seed, 0);
-    for (Activation activation : kActivations) check_activation(activation, random);
-  }
+  for (const Path* path : supported_paths(Arithmetic::kBf16)) names += std::string(" ") + path->name;
+  if (only < 0) check_particulars();
   constexpr int64_t kEnough = 20;
   for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < kEnough; ++i) {
     Random random(g_seed, i);

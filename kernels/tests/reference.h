@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "case.h"
+#include "gemm/rounding_mode.h"
 
 namespace bf16kit {
 
@@ -39,29 +40,33 @@ struct Expected {
   std::vector<double> y, tolerance;  // [rows, n]
 };
 
-// |error| <= 4 sqrt(K) 2^-24 |x||w| for the sum, its own rounding for the bias, and the activation's slope (< 1.13).
+// |error| <= (min(K, 128) + ceil(K / 128)) 2^-24 sum |x||w| to first order: as many additions as one product can go
+// through. Then the bias's own rounding and the activation's slope (< 1.13). What is flushed to zero comes to one smallest
+// normal number for each operation at most.
 inline Expected expect(const Case& c) {
-  std::vector<double> w(c.w.size()), w_square(c.n), sums(c.n);
-  for (size_t i = 0; i < c.w.size(); ++i) {
-    w[i] = widen(c.w[i]);
-    w_square[i % c.n] += w[i] * w[i];
-  }
+  const bool flushed = c.arithmetic == Arithmetic::kBf16;
+  const double smallest = flushed ? static_cast<double>(std::numeric_limits<float>::min()) : kSmallest;
+  const double additions = std::min<int64_t>(c.k, 128) + (c.k + 127) / 128;
+  std::vector<double> w(c.w.size()), sums(c.n), magnitudes(c.n);
+  for (size_t i = 0; i < c.w.size(); ++i) w[i] = taken(static_cast<float>(widen(c.w[i])), c.arithmetic);
   Expected expected;
   for (int64_t row = 0; row < c.rows; ++row) {
-    double x_square = 0;
     std::fill(sums.begin(), sums.end(), 0);
+    std::fill(magnitudes.begin(), magnitudes.end(), 0);
     for (int64_t i = 0; i < c.k; ++i) {
-      const double x = c.x[row * c.k + i];
-      x_square += x * x;
+      const double x = taken(c.x[row * c.k + i], c.arithmetic);
       const double* from = w.data() + i * c.n;
-      for (int64_t j = 0; j < c.n; ++j) sums[j] += x * from[j];
+      for (int64_t j = 0; j < c.n; ++j) {
+        sums[j] += x * from[j];
+        magnitudes[j] += std::fabs(x * from[j]);
+      }
     }
     for (int64_t j = 0; j < c.n; ++j) {
       const double sum = c.bias.size() == 0 ? sums[j] : sums[j] + c.bias[j];
       const double rounding = sum == sums[j] || sums[j] == 0 ? 0 : kUnit * std::fabs(sum);
-      const double error = 4 * std::sqrt(c.k) * kUnit * std::sqrt(x_square * w_square[j]) + rounding + c.k * kSmallest;
+      const double error = 1.0001 * additions * kUnit * magnitudes[j] + rounding + (c.k + additions) * smallest;
       expected.y.push_back(activate(c.activation, sum));
-      expected.tolerance.push_back(1.13 * error + tolerance(c.activation, sum));
+      expected.tolerance.push_back(1.13 * error + tolerance(c.activation, sum) + (flushed ? 3 * smallest : 0));
     }
   }
   return expected;
@@ -69,13 +74,24 @@ inline Expected expect(const Case& c) {
 
 // The sum of one element before bias and activation, in the order that tile.inl promises.
 inline float sum_in_order(const Case& c, int64_t row, int64_t column) {
-  float total = 0;
+  const RoundingMode mode(c.arithmetic);
+  const auto step = [&](int64_t i, volatile float chain) -> float {
+    if (i >= c.k) return chain;
+    const float w = static_cast<float>(widen(c.w[i * c.n + column]));
+    return std::fma(taken(c.x[row * c.k + i], c.arithmetic), w, chain);
+  };
+  volatile float total = 0;
   for (int64_t first = 0; first < c.k; first += 128) {
+    const int64_t end = std::min(c.k, first + 128);
     float chain = 0;
-    for (int64_t i = first; i < std::min(c.k, first + 128); ++i) {
-      chain = std::fma(c.x[row * c.k + i], static_cast<float>(widen(c.w[i * c.n + column])), chain);
+    for (int64_t i = first; i < end; ++i) {
+      if (c.arithmetic == Arithmetic::kFp32) {
+        chain = step(i, chain);
+      } else if ((i - first) % 2 == 0) {
+        chain = step(i, step(i + 1 < end ? i + 1 : c.k, chain));
+      }
     }
-    total += chain;
+    total = total + chain;
   }
   return total;
 }

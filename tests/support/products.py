@@ -32,12 +32,13 @@ def product(
     x: Sequence[int | str] = ("rows", "k"),
     function: bool = True,
     stored: Array | None = None,
+    operator: str = "MatMul",
     **attributes: int | str,
 ) -> ModelProto:
     """y = activation(x · ``weight`` + ``bias``), ``weight`` [K, N] rounded to bf16; ``x`` is the input's shape.
 
     ``attributes`` replace the node's own, and ``stored`` what is kept of the weight. Without ``function`` the graph
-    runs on the kernel alone.
+    runs on the kernel alone. The function is the one of ``MatMul``; other operators have none.
     """
     k, n = weight.shape
     given = {"k": k, "n": n, "layout": layout, "activation": activation} | attributes
@@ -45,12 +46,12 @@ def product(
         narrow = weight.astype(ml_dtypes.bfloat16)
         stored = pack(narrow, 1) if layout == "panels" else np.ascontiguousarray(narrow.T)
     inputs = ["x", "w", *(["b"] if bias is not None else [])]
-    node = helper.make_node("MatMul", inputs, ["y"], domain="bf16kit", **given)
+    node = helper.make_node(operator, inputs, ["y"], domain="bf16kit", **given)
     tensors = [graphs.initializer("w", stored), *([graphs.initializer("b", bias)] if bias is not None else [])]
     edges = [graphs.edge("x", [k if dim == "k" else dim for dim in x])], [graphs.edge("y", [*x[:-1], n])]
     model = graphs.model([node], *edges, tensors)
     _ours(model)
-    if function:
+    if function and operator == "MatMul":
         model.functions.append(_function(k, n, layout, activation, bias is not None))
     return model
 

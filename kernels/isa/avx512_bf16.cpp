@@ -1,0 +1,47 @@
+// AVX512_BF16: products in bf16 by vdpbf16ps. Those in fp32 are the AVX-512F path's.
+#if defined(__x86_64__)
+#include "gemm/path.h"
+#include "gemm/rounding_mode.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512bf16")
+#endif
+
+namespace bf16kit {
+namespace avx512_bf16 {
+namespace {
+
+#include "avx512.inl"
+
+#include "activation.inl"
+#include "operands.inl"
+#include "dots.inl"
+#include "part.inl"
+
+}  // namespace
+}  // namespace avx512_bf16
+
+// What follows runs on any processor.
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+const Path kAvx512Bf16 = {"avx512_bf16",
+                          [] {
+                            return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+                                   __builtin_cpu_supports("avx512bf16") != 0;
+                          },
+                          nullptr, avx512_bf16::compute<Arithmetic::kBf16>};
+
+}  // namespace bf16kit
+#endif

@@ -1,0 +1,175 @@
+// A part of a product: its tiles, chain by chain and panel by panel. Included by each isa/*.cpp inside its own namespace,
+// after tile.inl or what replaces it. BLIS's words: a panel is NR columns (kPanel), a chain KC (kChain), a part's rows MC
+// (kRowBlock), a tile's rows MR (Tiles::kRows).
+
+#include "block.inl"
+
+// Where a thread keeps the rows of x that it has copied; grows, and is freed when the thread ends.
+struct PackedRows {
+  void* data = nullptr;
+  int64_t size = 0;  // bytes
+  uint64_t product = 0;  // whose rows are in it, and which
+  int64_t first_row = 0, rows = 0;
+
+  PackedRows() = default;
+  PackedRows(const PackedRows&) = delete;
+  ~PackedRows() { std::free(data); }
+
+  bool holds(const Product& wanted, const Part& part) const {
+    return product == wanted.id && first_row == part.first_row && rows == part.rows;
+  }
+
+  // Room for the rows of `part`, whose they then are; null when there is no memory.
+  void* get(int64_t wanted, const Product& whose, const Part& part) {
+    if (wanted > size) {
+      std::free(data);
+      size = 0;
+      data = std::aligned_alloc(64, (wanted + 63) / 64 * 64);
+      if (data != nullptr) size = wanted;
+    }
+    product = data == nullptr ? 0 : whose.id;
+    first_row = part.first_row;
+    rows = part.rows;
+    return data;
+  }
+};
+
+// Bias and activation, from totals[rows, 32] to y[rows, width] of stride n.
+template <typename T, Activation kActivation>
+void finish(const Product& product, const float* totals, int64_t rows, int64_t column, int64_t width, float* y) {
+  alignas(64) float bias[kPanel] = {};
+  alignas(64) float row[kPanel];
+  if (product.bias != nullptr) std::memcpy(bias, product.bias + column, sizeof(float) * width);
+  for (int64_t m = 0; m < rows; ++m, totals += kPanel, y += product.weight.n) {
+    float* to = width == kPanel ? y : row;
+    T::in_order(totals, row);
+    for (int at = 0; at < kPanel; at += Simd::kLanes) {
+      typename Simd::reg sum = Simd::load(row + at);
+      if (product.bias != nullptr) sum = Simd::add(sum, Simd::load(bias + at));
+      Simd::store(to + at, activate<kActivation>(sum));
+    }
+    if (width != kPanel) std::memcpy(y, row, sizeof(float) * width);
+  }
+}
+
+using Finish = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, float*);
+
+template <typename T>
+Finish finish_as(Activation activation) {
+  switch (activation) {
+    case Activation::kRelu: return finish<T, Activation::kRelu>;
+    case Activation::kGelu: return finish<T, Activation::kGelu>;
+    case Activation::kGeluTanh: return finish<T, Activation::kGeluTanh>;
+    case Activation::kSilu: return finish<T, Activation::kSilu>;
+    case Activation::kNone: break;
+  }
+  return finish<T, Activation::kNone>;
+}
+
+// The rows of x that a part needs, where they are or copied to [chains, rows, kStride].
+template <Arithmetic kArithmetic>
+struct Rows {
+  using T = Tiles<kArithmetic>;
+  using Element = typename T::Element;
+  // Between copied rows: a power of two would put them all in one cache set.
+  static constexpr int64_t kStride = kChain / T::kValues + 16;
+
+  const Element* start;
+  int64_t stride;
+  int64_t chain;  // elements from a chain to the next
+
+  // Whether x is read where it is. Rows a multiple of 4 KiB apart would fall into the same sets of the first-level cache.
+  static bool in_place(const Part& part, int64_t k) {
+    return kArithmetic == Arithmetic::kFp32 && (part.rows == 1 || k % 1024 != 0);
+  }
+
+  // False when there is no memory.
+  bool gather(const Product& product, const Part& part, PackedRows& packed) {
+    const int64_t k = product.weight.k;
+    const float* x = product.x + part.first_row * k;
+    if constexpr (kArithmetic == Arithmetic::kFp32) {
+      if (in_place(part, k)) return *this = {x, k, kChain}, true;
+    }
+    stride = kStride;
+    chain = part.rows * kStride;
+    start = static_cast<const Element*>(packed.data);
+    if (packed.holds(product, part)) return true;
+    const int64_t chains = (k + kChain - 1) / kChain;
+    auto* to = static_cast<Element*>(packed.get(chains * chain * sizeof(Element), product, part));
+    start = to;
+    if (to == nullptr) return false;
+    for (int64_t first = 0; first < k; first += kChain) {
+      const int64_t length = k - first < kChain ? k - first : kChain;
+      for (int64_t m = 0; m < part.rows; ++m, to += kStride) T::copy(x + m * k + first, length, to);
+    }
+    return true;
+  }
+};
+
+// Asks for the memory of y where sums will go.
+inline void expect(float* y, int64_t rows, int64_t n, int64_t width) {
+  for (int64_t m = 0; m < rows; ++m) {
+    __builtin_prefetch(y + m * n, 1);
+    __builtin_prefetch(y + m * n + width - 1, 1);
+  }
+}
+
+// All chains of `panels` neighbouring panels, two of them only where all rows are one tile.
+template <Arithmetic kArithmetic>
+void compute_panels(const Product& product, const Part& part, const Rows<kArithmetic>& x, int64_t panel, int panels,
+                    Finish finish) {
+  using T = Tiles<kArithmetic>;
+  alignas(64) float totals[kRowBlock * kPanel];
+  alignas(64) uint16_t scratch[kChain * kPanel];
+  const Weight& weight = product.weight;
+  const int tiles = static_cast<int>((part.rows + T::kRows - 1) / T::kRows);
+  constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
+  // Every tile asks for its share of the next block, so that memory works while the tiles compute.
+  const int share = kBlockBytes / tiles;
+  const int64_t column = panel * kPanel, width = weight.width(panel);
+  float* y = product.y + part.first_row * weight.n + column;
+  for (int64_t first = 0; first < weight.k; first += kChain) {
+    const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
+    const Block now = {block(weight, panel, first, length, scratch), weight.k * kPanel, length, first == 0};
+    // What was copied has asked for what comes after it already; asking for itself costs nothing.
+    const bool stored = now.w != scratch;
+    const char* next = reinterpret_cast<const char*>(stored ? now.w + length * kPanel : now.w);
+    const auto* a = x.start + first / kChain * x.chain;
+    for (int t = 0; t < tiles; ++t) {
+      const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
+      if (first == 0) expect(y + begin * weight.n, end - begin, weight.n, width);
+      const Ahead ahead = {next + (stored ? t * share : 0), stored ? share / static_cast<int>(kChain) : 0};
+      T::add(static_cast<int>(end - begin), panels, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
+      // While the processor still adds up the next tile's sums, if it can look that far ahead.
+      if (first + kChain < weight.k) continue;
+      for (int q = 0; q < panels; ++q) {
+        finish(product, totals + (q * part.rows + begin) * kPanel, end - begin, column + q * kPanel,
+               weight.width(panel + q), y + begin * weight.n + q * kPanel);
+      }
+    }
+  }
+}
+
+// Not inlined: nothing of it may move out of the rounding mode that compute() sets.
+template <Arithmetic kArithmetic>
+__attribute__((noinline)) bool compute_part(const Product& product, const Part& part) {
+  static thread_local PackedRows packed;
+  Rows<kArithmetic> x;
+  if (!x.gather(product, part, packed)) return false;
+  const Weight& weight = product.weight;
+  const Finish finish = finish_as<Tiles<kArithmetic>>(product.activation);
+  const int64_t end = part.first_panel + part.panels;
+  const bool few = part.rows <= Tiles<kArithmetic>::kTwoPanelRows && weight.layout == Layout::kPanels;
+  for (int64_t panel = part.first_panel; panel < end;) {
+    const int panels = few && panel + 1 < end && weight.width(panel + 1) == kPanel ? 2 : 1;
+    compute_panels<kArithmetic>(product, part, x, panel, panels, finish);
+    panel += panels;
+  }
+  return true;
+}
+
+template <Arithmetic kArithmetic>
+bool compute(const Product& product, const Part& part) {
+  const RoundingMode mode(kArithmetic);
+  return compute_part<kArithmetic>(product, part);
+}
