@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "gemm/attention.h"
 #include "gemm/weight.h"
 
 namespace bf16kit {
@@ -46,6 +47,7 @@ struct Path {
   bool (*supported)();  // by the processor this runs on
   Compute fp32;         // null where the path is for the other arithmetic alone
   Compute bf16;
+  bool (*attend)(const Attention&, const AttentionPart&);  // null as fp32 is; false as it is
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }
 };

@@ -23,6 +23,7 @@ namespace {
 #include "activation.inl"
 #include "tile.inl"
 #include "part.inl"
+#include "attention.inl"
 
 }  // namespace
 }  // namespace avx512
@@ -34,7 +35,7 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>};
+const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend};
 
 }  // namespace bf16kit
 #endif

@@ -85,10 +85,11 @@ struct Simd {
 #include "activation.inl"
 #include "tile.inl"
 #include "part.inl"
+#include "attention.inl"
 
 }  // namespace
 }  // namespace portable
 
-const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>};
+const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend};
 
 }  // namespace bf16kit

@@ -42,6 +42,7 @@ enum Index : size_t {
   kGetDimensionsCount = 61,
   kGetDimensions = 62,
   kGetTensorTypeAndShape = 65,
+  kKernelInfoGetAttributeFloat = 85,
   kKernelInfoGetAttributeInt64 = 86,
   kKernelInfoGetAttributeString = 87,
   kKernelContextGetInputCount = 88,

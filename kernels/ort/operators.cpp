@@ -73,7 +73,7 @@ CustomOp describe(Kind kind) {
 
 // The names are converter/cpukernel/functions.py's, converter/cpukernel/joined.py's and converter/cpukernel/lookup.py's.
 struct Operators {
-  Operator all[kOperators];
+  Operator all[kProductsAndLookups];
   size_t count = 0;
 
   Operator& add(Kind kind, size_t weights, size_t biases, Arithmetic arithmetic = Arithmetic::kFp32) {
@@ -114,6 +114,7 @@ struct Operators {
 }  // namespace
 
 const CustomOp* operator_at(size_t index) {
+  if (index >= kProductsAndLookups) return attention_operator_at(index - kProductsAndLookups);
   static const Operators operators;
   return &operators.all[index].op;
 }

@@ -1,9 +1,10 @@
-// The operators of this library, as ONNX Runtime reads them: see matmul_op.h and lookup_op.h for what each computes.
+// The operators of this library, as ONNX Runtime reads them: matmul_op.h, lookup_op.h and attention_op.h say what each computes.
 #pragma once
 
 #include <cstddef>
 
 #include "ort/abi.h"
+#include "ort/attention_op.h"
 
 namespace bf16kit {
 
@@ -14,7 +15,9 @@ namespace bf16kit {
 //   MatMul2_panels[_bias], MatMul3_panels[_bias]
 //   MatMulBf16…, MatMul2Bf16…, MatMul3Bf16…     all of these once more, x being rounded to bf16
 //   Gather_LAYOUT                               3 layouts
-constexpr size_t kOperators = 2 * (1 + 4 * 2 * 5 + 4) + 3;
+//   Attention_FORM[_grouped][_mask]             attention_op.h
+constexpr size_t kProductsAndLookups = 2 * (1 + 4 * 2 * 5 + 4) + 3;
+constexpr size_t kOperators = kProductsAndLookups + kAttentionOperators;
 
 // Operator `index`, which lives as long as the program.
 const abi::CustomOp* operator_at(size_t index);

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the kernel's property test into build/kernel-test/ and runs it.
+# Builds the kernel's property tests, of products and of attention, into build/kernel-test/ and runs them.
 #
 #   kernels/tests/run.sh [--sanitize] [--cases 10000] [--seed 1] [--only INDEX]
 #
@@ -17,13 +17,14 @@ fi
 mkdir -p "$out"
 
 read -ra compiler <<<"${CXX:-g++}"
-objects=() jobs=()
-for source in kernels/isa/*.cpp kernels/gemm/*.cpp kernels/tests/property_test.cpp; do
+objects=() jobs=() tests=(property_test attention_test)
+for source in kernels/isa/*.cpp kernels/gemm/*.cpp "${tests[@]/#/kernels/tests/}"; do
+  [[ $source == *.cpp ]] || source+=.cpp
   object=$out/$(basename "$source" .cpp).o
-  objects+=("$object")
+  [[ $source == kernels/tests/* ]] || objects+=("$object")
   "${compiler[@]}" "${flags[@]}" -c "$source" -o "$object" &
   jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job"; done
-"${compiler[@]}" "${flags[@]}" "${objects[@]}" -o "$out/property_test"
-exec "$out/property_test" "$@"
+for test in "${tests[@]}"; do "${compiler[@]}" "${flags[@]}" "$out/$test.o" "${objects[@]}" -o "$out/$test"; done
+for test in "${tests[@]}"; do "$out/$test" "$@"; done

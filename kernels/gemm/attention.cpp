@@ -1,0 +1,82 @@
+#include "gemm/attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "gemm/path.h"
+
+namespace bf16kit {
+namespace {
+
+// As in parallel.cpp, in nanoseconds: the least that is worth a part, and what is done before another thread is awake.
+constexpr double kShortest = 16000, kAlone = 32000;
+// What one core does in a nanosecond, about: multiplications, and elements of keys and values that it copies.
+constexpr double kMultipliesPerNs = 40, kCopiesPerNs = 4;
+// The exponential of a score takes as long as so many multiplications.
+constexpr double kSoftening = 32;
+
+// Rows of a part are a multiple of what every path's tiles are made for, but in the last.
+constexpr int64_t kTileRows = 12;
+
+struct Parted {
+  const Attention& attention;
+  const Path& path;
+  int64_t rows;    // of a part
+  int64_t chunks;  // parts of one head's rows
+  std::atomic<bool> failed{false};
+};
+
+int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
+
+// How long one core takes for one row, in nanoseconds; and to copy the keys and values of a head.
+double duration(const Attention& a) {
+  return static_cast<double>(a.keys) * (static_cast<double>(a.depth + a.width) + kSoftening) / kMultipliesPerNs;
+}
+double copying(const Attention& a) {
+  return static_cast<double>(a.keys) * static_cast<double>(a.depth + a.width) / kCopiesPerNs;
+}
+
+// Rows of a part: a head's, unless they take so long that they are worth copying its keys and values several times.
+int64_t rows_of_a_part(const Attention& a) {
+  const double least = std::max(kShortest, 4 * copying(a));
+  const auto rows = static_cast<int64_t>(std::min(least / duration(a), 1e9)) + 1;
+  return std::min(a.rows(), divide_up(rows, kTileRows) * kTileRows);
+}
+
+void run_part(void* context, size_t i) {
+  auto& parted = *static_cast<Parted*>(context);
+  const Attention& attention = parted.attention;
+  const auto index = static_cast<int64_t>(i);
+  const int64_t head = index / parted.chunks, first = index % parted.chunks * parted.rows;
+  const AttentionPart part = {head / attention.kv_heads, head % attention.kv_heads, first,
+                              std::min(parted.rows, attention.rows() - first)};
+  if (!parted.path.attend(attention, part)) parted.failed = true;
+}
+
+}  // namespace
+
+bool attend(Attention& attention, const Path& path, RunAttentionParts run, void* threads) {
+  static std::atomic<uint64_t> ids{0};
+  const int64_t rows = attention.batch * attention.heads * attention.queries;
+  if (rows == 0) return true;
+  if (attention.keys == 0) {  // sums of nothing
+    std::memset(attention.y, 0, sizeof(float) * static_cast<size_t>(rows * attention.width));
+    return true;
+  }
+  attention.id = ++ids;
+  const int64_t each = rows_of_a_part(attention);
+  Parted parted = {attention, path, each, divide_up(attention.rows(), each), {}};
+  const int64_t groups = attention.batch * attention.kv_heads;
+  const auto parts = static_cast<size_t>(groups * parted.chunks);
+  const double copies = copying(attention) * static_cast<double>(groups);
+  const double whole = duration(attention) * static_cast<double>(rows) + copies;
+  if (parts == 1 || whole < kAlone) {
+    for (size_t i = 0; i < parts; ++i) run_part(&parted, i);
+  } else {
+    run(threads, run_part, parts, &parted);
+  }
+  return !parted.failed;
+}
+
+}  // namespace bf16kit

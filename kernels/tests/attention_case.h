@@ -1,0 +1,188 @@
+// One random attention: its shape, its numbers, and the same in float64 and in the order that attention.inl promises.
+#pragma once
+
+#include <algorithm>
+
+#include "case.h"
+#include "gemm/attention.h"
+
+namespace bf16kit {
+
+constexpr float kNever = -3.38953139e38f;  // what exporters write for minus infinity: the lowest of bf16
+constexpr double kRoundoff = 0x1p-24;
+
+struct AttentionCase {
+  int64_t batch = 1, kv_heads = 1, shared = 1, queries = 1, keys = 1, depth = 1, width = 1;
+  bool in_heads[3] = {};     // q, k, v: [batch, heads, rows, columns], or else [batch, rows, heads, columns]
+  bool masked = false, along[4] = {};  // the mask's dimensions that are not 1
+  bool finite = true;        // that q, k and v are
+  Exact<float> q, k, v, mask;
+
+  int64_t heads() const { return kv_heads * shared; }
+  int64_t outputs() const { return batch * queries * heads() * width; }
+
+  static Strided strided(const float* data, bool in_heads, int64_t heads, int64_t rows, int64_t columns) {
+    if (in_heads) return {data, heads * rows * columns, rows * columns, columns, 1};
+    return {data, rows * heads * columns, columns, heads * columns, 1};
+  }
+  Attention attention(float* y) const {
+    Attention a = {batch, heads(), kv_heads, queries, keys, depth, width, scale(), {}, {}, {}, {}, y, 0};
+    a.q = strided(q.data(), in_heads[0], heads(), queries, depth);
+    a.k = strided(k.data(), in_heads[1], kv_heads, keys, depth);
+    a.v = strided(v.data(), in_heads[2], kv_heads, keys, width);
+    if (masked) a.mask = mask_strides(mask.data());
+    return a;
+  }
+  Strided mask_strides(const float* data) const {
+    const int64_t column = along[3], row = along[3] ? keys : 1, head = row * (along[2] ? queries : 1);
+    return {data, along[0] ? head * (along[1] ? heads() : 1) : 0, along[1] ? head : 0, along[2] ? row : 0, column};
+  }
+  float scale() const { return 1 / std::sqrt(static_cast<float>(depth)); }
+
+  std::string describe() const {
+    const auto n = [](int64_t value) { return std::to_string(value); };
+    return "batch=" + n(batch) + " kv_heads=" + n(kv_heads) + " shared=" + n(shared) + " queries=" + n(queries) +
+           " keys=" + n(keys) + " depth=" + n(depth) + " width=" + n(width) + " mask=" + n(masked);
+  }
+};
+
+// Some of the mask is what hides a key: the lowest number or infinity; some rows are hidden whole.
+inline void draw_mask(AttentionCase& c, Random& random) {
+  c.masked = true;
+  int64_t size = 1;
+  const int64_t dims[] = {c.batch, c.heads(), c.queries, c.keys};
+  for (int i = 0; i < 4; ++i) size *= (c.along[i] = random.chance(i == 3 ? 0.9 : 0.5)) ? dims[i] : 1;
+  c.mask = Exact<float>(size, random.between(0, 3));
+  const float hidden = random.chance(0.5) ? kNever : -std::numeric_limits<float>::infinity();
+  const double often = random.one_of({0.0, 0.2, 0.9});
+  const bool numbers = random.chance(0.3);
+  for (int64_t i = 0; i < size; ++i) c.mask[i] = random.chance(often) ? hidden : numbers ? random.normal() : 0.0f;
+  const int64_t row = c.along[3] ? c.keys : 1;
+  if (random.chance(0.2)) std::fill_n(c.mask.data() + random.between(0, size / row - 1) * row, row, hidden);
+}
+
+inline void spoil(Exact<float>& values, Random& random) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  values[random.between(0, values.size() - 1)] = random.one_of({infinity, -infinity, std::nanf("")});
+}
+
+inline AttentionCase draw_attention(Random& random) {
+  AttentionCase c;
+  const auto length = [&] {
+    if (random.chance(0.2)) return random.one_of<int64_t>({1, 8, 31, 32, 33, 64, 127, 128, 129});
+    return random.between(1, random.one_of<int64_t>({8, 20, 40, 40, 140}));
+  };
+  c.batch = random.between(1, 3), c.kv_heads = random.between(1, 3), c.shared = random.one_of<int64_t>({1, 1, 2, 3});
+  c.queries = random.chance(0.3) ? 1 : length(), c.keys = random.chance(0.1) ? random.between(1, 400) : length();
+  c.depth = length(), c.width = length();
+  for (bool& each : c.in_heads) each = random.chance(0.5);
+  const float size = random.one_of({1.0f, 1.0f, 0.1f, 4.0f});
+  const auto fill = [&](Exact<float>& values, int64_t count, float scale) {
+    values = Exact<float>(count, random.between(0, 3));
+    for (int64_t i = 0; i < count; ++i) values[i] = random.normal() * scale;
+  };
+  fill(c.q, c.batch * c.heads() * c.queries * c.depth, size);
+  fill(c.k, c.batch * c.kv_heads * c.keys * c.depth, size);
+  fill(c.v, c.batch * c.kv_heads * c.keys * c.width, random.chance(0.1) ? 1e-38f : 1);  // results that are subnormal
+  if (random.chance(0.7)) draw_mask(c, random);
+  if (random.chance(0.1)) {
+    c.finite = false;
+    spoil(random.chance(0.3) ? c.q : random.chance(0.5) ? c.k : c.v, random);
+  }
+  return c;
+}
+
+// One row of the result: [width], with what each element may be off by.
+struct ExpectedRow {
+  std::vector<double> y, tolerance;
+};
+
+inline const float* element(const Strided& from, int64_t batch, int64_t head, int64_t row) {
+  return from.data + batch * from.batch + head * from.head + row * from.row;
+}
+
+// First-order bounds of every rounding, twice what they add up to.
+inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_t batch, int64_t head, int64_t query) {
+  const int64_t kv = head / c.shared;
+  const float* q = element(a.q, batch, head, query);
+  std::vector<double> x(c.keys), error(c.keys);
+  double most = -std::numeric_limits<double>::infinity(), sum = 0, worst = 0;
+  bool broken = false;
+  for (int64_t j = 0; j < c.keys; ++j) {
+    const float* k = element(a.k, batch, kv, j);
+    double score = 0, size = 0;
+    for (int64_t d = 0; d < c.depth; ++d) {
+      const double product = static_cast<double>(q[d]) * k[d];
+      score += product, size += std::fabs(product);
+    }
+    const double added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
+    x[j] = score * a.scale + added;
+    error[j] = kRoundoff * (a.scale * size * (std::min<int64_t>(c.depth, 128) + 2) + std::fabs(x[j]));
+    if (added == kNever && std::isfinite(score)) x[j] = kNever, error[j] = 0;  // the score is lost in it
+    broken |= std::isnan(x[j]) || x[j] == std::numeric_limits<double>::infinity();
+    most = std::max(most, x[j]);
+  }
+  std::vector<double> p(c.keys);
+  for (int64_t j = 0; j < c.keys; ++j) {
+    p[j] = std::exp(x[j] - most), sum += p[j];
+    if (x[j] > most - 110) worst = std::max(worst, error[j] + kRoundoff * (most - x[j]));
+  }
+  if (std::isinf(most)) broken = true;
+  ExpectedRow row;
+  for (int64_t column = 0; column < c.width; ++column) {
+    double y = 0, size = 0;
+    for (int64_t j = 0; j < c.keys; ++j) {
+      const double v = element(a.v, batch, kv, j)[column];
+      y += p[j] * v, size += std::fabs(p[j] * v);
+    }
+    row.y.push_back(broken ? std::nan("") : y / sum);
+    const double relative = 2 * worst + kRoundoff * (std::min<int64_t>(c.keys, 128) + c.keys / 32.0 + 20);
+    row.tolerance.push_back(2 * relative * size / sum + static_cast<double>(c.keys) * 0x1p-149);
+  }
+  return row;
+}
+
+// e^t in the operations of attention.inl, for t <= 0.
+inline float exponential_in_order(float t) {
+  t = std::max(-110.0f, t);
+  const float high = 1.44269502f, low = 1.92596303e-08f, magic = 12582912.0f + 127 + 64;
+  const float biased = std::fma(t, high, magic);
+  const float f = std::fma(t, low, std::fma(t, high, -(biased - magic)));
+  float p = 0x1.4173c6p-13f;
+  for (float next : {0x1.5f0988p-10f, 0x1.3b2ddap-7f, 0x1.c6af7ap-5f, 0x1.ebfbdcp-3f, 0x1.62e430p-1f, 1.0f}) {
+    p = std::fma(p, f, next);
+  }
+  return std::ldexp(p * std::ldexp(1.0f, static_cast<int>(biased - magic) + 64), -64);
+}
+
+inline float chained(const float* a, const float* b, int64_t step, int64_t length) {
+  float total = 0;
+  for (int64_t first = 0; first < length; first += 128) {
+    float chain = 0;
+    for (int64_t i = first; i < std::min(length, first + 128); ++i) chain = std::fma(a[i], b[i * step], chain);
+    total += chain;
+  }
+  return total;
+}
+
+// One element of y in the order that attention.inl promises. Requires: nothing is NaN.
+inline float attend_in_order(const AttentionCase& c, const Attention& a, int64_t batch, int64_t head, int64_t query,
+                             int64_t column) {
+  const int64_t kv = head / c.shared;
+  std::vector<float> x(c.keys);
+  float most = -std::numeric_limits<float>::infinity();
+  for (int64_t j = 0; j < c.keys; ++j) {
+    const float score = chained(element(a.q, batch, head, query), element(a.k, batch, kv, j), 1, c.depth);
+    const float added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
+    x[j] = std::fma(score, a.scale, added);
+    most = std::max(most, x[j]);
+  }
+  float lanes[32] = {};
+  for (int64_t j = 0; j < c.keys; ++j) lanes[j % 32] += x[j] = exponential_in_order(x[j] - most);
+  for (int half = 16; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return chained(x.data(), element(a.v, batch, kv, 0) + column, a.v.row, c.keys) * (1 / lanes[0]);
+}
+
+}  // namespace bf16kit

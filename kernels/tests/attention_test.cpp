@@ -1,0 +1,270 @@
+// Attention against float64 in random cases, on every path that the processor supports.
+//
+//   attention_test [--cases 10000] [--seed 1] [--only INDEX]
+//
+// Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
+#include <atomic>
+#include <cstdio>
+#include <thread>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "attention_case.h"
+#include "gemm/path.h"
+
+namespace bf16kit {
+namespace {
+
+uint64_t g_seed = 1;
+int64_t g_failures = 0;
+
+void fail(const std::string& where, const std::string& what) {
+  ++g_failures;
+  std::printf("FAIL --seed %llu %s: %s\n", static_cast<unsigned long long>(g_seed), where.c_str(), what.c_str());
+}
+
+std::vector<const Path*> supported_paths() {
+  std::vector<const Path*> paths;
+#if defined(__x86_64__)
+  for (const Path* path : {&kAvx512, &kAvx2}) {
+    if (path->supported()) paths.push_back(path);
+  }
+#endif
+  paths.push_back(&kPortable);
+  return paths;
+}
+
+bool fused([[maybe_unused]] const Path& path) {
+#ifdef FP_FAST_FMAF
+  return true;
+#else
+  return &path != &kPortable;
+#endif
+}
+
+bool same(float a, float b) { return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0; }
+
+std::string number(double value) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
+}
+
+// `threads` threads, each of which takes the next part that is left.
+void run_on_threads(void* threads, void (*part)(void*, size_t), size_t parts, void* context) {
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t i = next++; i < parts; i = next++) part(context, i);
+  };
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < *static_cast<int64_t*>(threads); ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+}
+
+Exact<float> compute(const AttentionCase& c, const Path& path, int64_t threads) {
+  Exact<float> y(c.outputs(), 1);
+  Attention attention = c.attention(y.data());
+  attend(attention, path, run_on_threads, &threads);
+  return y;
+}
+
+// Where the thread takes subnormals for zero, as some libraries leave it.
+Exact<float> compute_without_subnormals(const AttentionCase& c, const Path& path) {
+#if defined(__x86_64__)
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);
+  Exact<float> y = compute(c, path, 1);
+  _mm_setcsr(before);
+  return y;
+#else
+  return compute(c, path, 1);
+#endif
+}
+
+// The rows that read the same keys cut into parts at random, computed in any order.
+Exact<float> compute_in_parts(const AttentionCase& c, const Path& path, Random& random) {
+  static uint64_t id = uint64_t{1} << 40;
+  Exact<float> y(c.outputs(), 2);
+  Attention attention = c.attention(y.data());
+  attention.id = ++id;
+  std::vector<AttentionPart> parts;
+  for (int64_t head = 0; head < c.batch * c.kv_heads; ++head) {
+    for (int64_t row = 0, rows; row < attention.rows(); row += rows) {
+      rows = random.between(1, attention.rows() - row);
+      parts.push_back({head / c.kv_heads, head % c.kv_heads, row, rows});
+    }
+  }
+  for (size_t i = parts.size(); i > 1; --i) std::swap(parts[i - 1], parts[random.between(0, i - 1)]);
+  for (const AttentionPart& part : parts) path.attend(attention, part);
+  return y;
+}
+
+void check_close(const AttentionCase& c, const Exact<float>& y, const std::string& where) {
+  const Attention a = c.attention(nullptr);
+  for (int64_t i = 0; i < c.outputs(); i += c.width) {
+    const int64_t head = i / c.width % c.heads(), row = i / c.width / c.heads();
+    const ExpectedRow expected = expect_row(c, a, row / c.queries, head, row % c.queries);
+    for (int64_t column = 0; column < c.width; ++column) {
+      const double wanted = expected.y[column], got = y[i + column];
+      // Infinity times a p that rounds to zero, or nearly: one of them is NaN.
+      if (std::isfinite(wanted) ? std::fabs(got - wanted) <= expected.tolerance[column] : !std::isfinite(got)) continue;
+      return fail(where, number(got) + " is not " + number(wanted) + " at element " + std::to_string(i + column));
+    }
+  }
+}
+
+void check_same(const Exact<float>& whole, const Exact<float>& part, int64_t first, const std::string& where,
+                const std::string& what) {
+  for (int64_t i = 0; i < part.size(); ++i) {
+    if (same(whole[first + i], part[i])) continue;
+    const std::string otherwise = ", but " + number(whole[first + i]) + " otherwise, element " + std::to_string(i);
+    return fail(where, number(part[i]) + " " + what + otherwise);
+  }
+}
+
+// One query of one batch row alone, in all heads.
+void check_alone(const AttentionCase& c, const Path& path, const Exact<float>& whole, Random& random,
+                 const std::string& where) {
+  const int64_t batch = random.between(0, c.batch - 1), query = random.between(0, c.queries - 1);
+  const int64_t width = c.heads() * c.width;
+  Exact<float> y(width, 1);
+  Attention a = c.attention(y.data());
+  a.batch = a.queries = 1;
+  a.q.data += batch * a.q.batch + query * a.q.row;
+  a.k.data += batch * a.k.batch;
+  a.v.data += batch * a.v.batch;
+  if (c.masked) a.mask.data += batch * a.mask.batch + query * a.mask.row;
+  int64_t threads = 1;
+  attend(a, path, run_on_threads, &threads);
+  check_same(whole, y, (batch * c.queries + query) * width, where, "alone");
+}
+
+// The same attention with more keys behind the others, which the mask hides.
+AttentionCase padded(const AttentionCase& c, Random& random) {
+  AttentionCase longer;
+  longer.batch = c.batch, longer.kv_heads = c.kv_heads, longer.shared = c.shared, longer.queries = c.queries;
+  longer.keys = c.keys + random.between(1, 150), longer.depth = c.depth, longer.width = c.width;
+  std::copy(std::begin(c.in_heads), std::end(c.in_heads), longer.in_heads);
+  longer.masked = true;
+  std::fill(std::begin(longer.along), std::end(longer.along), true);
+  const Attention a = c.attention(nullptr);
+  const auto grown = [&](const Strided& from, bool in_heads, int64_t columns) {
+    Exact<float> to(c.batch * c.kv_heads * longer.keys * columns, 0);
+    const Strided there = AttentionCase::strided(to.data(), in_heads, c.kv_heads, longer.keys, columns);
+    for (int64_t i = 0; i < c.batch * c.kv_heads * longer.keys; ++i) {
+      const int64_t key = i % longer.keys, head = i / longer.keys % c.kv_heads, batch = i / longer.keys / c.kv_heads;
+      float* at = const_cast<float*>(element(there, batch, head, key));
+      for (int64_t d = 0; d < columns; ++d) at[d] = key < c.keys ? element(from, batch, head, key)[d] : random.normal();
+    }
+    return to;
+  };
+  longer.k = grown(a.k, c.in_heads[1], c.depth), longer.v = grown(a.v, c.in_heads[2], c.width);
+  longer.mask = Exact<float>(c.batch * c.heads() * c.queries * longer.keys, 0);
+  for (int64_t i = 0; i < longer.mask.size(); ++i) {
+    const int64_t key = i % longer.keys, query = i / longer.keys % c.queries, head = i / longer.keys / c.queries;
+    longer.mask[i] = key < c.keys ? 0 : -std::numeric_limits<float>::infinity();
+    if (key >= c.keys || !c.masked) continue;
+    longer.mask[i] = element(a.mask, head / c.heads(), head % c.heads(), query)[key * a.mask.column];
+  }
+  return longer;
+}
+
+void check_padded(const AttentionCase& c, const Path& path, const Exact<float>& whole, Random& random,
+                  const std::string& where) {
+  const AttentionCase longer = padded(c, random);
+  Exact<float> y(c.outputs(), 0);
+  Attention attention = longer.attention(y.data());
+  attention.q = c.attention(nullptr).q;
+  int64_t threads = 1;
+  attend(attention, path, run_on_threads, &threads);
+  check_same(whole, y, 0, where, "with keys behind that are hidden");
+}
+
+// That attention.inl's order is kept, in a few elements.
+void check_order(const AttentionCase& c, const Exact<float>& y, Random& random, const std::string& where) {
+  const Attention a = c.attention(nullptr);
+  for (int i = 0; i < 4; ++i) {
+    const int64_t index = random.between(0, y.size() - 1), row = index / c.width / c.heads();
+    if (std::isnan(y[index])) continue;
+    const int64_t head = index / c.width % c.heads(), column = index % c.width;
+    const float wanted = attend_in_order(c, a, row / c.queries, head, row % c.queries, column);
+    if (!same(y[index], wanted)) fail(where, number(y[index]) + " is not " + number(wanted) + ", the sum in order");
+  }
+}
+
+void check(const AttentionCase& c, Random& random, const std::string& name) {
+  Exact<float> first;  // of the fused paths
+  const std::vector<const Path*> paths = supported_paths();
+  for (const Path* path : paths) {
+    if (path == &kPortable && paths.size() > 1 && random.chance(0.7)) continue;
+    const std::string where = name + " path=" + path->name + " " + c.describe();
+    Exact<float> whole = compute(c, *path, 1);
+    if (first.size() == 0 || !fused(*path)) check_close(c, whole, where);
+    check_same(whole, compute(c, *path, 3), 0, where, "on three threads");
+    check_same(whole, compute_in_parts(c, *path, random), 0, where, "in other parts");
+    check_same(whole, compute_without_subnormals(c, *path), 0, where, "where subnormals are zero");
+    check_alone(c, *path, whole, random, where);
+    if (c.finite) check_padded(c, *path, whole, random, where);
+    if (!fused(*path)) continue;
+    if (c.finite) check_order(c, whole, random, where);
+    if (first.size() != 0) check_same(first, whole, 0, where, "on this path");
+    first = std::move(whole);
+  }
+}
+
+// Large enough for a head's rows to be parted, and for sums of several chains.
+void check_large(Random& random) {
+  AttentionCase c;
+  c.queries = 700, c.keys = 700, c.depth = 200, c.width = 40;
+  c.q = Exact<float>(c.queries * c.depth, 0), c.k = Exact<float>(c.keys * c.depth, 0);
+  c.v = Exact<float>(c.keys * c.width, 0);
+  for (Exact<float>* values : {&c.q, &c.k, &c.v}) {
+    for (int64_t i = 0; i < values->size(); ++i) (*values)[i] = random.normal();
+  }
+  check(c, random, "large");
+}
+
+// No keys: sums of nothing. No queries: nothing.
+void check_empty() {
+  for (const Path* path : supported_paths()) {
+    AttentionCase c;
+    c.keys = 0, c.queries = 3, c.width = 5;
+    const Exact<float> y = compute(c, *path, 1);
+    for (int64_t i = 0; i < y.size(); ++i) {
+      if (!same(y[i], 0.0f)) fail("empty", "an element without keys is " + number(y[i]));
+    }
+    c.keys = 3, c.queries = 0;
+    compute(c, *path, 1);
+  }
+}
+
+int run(int64_t cases, int64_t only) {
+  if (only < 0) {
+    Random random(g_seed, 0);
+    check_large(random);
+    check_empty();
+  }
+  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < 20; ++i) {
+    Random random(g_seed, i);
+    const AttentionCase c = draw_attention(random);
+    check(c, random, "--only " + std::to_string(i));
+  }
+  std::printf("%s: %lld cases of attention, seed %llu\n", g_failures == 0 ? "ok" : "FAILED",
+              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(g_seed));
+  return g_failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace bf16kit
+
+int main(int count, char** arguments) {
+  int64_t cases = 10000, only = -1;
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = arguments[i];
+    const int64_t value = std::atoll(arguments[i + 1]);
+    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(bf16kit::g_seed)) = value;
+  }
+  return bf16kit::run(cases, only);
+}

@@ -1,0 +1,199 @@
+"""``bf16kit::Attention_…`` through real sessions: what it answers, which answers are the same bits, what it refuses."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import ModelProto, helper
+
+import graphs
+from bf16kit.errors import ConfigError, RuntimeFailure
+from bf16kit.runtime import kernel
+from bf16kit.runtime.session import failing_as, open_session
+
+pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+Array = NDArray[Any]
+FORMS = ["".join(form) for form in product("rh", repeat=3)]
+LOWEST = np.float32(-3.38953139e38)  # what exporters write for minus infinity
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernel.VARIABLE, raising=False)
+
+
+def model(op: str, **attributes: Any) -> ModelProto:
+    """One node ``op`` of 4 heads of 16, scaled by a quarter unless ``attributes`` say otherwise; it has no function."""
+    names = ["q", "k", "v", *(["m"] if op.endswith("mask") else [])]
+    given = {"heads": 4, "kv_heads": 2 if "grouped" in op else 4, "scale": 0.25} | attributes
+    node = helper.make_node(op, names, ["y"], domain="bf16kit", **given)
+    made = graphs.model([node], [graphs.edge(name) for name in names], [graphs.edge("y")])
+    made.opset_import.append(helper.make_opsetid("bf16kit", 1))
+    return made
+
+
+def run(made: ModelProto, *inputs: Array, threads: int = 1) -> Array:
+    """The answer. Raises :class:`~bf16kit.errors.RuntimeFailure` when there is none."""
+    session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
+    with failing_as("running"):
+        return np.asarray(session.run(["y"], dict(zip(("q", "k", "v", "m"), inputs, strict=False)))[0])
+
+
+def heads(batch: int, count: int, rows: int, seed: int, columns: int = 16) -> Array:
+    return graphs.values(batch * count * rows, columns, seed=seed, scale=1.5).reshape(batch, count, rows, columns)
+
+
+def as_form(form: str, *values: Array) -> list[Array]:
+    """[batch, heads, rows, columns] in rows where the letter is r."""
+    moved = (v.transpose(0, 2, 1, 3).reshape(v.shape[0], v.shape[2], v.shape[1] * v.shape[3]) for v in values)
+    return [
+        np.ascontiguousarray(rows) if letter == "r" else value
+        for letter, value, rows in zip(form, values, moved, strict=True)
+    ]
+
+
+def exact(q: Array, k: Array, v: Array, mask: Array | float = 0.0, scale: float = 0.25) -> Array:
+    """The same in float64, as rows."""
+    shared = q.shape[1] // k.shape[1]
+    wide = [np.repeat(each.astype(np.float64), shared, axis=1) for each in (k, v)]
+    scores = q.astype(np.float64) @ wide[0].swapaxes(2, 3) * scale + mask
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    y = (p / p.sum(-1, keepdims=True)) @ wide[1]
+    return np.asarray(y.transpose(0, 2, 1, 3).reshape(q.shape[0], q.shape[2], -1))
+
+
+def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sessions use ``path`` from now on; the test is skipped where the processor cannot."""
+    monkeypatch.setenv(kernel.VARIABLE, path)
+    try:
+        kernel.available()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+# --- what it answers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", kernel.PATHS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", ["", "_grouped"])
+def test_it_attends_within_fp32_s_rounding(form: str, op: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(path, monkeypatch)
+    shared = 2 if op else 4
+    q, k, v = heads(2, 4, 7, 0), heads(2, shared, 45, 1), heads(2, shared, 45, 2, columns=24)
+    found = run(model(f"Attention_{form}{op}"), *as_form(form, q, k, v))
+    np.testing.assert_allclose(found, exact(q, k, v), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 7, 45), (1, 1, 7, 45), (2, 1, 1, 45), (1, 4, 7, 1), (7, 45), (45,), (1,)], ids=str
+)
+def test_a_mask_broadcasts_as_add_does(shape: tuple[int, ...]) -> None:
+    q, k, v = heads(2, 4, 7, 0), heads(2, 4, 45, 1), heads(2, 4, 45, 2)
+    mask = np.where(np.random.default_rng(3).random(shape) < 0.3, LOWEST, np.float32(0.5))
+    found = run(model("Attention_hhh_mask"), q, k, v, mask)
+    np.testing.assert_allclose(found, exact(q, k, v, mask), rtol=1e-5, atol=2e-6)
+
+
+def test_rows_without_a_key_to_see_are_the_mean_or_nan_as_softmax_says() -> None:
+    q, k, v = heads(1, 4, 3, 0), heads(1, 4, 45, 1), heads(1, 4, 45, 2)
+    mask = np.zeros((1, 1, 3, 45), np.float32)
+    mask[0, 0, 1] = LOWEST
+    mean = run(model("Attention_hhh_mask"), q, k, v, mask)
+    np.testing.assert_allclose(mean[0, 1], v.mean(2).reshape(-1), atol=1e-6)
+    mask[0, 0, 1] = -np.inf
+    nan = run(model("Attention_hhh_mask"), q, k, v, mask)
+    assert np.isnan(nan[0, 1]).all()
+    assert np.array_equal(nan[0, [0, 2]], mean[0, [0, 2]])
+
+
+def test_nan_and_infinity_in_a_query_stay_in_its_row_and_head() -> None:
+    q, k, v = heads(1, 4, 3, 0), heads(1, 4, 45, 1), heads(1, 4, 45, 2)
+    clean = run(model("Attention_hhh"), q, k, v)
+    for value in (np.nan, np.inf, -np.inf):
+        spoilt = q.copy()
+        spoilt[0, 2, 1, 5] = value
+        found = run(model("Attention_hhh"), spoilt, k, v)
+        assert np.isnan(found[0, 1, 32:48]).all()
+        assert np.array_equal(np.delete(found[0, 1], range(32, 48)), np.delete(clean[0, 1], range(32, 48)))
+        assert np.array_equal(found[0, [0, 2]], clean[0, [0, 2]])
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
+def test_empty_sequences_give_nothing_and_no_keys_give_zeros(batch: int, queries: int, keys: int) -> None:
+    q, k, v = (np.ones((batch, 4, rows, 16), np.float32) for rows in (queries, keys, keys))
+    found = run(model("Attention_rrr"), *as_form("rrr", q, k, v))
+    assert np.array_equal(found, np.full((batch, queries, 64), 0.0 if keys == 0 else 1.0, np.float32))
+
+
+# --- which answers are the same bits ----------------------------------------------------------------------------------
+
+
+def test_threads_paths_and_neighbours_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = heads(3, 4, 90, 0), heads(3, 4, 170, 1), heads(3, 4, 170, 2)
+    made = model("Attention_hhh")
+    alone = run(made, q, k, v)
+    for threads in (2, 3):
+        assert np.array_equal(run(made, q, k, v, threads=threads), alone)
+    assert np.array_equal(run(made, q[1:2], k[1:2], v[1:2]), alone[1:2])
+    assert np.array_equal(run(made, q[:, :, 13:14], k, v), alone[:, 13:14])
+    use("avx2", monkeypatch)
+    assert np.array_equal(run(made, q, k, v), alone)
+
+
+@pytest.mark.parametrize("hidden", [LOWEST, np.float32(-np.inf)], ids=["lowest", "infinity"])
+def test_padding_that_the_mask_hides_changes_no_bit(hidden: np.float32) -> None:
+    q, k, v = heads(1, 4, 9, 0), heads(1, 4, 170, 1), heads(1, 4, 170, 2)
+    made = model("Attention_hhh_mask")
+    short = run(made, q, k[:, :, :100], v[:, :, :100], np.zeros((1, 1, 1, 100), np.float32))
+    mask = np.where(np.arange(170) < 100, np.float32(0), hidden).reshape(1, 1, 1, 170)
+    assert np.array_equal(run(made, q, k, v, mask), short)
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+_Q, _K = (2, 4, 3, 16), (2, 4, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 3, 64), _K, _K), "q has 3 dimensions"),
+        (((2, 5, 3, 16), _K, _K), "dimension 1 of q is 5, which does not fit to 4 heads"),
+        ((_Q, (1, 4, 5, 16), _K), "the batches of q and k: 2 and 1"),
+        ((_Q, _K, (3, 4, 5, 16)), "the batches of q and v: 2 and 3"),
+        ((_Q, (2, 4, 5, 8), _K), "the columns of q and k, of one head: 16 and 8"),
+        ((_Q, _K, (2, 4, 6, 16)), "the rows of k and v: 5 and 6"),
+        ((_Q, _K, _K, (2, 4, 3, 4)), "dimension 3 of the mask is 4; it must be 1 or 5"),
+        ((_Q, _K, _K, (3, 1, 1, 5)), "dimension 0 of the mask is 3; it must be 1 or 2"),
+        ((_Q, _K, _K, (1, 1, 1, 1, 5)), "the mask has 5 dimensions"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    made = model("Attention_hhh" + ("_mask" if len(shapes) > 3 else ""))
+    with pytest.raises(RuntimeFailure, match=message):
+        run(made, *(np.zeros(shape, np.float32) for shape in shapes))
+
+
+def test_rows_that_heads_do_not_divide_are_refused() -> None:
+    with pytest.raises(RuntimeFailure, match="dimension 2 of v is 63, which does not fit to 4 heads"):
+        run(model("Attention_hhr"), *(np.zeros(shape, np.float32) for shape in (_Q, _K, (2, 5, 63))))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"heads": 6, "kv_heads": 4}, "heads = 6 is not a multiple of kv_heads = 4"),
+        ({"heads": 0}, "attribute heads is 0"),
+        ({"scale": 1}, "attribute scale is missing or of another type"),
+        ({"scale": float("inf")}, "attribute scale is not a finite number"),
+    ],
+)
+def test_attributes_that_make_no_sense_are_refused(attributes: dict[str, Any], message: str) -> None:
+    made = model("Attention_hhh", **attributes)
+    with pytest.raises(RuntimeFailure, match=message):
+        run(made, *(np.zeros(shape, np.float32) for shape in (_Q, _K, _K)))
