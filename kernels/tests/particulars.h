@@ -1,0 +1,132 @@
+// Cases that are not drawn at random: the choice of a path, sums and operands of one kind, what a thread keeps.
+#pragma once
+
+#include "checks.h"
+
+namespace bf16kit {
+
+// Sums of K equal terms, whose roundings all go the same way.
+inline void check_constants(Layout layout, Activation activation, Arithmetic arithmetic) {
+  Case c;
+  c.rows = 3, c.k = 16384, c.n = 33;
+  c.layout = layout, c.activation = activation, c.arithmetic = arithmetic;
+  c.x = Exact<float>(c.rows * c.k, 1);
+  std::fill(c.x.data(), c.x.data() + c.x.size(), 0.1f);
+  c.w.assign(c.k * c.n, narrow(0.1f));
+  store_weight(c, 1);
+  Random random(g_seed, 0);
+  check(c, random, "constants");
+}
+
+// Sums of zero, so that the bias alone reaches the activation: floats of all magnitudes, and those that are special.
+inline void check_activation(Activation activation, Arithmetic arithmetic, Random& random) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const std::vector<float> special = {0, -0.0f, infinity, -infinity, std::nanf(""), -std::nanf(""), 1e-45f, -1e-45f,
+                                      1e-38f, -1e-38f, 3e38f, -3e38f, -13.1f, -14.5f, -87, -88, -104, -110, -200};
+  Case c;
+  c.rows = 1, c.k = 1, c.n = 100003;
+  c.activation = activation, c.arithmetic = arithmetic;
+  c.x = Exact<float>(1, 0);
+  c.x[0] = 0;
+  c.w.assign(c.n, 0);
+  c.bias = Exact<float>(c.n, 1);
+  for (int64_t j = 0; j < c.n; ++j) {
+    const double usual = random.between(0, 1 << 24) * 0x1p-20, any = std::exp2(random.between(-149, 127));
+    c.bias[j] = static_cast<float>((random.chance(0.9) ? usual : any) * (random.chance(0.5) ? 1 : -1));
+  }
+  std::copy(special.begin(), special.end(), c.bias.data());
+  store_weight(c, 0);
+  check(c, random, "activation");
+}
+
+inline void check_choice(Arithmetic arithmetic) {
+  const std::vector<const Path*> paths = supported_paths(arithmetic);
+  unsetenv("BF16KIT_KERNEL_PATH");
+  if (choose_path(arithmetic) != paths[0]) fail("choose_path", "not the fastest path without BF16KIT_KERNEL_PATH");
+  for (const Path* path : paths) {
+    setenv("BF16KIT_KERNEL_PATH", path->name, 1);
+    if (choose_path(arithmetic) != path) fail("choose_path", std::string("not the path asked for, ") + path->name);
+  }
+#if defined(__x86_64__)
+  setenv("BF16KIT_KERNEL_PATH", kAvx512Bf16.name, 1);
+  const Path* wanted = !kAvx512Bf16.supported() ? nullptr : arithmetic == Arithmetic::kBf16 ? &kAvx512Bf16 : &kAvx512;
+  if (choose_path(arithmetic) != wanted) fail("choose_path", "not the path that goes with avx512_bf16");
+#endif
+  setenv("BF16KIT_KERNEL_PATH", "avx", 1);
+  if (choose_path(arithmetic) != nullptr) fail("choose_path", "a path that does not exist");
+}
+
+// A sum that is less than nothing by so little that it rounds to zero: 0 + -0 = 0, on every path.
+inline void check_signed_zero(Arithmetic arithmetic) {
+  Case c;
+  c.rows = 1, c.k = 1, c.n = 64;
+  c.arithmetic = arithmetic;
+  c.x = Exact<float>(1, 0);
+  c.x[0] = 1e-30f;
+  c.w.assign(c.n, narrow(-1e-30f));
+  store_weight(c, 0);
+  for (const Path* path : supported_paths(arithmetic)) {
+    const Exact<float> y = compute(c, *path, 0, 1);
+    if (std::signbit(y[0])) fail(std::string("signed zero, path=") + path->name, "-0 where the order of sums gives 0");
+  }
+}
+
+#if defined(__x86_64__)
+// What another library has left in a thread's control register changes no bits, and is there again afterwards.
+inline void check_rounding_mode(Random& random) {
+  for (const unsigned left : {0x9fc0u, 0x1fc0u, 0x7f80u, 0x1f80u}) {  // both flushed; operands; toward zero; default
+    Case c = draw(random);
+    for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = random.normal() * (i % 2 == 0 ? 1e-37f : 1e-39f);
+    for (const Path* path : supported_paths(c.arithmetic)) {
+      const std::string where = std::string("MXCSR, path=") + path->name + " " + c.describe();
+      const Exact<float> usual = compute(c, *path, 0, c.rows);
+      const unsigned before = _mm_getcsr();
+      _mm_setcsr(left);
+      const Exact<float> y = compute(c, *path, 0, c.rows);
+      const unsigned after = _mm_getcsr();
+      _mm_setcsr(before);
+      check_same(usual, y, 0, c.n, where, "with another mode in the thread");
+      if (after != left) fail(where, "the thread's mode is not what it was");
+    }
+  }
+}
+#endif
+
+// Parts of one product that begin at the same row and have not as many: what is kept of x is not taken for the other's.
+inline void check_kept_rows(Random& random) {
+  Case c;
+  c.rows = 9, c.k = 1024, c.n = 32;
+  c.x = Exact<float>(c.rows * c.k, 0);
+  for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = random.normal();
+  c.w.assign(c.k * c.n, narrow(0.5f));
+  store_weight(c, 0);
+  for (c.arithmetic = Arithmetic::kFp32;; c.arithmetic = Arithmetic::kBf16) {
+    for (const Path* path : supported_paths(c.arithmetic)) {
+      const Exact<float> usual = compute(c, *path, 0, c.rows);
+      Exact<float> y(c.rows * c.n, 0);
+      Product product = c.product(y.data());
+      product.id = next_id();
+      path->compute(c.arithmetic)(product, {0, 3, 0, 1});
+      path->compute(c.arithmetic)(product, {0, c.rows, 0, 1});
+      check_same(usual, y, 0, c.n, std::string("kept rows, path=") + path->name, "after a part of fewer rows");
+    }
+    if (c.arithmetic == Arithmetic::kBf16) break;
+  }
+}
+
+inline void check_particulars() {
+  Random random(g_seed, 0);
+  for (const Arithmetic arithmetic : {Arithmetic::kFp32, Arithmetic::kBf16}) {
+    check_choice(arithmetic);
+    check_signed_zero(arithmetic);
+    check_constants(Layout::kPanels, Activation::kNone, arithmetic);
+    check_constants(Layout::kTransposed, Activation::kRelu, arithmetic);
+    for (Activation activation : kActivations) check_activation(activation, arithmetic, random);
+  }
+  check_kept_rows(random);
+#if defined(__x86_64__)
+  for (int i = 0; i < 20; ++i) check_rounding_mode(random);
+#endif
+}
+
+}  // namespace bf16kit
