@@ -22,10 +22,10 @@ FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-hostile soak fuzz serve check bench bench-kernel bench-gpu test-kernel test-gpu test-compose test-models models-table proto image clean
+.PHONY: help setup demo test test-hostile soak fuzz serve check bench bench-kernel bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-models models-table proto image clean
 
 help: ## list these targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
@@ -89,6 +89,9 @@ fuzz: setup ## 20,000 damaged sources and 50 SIGKILLs, on all cores: about half 
 test-kernel: setup ## the C++ kernel under sanitizers: 10,000 cases against float64, and inside ONNX Runtime
 	kernels/tests/run.sh --sanitize
 	PYTHON=$(BIN)/python kernels/tests/in_onnxruntime.sh
+
+test-kernel-versions: setup ## the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, a minute or two
+	PYTHON=$(BIN)/python kernels/tests/versions.sh
 
 test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason where there is none
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)

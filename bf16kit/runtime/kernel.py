@@ -30,7 +30,7 @@ BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
 
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
-_ONNXRUNTIME = "an onnxruntime of 1.24 or later, below 2"
+_ONNXRUNTIME = "an onnxruntime of 1.24 to 1.31, which are tested, or a later 1.x"
 _NOT_BUILT = (
     "it was not built when bf16kit was installed: there was no C++17 compiler, or it failed (pip install -v shows why)"
 )

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs the operators' tests in every minor release of ONNX Runtime that the kernel's library says it knows, from the one
+# whose table it asks for (kVersion in kernels/ort/abi.h) to the one of constraints.txt, and says for each how it went.
+#
+#   kernels/tests/versions.sh [VERSION…]
+#
+# PYTHON: the interpreter, with the project built, pytest and pip. Each release is installed into
+# build/kernel-test/onnxruntime/ (60 MB each) and nothing of the interpreter's own is changed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+python=${PYTHON:-python3}
+versions=("$@")
+# The last of each minor release. tests/kit/runtime/test_kernel_versions.py holds this to the two ends.
+((${#versions[@]})) || versions=(1.21.1 1.22.1 1.23.2 1.24.4 1.25.1 1.26.0 1.27.0 1.28.0 1.29.0 1.30.0 1.31.1)
+tests=(tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py)
+tests+=(tests/kit/runtime/test_kernel_refusals_joined.py tests/converter/cpukernel/test_lookup.py)
+
+failed=()
+for version in "${versions[@]}"; do
+  site=build/kernel-test/onnxruntime/$version
+  if [[ ! -e $site/.installed ]]; then
+    rm -rf "$site"
+    "$python" -m pip install -qq --disable-pip-version-check --no-deps --target "$site" "onnxruntime==$version"
+    touch "$site/.installed"
+  fi
+  export PYTHONPATH=$PWD/$site:$PWD
+  found=$("$python" -c 'import onnxruntime; print(onnxruntime.__version__)')
+  [[ $found == "$version" ]] || { echo "versions: onnxruntime $version is installed in $site, and $found was imported" >&2; exit 1; }
+  log=build/kernel-test/onnxruntime/$version.log
+  if "$python" -m pytest -q -p no:cacheprovider "${tests[@]}" >"$log" 2>&1; then
+    echo "onnxruntime $version: $(tail -1 "$log")"
+  else
+    echo "onnxruntime $version: FAILED, see $log"
+    failed+=("$version")
+  fi
+done
+((${#failed[@]} == 0)) || { echo "versions: the kernel's tests fail with onnxruntime ${failed[*]}" >&2; exit 1; }

@@ -1,0 +1,69 @@
+"""Which releases of ONNX Runtime the kernel is tested in, and that all that tells of them says the same.
+
+``make test-kernel-versions`` installs them and runs the operators' tests in each; here one product runs in those that
+it left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bf16kit.runtime import kernel
+
+_ROOT = Path(__file__).resolve().parents[3]
+_SITES = _ROOT / "build/kernel-test/onnxruntime"
+
+
+def _text(path: str) -> str:
+    return (_ROOT / path).read_text("utf-8")
+
+
+def _found(pattern: str, path: str) -> str:
+    found = re.search(pattern, _text(path))
+    assert found is not None, f"{path} has no {pattern}"
+    return found[1]
+
+
+OLDEST = int(_found(r"kVersion = (\d+);", "kernels/ort/abi.h"))
+NEWEST = int(_found(r"onnxruntime==1\.(\d+)\.", "constraints.txt"))
+TESTED = _found(r"versions=\(([\d. ]+)\)", "kernels/tests/versions.sh").split()
+
+
+def test_every_minor_release_from_the_one_asked_for_to_the_one_pinned_is_tested_once() -> None:
+    assert [int(version.split(".")[1]) for version in TESTED] == list(range(OLDEST, NEWEST + 1))
+    assert TESTED[-1] == _found(r"onnxruntime==(\S+)", "constraints.txt")
+
+
+def test_messages_and_pages_name_the_releases_that_are_tested() -> None:
+    required = int(_found(r"onnxruntime>=1\.(\d+)", "pyproject.toml"))
+    assert OLDEST <= required <= NEWEST
+    said = f"an onnxruntime of 1.{required} to 1.{NEWEST}, which are tested, or a later 1.x"
+    assert said in _text("bf16kit/runtime/kernel.py")
+    assert said in _text("docs/operations.md")
+    assert f"every minor version from 1.{OLDEST} to 1.{NEWEST}" in _text("docs/operations.md")
+    assert f"1.{OLDEST} or a later 1.x" in _text("kernels/ort/register.cpp")
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+@pytest.mark.parametrize("version", TESTED)
+def test_a_product_runs_in_it(version: str) -> None:
+    site = _SITES / version
+    if not site.exists() and version != TESTED[-1]:
+        pytest.skip("not installed: make test-kernel-versions does it")
+    program = (
+        "import numpy as np, onnxruntime, products, graphs\n"
+        f"assert onnxruntime.__version__ == {version!r}, onnxruntime.__version__\n"
+        "weight, x = graphs.values(300, 72), graphs.values(5, 300, seed=1)\n"
+        "found = products.run(products.product(weight, function=False), x, threads=2)\n"
+        "assert np.abs(found - products.exact(x, weight)).max() < 1e-3\n"
+    )
+    paths = [str(path) for path in (site, _ROOT, _ROOT / "tests/support") if path.exists()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
