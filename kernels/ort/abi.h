@@ -1,8 +1,9 @@
 // The part of ONNX Runtime's C ABI that a custom operator needs, declared here because its wheels ship no headers.
 //
 // ONNX Runtime promises that the ABI only ever grows: the table of version 21 keeps its entries, in their order, in
-// every later release. `indices` are positions in that table. What is declared here is checked when the library is
-// registered (register.cpp): the runtime's version, and a call whose answer is known.
+// every later release. `Index` are positions in that table. What is declared here is checked when the library is
+// registered: the runtime's version (register.cpp), and calls whose answers are known (fits.cpp).
+// `make test-kernel-versions` runs the operators' tests in every release from 1.21 on.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +20,7 @@ struct KernelInfo;
 struct KernelContext;
 struct Value;
 struct TensorInfo;
+struct MemoryInfo;
 struct SessionOptions;
 struct Domain;
 
@@ -34,14 +36,18 @@ enum Characteristic : int { kRequired = 0, kOptional = 1 };
 // Positions in the table.
 enum Index : size_t {
   kCreateStatus = 0,
+  kGetErrorCode = 1,
   kGetErrorMessage = 2,
   kCreateCustomOpDomain = 26,
   kCustomOpDomainAdd = 27,
   kAddCustomOpDomain = 28,
+  kCreateTensorWithDataAsOrtValue = 49,
   kGetTensorMutableData = 51,
+  kGetTensorElementType = 60,
   kGetDimensionsCount = 61,
   kGetDimensions = 62,
   kGetTensorTypeAndShape = 65,
+  kCreateCpuMemoryInfo = 69,
   kKernelInfoGetAttributeFloat = 85,
   kKernelInfoGetAttributeInt64 = 86,
   kKernelInfoGetAttributeString = 87,
@@ -49,39 +55,43 @@ enum Index : size_t {
   kKernelContextGetInput = 90,
   kKernelContextGetOutput = 91,
   kReleaseStatus = 93,
+  kReleaseMemoryInfo = 94,
+  kReleaseValue = 96,
   kReleaseTensorTypeAndShapeInfo = 99,
+  kReleaseCustomOpDomain = 101,
   kKernelInfoGetConstantInputTensor = 249,
   kKernelContextParallelFor = 274,
 };
 
-// An operator, as ONNX Runtime reads it: 26 slots of eight bytes.
+// An operator, as ONNX Runtime reads it: 26 slots of eight bytes. It is C that calls these, and an exception must not pass
+// through it: noexcept is part of their types, so that a function without it does not compile.
 struct CustomOp {
   uint32_t version;
-  void*(*CreateKernel)(const CustomOp*, const Api*, const KernelInfo*);
-  const char*(*GetName)(const CustomOp*);
-  const char*(*GetExecutionProviderType)(const CustomOp*);
-  int (*GetInputType)(const CustomOp*, size_t);
-  size_t (*GetInputTypeCount)(const CustomOp*);
-  int (*GetOutputType)(const CustomOp*, size_t);
-  size_t (*GetOutputTypeCount)(const CustomOp*);
-  void (*KernelCompute)(void*, KernelContext*);
-  void (*KernelDestroy)(void*);
-  int (*GetInputCharacteristic)(const CustomOp*, size_t);
-  int (*GetOutputCharacteristic)(const CustomOp*, size_t);
-  int (*GetInputMemoryType)(const CustomOp*, size_t);
-  int (*GetVariadicInputMinArity)(const CustomOp*);
-  int (*GetVariadicInputHomogeneity)(const CustomOp*);
-  int (*GetVariadicOutputMinArity)(const CustomOp*);
-  int (*GetVariadicOutputHomogeneity)(const CustomOp*);
-  Status*(*CreateKernelV2)(const CustomOp*, const Api*, const KernelInfo*, void** kernel);
-  Status*(*KernelComputeV2)(void*, KernelContext*);
-  Status*(*InferOutputShape)(const CustomOp*, void*);
-  int (*GetStartVersion)(const CustomOp*);
-  int (*GetEndVersion)(const CustomOp*);
-  size_t (*GetMayInplace)(int** inputs, int** outputs);
-  void (*ReleaseMayInplace)(int* inputs, int* outputs);
-  size_t (*GetAliasMap)(int** inputs, int** outputs);
-  void (*ReleaseAliasMap)(int* inputs, int* outputs);
+  void*(*CreateKernel)(const CustomOp*, const Api*, const KernelInfo*) noexcept;
+  const char*(*GetName)(const CustomOp*) noexcept;
+  const char*(*GetExecutionProviderType)(const CustomOp*) noexcept;
+  int (*GetInputType)(const CustomOp*, size_t) noexcept;
+  size_t (*GetInputTypeCount)(const CustomOp*) noexcept;
+  int (*GetOutputType)(const CustomOp*, size_t) noexcept;
+  size_t (*GetOutputTypeCount)(const CustomOp*) noexcept;
+  void (*KernelCompute)(void*, KernelContext*) noexcept;
+  void (*KernelDestroy)(void*) noexcept;
+  int (*GetInputCharacteristic)(const CustomOp*, size_t) noexcept;
+  int (*GetOutputCharacteristic)(const CustomOp*, size_t) noexcept;
+  int (*GetInputMemoryType)(const CustomOp*, size_t) noexcept;
+  int (*GetVariadicInputMinArity)(const CustomOp*) noexcept;
+  int (*GetVariadicInputHomogeneity)(const CustomOp*) noexcept;
+  int (*GetVariadicOutputMinArity)(const CustomOp*) noexcept;
+  int (*GetVariadicOutputHomogeneity)(const CustomOp*) noexcept;
+  Status*(*CreateKernelV2)(const CustomOp*, const Api*, const KernelInfo*, void** kernel) noexcept;
+  Status*(*KernelComputeV2)(void*, KernelContext*) noexcept;
+  Status*(*InferOutputShape)(const CustomOp*, void*) noexcept;
+  int (*GetStartVersion)(const CustomOp*) noexcept;
+  int (*GetEndVersion)(const CustomOp*) noexcept;
+  size_t (*GetMayInplace)(int** inputs, int** outputs) noexcept;
+  void (*ReleaseMayInplace)(int* inputs, int* outputs) noexcept;
+  size_t (*GetAliasMap)(int** inputs, int** outputs) noexcept;
+  void (*ReleaseAliasMap)(int* inputs, int* outputs) noexcept;
 };
 static_assert(sizeof(CustomOp) == 208, "the layout of ONNX Runtime's OrtCustomOp, version 21");
 

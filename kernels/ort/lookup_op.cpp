@@ -49,7 +49,7 @@ void look_up_part(void* context, size_t part) {
 
 }  // namespace
 
-Status* create_lookup(const Api* api, const KernelInfo* info, void** created) {
+Status* create_lookup(const Api* api, const KernelInfo* info, void** created) noexcept {
   Node node = {};
   node.api = api;
   BF16KIT_RETURN_IF_ERROR(read_size(api, info, "k", node.table.k));
@@ -59,9 +59,9 @@ Status* create_lookup(const Api* api, const KernelInfo* info, void** created) {
   return *created != nullptr ? nullptr : error(api, kFail, "out of memory");
 }
 
-void destroy_lookup(void* created) { delete static_cast<Node*>(created); }
+void destroy_lookup(void* created) noexcept { delete static_cast<Node*>(created); }
 
-Status* run_lookup(void* created, KernelContext* context) {
+Status* run_lookup(void* created, KernelContext* context) noexcept {
   const Node& node = *static_cast<const Node*>(created);
   const Api* api = node.api;
   Shape shape;

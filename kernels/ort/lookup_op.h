@@ -9,8 +9,8 @@
 
 namespace bf16kit {
 
-abi::Status* create_lookup(const abi::Api*, const abi::KernelInfo*, void** created);
-abi::Status* run_lookup(void* created, abi::KernelContext*);
-void destroy_lookup(void* created);
+abi::Status* create_lookup(const abi::Api*, const abi::KernelInfo*, void** created) noexcept;
+abi::Status* run_lookup(void* created, abi::KernelContext*) noexcept;
+void destroy_lookup(void* created) noexcept;
 
 }  // namespace bf16kit

@@ -68,7 +68,7 @@ Status* read_bias(const Node& node, const KernelContext* context, size_t inputs,
 
 }  // namespace
 
-Status* create_product(const Api* api, const KernelInfo* info, size_t weights, Arithmetic arithmetic, void** created) {
+Status* create_product(const Api* api, const KernelInfo* info, size_t weights, Arithmetic arithmetic, void** created) noexcept {
   Node node = {};
   node.api = api;
   node.arithmetic = arithmetic;
@@ -91,9 +91,9 @@ Status* create_product(const Api* api, const KernelInfo* info, size_t weights, A
   return *created != nullptr ? nullptr : error(api, kFail, "out of memory");
 }
 
-void destroy_product(void* created) { delete static_cast<Node*>(created); }
+void destroy_product(void* created) noexcept { delete static_cast<Node*>(created); }
 
-Status* run_product(void* created, KernelContext* context) {
+Status* run_product(void* created, KernelContext* context) noexcept {
   const Node& node = *static_cast<const Node*>(created);
   const Api* api = node.api;
   const int64_t k = node.weights[0].k;

@@ -17,8 +17,8 @@ namespace bf16kit {
 // What the attribute `activation` may be.
 constexpr const char* kActivations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
 
-abi::Status* create_product(const abi::Api*, const abi::KernelInfo*, size_t weights, Arithmetic, void** created);
-abi::Status* run_product(void* created, abi::KernelContext*);
-void destroy_product(void* created);
+abi::Status* create_product(const abi::Api*, const abi::KernelInfo*, size_t weights, Arithmetic, void** created) noexcept;
+abi::Status* run_product(void* created, abi::KernelContext*) noexcept;
+void destroy_product(void* created) noexcept;
 
 }  // namespace bf16kit

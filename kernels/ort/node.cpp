@@ -119,11 +119,25 @@ Status* read_weight(const Api* api, const KernelInfo* info, size_t index, Weight
   return nullptr;
 }
 
+namespace {
+
+struct Parts {
+  void (*run)(void*, size_t);
+  void* context;
+};
+
+void run_one(void* parts, size_t i) noexcept { static_cast<Parts*>(parts)->run(static_cast<Parts*>(parts)->context, i); }
+
+}  // namespace
+
 void run_parts(void* threads, void (*part)(void*, size_t), size_t parts, void* context) {
   auto& session = *static_cast<Threads*>(threads);
+  Parts all = {part, context};
+  void (*const one)(void*, size_t) noexcept = run_one;  // called by C, as what is in a CustomOp
   // As many batches as parts: the session's threads then take one after the other, and a slow one takes fewer.
   session.status = call<Status*>(session.api, kKernelContextParallelFor,
-                                 static_cast<const KernelContext*>(session.context), part, parts, parts, context);
+                                 static_cast<const KernelContext*>(session.context), one, parts, parts,
+                                 static_cast<void*>(&all));
 }
 
 }  // namespace bf16kit

@@ -25,24 +25,26 @@ struct Operator {
 
 const Operator& of(const CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
 
-const char* name(const CustomOp* op) { return of(op).name; }
-const char* provider(const CustomOp*) { return nullptr; }  // the CPU's
+const char* name(const CustomOp* op) noexcept { return of(op).name; }
+const char* provider(const CustomOp*) noexcept { return nullptr; }  // the CPU's
 
-size_t input_count(const CustomOp* op) { return 1 + of(op).weights + of(op).biases; }
-size_t output_count(const CustomOp* op) { return of(op).weights; }
-int input_type(const CustomOp* op, size_t i) {
+size_t input_count(const CustomOp* op) noexcept { return 1 + of(op).weights + of(op).biases; }
+size_t output_count(const CustomOp* op) noexcept { return of(op).weights; }
+int input_type(const CustomOp* op, size_t i) noexcept {
   if (i >= 1 && i <= of(op).weights) return kBfloat16;
   return of(op).kind == Kind::kLookup ? kInt64 : kFloat;
 }
-int output_type(const CustomOp*, size_t) { return kFloat; }
+int output_type(const CustomOp*, size_t) noexcept { return kFloat; }
 // Only the bias of a single product may be left out.
-int input_characteristic(const CustomOp* op, size_t i) { return of(op).weights == 1 && i == 2 ? kOptional : kRequired; }
-int output_characteristic(const CustomOp*, size_t) { return kRequired; }
-int memory_default(const CustomOp*, size_t) { return 0; }
-int one(const CustomOp*) { return 1; }
-int newest(const CustomOp*) { return INT_MAX; }
+int input_characteristic(const CustomOp* op, size_t i) noexcept {
+  return of(op).weights == 1 && i == 2 ? kOptional : kRequired;
+}
+int output_characteristic(const CustomOp*, size_t) noexcept { return kRequired; }
+int memory_default(const CustomOp*, size_t) noexcept { return 0; }
+int one(const CustomOp*) noexcept { return 1; }
+int newest(const CustomOp*) noexcept { return INT_MAX; }
 
-Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) {
+Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) noexcept {
   if (of(op).kind == Kind::kLookup) return create_lookup(api, info, created);
   return create_product(api, info, of(op).weights, of(op).arithmetic, created);
 }
