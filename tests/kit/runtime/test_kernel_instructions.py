@@ -1,0 +1,103 @@
+"""Which functions of the kernel have instructions that only some processors know: those of their code path, no others.
+
+The danger is a function of a shared header. Compiled within a path it may have the path's instructions, and where it is
+not inlined the linker keeps one of all its copies: any path, or none, then runs the wide one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from disassembled import PATHS, allowed, compiled, used, weak
+
+from bf16kit.runtime import kernel
+
+_KERNELS = Path(__file__).resolve().parents[3] / "kernels"
+_COMPILER = os.environ.get("CXX") or "g++"
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the paths are those of x86-64"),
+    pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump (Debian: apt-get install binutils)"),
+]
+compiler = pytest.mark.skipif(
+    shutil.which(shlex.split(_COMPILER)[0]) is None, reason=f"no C++ compiler: {_COMPILER} is not on PATH"
+)
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_each_function_of_the_library_has_its_path_s_instructions_only() -> None:
+    functions = used(kernel.LIBRARY)
+    assert {name: sorted(found - allowed(name)) for name, found in functions.items() if found - allowed(name)} == {}
+    for path in ("avx2", "avx512", "avx512_bf16"):  # what was looked for is there to be found
+        assert set().union(*(found for name, found in functions.items() if f"::{path}::" in name)) == PATHS[path]
+
+
+@compiler
+@pytest.mark.parametrize("source", sorted([*_KERNELS.glob("isa/*.cpp"), *_KERNELS.glob("rounding/*.cpp")]), ids=str)
+def test_what_objects_share_runs_on_any_processor(source: Path, tmp_path: Path) -> None:
+    built = compiled(source, tmp_path, _COMPILER, f"-I{_KERNELS}")
+    functions, shared = used(built), weak(built)
+    assert {name: found for name, found in functions.items() if name in shared and found} == {}
+    assert {name: found for name, found in functions.items() if found - allowed(name)} == {}
+
+
+@compiler
+def test_a_shared_function_compiled_within_a_path_is_found(tmp_path: Path) -> None:
+    """As it would be if a header were included after a path's target had begun."""
+    source = tmp_path / "wrong.cpp"
+    source.write_text(
+        '#pragma GCC push_options\n#pragma GCC target("avx512f")\n'
+        "inline float twice(float x) { return x + x; }\n"
+        "template <class T> T thrice(T x) { return x + x + x; }\n"
+        "float use(float x) { return twice(x) + thrice(x); }\n#pragma GCC pop_options\n"
+    )
+    built = compiled(source, tmp_path, _COMPILER)
+    functions = used(built)
+    assert {name for name in weak(built) if functions[name]} == {"twice(float)", "float thrice<float>(float)"}
+    assert {name for name, found in functions.items() if found - allowed(name)} >= {"use(float)", "twice(float)"}
+
+
+_ENCODED = {
+    ".byte 0x0f,0x58,0xc1": set(),  # addps %xmm1,%xmm0
+    "mov %fs:0,%rax": set(),
+    "verr %ax": set(),
+    "vaddps %xmm1,%xmm2,%xmm0": {"avx"},
+    "vaddps %ymm1,%ymm2,%ymm0": {"avx"},
+    "vmovups %fs:(%rax),%ymm3": {"avx"},
+    "shlx %rax,%rbx,%rcx": {"avx"},  # not AVX, but no less an extension
+    "vaddps %xmm17,%xmm2,%xmm0": {"avx", "avx512"},
+    "vmovdqu64 (%rax),%ymm3": {"avx", "avx512"},
+    "vmovups %fs:(%rax),%zmm3": {"avx", "avx512"},
+    "kmovw %k1,%eax": {"avx", "avx512"},
+    "vdpbf16ps %ymm1,%ymm2,%ymm0": {"avx", "avx512", "bf16"},
+    "vcvtneps2bf16 %zmm1,%ymm0": {"avx", "avx512", "bf16"},
+    "tdpbf16ps %tmm6,%tmm4,%tmm0": {"tile"},
+    "ldtilecfg (%rax)": {"tile"},
+}
+
+
+@compiler
+def test_what_an_instruction_needs(tmp_path: Path) -> None:
+    source = tmp_path / "each.cpp"
+    bodies = (f'void f{i}() {{ asm("{text}"); }}' for i, text in enumerate(_ENCODED))
+    source.write_text("\n".join(bodies))
+    found = used(compiled(source, tmp_path, _COMPILER))
+    assert {text: found[f"f{i}()"] for i, text in enumerate(_ENCODED)} == _ENCODED
+
+
+@pytest.mark.parametrize(
+    ("function", "paths"),
+    [
+        ("bf16kit::avx512::(anonymous namespace)::compute(bf16kit::Product const&)", "avx512"),
+        ("void bf16kit::avx2::(anonymous namespace)::chain<6, 1>(float const*)", "avx2"),
+        ("bf16kit::(anonymous namespace)::avx2::round_all(unsigned int const*)", "avx2"),
+        ("bf16kit::multiply(bf16kit::Product*, unsigned long)", ""),
+        ("bf16kit::kAvx512::{lambda()#1}::_FUN()", ""),
+    ],
+)
+def test_a_function_belongs_to_the_path_of_its_namespace(function: str, paths: str) -> None:
+    assert allowed(function) == (PATHS[paths] if paths else set())
