@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <thread>
 
 namespace bf16kit {
 namespace {
@@ -13,8 +14,9 @@ constexpr double kShortest = 8000, kLongest = 64000;
 constexpr double kAlone = 32000;
 // What one core does in a nanosecond, about: the estimate only decides how work is parted, never what comes out.
 constexpr double kMultipliesPerNs = 40, kBytesPerNs = 20;
-// A product that takes less than this many of the longest parts is cut into about so many.
-constexpr double kEnoughParts = 64;
+// A product that takes less than so many of the longest parts is cut into about so many: what suffices for a few cores,
+// and what a core of many needs to be done when the others are.
+constexpr double kEnoughParts = 64, kPartsOfACore = 4;
 
 // Rows of a block are a multiple of what every path's tiles are made for, but in the last.
 constexpr int64_t kTileRows = 12;
@@ -39,8 +41,8 @@ double duration(const Product& product, int64_t rows) {
 }
 
 // Panels of a part of `block` rows, where all of it takes `whole` nanoseconds.
-int64_t panels_of_a_chunk(const Product& product, int64_t block, double whole) {
-  const double wanted = std::min(kLongest, std::max(kShortest, whole / kEnoughParts));
+int64_t panels_of_a_chunk(const Product& product, int64_t block, double whole, unsigned cores) {
+  const double wanted = std::min(kLongest, std::max(kShortest, whole / std::max(kEnoughParts, kPartsOfACore * cores)));
   return static_cast<int64_t>(wanted / duration(product, block)) + 1;
 }
 
@@ -65,7 +67,12 @@ void run_part(void* context, size_t i) {
 
 }  // namespace
 
-bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads) {
+unsigned available_cores() {
+  static const unsigned cores = std::thread::hardware_concurrency();
+  return cores;
+}
+
+bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads, unsigned cores) {
   static std::atomic<uint64_t> ids{0};
   const int64_t rows = products[0].rows;
   if (rows == 0) return true;
@@ -75,7 +82,7 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
   int64_t all = 0;
   for (size_t i = 0; i < count; ++i) all += products[i].weight.panels();
   const double whole = duration(products[0], rows) * static_cast<double>(all);
-  const int64_t each = panels_of_a_chunk(products[0], std::min(rows, parted.block_rows), whole);
+  const int64_t each = panels_of_a_chunk(products[0], std::min(rows, parted.block_rows), whole, cores);
   const uint64_t id = ++ids;
   for (size_t i = 0; i < count; ++i) {
     products[i].id = id;  // one for all: it stands for x

@@ -12,8 +12,12 @@ using RunParts = void (*)(void* threads, void (*part)(void* context, size_t i), 
 
 constexpr size_t kMostProducts = 3;
 
-// Computes `count` products of the same x at once (their id is filled in here) with `run(threads, …)`. False when there
-// was no memory.
-bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads);
+// Cores that this process may use; 0 where that is not known.
+unsigned available_cores();
+
+// Computes `count` products of the same x at once (their id is filled in here) with `run(threads, …)`, in parts
+// that are short enough for `cores` to share. False when there was no memory.
+bool multiply(Product* products, size_t count, const Path& path, RunParts run, void* threads,
+              unsigned cores = available_cores());
 
 }  // namespace bf16kit

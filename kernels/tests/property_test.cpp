@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "many_threads.h"
 #include "particulars.h"
 
 namespace bf16kit {
@@ -14,7 +15,11 @@ namespace {
 int run(int64_t cases, int64_t only) {
   std::string names;
   for (const Path* path : supported_paths(Arithmetic::kBf16)) names += std::string(" ") + path->name;
-  if (only < 0) check_particulars();
+  if (only < 0) {
+    Random random(g_seed, 0);
+    check_many_threads(random);
+    check_particulars();
+  }
   constexpr int64_t kEnough = 20;
   for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < kEnough; ++i) {
     Random random(g_seed, i);

@@ -1,0 +1,42 @@
+// Products on a machine with many more cores than this one: parts for all of them, and the bits that one thread gives.
+#pragma once
+
+#include "checks.h"
+
+namespace bf16kit {
+
+struct Workers {
+  int64_t threads;
+  size_t parts;  // that were asked for
+};
+
+inline void run_on_workers(void* context, void (*part)(void*, size_t), size_t parts, void* work) {
+  auto& workers = *static_cast<Workers*>(context);
+  workers.parts = parts;
+  run_on_threads(&workers.threads, part, parts, work);
+}
+
+// About a millisecond for one core: enough for a hundred of them, and less than 64 of the longest parts.
+inline void check_many_threads(Random& random) {
+  constexpr unsigned kCores = 96;
+  Case c;
+  c.rows = 12, c.k = 1024, c.n = 4096;
+  c.x = Exact<float>(c.rows * c.k, 0);
+  for (int64_t i = 0; i < c.x.size(); ++i) c.x[i] = random.normal();
+  c.w.resize(c.k * c.n);
+  for (uint16_t& value : c.w) value = narrow(random.normal());
+  store_weight(c, 0);
+  const Path& path = *supported_paths(c.arithmetic)[0];
+  const Exact<float> usual = compute(c, path, 0, c.rows);
+  for (const unsigned cores : {0u, 2u, kCores}) {
+    Exact<float> y(c.rows * c.n, 0);
+    Product product = c.product(y.data());
+    Workers workers = {kCores, 0};
+    multiply(&product, 1, path, run_on_workers, &workers, cores);
+    check_same(usual, y, 0, c.n, "many threads", "on " + std::to_string(kCores));
+    const std::string found = std::to_string(workers.parts) + " parts for " + std::to_string(cores) + " cores";
+    if (cores == kCores ? workers.parts < kCores : workers.parts > 64) fail("many threads", found);
+  }
+}
+
+}  // namespace bf16kit
