@@ -151,14 +151,19 @@ class Artifact:
         for entry in self.manifest.checkpoint:
             yield entry.name, self._checkpoint_tensor(entry)
 
-    def golden(self) -> Golden:
-        """The golden samples; ArtifactError when the artifact has none."""
-        if self.manifest.golden is None:
+    def golden(self, profile: str | None = None) -> Golden:
+        """The golden samples, of ``profile`` where it has its own; ArtifactError when the artifact has none."""
+        name = self.manifest.golden_of(profile)
+        if name is None:
             raise ArtifactError(f"{self.path}: this artifact has no golden samples")
+        return self.golden_in(name)
+
+    def golden_in(self, name: str) -> Golden:
+        """The golden samples in the file ``name``."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        path = self.file(self.manifest.golden)
+        path = self.file(name)
         with readable(path):
             data = path.read_bytes()  # load_file would map it
         try:
@@ -265,7 +270,8 @@ def _check_inside(path: Path, name: str) -> None:
 def _check_references(manifest: Manifest, path: Path) -> None:
     """Every file that the manifest speaks of is listed in it, and every tensor lies within its file."""
     names = [p.graph for p in manifest.profiles.values()]
-    names += [n for n in (manifest.reference, manifest.golden, manifest.measurements) if n is not None]
+    own = (p.golden for p in manifest.profiles.values())
+    names += [n for n in (manifest.reference, manifest.golden, manifest.measurements, *own) if n is not None]
     for name in names:
         if name not in manifest.files:
             raise ArtifactError(f"{path / MANIFEST}: {name!r} is not among its files")

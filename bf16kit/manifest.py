@@ -61,11 +61,12 @@ __all__ = [
     "plain_name",
 ]
 
-SCHEMA_VERSION = 3  # the newest: panels came with 2; oracle, measurements, requirements and reason codes with 3
+# The newest: panels came with 2; oracle, measurements, requirements and reason codes with 3; cpu-bf16 with 4.
+SCHEMA_VERSION = 4
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
 MEASUREMENTS = "measurements.json"
-PROFILES = ("cpu", "cuda", "torchscript")
+PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript")
 
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -95,7 +96,8 @@ class ProfileEntry(_Entry):
     """One way to run the artifact, and where that was verified.
 
     ``verified``: ``device`` on the device it is for; ``host`` on the CPU; ``emulated`` by a CPU model of its rounding.
-    ``requires`` names the least version of each package that runs it, as far as it is known.
+    ``requires`` names the least version of each package that runs it, as far as it is known. ``golden`` names golden
+    samples of its own; None: the manifest's are its own, too.
     """
 
     format: Literal["onnx", "torchscript"]
@@ -104,10 +106,11 @@ class ProfileEntry(_Entry):
     verified: Literal["device", "emulated", "host", "no"]
     note: str = ""
     requires: dict[str, str] = {}
+    golden: FileName | None = None
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), "requires")
+        return _without_empty(handler(self), "requires", "golden")
 
 
 class PlanEntry(_Entry):
@@ -161,7 +164,10 @@ def _needed(fields: dict[str, Any]) -> int:
     coded = any(entry.code for entries in (plan.tensors, *plan.nodes.values()) for entry in entries)
     quantiles = any("." in bound for bound in fields.get("budget", {}))
     packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
-    needing = any(entry.requires for entry in fields.get("profiles", {}).values())
+    profiles: dict[str, ProfileEntry] = fields.get("profiles", {})
+    if not _SINCE_4.isdisjoint(profiles) or any(entry.golden for entry in profiles.values()):
+        return 4
+    needing = any(entry.requires for entry in profiles.values())
     if coded or quantiles or packed or needing or any(fields.get(name) for name in _SINCE_3):
         return 3
     return 2 if any(tensor.panels is not None for tensor in fields.get("tensors", [])) else 1
@@ -172,8 +178,13 @@ def _without_empty(fields: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value or name not in names}
 
 
-_NEWS = {2: "panels", 3: "oracle, measurements, requirements, reason codes or bounds of quantiles"}
+_NEWS = {
+    2: "panels",
+    3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
+    4: "profile cpu-bf16 or golden samples of a profile's own",
+}
 _SINCE_3 = ("measurements", "oracle")
+_SINCE_4 = frozenset({"cpu-bf16"})  # profiles
 
 
 class Manifest(_Entry):
@@ -220,6 +231,16 @@ class Manifest(_Entry):
         for entry in self.checkpoint:
             check_source(entry, tensors)
         return self
+
+    def amended(self, **changes: object) -> Manifest:
+        """A copy with ``changes``, which are not checked, of the lowest schema version that can say what it says."""
+        changed = self.model_copy(update=changes)
+        return changed.model_copy(update={"schema_version": _needed(dict(changed))})
+
+    def golden_of(self, profile: str | None) -> str | None:
+        """The file of the golden samples by which ``profile`` is judged; for None, those of all but a few."""
+        entry = None if profile is None else self.profiles.get(profile)
+        return self.golden if entry is None or entry.golden is None else entry.golden
 
     def dumps(self) -> bytes:
         """The canonical bytes of ``manifest.json``."""

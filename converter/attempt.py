@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import RESIDUAL, Manifest, Plan, ProfileEntry, SpecEntry
+from bf16kit.errors import UsageError
+from bf16kit.manifest import RESIDUAL, Manifest, Plan, PlanEntry, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
 from converter.formats import lossless
 from converter.formats.agreement import check_graph
-from converter.formats.onnx import write_graphs
+from converter.formats.onnx import graph_file, write_graphs
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
 from converter.model import Source
 from converter.options import Options
@@ -23,9 +24,12 @@ from converter.plan.profiles import PROFILES
 from converter.process import versions
 from converter.process.memory import release
 from converter.process.progress import Progress
+from converter.proof import golden
 from converter.proof.certify import Certified, certify
 from converter.proof.oracle import Asked
 from converter.proof.samples import Samples
+
+_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, *map(graph_file, PROFILES), *map(golden.own, PROFILES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,10 @@ class Attempt:
             keep_fp32=options.keep_fp32,
             bf16=options.bf16,
             islands=islands,
-            profiles=options.onnx_profiles,
+            profiles=(*options.onnx_profiles, *options.optional_profiles),
         )
-        for name in (BF16_FILE, FP32_FILE, RESIDUAL):  # of an earlier attempt
+        planned = _of_use(planned, options)
+        for name in _FILES:  # of an earlier attempt
             (stage.path / name).unlink(missing_ok=True)
         stored = _write_weights(options, source, prepared, planned, stage, progress)
         with progress.step("writing graphs"):
@@ -63,6 +68,25 @@ class Attempt:
         del stored
         release()
         return certify(stage, manifest, self.calibration, options, progress, self.asked, reference), census
+
+
+def _of_use(planned: Planned, options: Options) -> Planned:
+    """``planned`` without the profiles that would be like another one: no product rounds its activations in them.
+
+    Raises :class:`UsageError` for one that was asked for.
+    """
+    idle = [
+        name for name, nodes in planned.plan.nodes.items() if PROFILES[name].rounds_products and not _rounding(nodes)
+    ]
+    for name in idle:
+        if name in options.onnx_profiles:
+            raise UsageError(f"--profile {name}: no product of this model has a bf16 weight; leave it out")
+    nodes = {name: entries for name, entries in planned.plan.nodes.items() if name not in idle}
+    return replace(planned, plan=planned.plan.model_copy(update={"nodes": nodes}))
+
+
+def _rounding(nodes: Sequence[PlanEntry]) -> bool:
+    return any(entry.code == "rounds" for entry in nodes)
 
 
 def _write_weights(
@@ -86,7 +110,7 @@ def _write_weights(
 def _write_graphs(
     options: Options, prepared: Prepared, planned: Planned, stored: StoredWeights, stage: StagingArtifact
 ) -> dict[str, ProfileEntry]:
-    onnx_profiles, residual = options.onnx_profiles, options.residual
+    onnx_profiles, residual = tuple(planned.plan.nodes), options.residual
     files = write_graphs(prepared, planned, stored, stage.path, profiles=onnx_profiles, reference=residual)
     for profile in onnx_profiles:
         check_graph(stage.path / files[profile], planned.plan.nodes[profile])

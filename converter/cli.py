@@ -140,8 +140,9 @@ _debug = click.option("--debug", is_flag=True, help="Show the traceback of an er
     "--profile",
     "profiles",
     multiple=True,
-    type=click.Choice(["cpu", "cuda"]),
-    help="ONNX profiles to write; may be given twice.  [default: both]",
+    type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
+    help="ONNX profiles to write; may be given more than once.  [default: cpu and cuda, and cpu-bf16 where it keeps to"
+    " the budget]",
 )
 @click.option("--with-past", is_flag=True, help="A causal language model's cache becomes inputs and outputs.")
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Nodes or tensors that stay fp32.")
@@ -205,7 +206,7 @@ def _options(**given: object) -> Options:
 
     from bf16kit.drift import Budget
 
-    out, model_args = given.pop("out"), given.pop("model_args")
+    out, model_args, profiles = given.pop("out"), given.pop("model_args"), many("profiles")
     assert isinstance(out, Path)  # noqa: S101 - click's `type=_PATH`
     return parse.Options(
         target=parse.parse_target(out),
@@ -213,7 +214,8 @@ def _options(**given: object) -> Options:
         inputs=parse.parse_inputs(many("inputs")),
         outputs=parse.parse_outputs(many("outputs")),
         formats=many("formats"),  # type: ignore[arg-type]  # click.Choice checked them
-        profiles=many("profiles") or ("cpu", "cuda"),  # type: ignore[arg-type]
+        profiles=profiles or ("cpu", "cuda"),  # type: ignore[arg-type]
+        optional=() if profiles else ("cpu-bf16",),
         keep_fp32=parse.parse_patterns("--keep-fp32", many("keep_fp32")),
         bf16=parse.parse_patterns("--bf16", many("bf16")),
         budget=Budget.parse(many("budget")),
@@ -243,7 +245,7 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     "--profile",
     "profiles",
     multiple=True,
-    type=click.Choice(["cpu", "cuda", "torchscript"]),
+    type=click.Choice(["cpu", "cpu-bf16", "cuda", "torchscript"]),
     help="Profiles to run; may be given more than once.  [default: all in the artifact]",
 )
 @_json
@@ -267,7 +269,7 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
     "--profile",
     "profiles",
     multiple=True,
-    type=click.Choice(["cpu", "cuda"]),
+    type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
     help="Profiles to look into; may be given more than once.  [default: all in the artifact]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Every layer, as JSON.")

@@ -13,7 +13,7 @@ from bf16kit.errors import UsageError
 from bf16kit.tensors import BY_NAME, Kind, TensorSpec
 
 Format = Literal["onnx", "torchscript"]
-Profile = Literal["cpu", "cuda"]
+Profile = Literal["cpu", "cpu-bf16", "cuda"]
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -31,7 +31,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One conversion. ``formats`` is empty for "both where the source allows"."""
+    """One conversion. ``formats`` is empty for "both where the source allows".
+
+    ``optional`` are profiles that nobody asked for: each is written where it is of use, judged by the same budget as
+    the others, and left out, with a note, where it does not keep to it.
+    """
 
     source: Path
     target: Target
@@ -42,6 +46,7 @@ class Options:
     samples: str | None = None
     formats: tuple[Format, ...] = ()
     profiles: tuple[Profile, ...] = ("cpu", "cuda")
+    optional: tuple[Profile, ...] = ()
     keep_fp32: tuple[str, ...] = ()
     bf16: tuple[str, ...] = ()
     budget: Budget = field(default_factory=Budget)
@@ -64,8 +69,13 @@ class Options:
 
     @property
     def onnx_profiles(self) -> tuple[Profile, ...]:
-        """The profiles to write as ONNX graphs."""
+        """The profiles to write as ONNX graphs, those that must be."""
         return self.profiles if self.wants_onnx else ()
+
+    @property
+    def optional_profiles(self) -> tuple[Profile, ...]:
+        """Those to write besides, where they are of use."""
+        return self.optional if self.wants_onnx else ()
 
     @property
     def wants_torchscript(self) -> bool:
@@ -80,6 +90,7 @@ class Options:
         """The options that shaped the artifact's bytes, for the manifest; no paths, lest it depend on them."""
         return {
             "profiles": list(self.profiles),
+            "optional_profiles": list(self.optional),
             "formats": list(self.formats),
             "keep_fp32": list(self.keep_fp32),
             "bf16": list(self.bf16),

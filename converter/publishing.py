@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import MEASUREMENTS, SCHEMA_VERSION, Manifest
+from bf16kit.manifest import MEASUREMENTS, Manifest
 from bf16kit.measurements import Layers, Measurements, ProfileMeasurements, ranges, sample_columns
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
@@ -45,7 +45,7 @@ def publish(
     with progress.step("publishing"):
         measurements = measurements.fitted()
         (stage.path / MEASUREMENTS).write_bytes(measurements.dumps())
-        manifest = manifest.model_copy(update={"measurements": MEASUREMENTS, "schema_version": SCHEMA_VERSION})
+        manifest = manifest.amended(measurements=MEASUREMENTS)
         if options.report:
             files = stage.draft(manifest).manifest.files
             page.write(stage.path / page.NAME, manifest, files, notes, measurements)

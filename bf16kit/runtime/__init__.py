@@ -28,7 +28,7 @@ class RuntimeInfo:
 
     backend: str  # "onnxruntime" | "torchscript"
     device: str  # "cpu" | "cuda:0"
-    profile: str  # "cpu" | "cuda" | "torchscript" | "reference"
+    profile: str  # "cpu" | "cpu-bf16" | "cuda" | "torchscript" | "reference"
     precision: str  # "bf16" | "bf16-weights" | "fp32"
     accumulation: Accumulation
     note: str = ""  # one sentence for people, e.g. why bf16 was widened

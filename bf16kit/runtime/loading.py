@@ -16,13 +16,14 @@ from bf16kit.runtime.device import CPU, canonical
 from bf16kit.tensors import TensorSpec
 
 AUTO = "auto"
+CPU_PROFILES = ("cpu", "cpu-bf16")  # that ONNX Runtime runs, the more accurate first
 REFERENCE = "reference"
 
 
 def load(
     artifact: Artifact, profile: str, *, device: str = CPU, threads: int | None = None, scratch: Path | None = None
 ) -> Runtime:
-    """The artifact's ``profile`` (cpu, cuda or torchscript) loaded on ``device``, its accumulation probed.
+    """The artifact's ``profile`` (cpu, cpu-bf16, cuda or torchscript) loaded on ``device``, its accumulation probed.
 
     ``threads`` is the number that works on one run on the CPU; None is one per available processor. A session maps its
     weights from the artifact's files, or, of one opened with ``copies``, from a temporary file in ``scratch`` (None:
@@ -36,8 +37,8 @@ def load(
     device = canonical(device)
     if profile == "cuda" and device == CPU:
         raise DeviceUnavailable("profile cuda needs a CUDA device, and the device is cpu; use profile cpu")
-    if profile == "cpu" and device != CPU:
-        raise ConfigError(f"profile cpu runs on the CPU, not on {device}; use profile cuda or torchscript")
+    if profile in CPU_PROFILES and device != CPU:
+        raise ConfigError(f"profile {profile} runs on the CPU, not on {device}; use profile cuda or torchscript")
     inputs, outputs = _edges(artifact)
     path = artifact.file(entry.graph)
     if entry.format == "torchscript":
@@ -126,7 +127,7 @@ def choose_profile(artifact: Artifact, device: str) -> tuple[str, str]:
 
 
 def _profile_for(artifact: Artifact, device: str) -> str:
-    preferred = ("cpu" if device == CPU else "cuda", "torchscript")
+    preferred: tuple[str, ...] = (*(CPU_PROFILES if device == CPU else ("cuda",)), "torchscript")
     for profile in preferred:
         if profile in artifact.manifest.profiles:
             return profile

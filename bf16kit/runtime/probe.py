@@ -4,6 +4,9 @@ Dot products of 4,096 integers, each exact in bf16, whose sums are exact in fp32
 4,096 ones gives 4096 in fp32, and 256 when a bf16 accumulator takes them one by one (256 + 1 rounds to 256). But 16
 lanes, or slices of K, of ones each stay small enough to be exact in bf16; so a second vector starts with large terms
 and takes them away at the end: every lane loses its ones in between, and every partial sum is off.
+
+Where the CPU kernel is to round its activations, the same sums are asked for of activations that bf16 does not have:
+they must be those of what rounding to nearest, ties to even, makes of them, and no others.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 
 from bf16kit.panels import WIDTH, pack
 from bf16kit.runtime import Accumulation
+from bf16kit.runtime.device import CPU
 from bf16kit.runtime.kernel import DOMAIN
 
 if TYPE_CHECKING:
@@ -26,6 +30,9 @@ TERMS = 4096
 ROWS = (1, 64)  # a matrix-vector product and a matrix product are different kernels
 _COLUMNS = 48  # for the CPU kernel a whole panel and a narrower one, which it reads in different ways
 _SINGLE_FILE_SUM = 256  # where one bf16 accumulator of ones comes to a halt
+
+# What is multiplied by a product that rounds, and what it is to be taken for: a tie, and what lies above the middle.
+_ROUNDED = ((1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-9, 1 + 2.0**-7))
 
 Product = Callable[[NDArray[np.float32]], NDArray[Any]]
 
@@ -59,40 +66,52 @@ def classify(product: Product) -> Accumulation:
     return found
 
 
+def classify_rounding(product: Product) -> Accumulation:
+    """As :func:`classify`, of a product that rounds x to bf16; ``unknown`` as well when it rounds otherwise, or not."""
+    found = classify(product)
+    for given, meant in _ROUNDED if found == "fp32" else ():
+        for rows in ROWS:
+            sums = np.asarray(product(np.full((rows, TERMS), given, np.float32)), np.float32)
+            if not np.array_equal(sums, np.broadcast_to(meant * weights().sum(axis=0), sums.shape)):
+                return "unknown"
+    return found
+
+
 def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accumulation:
     """Probe ONNX Runtime on ``device`` with the arithmetic of ``precision`` (see :class:`RuntimeInfo`).
 
-    ``bf16`` multiplies bf16 by bf16; ``bf16-weights`` and ``fp32`` multiply fp32 activations by widened bf16 weights:
-    with the CPU kernel in ``library``, or without it as ONNX Runtime does. Raises
-    :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
+    ``bf16`` multiplies bf16 by bf16, or on the CPU fp32 rounded to bf16 by bf16; ``bf16-weights`` and ``fp32`` multiply
+    fp32 activations by widened bf16 weights: with the CPU kernel in ``library``, or without it as ONNX Runtime does.
+    Raises :class:`~bf16kit.errors.RuntimeFailure` when the device cannot do that.
     """
     from bf16kit.runtime.session import failing_as, open_session
 
-    session = open_session(_graph(precision), device=device, threads=1, library=library)
+    rounds = precision == "bf16" and device == CPU
+    session = open_session(_graph(precision, rounds), device=device, threads=1, library=library)
 
     def product(x: NDArray[np.float32]) -> NDArray[Any]:
         with failing_as(f"the accumulation probe failed on {device}"):
             return np.asarray(session.run(["y"], {"x": x})[0])
 
-    return classify(product)
+    return classify_rounding(product) if rounds else classify(product)
 
 
-def _graph(precision: str) -> bytes:
+def _graph(precision: str, rounds: bool) -> bytes:
     import ml_dtypes
     from onnx import TensorProto, helper
 
     stored = weights().astype(ml_dtypes.bfloat16)
     functions = []
-    if precision == "bf16":
+    if precision == "bf16-weights" or rounds:
+        stored = pack(stored, 1)
+        nodes = [_kernel_node(rounds)]
+        functions = [_kernel_function(rounds)]
+    elif precision == "bf16":
         nodes = [
             helper.make_node("Cast", ["x"], ["narrow"], to=TensorProto.BFLOAT16),
             helper.make_node("MatMul", ["narrow", "w"], ["sums"]),
             helper.make_node("Cast", ["sums"], ["y"], to=TensorProto.FLOAT),
         ]
-    elif precision == "bf16-weights":
-        stored = pack(stored, 1)
-        nodes = [_kernel_node()]
-        functions = [_kernel_function()]
     else:
         nodes = [
             helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT),
@@ -111,15 +130,21 @@ def _graph(precision: str) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _kernel_node() -> NodeProto:
+def _operator(rounds: bool) -> str:
+    """The kernel's; the one that rounds has names by layout alone."""
+    return "MatMulBf16_panels_tail" if rounds else "MatMul"
+
+
+def _kernel_node(rounds: bool) -> NodeProto:
     from onnx import helper
 
+    name = _operator(rounds)
     return helper.make_node(
-        "MatMul", ["x", "w"], ["y"], domain=DOMAIN, k=TERMS, n=_COLUMNS, layout="panels", activation="none"
+        name, ["x", "w"], ["y"], domain=DOMAIN, k=TERMS, n=_COLUMNS, layout="panels", activation="none"
     )
 
 
-def _kernel_function() -> FunctionProto:
+def _kernel_function(rounds: bool) -> FunctionProto:
     """What :func:`_kernel_node` is without the kernel: whole panels and the narrower one to [K, N], widened."""
     from onnx import TensorProto, helper
 
@@ -139,10 +164,12 @@ def _kernel_function() -> FunctionProto:
         helper.make_node("Reshape", ["last", "tail"], ["right"]),
         helper.make_node("Concat", ["left", "right"], ["matrix"], axis=1),
         helper.make_node("Cast", ["matrix"], ["wide"], to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["X", "wide"], ["Y"]),
+        helper.make_node("Cast", ["X"], ["narrow"], to=TensorProto.BFLOAT16),
+        helper.make_node("Cast", ["narrow"], ["rounded"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["rounded" if rounds else "X", "wide"], ["Y"]),
     ]
     attributes = ["k", "n", "layout", "activation"]
-    return helper.make_function(DOMAIN, "MatMul", ["X", "W"], ["Y"], nodes, [_opset()], attributes)
+    return helper.make_function(DOMAIN, _operator(rounds), ["X", "W"], ["Y"], nodes, [_opset()], attributes)
 
 
 def _opset(domain: str = "") -> OperatorSetIdProto:

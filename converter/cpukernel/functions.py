@@ -1,5 +1,7 @@
 """The kernel's ``bf16kit::MatMul_…`` defined in ONNX's own operators: what runs where its library is not registered.
 
+``bf16kit::MatMulBf16_…`` are the same, but for the activations, which are rounded to bf16 before they are multiplied.
+
 Each variant of the kernel's product that a graph uses is an operator of its own name, and a model-local function of
 that graph. (Overloads of one function would do in ONNX Runtime, but not everywhere: onnx 1.23's evaluator takes the
 last for all of them, in silence.) ONNX Runtime inlines it when nobody registers the operator, and folds the weight to
@@ -26,26 +28,38 @@ _OLDEST_IR = 8  # the first with functions in a model
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the bodies that the operator has. ``lists`` names the integer lists it reads from its attributes."""
+    """One of the bodies that the operator has. ``lists`` names the integer lists it reads from its attributes;
+    ``rounds``: x is rounded to bf16 before it is multiplied."""
 
     layout: Layout
     lists: tuple[str, ...]
     bias: bool
     activation: Activation
+    rounds: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, k: int, n: int, *, bias: bool, activation: Activation) -> Variant:
-        return cls(layout, tuple(lists(layout, k, n)), bias, activation)
+    def of(cls, layout: Layout, k: int, n: int, *, bias: bool, activation: Activation, rounds: bool = False) -> Variant:
+        return cls(layout, tuple(lists(layout, k, n)), bias, activation, rounds)
 
     @property
     def op_type(self) -> str:
         """Its name, such as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them all."""
-        words: list[str] = ["MatMul", form(self.lists) if self.layout == "panels" else self.layout]
+        words: list[str] = [stem(1, self.rounds), form(self.lists) if self.layout == "panels" else self.layout]
         if self.bias:
             words.append("bias")
         if self.activation != "none":
             words.append(self.activation)
         return "_".join(words)
+
+
+def stem(count: int, rounds: bool) -> str:
+    """What the names of operators of ``count`` products begin with."""
+    return f"MatMul{count if count > 1 else ''}{'Bf16' if rounds else ''}"
+
+
+def rounds_activations(op_type: str) -> bool:
+    """Whether the kernel's operator ``op_type`` rounds its activations to bf16."""
+    return op_type.partition("_")[0].endswith("Bf16")
 
 
 def lists(layout: Layout, k: int, n: int) -> dict[str, list[int]]:
@@ -60,7 +74,8 @@ def function(variant: Variant, opset: int) -> ir.Function:
     """
     inputs = [ir.Value(name=name) for name in ("X", "W", "B")[: 3 if variant.bias else 2]]
     body = Body(opset)
-    result = body.product(inputs[0], _matrix(body, variant, inputs[1]), inputs[2] if variant.bias else None)
+    x = body.rounded(inputs[0]) if variant.rounds else inputs[0]
+    result = body.product(x, _matrix(body, variant, inputs[1]), inputs[2] if variant.bias else None)
     result = _ACTIVATIONS[variant.activation](body, result)
     result.name = "Y"
     return body.function(variant.op_type, inputs, [result], ("k", "n", "layout", "activation", *variant.lists))
@@ -89,6 +104,11 @@ class Body:
             self.nodes.append(node)
             for index, output in enumerate(node.outputs):
                 output.name = f"t{len(self.nodes)}_{index}"
+
+    def rounded(self, x: ir.Value) -> ir.Value:
+        """``x`` rounded to bf16, to nearest, ties to even, and widened again: casts that ONNX Runtime leaves alone, as
+        the value after them is not the one before (a test holds it to that)."""
+        return self.add("Cast", self.add("Cast", x, to=int(ir.DataType.BFLOAT16)), to=int(ir.DataType.FLOAT))
 
     def product(self, x: ir.Value, matrix: ir.Value, bias: ir.Value | None) -> ir.Value:
         """x · matrix, the matrix widened to fp32, and the bias if there is one."""

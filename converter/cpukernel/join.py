@@ -71,7 +71,7 @@ def _constant(value: ir.Value | None) -> bool:
 def _join(graph: ir.Graph, group: Sequence[ir.Node]) -> Joined:
     """Put the node in that takes the place of ``group``; the operator that it is."""
     first = group[0]
-    joined = Joined(len(group), JOINABLE[first.op_type])
+    joined = Joined(len(group), *JOINABLE[first.op_type])
     inputs = [first.inputs[0], *(node.inputs[1] for node in group)]
     if joined.bias:
         inputs += [node.inputs[2] for node in group]

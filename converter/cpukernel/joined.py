@@ -6,12 +6,13 @@ operators, which is what query, key and value of attention are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.functions import Body, Variant, lists
+from converter.cpukernel.functions import Body, Variant, lists, stem
 from converter.cpukernel.panelnodes import matrix_nodes
 
 MOST = 3  # products in one node
@@ -19,21 +20,25 @@ MOST = 3  # products in one node
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An operator of ``count`` products, 2 to :data:`MOST`, each with a bias or none with one."""
+    """An operator of ``count`` products, 2 to :data:`MOST`, each with a bias or none with one; ``rounds`` as in
+    :class:`~converter.cpukernel.functions.Variant`."""
 
     count: int
     bias: bool
+    rounds: bool = False
 
     @property
     def op_type(self) -> str:
         """Its name, such as ``MatMul3_panels_bias``; kernels/ort/operators.cpp registers them all."""
-        return f"MatMul{self.count}_panels{'_bias' if self.bias else ''}"
+        return f"{stem(self.count, self.rounds)}_panels{'_bias' if self.bias else ''}"
 
 
-# What of each product may be joined, and whether it has a bias.
-JOINABLE = {
-    Variant("panels", ("panels", "matrix"), bias=bias, activation="none").op_type: bias for bias in (False, True)
-}
+def _single(bias: bool, rounds: bool) -> str:
+    return Variant("panels", ("panels", "matrix"), bias, "none", rounds).op_type
+
+
+# The operators of single products that may be joined, and of each whether it has a bias and whether it rounds.
+JOINABLE = {_single(bias, rounds): (bias, rounds) for bias, rounds in itertools.product((False, True), (False, True))}
 
 
 def attributes(k: int, columns: Sequence[int]) -> dict[str, int | list[int]]:
@@ -59,12 +64,13 @@ def function(joined: Joined, opset: int) -> ir.Function:
     weights = [ir.Value(name=f"W{position}") for position in positions]
     biases = [ir.Value(name=f"B{position}") for position in positions if joined.bias]
     body, outputs, names = Body(opset), [], ["k"]
+    activations = body.rounded(x) if joined.rounds else x
     for position, weight in zip(positions, weights, strict=True):
         told = {name: f"{name}{position}" for name in ("panels", "matrix")}
         names += [f"n{position}", *told.values()]
         body.extend(matrix_nodes(weight, {name: body.integers(attribute) for name, attribute in told.items()}))
         bias = biases[position - 1] if joined.bias else None
-        outputs.append(body.product(x, body.nodes[-1].outputs[0], bias))
+        outputs.append(body.product(activations, body.nodes[-1].outputs[0], bias))
     for position, output in zip(positions, outputs, strict=True):
         output.name = f"Y{position}"
     return body.function(joined.op_type, [x, *weights, *biases], outputs, names)

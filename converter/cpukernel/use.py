@@ -20,6 +20,8 @@ _Dim = int | ir.SymbolicDim | str | None
 class UseKernel(Step):
     """Let ``bf16kit::MatMul_…`` do the products that are its ``work``, and define each variant as a function.
 
+    Nodes named in ``rounding`` become ``bf16kit::MatMulBf16_…``, which round their activations to bf16.
+
     Weights that are stored in panels become flat here, k·n elements, which nothing but the kernel reads. A node keeps
     its product's name, and gives what the last node that it takes the place of gave, under the same name.
 
@@ -28,9 +30,10 @@ class UseKernel(Step):
 
     name = "use the CPU kernel"
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, rounding: Collection[str] = ()) -> None:
         super().__init__()
         self._work = work
+        self._rounding = rounding
 
     def apply(self, model: ir.Model) -> bool:
         fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
@@ -38,7 +41,9 @@ class UseKernel(Step):
         if not found:
             return False
         transpositions = {t: None for each in found if (t := each.product.transposition) is not None}
-        variants = {_Rewriting(model.graph, fresh, each).run(): None for each in found}
+        variants = {
+            _Rewriting(model.graph, fresh, each, each.product.node.name in self._rounding).run(): None for each in found
+        }
         _drop_unread(model.graph, transpositions)
         define(model, [function(variant, model.opset_imports[""]) for variant in variants])
         return True
@@ -53,11 +58,12 @@ class UseKernel(Step):
 class _Rewriting:
     """One product and its epilogue on their way to be one node."""
 
-    def __init__(self, graph: ir.Graph, fresh: FreshNames, fused: Fused) -> None:
+    def __init__(self, graph: ir.Graph, fresh: FreshNames, fused: Fused, rounds: bool) -> None:
         self._graph = graph
         self._fresh = fresh
         self._product = fused.product
         self._layout = fused.layout
+        self._rounds = rounds
         self._old = old = fused.epilogue
         between = None if old.reshape is None else old.reshape.inputs[0]
         self._given = old.result if between is None else between
@@ -65,7 +71,14 @@ class _Rewriting:
     def run(self) -> Variant:
         """Put the new node in, take the old ones out; the variant that the new one is."""
         product, old, node = self._product, self._old, self._product.node
-        variant = Variant.of(self._layout, product.k, product.n, bias=old.bias is not None, activation=old.activation)
+        variant = Variant.of(
+            self._layout,
+            product.k,
+            product.n,
+            bias=old.bias is not None,
+            activation=old.activation,
+            rounds=self._rounds,
+        )
         inputs = [node.inputs[0], self._weight(), *([] if old.bias is None else [self._bias(old.bias)])]
         pixel = node.op_type == "Conv"
         if pixel:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import PlanEntry
 from bf16kit.runtime.kernel import DOMAIN as KERNEL
+from converter.cpukernel.functions import rounds_activations
 from converter.graph.operators import SHAPE_ONLY, bf16_form, label
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
@@ -45,8 +46,17 @@ def _faults(model: ir.Model, precision: Mapping[str, str]) -> Iterator[str]:
                 for reader in _readers(node)
                 if precision.get(reader.name or "") != "bf16" and reader.domain != KERNEL
             )
+        elif node.domain == KERNEL and node.op_type.startswith("MatMul"):
+            yield from _rounding(node, precision.get(node.name or "", "fp32"))
         elif not inserted and precision[node.name or ""] == "bf16" and node.domain != KERNEL:
             yield from _wide(node, opset)
+
+
+def _rounding(product: ir.Node, planned: str) -> Iterator[str]:
+    """Where a product of the CPU kernel rounds its activations, and the plan says that it does not; or does not."""
+    if rounds_activations(product.op_type) != (planned == "bf16"):
+        what = "not to round its activations" if planned == "fp32" else "to round its activations"
+        yield f"product {product.name!r} is {what}, and is {label(product)}"
 
 
 def _wide(node: ir.Node, opset: int) -> Iterator[str]:

@@ -44,7 +44,7 @@ def write_graphs(
     """
     files = {}
     for profile in (PROFILES[name] for name in profiles):
-        files[profile.name] = f"{profile.name}.onnx"
+        files[profile.name] = graph_file(profile.name)
         model = build(prepared, planned, profile)
         _write_profile(model, stored, directory / files[profile.name], profile.base(prepared))
     if reference:
@@ -55,6 +55,11 @@ def write_graphs(
     return files
 
 
+def graph_file(profile: str) -> str:
+    """The name of the graph of ``profile``."""
+    return f"{profile}.onnx"
+
+
 def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     """The graph of ``profile`` in memory, as it was ``planned``; ``prepared`` stays as it is.
 
@@ -63,7 +68,8 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     """
     narrow = narrowed(planned.plan.tensors)
     nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
-    kernel = [LookUp(planned.work), UseKernel(planned.work), JoinProducts()] if profile.uses_kernel else []
+    rounding = nodes if profile.rounds_products else frozenset()
+    kernel = [LookUp(planned.work), UseKernel(planned.work, rounding), JoinProducts()] if profile.uses_kernel else []
     return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
 
 

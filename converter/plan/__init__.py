@@ -52,10 +52,11 @@ def make_plan(
     tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
     nodes: dict[str, list[PlanEntry]] = {}
-    work = Work()
-    for profile in (PROFILES[name] for name in profiles):
+    chosen = [PROFILES[name] for name in profiles]
+    # One for all that use the kernel: they start from the same graph, and share the weights.
+    work = next((Work.of(profile.base(prepared), narrow) for profile in chosen if profile.uses_kernel), Work())
+    for profile in chosen:
         base = profile.base(prepared)
-        work = Work.of(base, narrow) if profile.uses_kernel else work
         nodes[profile.name] = _entries(base, profile.place(base, narrow, kernels, overrides, work))
     return Planned(Plan(tensors=tensors, nodes=nodes), work)
 

@@ -15,6 +15,7 @@ Code = Literal[
     "moves",
     "kernel",
     "looks_up",
+    "rounds",  # a product that rounds what it reads, in the CPU kernel
     # nodes in fp32
     "profile",  # the whole profile computes in fp32
     "control_flow",

@@ -62,6 +62,20 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
     return decisions
 
 
+def place_cpu_bf16(model: ir.Model, narrow: Collection[str], overrides: Overrides, work: Work) -> dict[str, Decision]:
+    """Decisions for the cpu-bf16 profile: those of cpu, but the kernel's products round their activations to bf16.
+
+    A node that is kept in fp32 multiplies what it reads unrounded, as it does in the cpu profile.
+    """
+    decisions = place_cpu(model, narrow, work)
+    for fused in work.fused:
+        name = _name(fused.product.node)
+        decisions[name] = overrides.kept_node(name) or Decision(
+            "bf16", "rounds", "bf16 weight, activations rounded to bf16 before they are multiplied, fp32 accumulation"
+        )
+    return decisions
+
+
 def place_cuda(
     model: ir.Model, narrow: Collection[str], kernels: KernelTable, overrides: Overrides
 ) -> dict[str, Decision]:

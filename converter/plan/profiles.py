@@ -12,7 +12,7 @@ from converter.graph.cuda_support import KernelTable
 from converter.passes import Prepared
 from converter.plan.decisions import Decision
 from converter.plan.overrides import Overrides
-from converter.plan.placement import place_cpu, place_cuda
+from converter.plan.placement import place_cpu, place_cpu_bf16, place_cuda
 
 Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, Work], Mapping[str, Decision]]
 
@@ -23,8 +23,9 @@ class Profile:
 
     ``base`` picks the prepared graph it starts from, ``place`` decides for each of that graph's nodes. ``device`` is
     what it is for; where there is none, an emulation on the CPU stands in. ``rounds``: nodes that it computes in bf16
-    round what they read and give; otherwise weights alone are rounded. ``uses_kernel``: its products are done by
-    bf16kit's CPU kernel, which wants their weights in panels.
+    round what they read and give; otherwise weights alone are rounded, but for what products read in one that
+    ``rounds_products``. ``uses_kernel``: its products are done by bf16kit's CPU kernel, which wants their weights in
+    panels. ``searched``: what is over budget in it is searched for, and mended.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Profile:
     device: str
     rounds: bool
     uses_kernel: bool
+    rounds_products: bool = False
+    searched: bool = True
 
 
 PROFILES: Mapping[str, Profile] = {
@@ -47,6 +50,17 @@ PROFILES: Mapping[str, Profile] = {
             device="cpu",
             rounds=False,
             uses_kernel=True,
+        ),
+        Profile(
+            name="cpu-bf16",
+            precision="bf16",
+            base=lambda prepared: prepared.folded,
+            place=lambda model, narrow, _kernels, overrides, work: place_cpu_bf16(model, narrow, overrides, work),
+            device="cpu",
+            rounds=False,
+            uses_kernel=True,
+            rounds_products=True,
+            searched=False,
         ),
         Profile(
             name="cuda",

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bf16kit.artifact import Artifact
-from bf16kit.budget import Budget
 from bf16kit.errors import ConversionError, RuntimeFailure
-from bf16kit.manifest import SCHEMA_VERSION, DriftEntry, Manifest, ProfileEntry, SpecEntry
+from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry, SpecEntry
 from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
@@ -107,7 +106,7 @@ def certify(
             stage.path,
         )
         release()
-    manifest = manifest.model_copy(update={"oracle": checked, "schema_version": SCHEMA_VERSION})
+    manifest = manifest.amended(oracle=checked)
     manifest, notes = _as_seen(manifest, samples.feeds, expected)
     certified = Certified(_with_edges(manifest, axis), notes=[*oracle.remarks(checked), *notes])
     if axis is None:
@@ -116,7 +115,7 @@ def certify(
         with progress.step(f"measuring the drift of {profile}"):
             _certify_profile(certified, stage, profile, samples, expected, options)
         release()
-    _keep_golden(certified, stage, samples.feeds, expected, options.budget)
+    _keep_golden(certified, stage, samples.feeds, expected, options)
     expected.close()
     return certified
 
@@ -143,13 +142,18 @@ def _certify_profile(
     try:
         run = _run(stage.draft(manifest), profile, samples.feeds, expected)
     except RuntimeFailure as error:
-        if profile != "torchscript" or options.insists_on_torchscript:
+        if profile in options.optional_profiles:
+            note = f"no profile {profile}: what was written does not run on the samples: {error}"
+        elif profile == "torchscript" and not options.insists_on_torchscript:
+            note = f"no TorchScript: the traced module does not run on the samples: {error}"
+        else:
             raise
         certified.manifest = without(stage, manifest, [profile])
-        certified.notes.append(f"no TorchScript: the traced module does not run on the samples: {error}")
+        certified.notes.append(note)
         return
-    if run.info.advice:
-        certified.notes.append(f"{run.info.note}: {run.info.advice}")
+    advice = f"{run.info.note}: {run.info.advice}"
+    if run.info.advice and advice not in certified.notes:  # two profiles run without the same kernel
+        certified.notes.append(advice)
     certified.runs[profile] = run
     summaries = measure.summarise(run.drifts)
     count = next(iter(summaries.values())).samples
@@ -278,23 +282,35 @@ def _with_edges(manifest: Manifest, axis: int | None) -> Manifest:
 
 
 def _keep_golden(
-    certified: Certified, stage: StagingArtifact, feeds: Sequence[Feeds], expected: Sequence[Feeds], budget: Budget
+    certified: Certified, stage: StagingArtifact, feeds: Sequence[Feeds], expected: Sequence[Feeds], options: Options
 ) -> None:
-    """Write the golden samples, and read them back. A profile that is within ``budget`` on all samples and not on these
-    is over it all the same: a server judges it by these, and would never call it ready."""
-    manifest = certified.manifest
+    """Write the golden samples, and read them back. A profile that is within budget on all samples and not on these is
+    over it all the same: a server judges it by these, and would never call it ready.
+
+    An optional profile has no say in which they are, and has others of its own where it needs them.
+    """
+    manifest, budget = certified.manifest, options.budget
     if any(entry.dtype == "string" for entry in (*manifest.inputs, *manifest.outputs)):
         return  # safetensors has no strings
     answered = {p: run.by_sample() for p, run in certified.runs.items() if not certified.over[p]}
-    number = golden.choose(budget, answered.values())
+    number = golden.choose(budget, [drifts for p, drifts in answered.items() if p not in options.optional_profiles])
     if number:
         certified.notes.append(
             f"the golden samples, by which a server judges each start, are sample {number}: the first that every"
             " profile answers within budget by itself"
         )
+    kept, profiles = {golden.NAME: number}, dict(manifest.profiles)
     for profile, drifts in answered.items():
-        breaches = over(budget, [drifts[number]])
+        chosen = number
+        if profile in options.optional_profiles and over(budget, [drifts[number]]):
+            chosen = golden.choose(budget, [drifts])
+            kept[golden.own(profile)] = chosen
+            profiles[profile] = profiles[profile].model_copy(update={"golden": golden.own(profile)})
+        breaches = over(budget, [drifts[chosen]])
         certified.over[profile] = [f"profile {profile}, {each}, on the golden samples alone" for each in breaches]
-    golden.write(stage.path / golden.NAME, feeds[number], expected[number])
-    certified.manifest = manifest.model_copy(update={"golden": golden.NAME})
-    golden.check(stage.draft(certified.manifest), feeds[number], expected[number])
+    for name, chosen in kept.items():
+        golden.write(stage.path / name, feeds[chosen], expected[chosen])
+    certified.manifest = manifest.amended(golden=golden.NAME, profiles=profiles)
+    draft = stage.draft(certified.manifest)
+    for name, chosen in kept.items():
+        golden.check(draft, name, feeds[chosen], expected[chosen])

@@ -10,7 +10,7 @@ Noise travels: independent errors add in power, so
 * a sum passes on the mean of its terms' noise/signal, weighted by their power (terms that do not cancel add in power);
 * what moves or chooses elements passes it on as it is; a power p of a value has p² times its noise/signal;
 * a bf16 weight, and the result of a bf16 node, bring :data:`ROUNDING` each, and so does an fp32 value that a bf16 node
-  reads.
+  reads, or a product of the cpu-bf16 profile.
 
 Along a chain of d products SQNR therefore falls as 56.3 − 10·log10(d) dB (twice the d where results are rounded, too),
 and the branch that a residual network adds to its trunk counts by its power. Nothing is fitted. What the line leaves
@@ -38,10 +38,12 @@ _POWERS = {"Sqrt": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a profile rounds: the ``tensors`` it stores in bf16, and the ``nodes`` that compute in it."""
+    """What a profile rounds: the ``tensors`` it stores in bf16, the ``nodes`` that compute in it, and those ``reading``
+    that round what they read and nothing else."""
 
     tensors: frozenset[str]
     nodes: frozenset[str]
+    reading: frozenset[str] = frozenset()
 
 
 def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float]) -> dict[ir.Value, float]:
@@ -79,6 +81,7 @@ def _as_read(node: ir.Node, value: ir.Value, found: dict[ir.Value, float], round
     """The noise of ``value`` as ``node`` reads it: an fp32 value is rounded on its way into a bf16 node."""
     producer = value.producer()
     cast = node.name in rounded.nodes and (producer is None or producer.name not in rounded.nodes)
+    cast = cast or (node.name in rounded.reading and value is node.inputs[0])
     return found.get(value, 0.0) + (ROUNDING if cast and not value.is_initializer() else 0.0)
 
 

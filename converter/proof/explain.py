@@ -19,6 +19,7 @@ from bf16kit.runtime.rebuilt import rebuilt
 from converter.graph.operators import label
 from converter.model import Feeds
 from converter.plan import narrowed
+from converter.plan.profiles import PROFILES
 from converter.proof import expectation
 from converter.proof.emulate import emulation
 from converter.proof.expectation import Rounded
@@ -106,7 +107,8 @@ def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile:
         raise ArtifactError(f"{artifact.path}: has no ONNX profile {profile!r} to look into; it has {known}")
     powers = compare(reference, Graph(_profile_graph(artifact, profile), artifact.path, {}), feeds)
     nodes = frozenset(each.name for each in plan.nodes.get(profile, []) if each.precision == "bf16")
-    rounded = Rounded(narrowed(plan.tensors), nodes)
+    reading = frozenset(each.name for each in plan.nodes.get(profile, []) if each.code == "rounds")
+    rounded = Rounded(narrowed(plan.tensors), nodes - reading, reading)
     means = _Means(artifact, powers)
     return Trace(reference, rounded, powers, expectation.expected(reference.model.graph, rounded, means.of))
 
@@ -120,7 +122,7 @@ def decibels(ratio: float) -> float:
 
 def _profile_graph(artifact: Artifact, profile: str) -> ir.Model:
     path = artifact.file(artifact.manifest.profiles[profile].graph)
-    if profile == "cpu":
+    if PROFILES[profile].uses_kernel:  # which computes on the CPU as it is to be served
         return ir.load(path)
     return _parsed(emulation(path))
 

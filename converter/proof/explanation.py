@@ -13,6 +13,7 @@ from bf16kit.errors import ConversionError, RuntimeFailure, UsageError
 from bf16kit.measurements import MARGIN_DB, MOST_LAYERS, DiagnosisEntry, LayerEntry, Layers, thin
 from converter.graph.operators import WEIGHTED
 from converter.model import Feeds
+from converter.plan.profiles import PROFILES
 from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import remedy, samples
@@ -106,6 +107,7 @@ def explained(
     found = remedy.departure(traced, Budget.from_dict(artifact.manifest.budget))
     if found is None or found.node is None:
         return Explanation(profile, tuple(traced.layers()), DiagnosisEntry(ails=found is not None))
+    mend = mend and PROFILES[profile].searched
     mended = remedy.find(traced, artifact, profile, feeds, found, late, scratch) if mend else None
     tried = mend and (mended is not None or not late())
     diagnosis = DiagnosisEntry(ails=True, leaves=layer(traced, found.node), remedy=mended, tried=tried)

@@ -18,6 +18,11 @@ from converter.proof.measure import Drifts
 NAME = "golden.safetensors"
 
 
+def own(profile: str) -> str:
+    """The file of golden samples that are those of ``profile`` alone."""
+    return f"golden.{profile}.safetensors"
+
+
 def choose(budget: Budget, answered: Collection[Mapping[int, Drifts]]) -> int:
     """The number of the first sample that all profiles answer within ``budget``; 0 when there is none.
 
@@ -38,17 +43,17 @@ def write(path: Path, feeds: Feeds, outputs: Feeds) -> None:
     path.write_bytes(save(arrays))  # save_file makes files that only their owner can read
 
 
-def check(artifact: Artifact, feeds: Feeds, outputs: Feeds) -> None:
-    """Read the golden samples of ``artifact`` back: a server judges every start by them.
+def check(artifact: Artifact, name: str, feeds: Feeds, outputs: Feeds) -> None:
+    """Read the golden samples in the file ``name`` of ``artifact`` back: a server judges every start by them.
 
     Raises :class:`ConversionError` naming the array that is not what the reference was fed or answered.
     """
-    kept = artifact.golden()
+    kept = artifact.golden_in(name)
     for what, meant, found in (("input", feeds, kept.inputs), ("output", outputs, kept.outputs)):
         wrong = [n for n in meant.keys() | found.keys() if n not in meant or n not in found]
         wrong += [n for n in meant if n in found and not same_bits(np.asarray(meant[n]), found[n])]
         if wrong:
             raise ConversionError(
-                f"{NAME}: {what} {min(wrong)!r} is not what the reference was run with; nothing was published. Run the"
+                f"{name}: {what} {min(wrong)!r} is not what the reference was run with; nothing was published. Run the"
                 " conversion again, and report it if it stays"
             )

@@ -76,11 +76,35 @@ def judge(
 ) -> tuple[Manifest, list[str]]:
     """The manifest to publish, and notes; ``over`` says in words where each profile is over budget.
 
-    Raises :class:`BudgetExceeded` unless that was allowed, or the profiles may be dropped and one is left.
+    An optional profile is left out, whatever was allowed: nobody asked for it. Raises :class:`BudgetExceeded` for any
+    other unless that was allowed, or the profiles may be dropped and one is left.
     """
     over = {profile: words for profile, words in over.items() if words}
+    manifest, left_out = _without_optional(over, manifest, options, stage)
+    over = {profile: words for profile, words in over.items() if profile in manifest.profiles}
     if not over:
-        return manifest, []
+        return manifest, left_out
+    manifest, notes = _judged(over, manifest, options, stage)
+    return manifest, [*left_out, *notes]
+
+
+def _without_optional(
+    over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+) -> tuple[Manifest, list[str]]:
+    dropped = [profile for profile in options.optional_profiles if profile in over]
+    notes = [
+        f"no profile {profile}, which is faster on some processors: drift over budget; ask for it with --profile"
+        f" {profile}, and keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
+        + "".join(f"\n  {breach}" for breach in over[profile])
+        for profile in dropped
+    ]
+    return (without(stage, manifest, dropped) if dropped else manifest), notes
+
+
+def _judged(
+    over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
+) -> tuple[Manifest, list[str]]:
+    """As :func:`judge`, of profiles that are over budget and were asked for."""
     listed = "".join(f"\n  {breach}" for profile in sorted(over) for breach in over[profile])
     if options.allow_over_budget:
         return manifest, [f"drift over budget, published because that was allowed:{listed}"]
@@ -108,10 +132,13 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
 def without(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
     """The manifest without ``profiles``, whose graphs leave the staging directory."""
     for profile in profiles:
-        (stage.path / manifest.profiles[profile].graph).unlink()
+        entry = manifest.profiles[profile]
+        for name in (entry.graph, entry.golden):
+            if name is not None:
+                (stage.path / name).unlink()
     plan = manifest.plan.model_copy(update={"nodes": _less(manifest.plan.nodes, profiles)})
-    left = {"profiles": _less(manifest.profiles, profiles), "drift": _less(manifest.drift, profiles), "plan": plan}
-    return manifest.model_copy(update=left)
+    left = _less(manifest.profiles, profiles)
+    return manifest.amended(profiles=left, drift=_less(manifest.drift, profiles), plan=plan)
 
 
 def _less(entries: Mapping[str, _Entry], names: Collection[str]) -> dict[str, _Entry]:

@@ -67,13 +67,15 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
             raise ArtifactError(
                 f"{path}: has no profile {profile}; it has {', '.join(sorted(artifact.manifest.profiles))}"
             )
-    feeds, expected, origin = _expected(artifact, given)
+    answered = None if given is None else _answered(artifact, given)
+    origin = ""
     rows: list[DriftRow] = []
     over: list[str] = []
     ran: list[str] = []
     samples = 0
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
+        feeds, expected, origin = answered or _golden(artifact, profile)
         run = run_profile(artifact, profile, feeds, expected)
         summaries = measure.summarise(run.drifts)
         for output, summary in sorted(summaries.items()):
@@ -86,15 +88,19 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
     return Verified(path, artifact.manifest.model, origin, samples, tuple(rows), tuple(ran), tuple(over))
 
 
-def _expected(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], Sequence[Feeds], str]:
-    """Feeds and what the reference answers: kept in the artifact, or computed for the samples given."""
-    if given is None:
-        if artifact.manifest.golden is None:
-            raise UsageError(
-                f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples"
-            )
-        kept = artifact.golden()
-        return (kept.inputs,), [kept.outputs], "the golden samples"
+_Answered = tuple[tuple[Feeds, ...], Sequence[Feeds], str]
+
+
+def _golden(artifact: Artifact, profile: str) -> _Answered:
+    """Feeds and what the reference answers, by which a server judges ``profile``, and what they are called."""
+    if artifact.manifest.golden is None:
+        raise UsageError(f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples")
+    kept = artifact.golden(profile)
+    return (kept.inputs,), [kept.outputs], "the golden samples"
+
+
+def _answered(artifact: Artifact, given: str) -> _Answered:
+    """The samples given, what the reference answers to them, and what they are called."""
     found = samples.load(given, [entry.spec() for entry in artifact.manifest.inputs])
     reference = load_reference(artifact)
     try:

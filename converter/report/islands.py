@@ -144,7 +144,8 @@ def _by_count(counted: tuple[str, int]) -> int:
 def islands(manifest: Manifest, measured: Measurements) -> Iterator[Island]:
     """The fp32 islands, those that a search made first.
 
-    The cpu profile computes in fp32 throughout: of it, as of the tensors, only what a search kept is an island.
+    The cpu profile computes in fp32 throughout: of it, as of the tensors, only what a search kept is an island; of
+    cpu-bf16 products that were kept, since all but products compute in fp32 there.
     """
     found = [island for profile, entries in _candidates(manifest) for island in _islands(profile, entries, measured)]
     yield from sorted(found, key=lambda island: island.code != SEARCHED)
@@ -153,7 +154,8 @@ def islands(manifest: Manifest, measured: Measurements) -> Iterator[Island]:
 def _candidates(manifest: Manifest) -> Iterator[tuple[str, list[PlanEntry]]]:
     for profile, entries in sorted(manifest.plan.nodes.items()):
         bf16 = manifest.profiles[profile].precision == "bf16" if profile in manifest.profiles else False
-        yield profile, [entry for entry in entries if entry.precision == "fp32" and (bf16 or entry.code == SEARCHED)]
+        fp32 = [entry for entry in entries if entry.precision == "fp32" and entry.code != "profile"]
+        yield profile, [entry for entry in fp32 if bf16 or entry.code == SEARCHED]
     yield "tensors", [entry for entry in manifest.plan.tensors if entry.code == SEARCHED]
 
 

@@ -65,10 +65,11 @@ class Mending:
         return [note for _, result in sorted(self.results.items()) for note in result.notes]
 
     def _wanted(self, certified: Certified) -> Sequence[str]:
-        """The profiles to search for, weights first. TorchScript's islands are torch.autocast's: nothing mends it."""
+        """The profiles to search for, weights first. TorchScript's islands are torch.autocast's: nothing mends it.
+        cpu-bf16 gains by what is kept for the others, and is not searched for itself."""
         if not self._options.search or self._options.allow_over_budget:
             return ()
-        return [name for name in PROFILES if certified.over.get(name)]
+        return [name for name, profile in PROFILES.items() if profile.searched and certified.over.get(name)]
 
     def _mended(self, name: str, certified: Certified) -> bool:
         """Whether there are new islands for the profile ``name``."""

@@ -55,7 +55,7 @@ def test_force_replaces_an_artifact_whole(cli: Cli, onnx_file: Path, target: Pat
     cli(*command).refused(2, "already exists")
     assert not (target / "cuda.onnx").exists()
     cli(*command, "--force").published()
-    assert sorted(Artifact.open(target).manifest.profiles) == ["cpu", "cuda"]
+    assert sorted(Artifact.open(target).manifest.profiles) == ["cpu", "cpu-bf16", "cuda"]
     assert [path.name for path in target.parent.iterdir()] == ["1"]
 
 

@@ -17,6 +17,7 @@ from bf16kit.artifact import Artifact
 _FILES = (
     "cpu.onnx",
     "cuda.onnx",
+    "cpu-bf16.onnx",
     "golden.safetensors",
     "measurements.json",
     "model.torchscript.pt",

@@ -26,7 +26,7 @@ _ALWAYS = {
         (["--profile", "cpu"], {"cpu.onnx"}),
         (["--profile", "cuda"], {"cuda.onnx"}),
         (["--profile", "cpu", "--profile", "cuda", "--profile", "cpu"], {"cpu.onnx", "cuda.onnx"}),
-        (["--format", "onnx"], {"cpu.onnx", "cuda.onnx"}),
+        (["--format", "onnx"], {"cpu.onnx", "cpu-bf16.onnx", "cuda.onnx"}),
     ],
 )
 def test_onnx_profiles(cli: Cli, onnx_file: Path, target: Path, arguments: list[str], more: set[str]) -> None:

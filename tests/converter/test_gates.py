@@ -23,6 +23,7 @@ from onnx import helper
 import graphs
 from bf16kit.panels import strips
 from bf16kit.residual import Encoder
+from converter.cpukernel.functions import Variant
 from converter.formats import autocast, narrowed, weights
 from converter.formats import onnx as writing
 from converter.graph.names import FreshNames, all_value_names
@@ -310,6 +311,18 @@ def test_a_cast_too_many_is_refused(cli: Cli, conv: Path, target: Path, monkeypa
     _after_build(monkeypatch, "cpu", _round_the_output)
     done = cli("checkpoint", conv, "--out", target, *ONNX_ONLY)
     _refused(done, target, 3, "cpu.onnx: cast 'extra' rounds to bf16 for", PLAN)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_product_of_the_kernel_that_rounds_where_the_plan_does_not_is_refused_and_the_other_way_round(
+    rounds: bool, cli: Cli, wide: Path, target: Path, monkeypatch: Patch
+) -> None:
+    """The operator's name is what says how it multiplies."""
+    written = Variant.of.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Variant, "of", classmethod(lambda cls, *a, **k: written(cls, *a, **(k | {"rounds": rounds}))))
+    done = cli("checkpoint", wide, "--out", target, *ONNX_ONLY)
+    profile, wanted = ("cpu", "not to round") if rounds else ("cpu-bf16", "to round")
+    _refused(done, target, 3, f"{profile}.onnx: product 'matmul0' is {wanted} its activations, and is", PLAN)
 
 
 def _compute_a_product_in_fp32(model: ir.Model) -> None:

@@ -18,7 +18,15 @@ from bf16kit.runtime.loading import load, load_reference
 from converter.options import Options, parse_target
 from converter.pipeline import convert
 
-FILES = ["cpu.onnx", "cuda.onnx", "golden.safetensors", "manifest.json", "measurements.json", "model.torchscript.pt"]
+FILES = [
+    "cpu-bf16.onnx",
+    "cpu.onnx",
+    "cuda.onnx",
+    "golden.safetensors",
+    "manifest.json",
+    "measurements.json",
+    "model.torchscript.pt",
+]
 WEIGHTS = ["reference.onnx", "report.html", "residual.bin", "weights.bf16", "weights.fp32"]
 
 
@@ -46,11 +54,12 @@ def test_every_profile_was_run_and_says_where(mlp: Artifact) -> None:
     manifest = mlp.manifest
     assert {name: profile.verified for name, profile in manifest.profiles.items()} == {
         "cpu": "host",
+        "cpu-bf16": "host",
         "cuda": "emulated",
         "torchscript": "host",
     }
     assert manifest.drift.keys() == manifest.profiles.keys()
-    assert [entry.emulated for _, entry in sorted(manifest.drift.items())] == [False, True, False]
+    assert [entry.emulated for _, entry in sorted(manifest.drift.items())] == [False, False, True, False]
     assert all(entry.outputs["output"]["relative_l2"]["mean"] > 0 for entry in manifest.drift.values())
     assert manifest.batch_axis == 0
 

@@ -77,11 +77,11 @@ def test_a_batchnorm_is_not_folded_into_what_was_never_fp32(
         np.testing.assert_array_equal(artifact.tensor(name).view(np.int16), nearest[name])
     for name, array in artifact.checkpoint_tensors():
         assert array.tobytes() == state[name].reshape(-1).view(torch.uint8).numpy().tobytes(), name
-    for profile in ("cpu", "cuda"):
+    for profile in ("cpu", "cpu-bf16", "cuda"):
         graph = onnx.load(artifact.file(f"{profile}.onnx"), load_external_data=False).graph
         assert [node.op_type for node in graph.node].count("BatchNormalization") == 2
     drift = {name: found.outputs["output"]["relative_l2"]["worst"] for name, found in artifact.manifest.drift.items()}
-    assert drift.keys() == {"cpu", "cuda", "torchscript"}
+    assert drift.keys() == {"cpu", "cpu-bf16", "cuda", "torchscript"}
     assert dtype == "float16" or drift["cpu"] < 1e-5
 
 

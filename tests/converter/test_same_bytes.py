@@ -69,7 +69,8 @@ def test_a_search_that_comes_to_its_end_finds_the_same_islands_whatever_sets_has
     arguments = (tmp_path / "m.onnx", "--samples", tmp_path / "in", "--format", "onnx", "--search-minutes", "60")
     found = [convert(tmp_path / seed / "m" / "1", arguments, {"PYTHONHASHSEED": seed}) for seed in ("1", "2", "3")]
     searches = [each["search"] for each in json.loads(found[0]["measurements.json"])["profiles"].values()]
-    names = {island["name"] for search in searches for island in search["islands"]}
+    assert searches[1] is None  # cpu-bf16 is not searched for
+    names = {island["name"] for search in searches if search for island in search["islands"]}
     assert names == built.nodes | built.weights
     assert found[1] == found[0]
     assert found[2] == found[0]

@@ -149,6 +149,33 @@ class TestVersions:
         with pytest.raises(ArtifactError, match="schema version 2 has no oracle"):
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 2}), "manifest.json")
 
+    @pytest.mark.parametrize("profile", ["cpu", "cpu-bf16"])
+    def test_what_version_4_brought_makes_it_version_4(self, profile: str) -> None:
+        """A server that knows nothing of it asks for an upgrade, and does not stumble over a name."""
+        entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
+        news = entry.model_copy(update={"golden": "own.safetensors"}) if profile == "cpu" else entry
+        made = manifest(profiles={profile: news})
+        assert made.schema_version == 4
+        assert Manifest.loads(made.dumps(), "") == made
+        with pytest.raises(ArtifactError, match="schema version 3 has no profile cpu-bf16 or golden samples"):
+            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 3}), "manifest.json")
+
+    def test_an_amended_manifest_is_of_the_lowest_version_again(self) -> None:
+        entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
+        made = manifest().amended(profiles={"cpu-bf16": entry})
+        assert made.schema_version == 4
+        assert made.amended(profiles=manifest().profiles).schema_version == 1
+        assert b"golden.cpu" not in made.dumps()
+
+    def test_golden_samples_are_the_manifest_s_unless_a_profile_has_its_own(self) -> None:
+        entry = ProfileEntry(format="onnx", graph="a.onnx", precision="bf16", verified="host")
+        own = entry.model_copy(update={"golden": "own.safetensors"})
+        made = manifest(profiles={"cpu": entry, "cpu-bf16": own}, golden="golden.safetensors")
+        assert [made.golden_of(p) for p in (None, "cpu", "cpu-bf16")] == [
+            *["golden.safetensors"] * 2,
+            "own.safetensors",
+        ]
+
     def test_without_news_it_has_no_word_of_version_3(self) -> None:
         assert not any(word in manifest().dumps() for word in (b"oracle", b"requires", b"measurements", b'"code"'))
 
@@ -179,7 +206,7 @@ class TestRefused:
             (b"{}", "schema_version is None"),
             (b'{"schema_version": "1"}', "schema_version is '1'"),
             (b'{"schema_version": true}', "schema_version is True"),
-            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 3"),
+            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 4"),
             (b'{"schema_version": 1}', "its digest differs"),
             (b'{"schema_version": 3}', "its digest differs"),
         ],
@@ -189,8 +216,8 @@ class TestRefused:
             Manifest.loads(data, "manifest.json")
 
     def test_a_newer_schema_whatever_else_it_holds(self) -> None:
-        with pytest.raises(ManifestVersionError, match=r"schema version 4 is newer than 3.*upgrade bf16kit"):
-            Manifest.loads(b'{"schema_version": 4, "novelty": []}', "manifest.json")
+        with pytest.raises(ManifestVersionError, match=r"schema version 5 is newer than 4.*upgrade bf16kit"):
+            Manifest.loads(b'{"schema_version": 5, "novelty": []}', "manifest.json")
 
     def test_an_edited_budget(self) -> None:
         data = manifest().dumps().replace(b"0.015", b"0.150")

@@ -34,6 +34,7 @@ from converter.proof.emulate import emulation
 Array = NDArray[Any]
 _PROFILES = {
     "cpu": ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host"),
+    "cpu-bf16": ProfileEntry(format="onnx", graph="cpu-bf16.onnx", precision="bf16", verified="host"),
     "cuda": ProfileEntry(format="onnx", graph="cuda.onnx", precision="bf16", verified="emulated"),
 }
 
@@ -96,7 +97,7 @@ def lower(
     proto: ModelProto,
     *,
     checkpoint: Mapping[str, Array] | None = None,
-    profiles: Sequence[str] = tuple(_PROFILES),
+    profiles: Sequence[str] = ("cpu", "cuda"),
     panels: Mapping[str, int] | None = None,
     residual: bool = True,
     subnormals: Subnormals = "keep",

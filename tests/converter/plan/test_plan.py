@@ -52,6 +52,26 @@ def test_the_cpu_profile_says_what_runs_on_the_kernel_and_which_weights_are_wide
     assert nodes["relu0"][1] == "the cpu profile computes in fp32"
 
 
+def test_the_cpu_bf16_profile_rounds_what_the_kernel_s_products_read_and_nothing_else() -> None:
+    proto = graphs.mlp((32, 64, 32))
+    plan = _plan(proto, profiles=["cpu", "cpu-bf16"], islands=Islands(nodes={"matmul0": "why"}))
+    nodes = _nodes(plan, "cpu-bf16")
+    assert nodes["matmul0"] == ("fp32", "why")
+    assert nodes["matmul1"][0] == "bf16"
+    assert "activations rounded to bf16" in nodes["matmul1"][1]
+    assert {name: nodes[name] for name in nodes if "matmul" not in name} == {
+        name: entry for name, entry in _nodes(plan, "cpu").items() if "matmul" not in name
+    }
+
+
+def test_profiles_of_the_kernel_share_what_it_does(tmp_path: Path) -> None:
+    """One copy of the weights, in panels, whichever of them is written."""
+    both = lower(tmp_path / "a" / "1", graphs.mlp((32, 64, 32)), profiles=["cpu", "cpu-bf16"])
+    alone = lower(tmp_path / "b" / "1", graphs.mlp((32, 64, 32)), profiles=["cpu-bf16"])
+    assert [t.panels for t in both.artifact.manifest.tensors if t.dtype == "bfloat16"] == [1, 1]
+    assert alone.artifact.manifest.tensors == both.artifact.manifest.tensors
+
+
 def test_normalisations_stay_fp32_unless_asked_for() -> None:
     """On MiniLM that takes an eighth off the drift; what the rest multiplies stays bf16 around them."""
     proto = graphs.model(

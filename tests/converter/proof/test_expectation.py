@@ -57,6 +57,13 @@ def test_a_square_doubles_the_error() -> None:
     assert line(two_inputs(node), Rounded(frozenset({"w"}), frozenset()))["y"] == pytest.approx(4)
 
 
+def test_a_product_that_rounds_its_activations_brings_that_once() -> None:
+    """What it gives is not rounded; the next one rounds what it reads all the same, and no weight again."""
+    reading = frozenset({"matmul0", "matmul1"})
+    found = line(graphs.mlp((16, 32, 16)), Rounded(frozenset({"w0", "w1"}), frozenset(), reading), m0=9, m1=9)
+    assert [found[name] for name in ("m0", "m1")] == pytest.approx([2, 4])
+
+
 def test_a_bf16_node_rounds_what_it_reads_and_gives() -> None:
     """x is rounded on its way in, the weight is bf16, the result is rounded; Relu gives what it was given."""
     model = two_inputs(helper.make_node("Relu", ["a"], ["y"], name="relu"))

@@ -30,7 +30,7 @@ def test_layers_are_the_sources_nodes_in_their_order(small: Artifact) -> None:
     ]
 
 
-@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+@pytest.mark.parametrize("profile", ["cpu", "cpu-bf16", "cuda"])
 def test_a_sound_model_is_on_the_line(small: Artifact, profile: str) -> None:
     for layer in layers(small, [small.golden().inputs], profile):
         assert abs(layer.sqnr_db - layer.expected_db) < 3
@@ -44,5 +44,5 @@ def test_no_reference_no_explanation(cli: Cli, target: Path, onnx_file: Path) ->
 
 
 def test_a_profile_that_is_not_there_is_named(small: Artifact) -> None:
-    with pytest.raises(ArtifactError, match="no ONNX profile 'torchscript' to look into; it has cpu, cuda"):
+    with pytest.raises(ArtifactError, match="no ONNX profile 'torchscript' to look into; it has cpu, cpu-bf16, cuda"):
         layers(small, [small.golden().inputs], "torchscript")

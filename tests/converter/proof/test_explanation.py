@@ -21,7 +21,7 @@ def test_a_sound_artifact_is_on_the_line(cli: Cli, small: Artifact) -> None:
     said = cli("explain", small.path).published().out
     assert "Profile cpu: SQNR of" in said
     assert "Profile cuda: SQNR of" in said
-    assert said.count("Every output is on the expected line") == 2
+    assert said.count("Every output is on the expected line") == 3
 
 
 def test_the_text_ends_with_the_option_to_pass(cli: Cli, target: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_profile_that_the_artifact_lacks(cli: Cli, target: Path, onnx_file: Pa
     cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
 
 
-@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+@pytest.mark.parametrize("profile", ["cpu", "cpu-bf16", "cuda"])
 def test_a_conversion_measures_its_layers(small: Artifact, profile: str) -> None:
     measurements = small.measurements()
     assert measurements is not None

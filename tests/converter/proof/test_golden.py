@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from converting import ONNX_ONLY, Cli
+from converting import ONNX_ONLY, Cli, tree
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
@@ -14,6 +14,8 @@ import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
 from bf16kit.drift import SampleDrift
+from converter.options import Options, parse_target
+from converter.pipeline import convert
 from converter.proof import golden
 from converter.proof.measure import Drifts
 
@@ -102,6 +104,69 @@ def test_the_golden_sample_is_the_first_that_all_profiles_answered_within_budget
     assert golden.choose(budget, [cuda]) == 0
     assert golden.choose(budget, [cpu, cuda, sparse]) == 4
     assert golden.choose(Budget({"relative_l2": 0.1}), [cpu, cuda]) == 0
+
+
+def _flat(tmp_path: Path, firsts: Sequence[float]) -> Path:
+    """A product whose weight bf16 holds exactly, and a sample for each of ``firsts`` that consists of it alone."""
+    weight = np.sign(graphs.values(32, 32))
+    source = graphs.model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
+        [graphs.edge("x", ["batch", 32])],
+        [graphs.edge("y", ["batch", 32])],
+        [graphs.initializer("w", weight)],
+    )
+    (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
+    (tmp_path / "samples").mkdir()
+    for number, first in enumerate(firsts):
+        np.savez(tmp_path / "samples" / f"{number:02}.npz", x=np.full((1, 32), first, np.float32))
+    return tmp_path / "m.onnx"
+
+
+def _with_optional(source: Path, target: Path) -> Artifact:
+    options = Options(
+        source=source,
+        target=parse_target(target),
+        samples=str(source.parent / "samples"),
+        formats=("onnx",),
+        profiles=("cpu",),
+        optional=("cpu-bf16",),
+        budget=Budget.parse(["relative_l2=1e-3"]),
+        search=False,
+        report=False,
+    )
+    return convert(options).artifact
+
+
+_ROUNDED = 1 + 2.0**-9  # of which bf16 makes 1
+
+
+def test_a_profile_that_nobody_asked_for_has_golden_samples_of_its_own_where_it_needs_them(
+    tmp_path: Path, target: Path, cli: Cli
+) -> None:
+    """The others are judged by what they would be judged by without it."""
+    artifact = _with_optional(_flat(tmp_path, [_ROUNDED, *[1.0] * 20]), target)
+    own = artifact.manifest.profiles["cpu-bf16"].golden
+    assert own == "golden.cpu-bf16.safetensors"
+    assert artifact.golden().inputs["x"][0, 0] == artifact.golden("cpu").inputs["x"][0, 0] == np.float32(_ROUNDED)
+    assert artifact.golden("cpu-bf16").inputs["x"][0, 0] == 1
+    assert " cpu-bf16 " in cli("verify", target).published().out
+
+
+def test_golden_samples_that_all_profiles_answer_are_kept_once(tmp_path: Path, target: Path) -> None:
+    artifact = _with_optional(_flat(tmp_path, [1.0, _ROUNDED, *[1.0] * 20]), target)
+    assert artifact.manifest.profiles["cpu-bf16"].golden is None
+    assert [name for name in tree(target) if name.startswith("golden")] == ["golden.safetensors"]
+
+
+def test_a_profile_that_nobody_asked_for_is_left_out_where_no_sample_would_let_a_server_call_it_ready(
+    tmp_path: Path, target: Path
+) -> None:
+    artifact = _with_optional(_flat(tmp_path, [_ROUNDED, _ROUNDED]), target)
+    assert [*artifact.manifest.profiles] == ["cpu"]
+    assert [name for name in tree(target) if "bf16." not in name and ("golden" in name or "cpu" in name)] == [
+        "cpu.onnx",
+        "golden.safetensors",
+    ]
 
 
 def test_an_artifact_without_a_residual_says_that_it_cannot_be_restored(tmp_path: Path, target: Path, cli: Cli) -> None:

@@ -13,13 +13,24 @@ from onnx import helper
 import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.drift import Budget
-from bf16kit.errors import UsageError
+from bf16kit.errors import RuntimeFailure, UsageError
+from bf16kit.runtime import Runtime
 from bf16kit.tensors import TensorSpec
+from converter.proof import certify
 from converter.proof.judging import check_budget, with_kinds
+from converter.proof.running import open_profile
 
 OUTPUT = TensorSpec("y", "float32", ("batch", 4))
 # The cuda profile of the small model drifts more than this, the cpu profile less.
 BETWEEN = ("--budget", "relative_l2=3e-3")
+
+
+@pytest.fixture(scope="session")
+def wide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two products, wide enough for the kernel's panels."""
+    path = tmp_path_factory.mktemp("wide") / "wide.onnx"
+    onnx.save(graphs.mlp((64, 96, 40)), path)
+    return path
 
 
 def test_an_output_is_what_its_owner_says_it_is(cli: Cli, onnx_file: Path, target: Path) -> None:
@@ -68,9 +79,76 @@ def test_a_profile_over_budget_may_be_left_out_and_the_others_published(
     assert "left out, drift over budget: cuda" in done.out
     artifact = Artifact.open(target)
     manifest = artifact.manifest
-    assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu"}
+    assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu", "cpu-bf16"}
     assert "cuda.onnx" not in tree(target)
     cli("verify", target).published()
+
+
+def test_a_profile_that_nobody_asked_for_is_written_where_it_keeps_to_the_budget(
+    cli: Cli, wide_file: Path, target: Path
+) -> None:
+    cli("checkpoint", wide_file, "--out", target, *ONNX_ONLY).published()
+    manifest = Artifact.open(target).manifest
+    assert set(manifest.profiles) == set(manifest.drift) == set(manifest.plan.nodes) == {"cpu", "cpu-bf16", "cuda"}
+    drifts = [manifest.drift[p].outputs["y"]["relative_l2"]["mean"] for p in ("cpu", "cpu-bf16", "cuda")]
+    assert drifts == sorted(drifts)
+    assert (manifest.schema_version, manifest.profiles["cpu-bf16"].verified) == (4, "host")
+    shared = [{t.external_data[0].value for t in _initializers(target / f"{p}.onnx")} for p in ("cpu", "cpu-bf16")]
+    assert shared[0] == shared[1] == {"weights.bf16"}
+
+
+def _initializers(path: Path) -> list[onnx.TensorProto]:
+    tensors = onnx.load(path, load_external_data=False).graph.initializer
+    return [tensor for tensor in tensors if tensor.data_type == onnx.TensorProto.BFLOAT16]
+
+
+# That of cpu on the wide model is 2.1e-3, of cpu-bf16 3.1e-3, of cuda 4.2e-3.
+_CPU_ALONE = ("--budget", "relative_l2=2.5e-3", "--no-search")
+
+
+@pytest.mark.parametrize("flag", ["--drop-failing-profiles", "--allow-over-budget"])
+def test_a_profile_that_nobody_asked_for_is_left_out_over_budget_whatever_is_allowed(
+    flag: str, cli: Cli, wide_file: Path, target: Path
+) -> None:
+    done = cli("checkpoint", wide_file, "--out", target, *ONNX_ONLY, *_CPU_ALONE, flag).published()
+    assert "note: no profile cpu-bf16, which is faster on some processors: drift over budget" in done.out
+    assert "profile cpu-bf16, output 'y': relative_l2 is 0.0030" in done.out
+    manifest = Artifact.open(target).manifest
+    assert "cpu-bf16" not in {*manifest.profiles, *manifest.drift, *manifest.plan.nodes}
+    assert manifest.schema_version == 3
+    assert "cpu-bf16.onnx" not in tree(target)
+
+
+def test_a_profile_that_was_asked_for_fails_the_conversion(cli: Cli, wide_file: Path, target: Path) -> None:
+    flags = (*ONNX_ONLY, *_CPU_ALONE, "--profile", "cpu", "--profile", "cpu-bf16")
+    done = cli("checkpoint", wide_file, "--out", target, *flags)
+    done.refused(1, "profile cpu-bf16, output 'y': relative_l2 is")
+    assert "profile cpu," not in done.err
+
+
+def test_one_without_a_product_that_rounds_is_not_written_and_refused_where_it_was_asked_for(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    onnx.save(graphs.embedding(), tmp_path / "m.onnx")
+    source = ("checkpoint", tmp_path / "m.onnx", "--out", target, *ONNX_ONLY)
+    cli(*source, "--profile", "cpu-bf16").refused(2, "--profile cpu-bf16: no product of this model has a bf16 weight")
+    cli(*source).published()
+    assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
+
+
+def test_one_that_does_not_run_is_left_out(
+    cli: Cli, wide_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
+        if profile == "cpu-bf16":
+            raise RuntimeFailure("no such operator")
+        return open_profile(artifact, profile)
+
+    monkeypatch.setattr(certify, "open_profile", fails)
+    flags = ("checkpoint", wide_file, "--out", target, *ONNX_ONLY)
+    cli(*flags, "--profile", "cpu-bf16").refused(3, "no such operator")
+    assert "no profile cpu-bf16: what was written does not run" in cli(*flags).published().out
+    assert {*Artifact.open(target).manifest.profiles} == {"cpu", "cuda"}
 
 
 def test_when_every_profile_is_over_none_is_left_out(cli: Cli, onnx_file: Path, target: Path) -> None:

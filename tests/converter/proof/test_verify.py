@@ -31,7 +31,9 @@ def test_chosen_profiles_alone_are_run_once_each(cli: Cli, mlp: Artifact) -> Non
 
 
 def test_a_profile_that_it_has_not(cli: Cli, small: Artifact) -> None:
-    cli("verify", small.path, "--profile", "torchscript").refused(2, "has no profile torchscript; it has cpu, cuda")
+    cli("verify", small.path, "--profile", "torchscript").refused(
+        2, "has no profile torchscript; it has cpu, cpu-bf16, cuda"
+    )
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors", "directory", "function"])
@@ -84,8 +86,8 @@ def test_json_is_written_over_budget_as_well_and_the_exit_code_stays(cli: Cli, m
     done = cli("verify", strict, "--json").refused(1, "drift over budget")
     found = json.loads(done.out)
     assert not found["within"]
-    assert len(found["over"]) == 3
-    assert [row["within"] for row in found["rows"] if row["metric"] == "relative_l2"] == [False] * 3
+    assert len(found["over"]) == 4
+    assert [row["within"] for row in found["rows"] if row["metric"] == "relative_l2"] == [False] * 4
 
 
 def test_a_reference_that_is_not_there_is_said_with_the_remedy(cli: Cli, onnx_file: Path, target: Path) -> None:

@@ -120,11 +120,11 @@ def test_json_of_a_model_with_hostile_names_is_text(cli: Cli, tmp_path: Path, ta
 
 def test_the_verdict_comes_first_and_says_what_is_emulated(cli: Cli, mlp: Artifact) -> None:
     lines = cli("inspect", mlp.path).published().out.splitlines()
-    assert [line.split(":")[0] for line in lines[1:4]] == [
-        f"verdict     {profile} is within budget" for profile in ("cpu", "cuda", "torchscript")
+    assert [line.split(":")[0] for line in lines[1:5]] == [
+        f"verdict     {profile} is within budget" for profile in ("cpu", "cpu-bf16", "cuda", "torchscript")
     ]
-    assert "emulated on the CPU, on" in lines[2]
-    assert lines[4].startswith("reference   ")
+    assert "emulated on the CPU, on" in lines[3]
+    assert lines[5].startswith("reference   ")
 
 
 def test_islands_are_found_by_their_codes_whatever_their_reasons_say(mlp: Artifact) -> None:

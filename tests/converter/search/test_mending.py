@@ -54,7 +54,7 @@ def test_a_model_over_budget_is_published_within_it_with_the_guilty_in_fp32(
     artifact.verify()
     manifest = artifact.manifest
     assert _islands(manifest) == (built.nodes, built.weights)
-    assert manifest.drift.keys() == {"cpu", "cuda"}
+    assert manifest.drift.keys() == {"cpu", "cpu-bf16", "cuda"}
     for entry in manifest.drift.values():
         assert entry.outputs["y"]["relative_l2"]["mean"] <= Budget().as_dict()["relative_l2"]
     stored = {entry.name: entry.dtype for entry in manifest.tensors}
@@ -109,7 +109,7 @@ def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_p
     assert not target.exists()
     done = cli(*command, "--bf16", "softmax", "--drop-failing-profiles").published()
     assert "left out, drift over budget: cuda" in done.out
-    assert Artifact.open(target).manifest.profiles.keys() == {"cpu"}
+    assert Artifact.open(target).manifest.profiles.keys() == {"cpu", "cpu-bf16"}
 
 
 def test_torchscript_over_budget_does_not_keep_the_others_from_being_mended(

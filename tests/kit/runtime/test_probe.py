@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bf16kit.runtime.probe import TERMS, classify, probe_onnx, weights
+from bf16kit.runtime.probe import TERMS, classify, classify_rounding, probe_onnx, weights
 
 Array = NDArray[Any]
 
@@ -75,6 +75,34 @@ def test_a_device_that_does_not_add_is_unknown(value: float) -> None:
     assert classify(lambda x: np.full((len(x), weights().shape[1]), value, np.float32)) == "unknown"
 
 
-@pytest.mark.parametrize("precision", ["bf16-weights", "fp32"])
+def rounding(add: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A matrix product that rounds x to bf16 before it multiplies."""
+    return lambda x: multiplying(add)(rounded(x))
+
+
+def test_a_product_that_rounds_its_activations_and_adds_in_fp32_is_told() -> None:
+    assert classify_rounding(rounding(lambda terms: terms.sum(axis=0))) == "fp32"
+
+
+@pytest.mark.parametrize("add", [one_by_one, in_lanes(16), in_slices(4)])
+def test_a_product_that_rounds_its_activations_and_its_sums_is_told(add: Callable[[Array], Array]) -> None:
+    assert classify_rounding(rounding(add)) == "bf16"
+
+
+def _cut(x: Array) -> Array:
+    return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _half_up(x: Array) -> Array:
+    return ((x.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize("narrow", [lambda x: x, _cut, _half_up], ids=["not at all", "cut off", "ties up"])
+def test_a_product_that_rounds_its_activations_otherwise_is_not_what_it_says(narrow: Callable[[Array], Array]) -> None:
+    add = multiplying(lambda terms: terms.sum(axis=0))
+    assert classify_rounding(lambda x: add(narrow(x))) == "unknown"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-weights", "fp32"])
 def test_onnx_runtime_accumulates_in_fp32_on_this_cpu(precision: str) -> None:
     assert probe_onnx("cpu", precision) == "fp32"
