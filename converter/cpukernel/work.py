@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from converter.cpukernel.attention import Attention, attentions
 from converter.cpukernel.epilogues import Epilogue, epilogue
 from converter.cpukernel.products import Layout, Product, lookups, panelled, products
 
@@ -26,12 +27,13 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Products in graph order, tables by the node that looks rows up in them, and weights stored in ``panels``, each
-    with the axis that holds the columns."""
+    """Products in graph order, tables by the node that looks rows up in them, weights stored in ``panels``, each with
+    the axis that holds the columns, and attention."""
 
     fused: tuple[Fused, ...] = ()
     lookups: Mapping[ir.Node, ir.Value] = field(default_factory=dict)
     panels: Mapping[str, int] = field(default_factory=dict)
+    attentions: tuple[Attention, ...] = ()
 
     @classmethod
     def of(cls, model: ir.Model, narrow: Collection[str], panels: Mapping[str, int] | None = None) -> Work:
@@ -45,6 +47,7 @@ class Work:
             tuple(Fused(p, layout, epilogue(p)) for p in found.values() if (layout := p.layout(panels)) is not None),
             lookups(model, {name for name, axis in panels.items() if axis == 0}),
             panels,
+            tuple(attentions(model)),
         )
 
     def fused_in(self, model: ir.Model) -> list[Fused]:

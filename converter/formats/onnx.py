@@ -12,6 +12,7 @@ from bf16kit.errors import ConversionError
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import brief
+from converter.cpukernel.attend import Attend
 from converter.cpukernel.join import JoinProducts
 from converter.cpukernel.lookup import LookUp
 from converter.cpukernel.unpanel import Unpanel
@@ -69,7 +70,8 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     narrow = narrowed(planned.plan.tensors)
     nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
     rounding = nodes if profile.rounds_products else frozenset()
-    kernel = [LookUp(planned.work), UseKernel(planned.work, rounding), JoinProducts()] if profile.uses_kernel else []
+    products = [LookUp(planned.work), UseKernel(planned.work, rounding), JoinProducts()]
+    kernel = [Attend(), *products] if profile.uses_kernel else []
     return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
 
 

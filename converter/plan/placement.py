@@ -59,6 +59,9 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
         decisions[_name(fused.product.node)] = multiplied
         for node in fused.epilogue.nodes:
             decisions[_name(node)] = Decision("fp32", "profile", "done by the CPU kernel with the product before it")
+    for attention in work.attentions:
+        for node in attention.nodes:
+            decisions[_name(node)] = Decision("fp32", "profile", "done by the CPU kernel's attention")
     return decisions
 
 

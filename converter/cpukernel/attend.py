@@ -1,0 +1,87 @@
+"""Attention goes to bf16kit's CPU kernel: one node for what lies between query, key and value and all heads in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from bf16kit.runtime.kernel import DOMAIN
+from converter.cpukernel.attention import Choice, Mask, attentions
+from converter.cpukernel.attentionop import AttentionVariant, attributes, function
+from converter.cpukernel.functions import define
+from converter.graph.initializers import initializer
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
+from converter.passes.rewriting import replace_output
+
+FLOAT = ir.DataType.FLOAT
+
+
+class Attend(Step):
+    """Let ``bf16kit::Attention_…`` do what :func:`attentions` finds, and define each variant as a function.
+
+    The node has the name of the Softmax, and gives what the Reshape of all heads gave, under the same name. A mask that
+    selects becomes one that is added, once for all that it is used by.
+
+    Requires: types and shapes are known.
+    """
+
+    name = "use the CPU kernel's attention"
+
+    def apply(self, model: ir.Model) -> bool:
+        found = attentions(model)
+        masks = _Masks(model)
+        variants: dict[AttentionVariant, None] = {}
+        for attention in found:
+            variant = AttentionVariant.of(attention)
+            variants[variant] = None
+            operands = [attention.q.value, attention.k.value, attention.v.value]
+            mask = masks.sum(attention.masks, attention.values)
+            inputs = operands if mask is None else [*operands, mask]
+            made = ir.node(variant.op_type, inputs, attributes(attention), domain=DOMAIN, name=attention.softmax.name)
+            model.graph.insert_before(attention.values, made)
+            output, given = made.outputs[0], attention.result.outputs[0]
+            output.type, output.shape = given.type, given.shape
+            replace_output(model.graph, attention.result, output)
+            model.graph.remove(attention.nodes[-2::-1], safe=True)
+        if found:
+            define(model, [function(variant, model.opset_imports[""]) for variant in variants])
+        return bool(found)
+
+
+class _Masks:
+    """What is added to scores, made where the graph only has it in parts, or as a choice."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._graph = model.graph
+        self._fresh = FreshNames(all_value_names(model) | {node.name or "" for node in model.graph.all_nodes()})
+        self._added: dict[Choice, ir.Value] = {}
+
+    def sum(self, masks: Sequence[Mask], before: ir.Node) -> ir.Value | None:
+        """One value for all ``masks``, there when the node ``before`` runs; None when there is none."""
+        total: ir.Value | None = None
+        for mask in masks:
+            value = self._number(mask, before) if isinstance(mask, Choice) else mask
+            total = value if total is None else self._insert(ir.node("Add", [total, value]), before)
+        return total
+
+    def _number(self, mask: Choice, before: ir.Node) -> ir.Value:
+        """``mask.number`` where it hides, 0 elsewhere."""
+        if mask not in self._added:
+            hidden, shown = (self._constant(number) for number in (mask.number, 0.0))
+            branches = [hidden, shown] if mask.hides else [shown, hidden]
+            self._added[mask] = self._insert(ir.node("Where", [mask.condition, *branches]), before)
+        return self._added[mask]
+
+    def _constant(self, number: float) -> ir.Value:
+        name = self._fresh.make("attention/number")
+        return initializer(self._graph, name, ir.tensor(np.float32(number), name=name))
+
+    def _insert(self, node: ir.Node, before: ir.Node) -> ir.Value:
+        node.name = self._fresh.make("attention/mask")
+        output = node.outputs[0]
+        output.name, output.type = node.name, ir.TensorType(FLOAT)
+        self._graph.insert_before(before, node)
+        return output

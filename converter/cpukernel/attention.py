@@ -1,0 +1,180 @@
+"""Attention in a graph, found by what it computes: softmax(scale · Q·Kᵀ + mask)·V for each head.
+
+Exporters write it in many ways. Scores are traced back from a Softmax to a product of two computed values, through
+additions, selections and factors in any order that comes to one scale and one mask that is added. Heads are what
+Reshape and Transpose part rows into; where a graph does that, the rows are read as they are. Keys and values may be
+repeated for groups of heads. Whatever does not fit, shapes that are not known to fit among it, is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from converter.cpukernel.heads import Operand, columns_first, dim, known_shape, only_reader, plain, same_dims
+from converter.cpukernel.heads import number as constant
+
+FLOAT = ir.DataType.FLOAT
+_HIDDEN = -1e30  # a number that no score changes when it is added
+_LONGEST = 8  # nodes between a product and its Softmax
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A mask that selects: where ``condition`` is ``hides``, a score is ``number`` and counts for nothing."""
+
+    condition: ir.Value
+    hides: bool
+    number: float
+
+
+Mask = ir.Value | Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """``nodes``, in order, from the product of queries and keys to the Reshape whose output is all heads in rows.
+
+    ``masks`` add up to what is added to the scaled scores. The Softmax is among the nodes, and ``values`` multiplies.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    scale: float
+    masks: tuple[Mask, ...]
+    softmax: ir.Node
+    values: ir.Node
+    nodes: tuple[ir.Node, ...]
+
+    @property
+    def result(self) -> ir.Node:
+        return self.nodes[-1]
+
+    @property
+    def forms(self) -> str:
+        """For each of q, k and v whether it comes in rows (r) or in heads (h)."""
+        return "".join("r" if each.in_rows else "h" for each in (self.q, self.k, self.v))
+
+
+def attentions(model: ir.Model) -> list[Attention]:
+    """Those of the main graph, in order. Requires: types and shapes are known."""
+    found = (_attention(node) for node in model.graph if node.op_type == "Softmax" and plain(node))
+    return [attention for attention in found if attention is not None]
+
+
+def _attention(softmax: ir.Node) -> Attention | None:
+    scores, weights = softmax.inputs[0], softmax.outputs[0]
+    axis = softmax.attributes.get("axis")
+    if scores is None or scores.dtype != FLOAT or (axis is not None and axis.as_int() not in (-1, 3)):
+        return None
+    traced, merged = _trace(scores), _merged(weights)
+    if traced is None or merged is None:
+        return None
+    product, values = traced.product, merged[0]
+    nodes = (*reversed(traced.nodes), softmax, *merged)
+    q = Operand.of(product.inputs[0])
+    turned = columns_first(product.inputs[1])
+    k = None if turned is None else turned.ungrouped()
+    v = Operand.of(values.inputs[1], scaled=False)
+    v = None if v is None else v.ungrouped(scaled=False)
+    if q is None or k is None or v is None:
+        return None
+    attention = Attention(q, k, v, traced.scale * q.scale * k.scale, traced.masks, softmax, values, nodes)
+    return attention if _fits(attention) else None
+
+
+def _fits(found: Attention) -> bool:
+    q, k, v = found.q, found.k, found.v
+    if not (dim(q.batch, k.batch) and dim(k.batch, v.batch) and dim(k.rows, v.rows)):
+        return False
+    if q.columns != k.columns or k.heads != v.heads or k.shared != v.shared:
+        return False
+    if q.heads != k.heads * k.shared and (k.heads, k.shared) != (1, 1):
+        return False
+    given = found.result.outputs[0].shape
+    return (
+        given is not None
+        and len(given) == 3
+        and dim(given[0], q.batch)
+        and dim(given[1], q.rows)
+        and (given[2] == q.heads * v.columns)
+    )
+
+
+# --- from the scores back to their product ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """Scores are scale · product + masks; ``nodes`` compute them, the last one first."""
+
+    product: ir.Node
+    scale: float
+    masks: tuple[Mask, ...]
+    nodes: tuple[ir.Node, ...]
+
+
+def _trace(value: ir.Value | None, depth: int = _LONGEST) -> _Trace | None:
+    node = None if value is None else value.producer()
+    if value is None or node is None or depth == 0 or not plain(node) or only_reader(value) is None:
+        return None
+    if node.op_type == "MatMul":
+        shape = known_shape(value)
+        both = all(v is not None and not v.is_initializer() for v in node.inputs)
+        return _Trace(node, 1.0, (), (node,)) if both and shape is not None and len(shape) == 4 else None
+    for scores, step in _steps(node):
+        traced = _trace(scores, depth - 1)
+        if traced is None or not same_dims(value, traced.product.outputs[0]):
+            continue
+        if isinstance(step, float):
+            if not traced.masks:  # one that was added would have to be scaled as well
+                return replace(traced, scale=traced.scale * step, nodes=(node, *traced.nodes))
+        else:
+            return replace(traced, masks=(*traced.masks, step), nodes=(node, *traced.nodes))
+    return None
+
+
+def _steps(node: ir.Node) -> Iterator[tuple[ir.Value | None, Mask | float]]:
+    """What ``node`` may do to scores: an input that may be they, and their factor or what is added."""
+    inputs: Sequence[ir.Value | None] = node.inputs
+    if node.op_type == "Where":
+        for scores, other, hides in ((inputs[1], inputs[2], False), (inputs[2], inputs[1], True)):
+            number = constant(other)
+            if number is not None and number <= _HIDDEN and inputs[0] is not None:
+                yield scores, Choice(inputs[0], hides, number)
+    elif node.op_type == "Div":
+        divisor = constant(inputs[1])
+        if divisor:
+            yield inputs[0], 1 / divisor
+    elif node.op_type in ("Mul", "Add"):
+        for scores, other in ((inputs[0], inputs[1]), (inputs[1], inputs[0])):
+            factor = constant(other)
+            if node.op_type == "Mul" and factor is not None:
+                yield scores, factor
+            elif node.op_type == "Add" and other is not None and other.dtype == FLOAT and other.shape is not None:
+                yield scores, other
+
+
+# --- from the weights on to the rows ----------------------------------------------------------------------------------
+
+
+def _merged(weights: ir.Value) -> tuple[ir.Node, ir.Node, ir.Node] | None:
+    """The product of ``weights`` and values, the Transpose and the Reshape that put its heads beside each other."""
+    product = only_reader(weights)
+    if product is None or product.op_type != "MatMul" or product.inputs[0] is not weights:
+        return None
+    moved = only_reader(product.outputs[0])
+    if moved is None or moved.op_type != "Transpose" or list(_order(moved)) != [0, 2, 1, 3]:
+        return None
+    merged = only_reader(moved.outputs[0])
+    if merged is None or merged.op_type != "Reshape" or merged.inputs[0] is not moved.outputs[0]:
+        return None
+    return product, moved, merged
+
+
+def _order(node: ir.Node) -> Sequence[int]:
+    order = node.attributes.get("perm")
+    return () if order is None else order.as_ints()

@@ -1,0 +1,88 @@
+"""The kernel's ``bf16kit::Attention_…`` defined in ONNX's own operators: what runs without its library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from converter.cpukernel.attention import Attention
+from converter.cpukernel.functions import Body
+
+_OPERANDS = ("q", "k", "v")
+_HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionVariant:
+    """One of the operator's bodies. ``forms`` has a letter each for q, k and v: r in rows, h in heads."""
+
+    forms: str
+    grouped: bool
+    masked: bool
+
+    @classmethod
+    def of(cls, attention: Attention) -> AttentionVariant:
+        return cls(attention.forms, attention.q.heads != attention.k.heads, bool(attention.masks))
+
+    @property
+    def op_type(self) -> str:
+        """Its name, such as ``Attention_rrr_mask``; kernels/ort/attention_op.cpp registers them all."""
+        return f"Attention_{self.forms}{'_grouped' if self.grouped else ''}{'_mask' if self.masked else ''}"
+
+    @property
+    def lists(self) -> Iterator[str]:
+        """The integer lists that a node has for its function alone."""
+        yield from (f"heads_of_{name}" for name, form in zip(_OPERANDS, self.forms, strict=True) if form == "r")
+        if self.grouped:
+            yield "groups"
+        yield "merged"
+
+
+def attributes(attention: Attention) -> dict[str, int | float | list[int]]:
+    """The attributes of a node; the lists are shapes that a function cannot compute, and whose keys each head reads."""
+    heads, kv_heads = attention.q.heads, attention.k.heads
+    sizes = {
+        f"heads_of_{name}": [0, 0, operand.heads, operand.columns]
+        for name, operand in zip(_OPERANDS, (attention.q, attention.k, attention.v), strict=True)
+    }
+    sizes["groups"] = [head * kv_heads // heads for head in range(heads)]
+    sizes["merged"] = [0, 0, heads * attention.v.columns]
+    told = AttentionVariant.of(attention).lists
+    return {"heads": heads, "kv_heads": kv_heads, "scale": attention.scale} | {name: sizes[name] for name in told}
+
+
+def function(variant: AttentionVariant, opset: int) -> ir.Function:
+    """The function of ``variant`` in the operators of ``opset``, 13 or newer.
+
+    Q [batch, queries, heads · depth] or [batch, heads, queries, depth], K and V likewise, and the mask M, which
+    broadcasts to [batch, heads, queries, keys], if there is one → Y [batch, queries, heads · width].
+    """
+    inputs = [ir.Value(name=name) for name in ("Q", "K", "V", "M")[: 4 if variant.masked else 3]]
+    body = Body(opset)
+    q, k, v = (
+        _in_heads(body, variant, index, value, _COLUMNS_FIRST if index == 1 else _HEADS_FIRST)
+        for index, value in enumerate(inputs[:3])
+    )
+    if variant.grouped:
+        groups = body.integers("groups")
+        k, v = body.add("Gather", k, groups, axis=1), body.add("Gather", v, groups, axis=1)
+    told = ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT)
+    body.extend([ir.Node("", "Constant", [], [told])])
+    scale = body.nodes[-1].outputs[0]
+    scores = body.add("Mul", body.add("MatMul", q, k), scale)
+    if variant.masked:
+        scores = body.add("Add", scores, inputs[3])
+    result = body.add("MatMul", body.add("Softmax", scores, axis=-1), v)
+    rows = body.add("Reshape", body.add("Transpose", result, perm=_HEADS_FIRST), body.integers("merged"))
+    rows.name = "Y"
+    return body.function(variant.op_type, inputs, [rows], ("heads", "kv_heads", "scale", *variant.lists))
+
+
+def _in_heads(body: Body, variant: AttentionVariant, index: int, value: ir.Value, order: list[int]) -> ir.Value:
+    """An operand as [batch, heads, …], its rows and columns in the order that is wanted."""
+    if variant.forms[index] == "r":
+        value = body.add("Reshape", value, body.integers(f"heads_of_{_OPERANDS[index]}"))
+        return body.add("Transpose", value, perm=order)
+    return value if order == _HEADS_FIRST else body.add("Transpose", value, perm=[0, 1, 3, 2])

@@ -1,0 +1,168 @@
+"""Queries, keys and values as attention reads them: heads parted out of rows, repeated for groups, or as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from converter.graph.initializers import const, dims
+
+Dim = int | ir.SymbolicDim
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """``scale`` · ``value`` is [batch, heads, rows, columns], or in rows [batch, rows, heads · columns].
+
+    Each head serves ``shared`` neighbouring heads of the queries.
+    """
+
+    value: ir.Value
+    in_rows: bool
+    batch: Dim
+    heads: int
+    rows: Dim
+    columns: int
+    scale: float = 1.0
+    shared: int = 1
+
+    @classmethod
+    def of(cls, value: ir.Value | None, *, scaled: bool = True) -> Operand | None:
+        """``value`` [batch, heads, rows, columns], read as far back as it is only moved, and scaled if it may be."""
+        value, scale = _unscaled(value) if scaled else (value, 1.0)
+        shape = known_shape(value)
+        if value is None or shape is None or len(shape) != 4:
+            return None
+        batch, heads, rows, columns = shape
+        if not isinstance(heads, int) or not isinstance(columns, int) or 0 in (heads, columns):
+            return None
+        found = cls(value, False, batch, heads, rows, columns, scale)
+        view = _moved(value, [0, 2, 1, 3])
+        return found if view is None else found.in_rows_of(view, scaled=scaled) or found
+
+    def in_rows_of(self, view: ir.Value, *, scaled: bool = True) -> Operand | None:
+        """The same, read from the rows that ``view`` [batch, rows, heads, columns] parts into heads."""
+        producer = view.producer()
+        if producer is None or producer.op_type != "Reshape" or not plain(producer):
+            return None
+        rows, scale = _unscaled(producer.inputs[0]) if scaled else (producer.inputs[0], 1.0)
+        shape = known_shape(rows)
+        if rows is None or shape is None or len(shape) != 3 or shape[2] != self.heads * self.columns:
+            return None
+        if not dim(shape[0], self.batch) or not dim(shape[1], self.rows):
+            return None
+        return replace(self, value=rows, in_rows=True, scale=self.scale * scale)
+
+    def ungrouped(self, *, scaled: bool = True) -> Operand:
+        """The same without what repeats each head for a group: Unsqueeze or Reshape, Expand, Reshape."""
+        merged = _made_by(self.value, "Reshape")
+        repeated = None if merged is None else _made_by(merged.inputs[0], "Expand")
+        parted = None if repeated is None else repeated.inputs[0]
+        apart = _made_by(parted, "Unsqueeze") or _made_by(parted, "Reshape")
+        source = None if apart is None else apart.inputs[0]
+        wide, shape = (None if repeated is None else known_shape(repeated.outputs[0])), known_shape(source)
+        if self.in_rows or wide is None or shape is None or len(wide) != 5 or len(shape) != 4:
+            return self
+        single = known_shape(parted)
+        heads, shared = shape[1], wide[2]
+        if not isinstance(heads, int) or not isinstance(shared, int) or heads * shared != self.heads:
+            return self
+        fits = (
+            single is not None and len(single) == 5 and single[2] == 1 and wide[1] == heads and wide[4] == self.columns
+        )
+        if not fits or not (dim(wide[0], shape[0]) and dim(wide[3], shape[2]) and shape[3] == self.columns):
+            return self
+        found = Operand.of(source, scaled=scaled)
+        return self if found is None else replace(found, scale=self.scale * found.scale, shared=shared)
+
+
+def columns_first(value: ir.Value | None) -> Operand | None:
+    """The operand whose transposition [batch, heads, columns, rows] is ``value``."""
+    value, scale = _unscaled(value)
+    turned = _moved(value, [0, 1, 3, 2])
+    if turned is not None:
+        found = Operand.of(turned)
+        return None if found is None else replace(found, scale=scale * found.scale)
+    view, shape = _moved(value, [0, 2, 3, 1]), known_shape(value)
+    if value is None or view is None or shape is None:
+        return None
+    batch, heads, columns, rows = shape
+    if not isinstance(heads, int) or not isinstance(columns, int) or 0 in (heads, columns):
+        return None
+    return Operand(view, False, batch, heads, rows, columns, scale).in_rows_of(view)
+
+
+# --- what nodes and values are ----------------------------------------------------------------------------------------
+
+
+def plain(node: ir.Node) -> bool:
+    """Whether ``node`` is ONNX's own."""
+    return node.domain == ""
+
+
+def number(value: ir.Value | None) -> float | None:
+    """The one finite or infinite number that ``value`` is, where it is a constant of one element."""
+    tensor = const(value)
+    if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point() or len(dims(tensor)) > 4:
+        return None
+    return float(tensor.numpy().reshape(()))
+
+
+def known_shape(value: ir.Value | None) -> Sequence[Dim] | None:
+    """The dimensions of ``value``, where their number is known."""
+    return None if value is None or value.shape is None else value.shape.dims
+
+
+def dim(a: Dim, b: Dim) -> bool:
+    """Whether two dimensions are known to be the same."""
+    if isinstance(a, int) or isinstance(b, int):
+        return a == b
+    return a.value is not None and a.value == b.value
+
+
+def same_dims(a: ir.Value, b: ir.Value) -> bool:
+    """Whether two values are known to have the same shape."""
+    left, right = known_shape(a), known_shape(b)
+    return left is not None and right is not None and len(left) == len(right) and all(map(dim, left, right))
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """The one node of ONNX's own, in the same graph, that reads ``value``, once, where nobody else does."""
+    uses, producer = tuple(value.uses()), value.producer()
+    if len(uses) != 1 or value.is_graph_output() or producer is None:
+        return None
+    node = uses[0].node
+    return node if plain(node) and node.graph is producer.graph else None
+
+
+def _made_by(value: ir.Value | None, op: str) -> ir.Node | None:
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == op and plain(node) else None
+
+
+def _moved(value: ir.Value | None, order: Sequence[int]) -> ir.Value | None:
+    """What a Transpose in this ``order`` made ``value`` of."""
+    node = _made_by(value, "Transpose")
+    given = None if node is None else node.attributes.get("perm")
+    return node.inputs[0] if node is not None and given is not None and list(given.as_ints()) == list(order) else None
+
+
+def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
+    """What ``value`` is a multiple of, and the factor: it comes after the product as well as before it."""
+    scale = 1.0
+    while value is not None:
+        node = _made_by(value, "Mul") or _made_by(value, "Div")
+        if node is None:
+            break
+        left, right = node.inputs[0], node.inputs[1]
+        factor = number(right)
+        if factor is None and node.op_type == "Mul":
+            left, factor = right, number(left)
+        shape, source = known_shape(value), known_shape(left)
+        if not factor or shape is None or source is None or len(shape) != len(source):
+            break
+        scale *= factor if node.op_type == "Mul" else 1 / factor
+        value = left
+    return value, scale
