@@ -143,9 +143,9 @@ def _options(threads: int | None, spin: bool, optimise: bool, pack: bool) -> Any
         options.add_session_config_entry("session.disable_prepacking", "1")
     options.intra_op_num_threads = available_cpus() if threads is None else threads
     options.inter_op_num_threads = 1
-    # Busy waiting is faster for one client alone (283 against 446 us for six layers of 512, batch 16, 2 cores), but
-    # takes the processor from the server's own threads: with three clients 1739 against 2203 requests/s, p99 6 ms
-    # against 2.4 ms.
+    # Busy waiting is faster for one client alone, and takes the processor from everybody else: from a second session,
+    # and from the server's own threads. session.force_spinning_stop, which ends it with the run, changes nothing of
+    # that (docs/decisions/0037-threads-sleep-between-operators.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
     # Arm: would multiply fp32 in bf16.
     options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
