@@ -12,9 +12,9 @@
 //
 // Rows in which every x is -inf, or any NaN or +inf, are NaN, as ONNX's Softmax defines.
 
-constexpr int kSpan = 2 * Simd::kLanes;             // columns of a tile
-constexpr int kVectors = kPanel / Simd::kLanes;     // vectors in a row of a panel
-constexpr float kInfinity = __builtin_inff();
+#include "softmax.inl"
+
+constexpr int kSpan = 2 * Simd::kLanes;  // columns of a tile
 
 // c[kRows, 2 vectors] = (first ? 0 : c) + a[kRows, length] · b[length, 2 vectors]; rows lie lda, ldb and ldc apart.
 template <int kRows>
@@ -86,82 +86,8 @@ inline void transpose_keys(const float* from, int64_t stride, int64_t count, int
 
 // Copies 32 columns of v, or as many as are left, to [keys, 32], with zeros to the right.
 inline void copy_values(const float* from, int64_t stride, int64_t keys, int64_t columns, float* to) {
-  for (int64_t key = 0; key < keys; ++key, from += stride, to += kPanel) {
-    std::memcpy(to, from, sizeof(float) * columns);
-    if (columns < kPanel) std::memset(to + columns, 0, sizeof(float) * (kPanel - columns));
-  }
-}
-
-// What is done with 32 numbers until one is left: the first half with the second, and so on.
-template <typename Join>
-float fold(float (&lanes)[kPanel], Join join) {
-  for (int half = kPanel / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] = join(lanes[i], lanes[i + half]);
-  }
-  return lanes[0];
-}
-
-// 32 of a row's x: fma(score, scale, mask).
-inline void add_mask(const float* scores, Simd::reg scale, const float* mask, float* x) {
-#pragma GCC unroll 8
-  for (int v = 0; v < kVectors; ++v) {
-    const int at = v * Simd::kLanes;
-    Simd::store(x + at, Simd::fma(Simd::load(scores + at), scale, Simd::load(mask + at)));
-  }
-}
-
-// A row's scores become x, and -inf up to where its panels end. `step` is 0 where `mask` is one number for all keys.
-inline void add_masks(float* row, int64_t keys, float factor, const float* mask, int64_t step) {
-  const Simd::reg scale = Simd::set(factor);
-  alignas(64) float same[kPanel], last[kPanel], scores[kPanel] = {};
-  for (float& value : same) value = *mask;
-  const int64_t whole = keys / kPanel * kPanel, left = keys - whole;
-  for (int64_t key = 0; key < whole; key += kPanel) {
-    add_mask(row + key, scale, step == 0 ? same : mask + key, row + key);
-  }
-  if (left == 0) return;
-  for (int i = 0; i < kPanel; ++i) last[i] = i < left ? mask[(whole + i) * step] : -kInfinity;
-  std::memcpy(scores, row + whole, sizeof(float) * left);
-  add_mask(scores, scale, last, row + whole);
-}
-
-// e^t for t <= 0; zero from where that is what it rounds to.
-inline Simd::reg exponential(Simd::reg t) {
-  t = Simd::max(Simd::set(-110.0f), t);
-  // log2(e), in two parts
-  const Simd::reg raised = exp2_raised(t, Simd::set(1.44269502f), t, Simd::set(1.92596303e-08f));
-  return Simd::mul(raised, Simd::set(kLowered));
-}
-
-inline Simd::reg maximum(const float* row, int64_t keys) {
-  alignas(64) float lanes[kPanel];
-  Simd::reg most[kVectors];
-  for (Simd::reg& each : most) each = Simd::set(-kInfinity);
-  for (int64_t key = 0; key < keys; key += kPanel) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) most[v] = Simd::max(most[v], Simd::load(row + key + v * Simd::kLanes));
-  }
-  for (int v = 0; v < kVectors; ++v) Simd::store(lanes + v * Simd::kLanes, most[v]);
-  return Simd::set(fold(lanes, [](float a, float b) { return a > b ? a : b; }));
-}
-
-// A row's x become p, as many as panels hold; their sum.
-inline float soften(float* row, int64_t keys) {
-  alignas(64) float lanes[kPanel];
-  const Simd::reg highest = maximum(row, keys);
-  Simd::reg sums[kVectors];
-  for (Simd::reg& each : sums) each = Simd::zero();
-  for (int64_t key = 0; key < keys; key += kPanel) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      float* at = row + key + v * Simd::kLanes;
-      const Simd::reg p = exponential(Simd::sub(Simd::load(at), highest));
-      Simd::store(at, p);
-      sums[v] = Simd::add(sums[v], p);
-    }
-  }
-  for (int v = 0; v < kVectors; ++v) Simd::store(lanes + v * Simd::kLanes, sums[v]);
-  return fold(lanes, [](float a, float b) { return a + b; });
+  if (columns < kPanel) std::memset(to, 0, sizeof(float) * keys * kPanel);
+  for (int64_t key = 0; key < keys; ++key, from += stride, to += kPanel) copy(from, columns, to);
 }
 
 inline int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
@@ -249,20 +175,21 @@ void soften_rows(const Attention& a, const AttentionPart& part, int64_t first, i
   static constexpr float kNone = 0;
   for (int64_t m = 0; m < rows; ++m) {
     const Row row(a, part, first + m);
-    std::memcpy(space.queries + m * a.depth, row_of(a.q, part.batch, row.head, row.query), sizeof(float) * a.depth);
+    copy(row_of(a.q, part.batch, row.head, row.query), a.depth, space.queries + m * a.depth);
   }
   for (int64_t key = 0; key < a.keys; key += kPanel) {
     multiply_wide(rows, space.queries, a.depth, space.keys + key * a.depth, kPanel, a.depth, space.scores + key,
                   space.stride);
   }
+  const bool masked = a.mask.data != nullptr;
+  float highest[Simd::kRows];
   for (int64_t m = 0; m < rows; ++m) {
     const Row row(a, part, first + m);
-    const bool masked = a.mask.data != nullptr;
-    float* scores = space.scores + m * space.stride;
-    add_masks(scores, a.keys, a.scale, masked ? row_of(a.mask, part.batch, row.head, row.query) : &kNone,
-              masked ? a.mask.column : 0);
-    sums[m] = soften(scores, a.keys);
+    const float* mask = masked ? row_of(a.mask, part.batch, row.head, row.query) : &kNone;
+    highest[m] = add_masks(space.scores + m * space.stride, a.keys, a.scale, mask, masked ? a.mask.column : 0);
   }
+  // After all of them: the processor then need not wait for the one that it has just looked for.
+  for (int64_t m = 0; m < rows; ++m) sums[m] = soften(space.scores + m * space.stride, a.keys, highest[m]);
 }
 
 // y of rows [first, first + rows), whose p and sums are there.
@@ -282,7 +209,7 @@ void add_values(const Attention& a, const AttentionPart& part, int64_t first, in
         Simd::store(totals + v, Simd::mul(Simd::load(totals + v), factor));
       }
       float* y = a.y + ((part.batch * a.queries + row.query) * a.heads + row.head) * a.width + column;
-      std::memcpy(y, totals, sizeof(float) * columns);
+      copy(totals, columns, y);
     }
   }
 }

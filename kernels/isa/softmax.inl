@@ -1,0 +1,100 @@
+// A row's scores become numbers that add up to what they are to be divided by. Included by attention.inl, which says in
+// what order.
+
+constexpr int kVectors = kPanel / Simd::kLanes;  // vectors in a row of a panel
+constexpr float kInfinity = __builtin_inff();
+
+// A few numbers, for which the library's memcpy takes longer to begin than to copy.
+inline void copy(const float* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + Simd::kLanes <= count; i += Simd::kLanes) Simd::store(to + i, Simd::load(from + i));
+  for (; i < count; ++i) to[i] = from[i];
+}
+
+// What is done with 32 numbers until one is left: the first half with the second, and so on. In the end the halves are
+// those of a small vector, which the compiler adds up in registers.
+template <typename Join>
+float fold(Simd::reg (&vectors)[kVectors], Join join) {
+#pragma GCC unroll 8
+  for (int half = kVectors / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) vectors[i] = join(vectors[i], vectors[i + half]);
+  }
+  alignas(64) float lanes[Simd::kLanes];
+  Simd::store(lanes, vectors[0]);
+#pragma GCC unroll 8
+  for (int half = Simd::kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < half; ++i) lanes[i] = join(lanes[i], lanes[i + half]);
+  }
+  return lanes[0];
+}
+
+struct Highest {
+  Simd::reg operator()(Simd::reg a, Simd::reg b) const { return Simd::max(a, b); }
+  float operator()(float a, float b) const { return a > b ? a : b; }
+};
+
+struct Sum {
+  Simd::reg operator()(Simd::reg a, Simd::reg b) const { return Simd::add(a, b); }
+  float operator()(float a, float b) const { return a + b; }
+};
+
+// 32 of a row's x: fma(score, scale, mask), and the highest of them and those before.
+inline void add_mask(const float* scores, Simd::reg scale, const float* mask, float* x,
+                     Simd::reg (&highest)[kVectors]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    const int at = v * Simd::kLanes;
+    const Simd::reg sum = Simd::fma(Simd::load(scores + at), scale, Simd::load(mask + at));
+    Simd::store(x + at, sum);
+    highest[v] = Simd::max(highest[v], sum);
+  }
+}
+
+// A row's scores become x, and -inf up to where its panels end; the highest x. `step` is 0 where `mask` is one number
+// for all keys.
+inline float add_masks(float* row, int64_t keys, float factor, const float* mask, int64_t step) {
+  const Simd::reg scale = Simd::set(factor);
+  alignas(64) float other[kPanel], scores[kPanel] = {};
+  const int64_t whole = keys / kPanel * kPanel, left = keys - whole;
+  Simd::reg highest[kVectors];
+  for (Simd::reg& each : highest) each = Simd::set(-kInfinity);
+  if (step == 0) {
+    for (int v = 0; v < kPanel; v += Simd::kLanes) Simd::store(other + v, Simd::broadcast(mask));
+  }
+  for (int64_t key = 0; key < whole; key += kPanel) {
+    add_mask(row + key, scale, step == 0 ? other : mask + key, row + key, highest);
+  }
+  if (left != 0) {
+    for (int i = 0; i < kPanel; ++i) other[i] = i < left ? mask[(whole + i) * step] : -kInfinity;
+    copy(row + whole, left, scores);
+    add_mask(scores, scale, other, row + whole, highest);
+  }
+  return fold(highest, Highest());
+}
+
+// e^t for t <= 0; zero from where that is what it rounds to.
+inline Simd::reg exponential(Simd::reg t) {
+  t = Simd::max(Simd::set(-110.0f), t);
+  // log2(e), in two parts
+  const Simd::reg raised = exp2_raised(t, Simd::set(1.44269502f), t, Simd::set(1.92596303e-08f));
+  return Simd::mul(raised, Simd::set(kLowered));
+}
+
+// A row's x become p, as many as panels hold; their sum.
+inline float soften(float* row, int64_t keys, float highest) {
+  const Simd::reg most = Simd::set(highest);
+  Simd::reg sums[kVectors];
+  for (Simd::reg& each : sums) each = Simd::zero();
+  for (int64_t key = 0; key < keys; key += kPanel) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      float* at = row + key + v * Simd::kLanes;
+      const Simd::reg p = exponential(Simd::sub(Simd::load(at), most));
+      Simd::store(at, p);
+      sums[v] = Simd::add(sums[v], p);
+    }
+  }
+  return fold(sums, Sum());
+}
