@@ -37,6 +37,7 @@ MODULES = {
     "kernel_lm": "kernel.lm",
     "kernel_memory": "kernel.memory",
     "kernel_numerics": "kernel.numerics",
+    "kernel_drift": "kernel.drift",
     "gpu": "gpu.gpu",
     "calibrated_rounding": "conversion.calibrated_rounding",
     "latency_commits": "serving.latency_commits",

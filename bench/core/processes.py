@@ -57,10 +57,10 @@ def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = Non
 
 
 @contextmanager
-def bare_handler(graph: Path) -> Iterator[Server]:
+def bare_handler(graph: Path, *flags: str) -> Iterator[Server]:
     """The bare handler of :mod:`bench.serving.bare` around ``graph``."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "bench.serving.bare", str(graph)]
+    command = [sys.executable, "-m", "bench.serving.bare", str(graph), *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

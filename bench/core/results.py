@@ -21,6 +21,7 @@ class Measurement:
     """One number. With ``at_most`` or ``at_least`` it is judged; without, it is there to explain those that are.
 
     ``interval`` holds the value with a confidence of about 95 %; a goal inside it is neither met nor missed.
+    ``detail`` says what exactly was compared; ``absent`` why there is no value.
     """
 
     name: str
@@ -29,18 +30,26 @@ class Measurement:
     at_most: float | None = None
     at_least: float | None = None
     interval: tuple[float, float] | None = None
+    detail: str = ""
+    absent: str = ""
 
     @classmethod
     def of(
-        cls, name: str, found: Estimate, unit: str = "", *, at_most: float | None = None, at_least: float | None = None
+        cls,
+        name: str,
+        found: Estimate,
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        detail: str = "",
     ) -> Measurement:
         """``found`` with its interval."""
-        return cls(name, found.value, unit, at_most, at_least, (found.low, found.high))
+        return cls(name, found.value, "", at_most, at_least, (found.low, found.high), detail)
 
     @property
     def verdict(self) -> Verdict | None:
         """Whether the target is reached; ``None`` without a target. NaN reaches none."""
-        if self.at_most is None and self.at_least is None:
+        if self.absent or (self.at_most is None and self.at_least is None):
             return None
         if self.interval is not None:
             return verdict(Estimate(self.value, *self.interval), at_least=self.at_least, at_most=self.at_most)
@@ -57,9 +66,13 @@ class Measurement:
     def as_dict(self) -> dict[str, Any]:
         bounds = {"at_most": self.at_most, "at_least": self.at_least}
         given = {key: bound for key, bound in bounds.items() if bound is not None}
+        if self.absent:
+            return {"name": self.name, "absent": self.absent} | given
         judged = {} if self.verdict is None else {"verdict": self.verdict}
         interval = {} if self.interval is None else {"interval": [_finite(bound) for bound in self.interval]}
-        return {"name": self.name, "value": _significant(self.value), "unit": self.unit} | interval | given | judged
+        detail = {"detail": self.detail} if self.detail else {}
+        value = {"name": self.name, "value": _significant(self.value), "unit": self.unit}
+        return value | detail | interval | given | judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,8 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _row(benchmark: str, measurement: Measurement) -> tuple[str, str, str, str, str]:
+    if measurement.absent:
+        return benchmark, measurement.name, "–", measurement.target, f"absent: {measurement.absent}"
     judged = measurement.verdict or ""
     value = f"{_significant(measurement.value):g} {measurement.unit}".rstrip()
     if measurement.interval is not None:

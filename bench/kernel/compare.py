@@ -1,92 +1,122 @@
-"""Sides compared on one piece of work after another, and what the CPU kernel's ratios to fp32 are judged by."""
+"""Goals held against what was timed: which peer is the best, how much faster than it we are, and how sure that is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from bench.core.grid import Grid
-from bench.core.interleave import Effort, Run, Timings, interleaved
-from bench.core.results import Measurement
-from bench.kernel.sides import FP32, Feeds, Side, first_line, first_output
+from bench.core.results import Measurement, Result
+from bench.core.verdict import Samples, ratio, typical
+from bench.kernel.sides import DOT, FMA, OURS, PEERS, SETTINGS, Side, side
+from bench.kernel.turns import Effort, Timed
 
+Against = Literal["best fp32 peer", "best bf16 peer", "best peer", "fp32 arithmetic", "bf16 arithmetic", "bandwidth"]
+_LIMITS: Mapping[str, str] = {
+    "fp32 arithmetic": FMA.name,
+    "bf16 arithmetic": DOT.name,
+    "bandwidth": "limit: read bandwidth",
+}
 _MS = 1e3
-OURS = "ours, "
 
 
-class Comparison:
-    """Times of ``sides`` by piece of work. All must agree with ONNX Runtime in fp32 within ``tolerance``, relative L2.
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """On ``work``, the time of ``against`` ÷ that of ``profile`` on its fastest path; without ``at_least`` it is shown,
+    not judged. Of a limit the ratio is the share that is reached."""
 
-    ``notes`` say who is absent and why.
-    """
-
-    def __init__(self, sides: Sequence[Side], *, tolerance: float) -> None:
-        self.sides = sides
-        self.times: dict[str, dict[str, Timings]] = {}
-        self.notes = [f"{side.name}: {side.absent}" for side in sides if side.absent]
-        self._tolerance = tolerance
+    work: str
+    profile: Literal["cpu", "cpu-bf16"]
+    against: Against
+    at_least: float | None = None
 
     @property
-    def ours(self) -> list[Side]:
-        """The paths of the kernel that run here."""
-        return [side for side in self.sides if side.name.startswith(OURS) and side.prepare is not None]
-
-    @property
-    def skipped(self) -> str:
-        """Why there is nothing to compare: no path of the kernel runs here. Empty when one does."""
-        return "" if self.ours else "; ".join(self.notes)
-
-    def measure(self, label: str, feeds: Feeds, effort: Effort) -> None:
-        """Time every side on ``feeds``; ONNX Runtime and ours in every round."""
-        runs: dict[str, Run] = {}
-        for side in self.sides:
-            if side.prepare is None:
-                continue
-            try:
-                run = side.prepare(feeds)
-                output = first_output(run)
-            except Exception as error:
-                if side.name == FP32 or side.name.startswith(OURS):
-                    raise
-                # Peers are other people's programs: one that fails on these feeds has no time for them.
-                self.notes.append(f"{side.name} on {label}: {first_line(error)}")
-                continue
-            self._check(side.name, output, runs)
-            runs[side.name] = run
-        always = {FP32, *(side.name for side in self.ours)}
-        linger = {side.name for side in self.sides if side.lingers}
-        self.times[label] = interleaved(runs, effort, always=always & runs.keys(), linger=linger)
-
-    def ratio(self, label: str, name: str) -> float | None:
-        """How many times as fast as ONNX Runtime in fp32 ``name`` is, by the medians."""
-        times = self.times[label]
-        return times[FP32].median / times[name].median if name in times else None
-
-    def grid(self, title: str) -> Grid:
-        """Median milliseconds."""
-        names = [side.name for side in self.sides]
-        rows = {
-            label: [times[name].median * _MS if name in times else None for name in names]
-            for label, times in self.times.items()
-        }
-        return Grid(title, "ms", names, rows)
-
-    def _check(self, name: str, output: NDArray[np.float64], runs: Mapping[str, Run]) -> None:
-        if FP32 not in runs:
-            return
-        expected = first_output(runs[FP32])
-        assert output.shape == expected.shape, (name, output.shape, expected.shape)
-        error = float(np.linalg.norm(output - expected) / np.linalg.norm(expected))
-        if not error <= self._tolerance:
-            self.notes.append(f"{name} is off by {error:.2g} (relative L2), more than {self._tolerance:g}")
+    def name(self) -> str:
+        return f"{self.work}: {self.against} ÷ {self.profile}"
 
 
-def judged_ratios(compared: Comparison, targets: Mapping[str, float]) -> Iterator[Measurement]:
-    """The ratio of every path of ours that runs here, on every piece of work."""
-    for label, bound in targets.items():
-        for side in compared.ours:
-            ratio = compared.ratio(label, side.name)
-            if ratio is not None:
-                yield Measurement(f"{label}: fp32 ÷ {side.name}", ratio, at_least=bound)
+def judged(timed: Timed, goals: Sequence[Goal]) -> Iterator[Measurement]:
+    """Every goal; one whose sides are absent says why instead of a value."""
+    for goal in goals:
+        samples = timed.samples.get(goal.work, {})
+        ours = path_of(goal.profile, samples)
+        peer = _LIMITS.get(goal.against) or best(goal.against, samples)
+        if ours is None or peer not in samples:
+            absent = _why(timed, goal)
+            yield Measurement(goal.name, float("nan"), at_least=goal.at_least, absent=absent)
+            continue
+        assert peer is not None
+        estimate = ratio(samples[peer], samples[ours])
+        detail = f"{ours} against {peer}"
+        yield Measurement.of(goal.name, estimate, at_least=goal.at_least, detail=detail)
+
+
+def path_of(profile: str, samples: Mapping[str, Samples]) -> str | None:
+    """The side that is what users get of ``profile``: the first of its paths that ran."""
+    return next((ours.name for ours in OURS if ours.options["profile"] == profile and ours.name in samples), None)
+
+
+def best(against: str, samples: Mapping[str, Samples]) -> str | None:
+    """The peer that is fastest on this work, of those whose arithmetic counts."""
+    names = [peer.name for peer in PEERS if peer.name in samples and counts(peer, against)]
+    return min(names, key=lambda name: typical(samples[name]), default=None)
+
+
+def counts(peer: Side, against: str) -> bool:
+    """Whether ``peer`` is among those that ``against`` means."""
+    return against == "best peer" or against == f"best {peer.arithmetic} peer"
+
+
+def _why(timed: Timed, goal: Goal) -> str:
+    """Why a goal has no value."""
+    missing = [ours.name for ours in OURS if ours.options["profile"] == goal.profile]
+    limit = _LIMITS.get(goal.against)
+    for name in (*missing, *([limit] if limit else [])):
+        if name in timed.absent:
+            return timed.absent[name]
+    return f"no {goal.against} ran"
+
+
+def result(
+    benchmark: str,
+    timed: Timed,
+    goals: Sequence[Goal],
+    *,
+    title: str,
+    tolerance: Mapping[str, float],
+    effort: Effort,
+    settings: Mapping[str, Any],
+) -> Result:
+    """What was found, as a result. Without a path of ours there is none, and the reason."""
+    ours = [one for one in OURS if any(one.name in sides for sides in timed.samples.values())]
+    if not ours:
+        return Result(benchmark, skipped="; ".join(f"{one.name}: {timed.absent.get(one.name, '')}" for one in OURS))
+    absent = [f"{name}: {reason}" for name, reason in timed.absent.items()]
+    return Result(
+        benchmark,
+        list(judged(timed, goals)),
+        settings={**settings, "processes": effort.processes} | SETTINGS,
+        notes=[*absent, *_disagreements(timed, tolerance)],
+        grids=[grid(timed, title)],
+        samples=timed.samples,
+    )
+
+
+def grid(timed: Timed, title: str) -> Grid:
+    """Milliseconds of every side, medians of processes."""
+    names = list(dict.fromkeys(name for sides in timed.samples.values() for name in sides))
+    rows = {
+        label: [typical(sides[name]) * _MS if name in sides else None for name in names]
+        for label, sides in timed.samples.items()
+    }
+    return Grid(title, "ms", names, rows)
+
+
+def _disagreements(timed: Timed, tolerance: Mapping[str, float]) -> Iterator[str]:
+    """Who computed something else. ``tolerance`` is of the relative L2, by arithmetic."""
+    for label, errors in timed.errors.items():
+        for name, error in errors.items():
+            allowed = tolerance[side(name).arithmetic]
+            if not error <= allowed:
+                yield f"{name} on {label} is off by {error:.2g} (relative L2), more than {allowed:g}"

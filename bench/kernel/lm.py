@@ -5,66 +5,52 @@ Twice: with an output layer of its own, and with one tied to the embedding, whos
 
 from __future__ import annotations
 
-from bench.core.interleave import Effort
-from bench.core.results import Measurement, Result
+from dataclasses import replace
+
+from bench.core.results import Result
 from bench.core.workspace import Workspace
-from bench.kernel import models as kernel_models
-from bench.kernel.compare import Comparison, judged_ratios
-from bench.kernel.sides import SETTINGS, Side, guarded, onnxruntime_fp32, openvino, ours_by_path, torch_module
+from bench.kernel import models
+from bench.kernel.compare import Goal, result
+from bench.kernel.hosts import Subject
+from bench.kernel.sides import OURS, PEERS
+from bench.kernel.turns import FULL, QUICK, Effort, Piece, Timed, race
 
 _AT_LEAST = 1.8
 _PAST = 128  # tokens before the one that is computed
-_EFFORT, _QUICK = Effort(rounds=60, seconds=6.0), Effort(rounds=3, seconds=0.0)
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
     """Times of every side for both models, and the judged ratios."""
     from bench.kernel import torch_lm
 
-    effort = _QUICK if quick else _EFFORT
-    measurements: list[Measurement] = []
-    notes: list[str] = []
-    grids = []
-    for tied in (False, True):
+    effort = QUICK if quick else FULL
+    timed, goals = Timed(), list[Goal]()
+    for tied in (False,) if quick else (False, True):
         label = f"LM step, {'tied' if tied else 'own'} output layer"
-        compared = Comparison(_sides(workspace, tied=tied), tolerance=0.05)
-        if compared.skipped:
-            return Result("kernel_lm", skipped=compared.skipped)
-        compared.measure(label, torch_lm.feeds(_PAST), effort)
-        measurements += judged_ratios(compared, {label: _AT_LEAST})
-        notes += [note for note in compared.notes if note not in notes]
-        grids.append(compared.grid(f"{label}, median time"))
+        found = _timed(workspace, label, effort, tied=tied)
+        timed.samples |= found.samples
+        timed.errors |= found.errors
+        timed.absent |= found.absent
+        goals += [Goal(label, "cpu", "best peer", _AT_LEAST), Goal(label, "cpu-bf16", "best peer", _AT_LEAST)]
     size = f"{torch_lm.LAYERS} layers of {torch_lm.WIDTH}, hidden {torch_lm.HIDDEN}, vocabulary {torch_lm.VOCABULARY}"
-    return Result(
+    return result(
         "kernel_lm",
-        measurements,
-        settings={
-            "model": f"LLaMA, {size}, seeded random weights",
-            "past_tokens": _PAST,
-            "rounds_at_least": effort.rounds,
-        }
-        | SETTINGS,
-        notes=notes,
-        grids=grids,
+        timed,
+        goals,
+        title="One token, median time",
+        tolerance={"fp32": 0.02, "bf16": 0.05},
+        effort=effort,
+        settings={"model": f"LLaMA, {size}, seeded random weights", "past_tokens": _PAST, "caches": "cold"},
     )
 
 
-def _sides(workspace: Workspace, *, tied: bool) -> list[Side]:
-    artifact = kernel_models.language_model(workspace, tied=tied)
-    name = artifact.parent.name
-    graph = kernel_models.fp32_graph(artifact, workspace.root / f"{name}_fp32" / "model.onnx")
-    stored = kernel_models.bf16_stored(graph, workspace.root / f"{name}_bf16" / "model.onnx")
-    return [
-        onnxruntime_fp32(graph),
-        *ours_by_path(artifact),
-        guarded("torch bf16", lambda: _torch(tied=tied)),
-        *openvino(stored),
-    ]
-
-
-def _torch(*, tied: bool) -> Side:
-    import torch
-
+def _timed(workspace: Workspace, label: str, effort: Effort, *, tied: bool) -> Timed:
     from bench.kernel import torch_lm
 
-    return torch_module(torch_lm.step(tied=tied), torch.bfloat16)
+    artifact = models.language_model(workspace, tied=tied)
+    name = artifact.parent.name
+    graph = models.fp32_graph(artifact, workspace.root / f"{name}_fp32" / "model.onnx")
+    stored = models.bf16_stored(graph, workspace.root / f"{name}_bf16" / "model.onnx")
+    subject = Subject(name, artifact, graph, stored)
+    longer = replace(effort, seconds=2 * effort.seconds)  # it is but one piece of work
+    return race((*PEERS, *OURS), subject, [Piece(label, torch_lm.feeds(_PAST))], longer, workspace.root)

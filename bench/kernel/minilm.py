@@ -1,80 +1,64 @@
-"""The CPU kernel on MiniLM, from one short sentence to a batch of long ones: its share of a whole model.
+"""The CPU kernel on MiniLM, from 1×4 to 8×128 tokens, warm and cold caches, against every peer.
 
-The peer is the same checkpoint in fp32 as the converter exports it, optimised by ONNX Runtime as it sees fit.
+ONNX Runtime and OpenVINO run the model in fp32 as the converter exports it, optimised by them as they see fit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from bench.core import models
-from bench.core.interleave import Effort
+from bench.core import models as inputs
 from bench.core.results import Result
 from bench.core.workspace import Workspace
-from bench.kernel import models as kernel_models
-from bench.kernel.compare import Comparison, judged_ratios
-from bench.kernel.sides import SETTINGS, Side, guarded, onnxruntime_fp32, openvino, ours_by_path, torch_module
+from bench.kernel import models
+from bench.kernel.compare import Goal, result
+from bench.kernel.hosts import Subject
+from bench.kernel.sides import OURS, PEERS
+from bench.kernel.turns import FULL, QUICK, Piece, race
 
-if TYPE_CHECKING:
-    import torch
-
-# The ratio to ONNX Runtime in fp32 promised for each batch of so many tokens.
-TARGETS = {(1, 4): 1.7, (1, 8): 1.3, (1, 16): 1.1, (1, 128): 1.0, (8, 128): 1.0}
-_EFFORT, _QUICK = Effort(rounds=60, seconds=4.0), Effort(rounds=3, seconds=0.0)
+# By batch × tokens: of `cpu` against the best fp32 peer.
+CPU = {(1, 4): 1.5, (1, 8): 1.3, (1, 16): 1.2, (1, 128): 1.05, (8, 128): 1.05}
+_BF16_PEER = 1.0  # of `cpu-bf16` against the best bf16 peer
+_QUICK = ((1, 4),)
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
     """Times of every side for every batch, and the judged ratios."""
-    effort = _QUICK if quick else _EFFORT
-    compared = Comparison(_sides(workspace), tolerance=0.05)
-    if compared.skipped:
-        return Result("kernel_minilm", skipped=compared.skipped)
-    for rows, tokens in TARGETS:
-        compared.measure(_label(rows, tokens), models.minilm_feeds(rows, tokens), effort)
-    return Result(
+    effort, shapes = (QUICK, _QUICK) if quick else (FULL, tuple(CPU))
+    timed = race((*PEERS, *OURS), subject(workspace), [piece(*shape) for shape in shapes], effort, workspace.root)
+    return result(
         "kernel_minilm",
-        list(judged_ratios(compared, {_label(*shape): bound for shape, bound in TARGETS.items()})),
-        settings={
-            "model": "all-MiniLM-L6-v2",
-            "rounds_at_least": effort.rounds,
-            "seconds_per_batch": effort.seconds,
-        }
-        | SETTINGS,
-        notes=compared.notes,
-        grids=[compared.grid("MiniLM, batch × tokens, median time")],
+        timed,
+        [goal for shape in shapes for goal in goals_of(*shape)],
+        title="MiniLM, batch × tokens, median time",
+        tolerance={"fp32": 0.02, "bf16": 0.05},
+        effort=effort,
+        settings={"model": "all-MiniLM-L6-v2", "judged": "with warm caches; cold ones are shown"},
     )
 
 
-def _label(rows: int, tokens: int) -> str:
+def subject(workspace: Workspace) -> Subject:
+    """MiniLM as each side is given it."""
+    artifact = workspace.minilm()
+    graph = models.fp32_graph(artifact, workspace.root / "minilm_fp32" / "model.onnx")
+    stored = models.bf16_stored(graph, workspace.root / "minilm_bf16" / "model.onnx")
+    return Subject("minilm", artifact, graph, stored)
+
+
+def label(rows: int, tokens: int) -> str:
+    """What a batch of ``rows`` × ``tokens`` is called."""
     return f"MiniLM {rows}×{tokens}"
 
 
-def _sides(workspace: Workspace) -> list[Side]:
-    artifact = workspace.minilm()
-    graph = kernel_models.fp32_graph(artifact, workspace.root / "minilm_fp32" / "model.onnx")
-    stored = kernel_models.bf16_stored(graph, workspace.root / "minilm_bf16" / "model.onnx")
-    return [
-        onnxruntime_fp32(graph),
-        *ours_by_path(artifact),
-        guarded("torch fp32", lambda: torch_module(_module(), _dtype("float32"))),
-        guarded("torch bf16", lambda: torch_module(_module(), _dtype("bfloat16"))),
-        *openvino(stored),
-    ]
+def piece(rows: int, tokens: int) -> Piece:
+    """The work of one batch."""
+    return Piece(label(rows, tokens), inputs.minilm_feeds(rows, tokens), caches=("warm", "cold"))
 
 
-def _module() -> torch.nn.Module:
-    import minilm
-    from transformers import AutoModel
-
-    from converter.process.quiet import quiet
-
-    with quiet():  # it would list the weights of the pooler, which is left out
-        module: torch.nn.Module = AutoModel.from_pretrained(minilm.checkpoint(), add_pooling_layer=False)
-    return module
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    found: torch.dtype = getattr(torch, name)
-    return found
+def goals_of(rows: int, tokens: int) -> Iterator[Goal]:
+    """What is promised for a batch, with warm caches, and what is shown beside it."""
+    name = label(rows, tokens)
+    yield Goal(f"{name}, warm", "cpu", "best fp32 peer", CPU[rows, tokens])
+    yield Goal(f"{name}, warm", "cpu-bf16", "best bf16 peer", _BF16_PEER)
+    yield Goal(f"{name}, cold", "cpu", "best fp32 peer")
+    yield Goal(f"{name}, cold", "cpu-bf16", "best bf16 peer")

@@ -1,4 +1,4 @@
-"""The kernel's table as a picture: ratio to ONNX Runtime in fp32 over rows, an SVG that follows light and dark mode."""
+"""The kernel's table as a picture: ratio to a base over rows, an SVG that follows light and dark mode."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LABEL_STEP = 17  # pixels between the labels at the right end, at least
 
 _STYLE = """
     svg { --paper: #ffffff; --ink: #0f172a; --soft: #64748b; --rule: #e2e8f0; --band: #fef3c7; --goal: #b45309;
-          --a: #1d4ed8; --b: #0f766e; --p: #94a3b8 }
+          --a: #1d4ed8; --b: #0f766e; --c: #a21caf; --p: #94a3b8 }
     @media (prefers-color-scheme: dark) {
       svg { --paper: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --rule: #262c36; --band: #2d2410; --goal: #f0b429;
-            --a: #6ea8fe; --b: #34d399; --p: #7d8794 }
+            --a: #6ea8fe; --b: #34d399; --c: #e879f9; --p: #7d8794 }
     }
     .paper { fill: var(--paper) } .ink { fill: var(--ink) } .soft { fill: var(--soft) }
     .rule { stroke: var(--rule) } .one { stroke: var(--ink); stroke-width: 1.4 }
@@ -26,6 +26,7 @@ _STYLE = """
     .goal-text { fill: var(--goal) }
     .ours { fill: none; stroke-width: 2.8; stroke-linejoin: round } .peer { fill: none; stroke-width: 1.4 }
     .c0 { stroke: var(--a) } .c1 { stroke: var(--b) } .d0 { fill: var(--a) } .d1 { fill: var(--b) }
+    .c2 { stroke: var(--c) } .d2 { fill: var(--c) }
     .cp { stroke: var(--p) } .dp { fill: var(--soft) }
     text { font-family: ui-sans-serif, Helvetica, Arial, sans-serif; font-size: 13px }
     .title { font-size: 17px; font-weight: 600 } .strong { font-weight: 600 }
@@ -56,8 +57,8 @@ class Plane:
         return _HEIGHT - _BOTTOM - min(ratio, self.top) / self.top * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def draw(lines: Sequence[Line], targets: Mapping[int, float], *, title: str, subtitle: str) -> str:
-    """The picture. ``targets`` maps the first row count to the ratio promised from there on."""
+def draw(lines: Sequence[Line], targets: Mapping[int, float], *, base: str, title: str, subtitle: str) -> str:
+    """The picture. ``targets`` maps each row count that has one to its goal; ``base`` is what ratios are to."""
     rows = sorted({int(x) for line in lines for x, _ in line.points})
     highest = max([*targets.values(), *(y for line in lines for _, y in line.points)])
     plane = Plane(rows[-1], math.ceil(highest * 2 + 0.2) / 2)
@@ -72,7 +73,7 @@ def draw(lines: Sequence[Line], targets: Mapping[int, float], *, title: str, sub
         _text(_LEFT, 30, title, "ink title"),
         _text(_LEFT, 51, subtitle, "soft"),
         *_goals(plane, targets, rows, _axes(plane, rows)),
-        *_lines(plane, lines),
+        *_lines(plane, lines, base),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -105,11 +106,11 @@ def _axes(plane: Plane, rows: Sequence[int]) -> Iterator[str]:
 
 
 def _goals(plane: Plane, targets: Mapping[int, float], rows: Sequence[int], axes: Iterable[str]) -> Iterator[str]:
-    """The targets as steps, each from half-way after the row count before it; ``axes`` between their area and line."""
+    """The targets as steps, each half-way to its neighbours; ``axes`` between their area and line."""
     firsts = sorted(first for first in targets if first <= rows[-1])
     edges = [float(rows[0])]
     edges += [math.sqrt(first * max(row for row in rows if row < first)) for first in firsts[1:]]
-    edges.append(rows[-1])
+    edges.append(math.sqrt(firsts[-1] * min((row for row in rows if row > firsts[-1]), default=firsts[-1])))
     path = []
     for index, first in enumerate(firsts):
         y = plane.y(targets[first])
@@ -122,10 +123,10 @@ def _goals(plane: Plane, targets: Mapping[int, float], rows: Sequence[int], axes
     for index, first in enumerate(firsts):
         x = (plane.x(edges[index]) + plane.x(edges[index + 1])) / 2
         yield _text(x, floor - 10, f"≥ {targets[first]:g}", "goal-text", anchor="middle")
-    yield _text(plane.x(edges[-1]) + 18, floor - 10, "promised", "goal-text")
+    yield _text(plane.x(edges[-1]) + 8, floor - 10, "goals of cpu", "goal-text")
 
 
-def _lines(plane: Plane, lines: Sequence[Line]) -> Iterator[str]:
+def _lines(plane: Plane, lines: Sequence[Line], base: str) -> Iterator[str]:
     styles = list(_styles(lines))
     for line, (stroke, _, dash) in sorted(zip(lines, styles, strict=True), key=lambda pair: pair[0].ours):
         path = " L".join(f"{plane.x(rows):.1f} {plane.y(ratio):.1f}" for rows, ratio in line.points)
@@ -135,7 +136,7 @@ def _lines(plane: Plane, lines: Sequence[Line]) -> Iterator[str]:
         if line.ours:
             for rows, ratio in line.points:
                 yield f'<circle class="{fill}" cx="{plane.x(rows):.1f}" cy="{plane.y(ratio):.1f}" r="3.4"/>'
-    yield from _labels(plane, lines, [fill for _, fill, _ in styles])
+    yield from _labels(plane, lines, [fill for _, fill, _ in styles], base)
 
 
 def _styles(lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
@@ -143,19 +144,19 @@ def _styles(lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
     ours = peers = 0
     for line in lines:
         if line.ours:
-            yield f"c{ours % 2}", f"d{ours % 2}", "" if ours == 0 else "9 3"
+            yield f"c{ours % 3}", f"d{ours % 3}", "" if ours == 0 else "9 3"
             ours += 1
         else:
             yield "cp", "dp", _DASHES[peers % len(_DASHES)]
             peers += 1
 
 
-def _labels(plane: Plane, lines: Sequence[Line], fills: Sequence[str]) -> Iterator[str]:
+def _labels(plane: Plane, lines: Sequence[Line], fills: Sequence[str], base: str) -> Iterator[str]:
     """Names at the right end, moved apart where lines end close together, each tied to its line."""
     wanted = [
         (plane.y(line.points[-1][1]), line.name, fill, line.ours) for line, fill in zip(lines, fills, strict=True)
     ]
-    wanted.append((plane.y(1), "ONNX Runtime fp32", "ink", False))
+    wanted.append((plane.y(1), base, "ink", False))
     wanted.sort(key=lambda label: label[0])
     places = _apart([y for y, *_ in wanted])
     right = _WIDTH - _RIGHT

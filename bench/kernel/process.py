@@ -1,7 +1,8 @@
 """What :mod:`bench.kernel.memory` runs in a process of its own: load a model, run it once, say what that took.
 
 ``python -m bench.kernel.process ours ARTIFACT`` loads the cpu profile through the kit, ``… fp32 GRAPH`` an ONNX graph
-in a bare session. Prints one JSON object: resident and proportional set size in bytes, after minus before loading.
+in a bare session, ``… unpacked GRAPH`` one with prepacking off. Prints one JSON object: resident and proportional set
+size in bytes, after minus before loading.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _loaded(kind: str, model: Path) -> tuple[Callable[[], object], str]:
     if kind == "ours":
         runtime = load(Artifact.open(model, verify=False), "cpu")
         return lambda: runtime.run(feeds), runtime.info.kernel
-    session = open_session(model)
+    session = open_session(model, pack=kind != "unpacked")
     return lambda: session.run(None, feeds), ""
 
 

@@ -1,6 +1,7 @@
-"""``python -m bench.kernel.report``: what the kernel's benchmarks found, as one table, and docs/pictures/kernel.svg.
+"""``python -m bench.kernel.report``: README's table and claim, and docs/pictures/kernel.svg, from the results.
 
-Reads the results they wrote; measures nothing.
+Measures nothing. Results that are not fit to be published (:mod:`bench.kernel.published`) change nothing, and the
+reason is said.
 """
 
 from __future__ import annotations
@@ -10,104 +11,116 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.core import results
 from bench.core.grid import Grid
-from bench.core.results import Measurement, Result, table
-from bench.kernel import layers as kernel
-from bench.kernel.compare import OURS
+from bench.kernel import layers, published
+from bench.kernel.compare import best, path_of
 from bench.kernel.picture import Line, draw
-from bench.kernel.sides import FP32
+from bench.kernel.published import Published
+from bench.kernel.sides import PEERS
 
-_PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "kernel.svg"
-_COMPARED = ("kernel", "kernel_minilm", "kernel_lm")
-_OTHERS = ("kernel", "kernel_memory", "kernel_numerics")
-_TARGET = "target"
+_ROOT = Path(__file__).parents[2]
+_PICTURE = _ROOT / "docs" / "pictures" / "kernel.svg"
+_README = _ROOT / "README.md"
+_BLOCKS = {"claim": published.claim, "tables": published.tables}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code: 1 when there are no results, or a target is missed."""
+    """The command line; the exit code: 1 when these results cannot be published."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernel.report", description="The CPU kernel's numbers.")
     parser.add_argument("--results", type=Path, default=results.here(), help="where results are, bench/results/MACHINE")
     parser.add_argument("--picture", type=Path, default=_PICTURE, help="the picture to write, docs/pictures/kernel.svg")
+    parser.add_argument("--readme", type=Path, default=_README, help="the README to write the tables into")
     chosen = parser.parse_args(arguments)
-    found = {name: _read(chosen.results / f"{name}.json") for name in (*_COMPARED, *_OTHERS)}
-    compared = [content for name in _COMPARED if (content := found[name])]
-    if not compared:
-        print(f"no results of the kernel in {chosen.results}: run python -m bench kernel first", file=sys.stderr)
+    for reason in refusals(chosen.results):
+        print(f"not published: {reason}", file=sys.stderr)
+    found = published.read(chosen.results)
+    if found is None:
+        print(f"nothing to publish in {chosen.results}: run make bench-kernel on a quiet machine", file=sys.stderr)
         return 1
-    print(_together(compared).text(), end="\n\n")
-    others = [result for name in _OTHERS if (content := found[name]) and (result := _rest(name, content)).measurements]
-    print(table(others))
-    if found["kernel"]:
-        chosen.picture.parent.mkdir(parents=True, exist_ok=True)
-        chosen.picture.write_text(_picture(found["kernel"]), "utf-8")
-        print(f"\n{chosen.picture}")
-    return 1 if any(_missed(content) for content in found.values()) else 0
+    text = with_blocks(chosen.readme.read_text("utf-8"), every(chosen.results.parent))
+    chosen.readme.write_text(text, "utf-8")
+    chosen.picture.parent.mkdir(parents=True, exist_ok=True)
+    chosen.picture.write_text(picture(found), "utf-8")
+    print(f"{published.tables([found])}\n{chosen.readme}\n{chosen.picture}")
+    return 0
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """The results in ``file``; empty when there are none, or the benchmark was skipped."""
-    content: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    return {} if "skipped" in content else content
+def refusals(directory: Path) -> Iterator[str]:
+    """What is there and not fit to be published, and why."""
+    for name in published.NAMES:
+        file = directory / f"{name}.json"
+        if file.exists() and (reason := published.unfit(json.loads(file.read_text("utf-8")))):
+            yield f"{name}: {reason}"
 
 
-def _missed(content: Mapping[str, Any]) -> bool:
-    return any(found.get("met") is False for found in content.get("measurements", ()))
-
-
-def _together(contents: Sequence[Mapping[str, Any]]) -> Grid:
-    """Every piece of work in a row: the target, fp32's time, and how many times as fast as that each side is."""
-    grids = [
-        (content, Grid.from_dict(grid).ratios_to(FP32)) for content in contents for grid in content.get("grids", ())
+def every(root: Path) -> list[Published]:
+    """The results of all kinds of machines that are fit to be published."""
+    return [
+        found for directory in sorted(root.iterdir()) if directory.is_dir() and (found := published.read(directory))
     ]
-    columns = list(dict.fromkeys(column for _, grid in grids for column in grid.columns))
-    rows = {
-        label: [_promised(content, label), *(dict(zip(grid.columns, row, strict=True)).get(name) for name in columns)]
-        for content, grid in grids
-        for label, row in grid.rows.items()
-    }
-    return Grid(f"How many times as fast as {FP32}", "", (_TARGET, *columns), rows)
 
 
-def _promised(content: Mapping[str, Any], label: str) -> float | None:
-    bounds = [found.get("at_least") for found in content["measurements"] if found["name"].startswith(f"{label}: ")]
-    return bounds[0] if bounds else None
+def with_blocks(text: str, found: Sequence[Published]) -> str:
+    """README's ``text`` with what the results say between the marks."""
+    for name, render in _BLOCKS.items():
+        before, begin, rest = text.partition(f"<!-- {name}: written by make bench-kernel -->\n")
+        _, end, after = rest.partition(f"<!-- end of {name} -->\n")
+        assert begin, f"README has no mark for {name}"
+        assert end, f"README has no end of {name}"
+        text = before + begin + render(found) + end + after
+    return text
 
 
-def _rest(name: str, content: Mapping[str, Any]) -> Result:
-    """Of a result, the measurements that the table above does not show."""
-    shown = {label for grid in content.get("grids", ()) for label in grid["rows"]}
-    kept = [found for found in content["measurements"] if found["name"].partition(": ")[0] not in shown]
-    return Result(name, [_measurement(found) for found in kept])
+# --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def _measurement(found: Mapping[str, Any]) -> Measurement:
-    return Measurement(found["name"], found["value"], found["unit"], found.get("at_most"), found.get("at_least"))
-
-
-def _picture(content: Mapping[str, Any]) -> str:
-    machine = content["machine"]
-    subtitle = (
-        f"time of ONNX Runtime fp32 ÷ time, median; {machine['cores']} cores of {machine['cpu']},"
-        f" onnxruntime {machine['packages'].get('onnxruntime', '')}, {machine['date']}"
-    )
+def picture(of: Published) -> str:
+    """How many times as fast as the best fp32 peer everyone is on the layers."""
+    machine, grid = of.machine, Grid.from_dict(of.contents["kernel"]["grids"][0])
     return draw(
-        list(_drawn(Grid.from_dict(content["grids"][0]).ratios_to(FP32))),
-        kernel.TARGETS,
-        title=f"{kernel.LAYERS} layers of 4096×4096: bf16 weights in our kernel against fp32",
-        subtitle=subtitle,
+        list(lines(grid)),
+        layers.CPU,
+        base="the best fp32 peer",
+        title=f"{layers.LAYERS} layers of 4096×4096: bf16 weights in our kernel, and others",
+        subtitle="time of the best fp32 peer ÷ time, cold caches, medians;"
+        f" {machine['cores']} cores of {machine['cpu']}, {machine['date']}",
     )
 
 
-def _drawn(ratios: Grid) -> Iterator[Line]:
-    for column, name in enumerate(ratios.columns[1:], start=1):
-        points = [
-            (float(label.split()[0]), ratio) for label, row in ratios.rows.items() if (ratio := row[column]) is not None
-        ]
-        if points:
-            yield Line(name, points, name.startswith(OURS))
+def lines(grid: Grid) -> Iterator[Line]:
+    """Our profiles, and every peer at the best of its settings."""
+    rows = {label: dict(zip(grid.columns, row, strict=True)) for label, row in grid.rows.items()}
+    samples = {label: {n: [[[ms]]] for n, ms in row.items() if ms is not None} for label, row in rows.items()}
+    for profile in ("cpu", "cpu-bf16"):
+        ours = {label: path_of(profile, found) for label, found in samples.items()}
+        yield from _line(profile, rows, ours, samples, ours=True)
+    yield from _line("cpu on AVX2", rows, dict.fromkeys(rows, "cpu, avx2"), samples, ours=True)
+    for library in ("OpenVINO bf16", "torch bf16", "ONNX Runtime fp32", "OpenVINO fp32"):
+        names = [peer.name for peer in PEERS if peer.name.startswith(library)]
+        chosen = {
+            label: min((n for n in names if n in found), key=lambda n: found[n][0][0][0], default=None)
+            for label, found in samples.items()
+        }
+        yield from _line(library, rows, chosen, samples, ours=False)
+
+
+def _line(
+    name: str,
+    rows: Mapping[str, Mapping[str, float | None]],
+    sides: Mapping[str, str | None],
+    samples: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]],
+    *,
+    ours: bool,
+) -> Iterator[Line]:
+    points = []
+    for label, row in rows.items():
+        base, mine = row.get(best("best fp32 peer", samples[label]) or ""), row.get(sides[label] or "")
+        if base is not None and mine is not None:
+            points.append((float(label.split()[0]), base / mine))
+    if points:
+        yield Line(name, points, ours)
 
 
 if __name__ == "__main__":

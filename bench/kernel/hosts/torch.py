@@ -1,0 +1,92 @@
+"""torch, eager or compiled: the same model, from the library that users have it from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from bench.core import models
+from bench.kernel.hosts import Absent, Feeds, Prepare, Prepared, Subject, Work
+from bench.kernel.sides import THREADS
+
+
+def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
+    """In evaluation mode; compiled anew, with its weights frozen into the code, for every shape."""
+    torch.set_num_threads(THREADS)
+    dtype: torch.dtype = getattr(torch, options["dtype"])
+    module = _module(subject).to(dtype).eval()
+    compiled = "compiled" in options
+    if compiled:
+        _allow_compiling()
+
+    def prepare(feeds: Feeds, _: Work) -> Prepared:
+        tensors = {name: _tensor(array, dtype) for name, array in feeds.items()}
+        arguments, named = (list(tensors.values()), {}) if len(tensors) == 1 else ([], tensors)
+        called: Callable[..., object] = _compiled(module, subject) if compiled else module
+
+        def run() -> object:
+            with torch.no_grad() if compiled else torch.inference_mode():
+                return called(*arguments, **named)
+
+        return Prepared(run)
+
+    return prepare
+
+
+def _allow_compiling() -> None:
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise Absent("torch.compile needs a C++ compiler: install g++")
+    import torch._inductor.config as inductor
+
+    inductor.freezing = True
+
+
+def _compiled(module: torch.nn.Module, subject: Subject) -> Callable[..., object]:
+    """Bare products are also tuned, each kernel against others; for whole models that would take many minutes."""
+    torch._dynamo.reset()  # what was compiled for other shapes holds copies of the weights
+    mode = "max-autotune-no-cudagraphs" if subject.name == "layers" else None
+    found: Callable[..., object] = torch.compile(module, dynamic=False, mode=mode)
+    return found
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _module(subject: Subject) -> torch.nn.Module:
+    if subject.name == "layers":
+        return _layers(subject)
+    if subject.name == "minilm":
+        return _minilm()
+    from bench.kernel import torch_lm
+
+    return torch_lm.step(tied=subject.name == "lm_tied")
+
+
+def _layers(subject: Subject) -> torch.nn.Module:
+    import onnx
+    from onnx import numpy_helper
+
+    linears = []
+    for tensor in onnx.load(subject.graph).graph.initializer:
+        weight = np.ascontiguousarray(numpy_helper.to_array(tensor).T)
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = torch.nn.Parameter(torch.from_numpy(weight))
+        linears.append(linear)
+    return torch.nn.Sequential(*linears)
+
+
+def _minilm() -> torch.nn.Module:
+    models.demo_on_path()
+    import minilm
+    from transformers import AutoModel
+
+    from converter.process.quiet import quiet
+
+    with quiet():  # it would list the weights of the pooler, which is left out
+        module: torch.nn.Module = AutoModel.from_pretrained(minilm.checkpoint(), add_pooling_layer=False)
+    return module

@@ -1,0 +1,215 @@
+"""Results of the kernel's benchmarks as they are published: which are fit to be, and README's text from them.
+
+README's table and claim are never written by hand: they are what :func:`claim` and :func:`tables` make of the results
+that are committed, and a test holds them against each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.core.verdict import FEWEST_PROCESSES
+from bench.kernel.compare import best, path_of
+
+NAMES = ("kernel", "kernel_minilm", "kernel_lm", "kernel_memory", "kernel_drift", "kernel_numerics")
+_COMPARED = ("kernel", "kernel_minilm", "kernel_lm")
+_MOST_OTHERS = 0.05  # of the processors' time, for other programs and other machines
+# A column of two sides is one of a peer's: at its defaults, and at its best.
+_COLUMNS = {
+    "ONNX Runtime fp32": ("ONNX Runtime fp32, spinning off", "ONNX Runtime fp32, spinning in runs"),
+    "OpenVINO fp32": ("OpenVINO fp32, latency",),
+    "torch fp32": ("torch fp32, compiled",),
+    "OpenVINO bf16": ("OpenVINO bf16, latency",),
+    "torch bf16": ("torch bf16, compiled",),
+}
+_FASTER, _SAME, _SLOWER = "faster", "same", "slower"
+NOTHING = "Not measured yet by `make bench-kernel` on a quiet machine from a clean commit.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The results of one kind of machine, by benchmark."""
+
+    key: str
+    contents: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.contents["kernel"]["machine"]
+        return found
+
+    def measured(self, *names: str) -> Iterator[Mapping[str, Any]]:
+        for name in names:
+            yield from self.contents.get(name, {}).get("measurements", ())
+
+
+def read(directory: Path) -> Published | None:
+    """The results in ``directory`` that are fit to be published; None where the layers' are not."""
+    contents = {}
+    for name in NAMES:
+        file = directory / f"{name}.json"
+        content = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        if content and not unfit(content):
+            contents[name] = content
+    return Published(directory.name, contents) if "kernel" in contents else None
+
+
+def unfit(content: Mapping[str, Any]) -> str:
+    """Why a result is not to be published; empty when it is."""
+    machine = content["machine"]
+    if "skipped" in content:
+        return f"skipped: {content['skipped']}"
+    if not machine.get("clean"):
+        return "the tree was not that of a commit"
+    if content["benchmark"] in _COMPARED and content["settings"].get("processes", 0) < FEWEST_PROCESSES:
+        return f"fewer than {FEWEST_PROCESSES} processes"
+    taken = machine["other_programs"] + machine["stolen"]
+    return "" if taken <= _MOST_OTHERS else f"other programs took {taken:.0%} of the processors"
+
+
+# --- the claim --------------------------------------------------------------------------------------------------------
+
+
+def claim(found: Sequence[Published]) -> str:
+    """The bullet above the fold: what the tables support, and no more."""
+    if not found:
+        return "* **bf16 weights on CPUs too**, by a kernel of our own. " + NOTHING
+    return "".join(map(_claim, found))
+
+
+def _claim(of: Published) -> str:
+    by: dict[str, list[str]] = {_FASTER: [], _SAME: [], _SLOWER: []}
+    for one in _against(of, "best fp32 peer ÷ cpu"):
+        work = one["name"].partition(": ")[0]
+        by[_side(one)].append(f"{work} ({one['value']:.2f})")
+    count = sum(map(len, by.values()))
+    title = "Faster than fp32 on CPUs" + (
+        "" if len(by[_FASTER]) == count else f" in {len(by[_FASTER])} of {count} cases"
+    )
+    memory = next((one for one in of.measured("kernel_memory") if one["name"].startswith("loaded model: ours")), None)
+    half = f", in {memory['value']:.2f} of the memory" if memory else ""
+    said = [
+        f"Time of the fastest of ONNX Runtime, OpenVINO and torch in fp32 ÷ ours, {_where(of)}: {_list(by[_FASTER])}"
+    ]
+    said += [f"no difference seen: {_list(by[_SAME])}"] if by[_SAME] else []
+    said += [f"slower: {_list(by[_SLOWER])}"] if by[_SLOWER] else []
+    return f"* **{title}{half}.** {'; '.join(said)}.\n"
+
+
+def _against(of: Published, what: str) -> list[Mapping[str, Any]]:
+    """Measurements of ``what`` that are there; of work with warm and cold caches, the warm."""
+    found = [one for one in of.measured(*_COMPARED) if one["name"].endswith(f": {what}") and "absent" not in one]
+    return [one for one in found if ", cold: " not in one["name"]]
+
+
+def _side(one: Mapping[str, Any]) -> str:
+    low, high = one["interval"]
+    if low is not None and low > 1:
+        return _FASTER
+    return _SLOWER if high is not None and high < 1 else _SAME
+
+
+def _where(of: Published) -> str:
+    machine = of.machine
+    return f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']}"
+
+
+def _list(words: Sequence[str]) -> str:
+    return ", ".join(words) or "nowhere"
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def tables(found: Sequence[Published]) -> str:
+    """Times, goals with their verdicts, and where others win, of every kind of machine."""
+    return "\n".join(map(_tables, found)) if found else NOTHING
+
+
+def _tables(of: Published) -> str:
+    processes = of.contents["kernel"]["settings"]["processes"]
+    lines = [
+        f"**{_where(of)}.** Milliseconds, medians of {processes} fresh processes of each; of a peer: at its defaults ·"
+        " at the best of its settings. The fastest is bold. Layers and the language model with cold caches.",
+        "",
+        *_times(of),
+        "",
+        "Time of the peer ÷ ours, with an interval of 95 % over processes; of a limit, the share that is reached. What"
+        " has a goal inside its interval is undecided.",
+        "",
+        *_goals(of),
+        "",
+        _others(of),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _times(of: Published) -> Iterator[str]:
+    yield f"| | `cpu` | `cpu-bf16` | {' | '.join(_COLUMNS)} |"
+    yield "|---" * (3 + len(_COLUMNS)) + "|"
+    for name in _COMPARED:
+        for grid in of.contents.get(name, {}).get("grids", ()):
+            for label, row in grid["rows"].items():
+                times = {side: ms for side, ms in zip(grid["columns"], row, strict=True) if ms is not None}
+                yield _row(label, times)
+
+
+def _row(label: str, times: Mapping[str, float]) -> str:
+    samples = {name: [[[ms]]] for name, ms in times.items()}
+    fastest = min(ms for name, ms in times.items() if not name.startswith("limit"))
+    cells = []
+    for profile in ("cpu", "cpu-bf16"):
+        path = path_of(profile, samples)
+        cells.append(_ms(times[path], fastest) if path else "–")
+    for default, tuned in _COLUMNS.items():
+        at_best = min((times[name] for name in tuned if name in times), default=None)
+        pair = [ms for ms in (times.get(default), at_best) if ms is not None]
+        cells.append(" · ".join(_ms(ms, fastest) for ms in pair) or "–")
+    return f"| {label} | {' | '.join(cells)} |"
+
+
+def _ms(ms: float, fastest: float) -> str:
+    text = f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+    return f"**{text}**" if ms == fastest else text
+
+
+def _goals(of: Published) -> Iterator[str]:
+    yield "| | measured | goal | |"
+    yield "|---|---|---|---|"
+    for one in of.measured(*NAMES):
+        if "at_least" not in one and "at_most" not in one:
+            continue
+        goal = f"≥ {one['at_least']:g}" if "at_least" in one else f"≤ {one['at_most']:g}"
+        if "absent" in one:
+            yield f"| {one['name']} | – | {goal} | not measured: {one['absent']} |"
+            continue
+        spread = f" [{_bound(one['interval'][0])}, {_bound(one['interval'][1])}]" if "interval" in one else ""
+        judged = one["verdict"] if one["verdict"] == "met" else f"**{one['verdict']}**"
+        against = f", {one['detail']}" if one.get("detail") else ""
+        yield f"| {one['name']}{against} | {_value(one)}{spread} | {goal} | {judged} |"
+
+
+def _value(one: Mapping[str, Any]) -> str:
+    return f"{one['value']:.3g} {one['unit']}".rstrip()
+
+
+def _bound(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _others(of: Published) -> str:
+    """Where someone else is the fastest of all, whatever the arithmetic."""
+    won = []
+    for name in _COMPARED:
+        for grid in of.contents.get(name, {}).get("grids", ()):
+            for label, row in grid["rows"].items():
+                samples = {s: [[[ms]]] for s, ms in zip(grid["columns"], row, strict=True) if ms is not None}
+                peer = best("best peer", samples)
+                ours = [path for profile in ("cpu", "cpu-bf16") if (path := path_of(profile, samples))]
+                if peer and ours and samples[peer][0][0][0] < min(samples[path][0][0][0] for path in ours):
+                    won.append(f"{label} ({peer})")
+    return f"Where another program is the fastest of all, by the medians: {_list(won)}."

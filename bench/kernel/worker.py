@@ -1,0 +1,148 @@
+"""``python -m bench.kernel.worker``: a process that holds some sides open and runs one of them when told to.
+
+It reads requests from stdin and answers each with one line, JSON both ways. What libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.kernel.hosts import Absent, Prepare, Prepared, Subject, Work
+from bench.kernel.sides import side
+
+_ASLEEP = 0.1  # share of one processor
+_LOOK_S, _PATIENCE_S = 0.003, 0.3
+_LEAST_CACHE = 32 << 20
+_SLOW_S = 0.05  # of a run this long nobody sees whether the threads had to be woken
+
+
+class Worker:
+    """The open sides, and what each is prepared for."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Prepare] = {}
+        self._prepared: dict[str, Prepared] = {}
+        self._usual: dict[str, float] = {}
+        self._flush = np.ones(3 * last_level_cache() // 8)
+
+    def open(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the model."""
+        wanted = side(request["side"])
+        host = import_module(f"bench.kernel.hosts.{wanted.host}")
+        self._open[wanted.name] = host.open_side(wanted.options, Subject.from_dict(request["subject"]))
+        return {}
+
+    def feed(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Prepare a side for inputs and run it twice; its outputs go to the file ``out``, where there is one."""
+        name = request["side"]
+        self._prepared.pop(name, None)
+        with np.load(request["feeds"]) as stored:
+            feeds = {key: stored[key] for key in stored.files}
+        prepared = self._open[name](feeds, Work(**request["work"]))
+        result = prepared.run()
+        if request["out"] and not prepared.measures:
+            np.save(request["out"], first_output(result))
+        self._prepared[name] = prepared
+        self._usual[name] = self._seconds(prepared)
+        return {"seconds": self._usual[name]}
+
+    def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Seconds of ``runs`` runs, the first after one that does not count; ``cold``: the caches are emptied before
+        each. Answers once this process sleeps."""
+        prepared = self._prepared[request["side"]]
+        if self._usual[request["side"]] < _SLOW_S:
+            prepared.run()
+        seconds = []
+        for _ in range(request["runs"]):
+            if request["cold"]:
+                self._flush.sum()
+            seconds.append(self._seconds(prepared))
+        settle()
+        return {"seconds": seconds}
+
+    def outputs(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What a side makes of each of ``feeds``, files of inputs; into the file ``out``."""
+        found = []
+        for file in request["feeds"]:
+            with np.load(file) as stored:
+                feeds = {key: stored[key] for key in stored.files}
+            found.append(first_output(self._open[request["side"]](feeds, Work()).run()))
+        np.savez(request["out"], *found)
+        return {}
+
+    @staticmethod
+    def _seconds(prepared: Prepared) -> float:
+        started = time.perf_counter()
+        result = prepared.run()
+        elapsed = time.perf_counter() - started
+        return float(result) if prepared.measures else elapsed
+
+
+def settle() -> None:
+    """Wait until the threads that wait busily have fallen asleep: they would take a core from whoever is next."""
+    until = time.perf_counter() + _PATIENCE_S
+    while time.perf_counter() < until:
+        used, started = time.process_time(), time.perf_counter()
+        time.sleep(_LOOK_S)
+        if time.process_time() - used < _ASLEEP * (time.perf_counter() - started):
+            return
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of the first processor; 32 MiB where the system does not say."""
+    sizes = [_LEAST_CACHE]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) << 10)
+    return max(sizes)
+
+
+def first_output(result: Any) -> NDArray[np.float32]:
+    """What a run returned first, whichever side it is of."""
+    result = getattr(result, "last_hidden_state", result)  # transformers' outputs
+    if not hasattr(result, "shape"):
+        result = next(iter(result.values())) if hasattr(result, "values") else next(iter(result))
+    if hasattr(result, "float"):
+        result = result.float().numpy()
+    return np.array(result, np.float32)
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answer until there are no more requests. A side that fails says why, and does not end the others."""
+    worker = Worker()
+    for line in requests:
+        request = json.loads(line)
+        act: Callable[[Mapping[str, Any]], dict[str, Any]] = getattr(worker, request["do"])
+        gc.collect()
+        gc.disable()  # it costs milliseconds when it comes
+        try:
+            answer = act(request)
+        except Exception as error:  # noqa: BLE001 - other people's programs raise what they like
+            answer = {"absent": first_line(error)}
+            if not isinstance(error, Absent):
+                print(f"{request['side']}: {error!r}", file=sys.stderr)
+        gc.enable()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def first_line(error: Exception) -> str:
+    """What ``error`` says, for a note."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+if __name__ == "__main__":
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.stdin, channel)

@@ -1,0 +1,75 @@
+"""Goals: held against the best peer there is, on the path that users get; what is absent says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.core.verdict import Samples
+from bench.kernel.compare import Goal, best, judged, result
+from bench.kernel.turns import QUICK, Timed
+
+TIMES = {
+    "ONNX Runtime fp32": 4.0,
+    "ONNX Runtime fp32, spinning off": 3.0,
+    "OpenVINO bf16": 2.5,
+    "cpu, avx512f": 2.0,
+    "cpu, avx2": 1.0,
+    "limit: fp32 arithmetic": 1.8,
+}
+
+
+def samples(seconds: float, processes: int = 5) -> Samples:
+    return [[[seconds]] * 3] * processes
+
+
+def timed(**absent: str) -> Timed:
+    return Timed(
+        samples={"work": {name: [[list(turn) for turn in p] for p in samples(s)] for name, s in TIMES.items()}},
+        errors={"work": {"cpu, avx2": 0.03, "OpenVINO bf16": 0.03}},
+        absent=absent,
+    )
+
+
+@pytest.mark.parametrize(
+    ("against", "expected"),
+    [
+        ("best fp32 peer", "ONNX Runtime fp32, spinning off"),
+        ("best bf16 peer", "OpenVINO bf16"),
+        ("best peer", "OpenVINO bf16"),
+    ],
+)
+def test_the_best_peer_is_the_fastest_of_its_arithmetic(against: str, expected: str) -> None:
+    assert best(against, timed().samples["work"]) == expected
+
+
+def test_a_goal_is_held_against_the_best_peer_on_the_path_users_get() -> None:
+    """AVX-512F is what they get where it runs, though AVX2 was faster this time."""
+    (found,) = judged(timed(), [Goal("work", "cpu", "best fp32 peer", 1.5)])
+    assert found.value == pytest.approx(1.5)
+    assert found.verdict == "met"
+    assert found.detail == "cpu, avx512f against ONNX Runtime fp32, spinning off"
+
+
+def test_a_peer_that_is_faster_is_judged_so() -> None:
+    (found,) = judged(timed(), [Goal("work", "cpu", "best peer", 1.3)])
+    assert found.verdict == "missed"
+
+
+def test_a_share_of_a_limit() -> None:
+    (found,) = judged(timed(), [Goal("work", "cpu", "fp32 arithmetic", 0.85)])
+    assert found.value == pytest.approx(0.9)
+    assert found.verdict == "met"
+
+
+def test_who_is_absent_says_why() -> None:
+    goals = [Goal("work", "cpu-bf16", "best bf16 peer", 1.0), Goal("work", "cpu", "bf16 arithmetic", 0.85)]
+    found = list(judged(timed(**{"cpu-bf16": "no such profile", "limit: bf16 arithmetic": "no dpbf16"}), goals))
+    assert [one.absent for one in found] == ["no such profile", "no dpbf16"]
+    assert [one.verdict for one in found] == [None, None]
+
+
+def test_who_computes_something_else_is_said_to() -> None:
+    found = result("b", timed(), [], title="t", tolerance={"fp32": 0.02, "bf16": 0.05}, effort=QUICK, settings={})
+    assert [note for note in found.notes if "is off by" in note] == [
+        "cpu, avx2 on work is off by 0.03 (relative L2), more than 0.02"
+    ]

@@ -1,0 +1,131 @@
+"""What is published: only results that are fit for it, README's text exactly from them, and nothing flattering."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.core.results import write
+from bench.kernel import published, report
+from bench.kernel.compare import Goal, result
+from bench.kernel.turns import FULL, QUICK, Timed
+
+ROOT = Path(__file__).parents[3]
+MACHINE = {
+    "key": "k-2cpu",
+    "cpu": "Test CPU",
+    "cores": 2,
+    "commit": "abc1234",
+    "clean": True,
+    "date": "2026-01-02",
+    "other_programs": 0.01,
+    "stolen": 0.0,
+}
+GOALS = [
+    Goal("1 row", "cpu", "best fp32 peer", 1.5),
+    Goal("4 rows", "cpu", "best fp32 peer", 1.5),
+    Goal("8 rows", "cpu", "best fp32 peer", 1.5),
+    Goal("8 rows", "cpu-bf16", "best bf16 peer", 1.0),
+]
+
+
+def timed() -> Timed:
+    """We are twice as fast at 1 row, nobody knows at 4, and a peer is twice as fast at 8."""
+    samples: dict[str, Any] = {}
+    for work, peer in (("1 row", [2.0] * 5), ("4 rows", [0.5, 2.0, 1.0, 0.7, 1.5]), ("8 rows", [0.5] * 5)):
+        samples[work] = {
+            "OpenVINO fp32": [[[seconds]] * 3 for seconds in peer],
+            "cpu, avx512f": [[[1.0]] * 3] * 5,
+        }
+    return Timed(samples, absent={"cpu-bf16": "not made"})
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    """The layers' result as it is written."""
+    found = result("kernel", timed(), GOALS, title="t", tolerance={}, effort=FULL, settings={})
+    loaded: dict[str, Any] = json.loads(write(found, tmp_path / "w", command="c", machine=MACHINE).read_text("utf-8"))
+    return loaded
+
+
+def stored(root: Path, content: dict[str, Any]) -> Path:
+    directory = root / "k-2cpu"
+    directory.mkdir()
+    (directory / "kernel.json").write_text(json.dumps(content), "utf-8")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"machine": {"clean": False}}, "not that of a commit"),
+        ({"machine": {"other_programs": 0.2}}, "20% of the processors"),
+        ({"machine": {"stolen": 0.06}}, "of the processors"),
+        ({"settings": {"processes": QUICK.processes}}, "fewer than 5 processes"),
+        ({"skipped": "no kernel"}, "no kernel"),
+    ],
+)
+def test_only_results_of_a_commit_a_quiet_machine_and_enough_processes_are_fit(
+    tmp_path: Path, content: dict[str, Any], change: dict[str, Any], reason: str
+) -> None:
+    changed = deepcopy(content)
+    for key, value in change.items():
+        changed[key] = changed.get(key, {}) | value if isinstance(value, dict) else value
+    assert reason in published.unfit(changed)
+    directory = stored(tmp_path, changed)
+    assert (published.read(directory) is None) == bool(reason)
+    assert len(list(report.refusals(directory))) == bool(reason)
+
+
+def test_results_from_before_these_rules_are_not_fit(content: dict[str, Any]) -> None:
+    del content["machine"]["clean"], content["machine"]["other_programs"]
+    assert published.unfit(content)
+
+
+def test_the_claim_says_where_we_are_faster_where_nobody_knows_and_where_slower(
+    tmp_path: Path, content: dict[str, Any]
+) -> None:
+    found = published.read(stored(tmp_path, content))
+    assert found
+    text = published.claim([found])
+    assert "**Faster than fp32 on CPUs in 1 of 3 cases.**" in text
+    assert "1 row (2.00); no difference seen: 4 rows (1.01); slower: 8 rows (0.50)." in text
+    assert "2 cores of Test CPU (k-2cpu), 2026-01-02, commit abc1234" in text
+
+
+def test_the_tables_have_every_goal_and_where_others_win(tmp_path: Path, content: dict[str, Any]) -> None:
+    found = published.read(stored(tmp_path, content))
+    assert found
+    text = published.tables([found])
+    assert "| 1 row: best fp32 peer ÷ cpu, cpu, avx512f against OpenVINO fp32 | 2 [2, 2] | ≥ 1.5 | met |" in text
+    assert "| 4 rows: best fp32 peer ÷ cpu" in text
+    assert text.count("**undecided**") == 1
+    assert text.count("**missed**") == 1
+    assert "| 8 rows: best bf16 peer ÷ cpu-bf16 | – | ≥ 1 | not measured: not made |" in text
+    assert "fastest of all, by the medians: 8 rows (OpenVINO fp32)." in text
+    assert "| 1 row | **1000** | – | – | 2000 |" in text
+
+
+def test_the_report_writes_readme_and_picture(tmp_path: Path, content: dict[str, Any]) -> None:
+    readme, picture = tmp_path / "README.md", tmp_path / "kernel.svg"
+    readme.write_text((ROOT / "README.md").read_text("utf-8"), "utf-8")
+    directory = stored(tmp_path, content)
+    arguments = ["--results", str(directory), "--readme", str(readme), "--picture", str(picture)]
+    assert report.main(arguments) == 0
+    assert "in 1 of 3 cases" in readme.read_text("utf-8")
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    written = readme.read_text("utf-8")
+    assert report.main(arguments) == 0
+    assert readme.read_text("utf-8") == written
+
+
+def test_readme_says_what_the_committed_results_say() -> None:
+    """What `make bench-kernel` wrote is in README unchanged; before it ever ran, README says so."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert report.with_blocks(readme, report.every(ROOT / "bench" / "results")) == readme
