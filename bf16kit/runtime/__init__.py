@@ -34,6 +34,7 @@ class RuntimeInfo:
     note: str = ""  # one sentence for people, e.g. why bf16 was widened
     kernel: str = ""  # the path of the CPU kernel that runs: one of kernel.PATHS; "" = it has no part
     advice: str = ""  # what the note costs and its remedy, where there is one: worth saying once, not for every model
+    choice: str = ""  # why this profile answers, where there were others to choose from
 
 
 class Runtime(Protocol):

@@ -74,6 +74,13 @@ def available(*, rounds: bool = False) -> Kernel:
     return kernel
 
 
+def multiplies_bf16() -> bool:
+    """Whether products that round their activations have a path of their own here, with instructions for bf16; others
+    emulate them, and take as long as products in fp32, or longer."""
+    path = available(rounds=True).path
+    return bool(path) and path != available().path
+
+
 def chosen(*, rounds: bool = False) -> Kernel:
     """What :func:`available` gives unless ONNX Runtime refuses it, which is not imported to ask.
 

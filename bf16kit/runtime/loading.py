@@ -54,7 +54,7 @@ def load(
     check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
     with copied(artifact, path, scratch) if artifact.copies else nullcontext(Weights(path, "")) as weights:
-        return OnnxRuntime(
+        runtime = OnnxRuntime(
             weights.model,
             inputs,
             outputs,
@@ -66,6 +66,13 @@ def load(
             base_dir=weights.base_dir,
             name=entry.graph,
         )
+    if profile == "cpu-bf16" and runtime.info.accumulation != "fp32":
+        runtime.close()
+        raise RuntimeFailure(
+            f"profile {profile} sums in fp32 what was rounded to bf16, and the accumulation probe found"
+            f" {runtime.info.accumulation} sums here; use profile cpu"
+        )
+    return runtime
 
 
 def load_reference(
@@ -109,8 +116,30 @@ def load_reference(
         )
 
 
+def choose_profiles(artifact: Artifact, profile: str, device: str) -> tuple[tuple[str, ...], str]:
+    """The profiles of ``artifact`` that may serve on ``device`` (auto, cpu or cuda:N), the one to prefer first, and the
+    device they run on. For a ``profile`` that is not auto, that one alone.
+
+    Raises :class:`ArtifactError` when the artifact has no such profile, or none for the device.
+    """
+    if profile != AUTO:
+        _profile(artifact, profile)
+        return (profile,), _device_for(profile) if device == AUTO else canonical(device)
+    first, where = choose_profile(artifact, device)
+    if first not in CPU_PROFILES:
+        return (first,), where
+    return tuple(name for name in CPU_PROFILES if name in artifact.manifest.profiles), where
+
+
+def _device_for(profile: str) -> str:
+    """The device that a profile which was named runs on where none was."""
+    on_cuda = profile == "cuda" or (profile == "torchscript" and _torch_cuda_works())
+    return "cuda:0" if on_cuda else CPU
+
+
 def choose_profile(artifact: Artifact, device: str) -> tuple[str, str]:
-    """The best profile for ``device`` (auto, cpu or cuda:N) and the device it runs on.
+    """The best profile for ``device`` (auto, cpu or cuda:N) and the device it runs on; of those that the CPU runs, the
+    most accurate.
 
     ``auto`` takes CUDA where the artifact has a profile for it and a device really works, else the CPU.
     Raises :class:`ArtifactError` when the artifact has no profile for the device.

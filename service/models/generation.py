@@ -27,7 +27,7 @@ class Generation:
     """See :class:`service.contract.Model`. It answers from :meth:`start` to :meth:`close`; ``metrics`` are its own."""
 
     def __init__(self, name: str, version: int, loaded: Loaded, serving: Serving, metrics: ModelMetrics) -> None:
-        opened, info = loaded.opened, loaded.runtime.info
+        opened, info = loaded.opened, loaded.info
         self.name = name
         self.version = version
         self.inputs, self.outputs = opened.inputs, opened.outputs

@@ -6,20 +6,32 @@ Each step raises an expected error (:mod:`bf16kit.errors`) with the reason that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from bf16kit.artifact import Artifact, Golden
 from bf16kit.drift import METRICS, Budget, DriftSummary
-from bf16kit.errors import ArtifactError, BudgetExceeded, ConfigError, InvalidRequest, RuntimeFailure, UsageError
+from bf16kit.errors import (
+    ArtifactError,
+    Bf16kitError,
+    BudgetExceeded,
+    ConfigError,
+    InvalidRequest,
+    RuntimeFailure,
+    UsageError,
+)
 from bf16kit.manifest import MANIFEST, Manifest
-from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.runtime import Runtime, RuntimeInfo, kernel
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
+from bf16kit.wording import brief
 from service.contract import Array
 from service.drift.comparison import judge
+from service.models import choosing
+from service.models.choosing import Clock
 from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
 
 _log = logging.getLogger(__name__)
@@ -41,31 +53,92 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runtime that has shown that it may answer. ``summary`` says how, for the log."""
+    """A runtime that has shown that it may answer. ``info`` says how it runs, and why it was chosen; ``summary`` the
+    same for the log."""
 
     opened: Opened
     runtime: Runtime
+    info: RuntimeInfo
     summary: str
 
 
-def load(path: Path, serving: Serving, *, device: str, threads: int | None) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A runtime that may answer, and how it answered the golden samples."""
+
+    runtime: Runtime
+    golden: Golden | None
+    verdict: str
+
+
+def load(path: Path, serving: Serving, *, device: str, threads: int | None, clock: Clock = time.perf_counter) -> Loaded:
     """The whole gate. ``device`` is the server's ``--device``, ``threads`` what one execution may use (None = the
-    runtime's choice). Nothing is left behind by one that fails."""
+    runtime's choice), ``clock`` what tells which profile is faster. Nothing is left behind by one that fails."""
     from bf16kit.runtime import loading
 
     opened = open_artifact(path, serving)
-    profile, chosen = loading.choose_profile(opened.artifact, device)
-    runtime = loading.load(opened.artifact, profile, device=chosen, threads=threads)
+    (first, *others), where = loading.choose_profiles(opened.artifact, serving.profile, device)
+    ready: dict[str, _Ready] = {}
     try:
-        golden = golden_of(opened.artifact)
-        warm_up(runtime, opened, serving.warmup, golden)
-        verdict = check_golden(runtime, opened, golden)
+        ready[first] = _ready(opened, serving, first, where, threads)
+        why = [_try(ready, opened, serving, each, where, threads) for each in others]
+        profile, words = _choose(ready, opened, clock)
         opened.artifact.verify()  # once more: it may have been replaced meanwhile
+    except BaseException:
+        for each in ready.values():
+            each.runtime.close()
+        raise
+    chosen = ready.pop(profile)
+    for each in ready.values():
+        each.runtime.close()
+    info = replace(chosen.runtime.info, choice="; ".join(filter(None, [words, *why])))
+    batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
+    return Loaded(opened, chosen.runtime, info, f"{_describe(info)}; {batches}; {chosen.verdict}")
+
+
+def _ready(opened: Opened, serving: Serving, profile: str, device: str, threads: int | None) -> _Ready:
+    """``profile`` loaded, warmed up and judged by its golden samples."""
+    from bf16kit.runtime import loading
+
+    runtime = loading.load(opened.artifact, profile, device=device, threads=threads)
+    try:
+        golden = golden_of(opened.artifact, profile)
+        warm_up(runtime, opened, serving.warmup, golden)
+        return _Ready(runtime, golden, check_golden(runtime, opened, golden))
     except BaseException:
         runtime.close()
         raise
-    batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
-    return Loaded(opened, runtime, f"{_describe(runtime.info)}; {batches}; {verdict}")
+
+
+def _try(
+    ready: dict[str, _Ready], opened: Opened, serving: Serving, profile: str, device: str, threads: int | None
+) -> str:
+    """Add ``profile`` to those ``ready``; or say why it does not come into question. None of that fails a model."""
+    native = kernel.multiplies_bf16()
+    why = choosing.passed_over(opened.artifact.manifest, profile, opened.budget, native=native)
+    if not why:
+        try:
+            ready[profile] = _ready(opened, serving, profile, device, threads)
+        except BudgetExceeded as error:
+            why = str(error)
+        except Bf16kitError as error:  # what a runtime says is for the log, not for whoever asks over the network
+            _log.warning("%s: profile %s was passed over: %s", opened.artifact.path, profile, brief(error))
+            why = "it does not run here (the log says why)"
+    return f"auto: {profile} was passed over, {why}" if why else ""
+
+
+def _choose(ready: Mapping[str, _Ready], opened: Opened, clock: Clock) -> tuple[str, str]:
+    """The profile that answers, of those that may, and why; "" where there is but one."""
+    first = next(iter(ready))
+    if len(ready) == 1:
+        return first, ""
+    # The same samples for all: those of a profile's own may have other shapes.
+    feeds = _feeds(opened, 1, None) if (golden := ready[first].golden) is None else golden.inputs
+
+    def run(runtime: Runtime) -> Callable[[], object]:
+        return lambda: runtime.run(feeds)
+
+    return choosing.fastest(*choosing.medians({name: run(each.runtime) for name, each in ready.items()}, clock=clock))
 
 
 def open_artifact(path: Path, serving: Serving) -> Opened:
@@ -122,12 +195,14 @@ def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str
     return f"golden samples within budget ({summary})"
 
 
-def golden_of(artifact: Artifact) -> Golden | None:
-    """The artifact's golden samples, None when it has none. ArtifactError for inputs that are not the model's."""
+def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
+    """The artifact's golden samples, those of ``profile`` where it has its own; None when there are none. ArtifactError
+    for inputs that are not the model's."""
     manifest = artifact.manifest
-    if manifest.golden is None:
+    name = manifest.golden_of(profile)
+    if name is None:
         return None
-    golden, where = artifact.golden(), artifact.path / manifest.golden
+    golden, where = artifact.golden(profile), artifact.path / name
     try:
         check_feeds([entry.spec() for entry in manifest.inputs], golden.inputs)
     except InvalidRequest as error:
@@ -168,11 +243,12 @@ def _budget(artifact: Artifact) -> Budget:
 
 
 def _describe(info: RuntimeInfo) -> str:
-    kernel = f", kernel {info.kernel}" if info.kernel else ""
+    path = f", kernel {info.kernel}" if info.kernel else ""
     note = f" ({info.note})" if info.note else ""
+    choice = f"; {info.choice}" if info.choice else ""
     return (
         f"{info.backend} on {info.device}, profile {info.profile}, precision {info.precision},"
-        f" accumulation {info.accumulation}{kernel}{note}"
+        f" accumulation {info.accumulation}{path}{note}{choice}"
     )
 
 

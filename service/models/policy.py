@@ -91,6 +91,7 @@ class Serving(_Part):
     max_dims: dict[str, PositiveInt] = {}  # the largest sizes of free dimensions, by name
     max_response_bytes: Annotated[int, Field(ge=1, le=2_000_000_000)] = 256 << 20  # protobuf holds 2 GiB
     instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches running at once
+    profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript"] = "auto"
     version_policy: VersionPolicy = VersionPolicy(latest=1)
     # Mapped ones are shared with the page cache; whoever changes their file in place ends the server or its answers.
     weights: Literal["copied", "mapped"] = "copied"

@@ -62,6 +62,8 @@ def _running(model: Model) -> list[str]:
     batching = f"up to {model.max_batch_size} rows" if model.max_batch_size else "off"
     done = f"{seen.success.count} answered, {seen.fail.count} refused or failed, {seen.execution_count} batches"
     rows = [_row("runtime", escape(how)), _row("numerics", escape(numerics))]
+    if info.choice:
+        rows.append(_row("profile", escape(info.choice)))
     if info.note:
         rows.append(_row("note", escape(info.note)))
     return [

@@ -120,6 +120,7 @@ def _properties(model: Model) -> dict[str, str]:
         "kernel": info.kernel,
         "device": info.device,
         "note": info.note,
+        "choice": info.choice,
     }
 
 

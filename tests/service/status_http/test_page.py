@@ -52,6 +52,13 @@ def test_a_ready_model_shows_how_it_runs_and_what_it_did() -> None:
         assert expected in page
 
 
+def test_why_a_profile_was_chosen_is_shown_and_escaped() -> None:
+    info = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", choice="auto: <1 ms")
+    page = status_page(LoopbackRegistry([LoopbackModel("echo", info=info)]))
+    assert "auto: &lt;1 ms" in page
+    assert "auto:" not in status_page(LoopbackRegistry([LoopbackModel("echo")]))
+
+
 def test_the_path_of_the_cpu_kernel_is_shown_where_it_runs() -> None:
     info = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", kernel="avx2")
     page = status_page(LoopbackRegistry([LoopbackModel("echo", info=info)]))

@@ -36,7 +36,15 @@ def test_free_dimensions_are_minus_one_and_properties_tell_how_the_model_runs() 
         "kernel": "",
         "device": "cpu",
         "note": "weights are widened as they are used",
+        "choice": "",
     }
+
+
+def test_why_a_profile_was_chosen_is_a_property_and_a_parameter() -> None:
+    info = RuntimeInfo("onnxruntime", "cpu", "cpu-bf16", "bf16", "fp32", choice="auto: 1 ms a run, cpu 2 ms")
+    model = LoopbackModel(info=info)
+    assert model_metadata(model, [1]).properties["choice"] == info.choice
+    assert model_config(model).config.parameters["choice"].string_value == info.choice
 
 
 def test_the_path_of_the_cpu_kernel_is_a_property_and_a_parameter() -> None:

@@ -1,0 +1,213 @@
+"""The profile that a converted model is served with: the one that is named, or the fastest of those that may be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import graphs
+from bf16kit.artifact import Artifact, Golden
+from bf16kit.errors import ArtifactError, Bf16kitError, BudgetExceeded, ConfigError, RuntimeFailure
+from bf16kit.runtime import kernel
+from bf16kit.runtime import loading as runtimes
+from converter.cli import run
+from service.models import loading
+from service.models.loading import Loaded
+from service.models.policy import Serving
+
+pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+BOTH = ("cpu", "cpu-bf16")
+Native = Callable[[bool], None]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two products, in every profile that is written by default."""
+    directory = tmp_path_factory.mktemp("choice")
+    onnx.save(graphs.mlp((64, 96, 64)), directory / "m.onnx")
+    target = directory / "m" / "1"
+    assert run(["checkpoint", str(directory / "m.onnx"), "--out", str(target), "--format", "onnx", "--no-report"]) == 0
+    return target
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Native:
+    """Says whether this processor has bf16 instructions."""
+    return lambda said: monkeypatch.setattr(kernel, "multiplies_bf16", lambda: said)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The runtimes that were loaded; at the end one is open at most, the one that answers."""
+    found: list[Any] = []
+    load = runtimes.load
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        found.append(load(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(runtimes, "load", noted)
+    return found
+
+
+def still_open(found: list[Any]) -> list[str]:
+    return [runtime.info.profile for runtime in found if runtime._session is not None]
+
+
+def turned(cpu: float, bf16: float) -> Callable[[], float]:
+    """A clock, read as ``medians`` reads it, by which runs take ``cpu`` and ``bf16`` seconds."""
+    now, reads, order = 0.0, count(), [cpu, bf16]
+
+    def read() -> float:
+        nonlocal now
+        # The start; then a round: its begin, before and after each of two runs, its end.
+        number = next(reads)
+        place = (number - 1) % 6
+        if place in (2, 4):
+            now += order[0 if place == 2 else 1]
+        if number and place == 5:
+            order.reverse()
+        return now
+
+    return read
+
+
+def loaded(path: Path, clock: Callable[[], float] | None = None, **serving: object) -> Loaded:
+    more: dict[str, Any] = {} if clock is None else {"clock": clock}
+    return loading.load(path, Serving.model_validate(serving), device="auto", threads=1, **more)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "bf16", "chosen"), [(2e-3, 1e-3, "cpu-bf16"), (1e-3, 2e-3, "cpu"), (1e-3, 1e-3, "cpu")]
+)
+def test_auto_takes_the_faster_and_says_why(
+    cpu: float, bf16: float, chosen: str, converted: Path, native: Native, opened: list[Any]
+) -> None:
+    native(True)
+    found = loaded(converted, turned(cpu, bf16))
+    assert found.runtime.info.profile == found.info.profile == chosen
+    for seconds in (cpu, bf16):
+        assert f"{seconds * 1e3:.3g} ms" in found.info.choice
+    assert found.info.choice in found.summary
+    assert f"profile {chosen}, " in found.summary
+    assert [each.info.profile for each in opened] == [*BOTH]
+    assert still_open(opened) == [chosen]
+    found.runtime.close()
+
+
+def test_one_that_the_processor_would_emulate_is_not_even_loaded(
+    converted: Path, native: Native, opened: list[Any]
+) -> None:
+    native(False)
+    found = loaded(converted)
+    assert (found.info.profile, found.info.choice) == (
+        "cpu",
+        "auto: cpu-bf16 was passed over, this processor emulates it",
+    )
+    assert len(opened) == 1
+
+
+def test_what_the_environment_says_of_the_kernel_s_path_decides_whether_that_is_so(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No clock is turned and nothing is replaced: the real thing, whatever this processor is."""
+    found = loaded(converted)
+    assert found.info.profile in BOTH
+    assert ("was passed over, this processor emulates it" in found.info.choice) == (not kernel.multiplies_bf16())
+    assert ("medians of" in found.info.choice) == kernel.multiplies_bf16()
+    monkeypatch.setenv(kernel.VARIABLE, "portable")
+    assert loaded(converted).info.choice == "auto: cpu-bf16 was passed over, this processor emulates it"
+    monkeypatch.setenv(kernel.VARIABLE, "off")
+    assert loaded(converted).info.profile == "cpu"
+
+
+def test_a_budget_that_serving_yaml_tightens_passes_it_over(converted: Path, native: Native, opened: list[Any]) -> None:
+    native(True)
+    drift = Artifact.open(converted).manifest.drift
+    between = np.mean([drift[profile].outputs["y"]["relative_l2"]["mean"] for profile in BOTH])
+    found = loaded(converted, turned(2e-3, 1e-3), budget={"relative_l2": float(between)})
+    assert found.info.profile == "cpu"
+    assert found.info.choice.startswith("auto: cpu-bf16 was passed over, its drift is over budget: output 'y'")
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (BudgetExceeded("golden samples are over the drift budget: y"), "golden samples are over the drift budget: y"),
+        (RuntimeFailure("secret"), "it does not run here (the log says why)"),
+    ],
+)
+def test_one_that_does_not_pass_the_gate_costs_the_model_nothing(
+    error: Bf16kitError,
+    said: str,
+    converted: Path,
+    native: Native,
+    opened: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    native(True)
+    check = loading.check_golden
+
+    def judged(runtime: Any, *rest: Any) -> str:
+        if runtime.info.profile == "cpu-bf16":
+            raise error
+        return check(runtime, *rest)
+
+    monkeypatch.setattr(loading, "check_golden", judged)
+    with caplog.at_level(logging.WARNING):
+        found = loaded(converted, turned(2e-3, 1e-3))
+    assert (found.info.profile, found.info.choice) == ("cpu", f"auto: cpu-bf16 was passed over, {said}")
+    assert ("secret" in caplog.text) == isinstance(error, RuntimeFailure)
+    assert still_open(opened) == ["cpu"]
+
+
+@pytest.mark.parametrize("profile", BOTH)
+def test_a_profile_that_is_named_is_served_unmeasured_on_any_processor(
+    profile: str, converted: Path, native: Native, opened: list[Any]
+) -> None:
+    native(False)
+    found = loaded(converted, profile=profile)
+    assert (found.info.profile, found.info.choice) == (profile, "")
+    assert len(opened) == 1
+    assert found.info.accumulation == "fp32"
+
+
+def test_a_profile_that_is_named_and_not_there_or_not_for_the_device_is_an_error(converted: Path) -> None:
+    with pytest.raises(ArtifactError, match="has no profile 'torchscript'; it has cpu, cpu-bf16, cuda"):
+        loaded(converted, profile="torchscript")
+    with pytest.raises(ConfigError, match="profile cpu-bf16 runs on the CPU, not on cuda:0"):
+        loading.load(converted, Serving(profile="cpu-bf16"), device="cuda:0", threads=1)
+
+
+def test_a_kernel_that_keeps_its_sums_in_bf16_is_refused(
+    converted: Path, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe says so for the profile that rounds, and the other one answers."""
+    native(True)
+    monkeypatch.setattr(
+        "bf16kit.runtime.onnx.probe_onnx", lambda _d, precision, _l: {"bf16": "bf16"}.get(precision, "fp32")
+    )
+    with pytest.raises(RuntimeFailure, match="the accumulation probe found bf16 sums here; use profile cpu"):
+        loaded(converted, profile="cpu-bf16")
+    assert loaded(converted).info.profile == "cpu"
+
+
+def test_it_is_judged_by_golden_samples_of_its_own(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, golden = [], Artifact.golden
+
+    def noted(self: Artifact, profile: str | None = None) -> Golden:
+        asked.append(profile)
+        return golden(self, profile)
+
+    monkeypatch.setattr(Artifact, "golden", noted)
+    loaded(converted, profile="cpu-bf16")
+    assert asked == ["cpu-bf16"]
