@@ -8,7 +8,7 @@ from bench.core.workspace import Workspace
 
 _SERVED_AT_MOST = 0.52
 _RESTORABLE_AT_MOST = 1.03
-_GRAPHS = ("cpu.onnx", "cuda.onnx", "reference.onnx")
+_GRAPHS = ("cpu.onnx", "cpu-bf16.onnx", "cuda.onnx", "reference.onnx")
 _MB = 1e6
 
 

@@ -34,7 +34,7 @@ _ONE_AT_MOST, _FOUR_AT_MOST = 0.53, 0.20
 _SERVERS = 4
 _BIG_LAYERS, _QUICK_BIG_LAYERS = 16, 6
 # The shadow would load the fp32 reference, from the residual where there is one, and the MLP has one.
-_SERVING = "weights: mapped\nshadow:\n  rate: 0\n"
+_SERVING = "profile: cpu\nweights: mapped\nshadow:\n  rate: 0\n"
 _REPEATS, _QUICK_REPEATS = FEWEST_PROCESSES, 1
 _MB = 1e6
 _KINDS = ("ours", "unpacked", "fp32")

@@ -35,7 +35,7 @@ _QUICK = 1, 1, 0.5
 # Two batches at once with one thread each, rather than one batch with two: threads that share a batch wait for each
 # other at every operator, and wait longest while one of them is kept from its core by the server's own threads.
 # Batches of 6 of 16 clients: while two run, the other four clients' calls are on their way, and no core waits for them.
-_SERVING = "instances: {cores}\nmax_batch_size: {rows}\n"
+_SERVING = "profile: cpu\ninstances: {cores}\nmax_batch_size: {rows}\n"
 _CONFIG = "threads: 1\n"
 
 

@@ -69,8 +69,8 @@ def load(
     if profile == "cpu-bf16" and runtime.info.accumulation != "fp32":
         runtime.close()
         raise RuntimeFailure(
-            f"profile {profile} sums in fp32 what was rounded to bf16, and the accumulation probe found"
-            f" {runtime.info.accumulation} sums here; use profile cpu"
+            f"profile {profile} is to accumulate in fp32 what it rounds to bf16, and the accumulation probe found"
+            f" {runtime.info.accumulation} here; use profile cpu"
         )
     return runtime
 

@@ -196,7 +196,7 @@ def test_a_kernel_that_keeps_its_sums_in_bf16_is_refused(
     monkeypatch.setattr(
         "bf16kit.runtime.onnx.probe_onnx", lambda _d, precision, _l: {"bf16": "bf16"}.get(precision, "fp32")
     )
-    with pytest.raises(RuntimeFailure, match="the accumulation probe found bf16 sums here; use profile cpu"):
+    with pytest.raises(RuntimeFailure, match="the accumulation probe found bf16 here; use profile cpu"):
         loaded(converted, profile="cpu-bf16")
     assert loaded(converted).info.profile == "cpu"
 
