@@ -35,13 +35,18 @@ class Goal:
     def name(self) -> str:
         return f"{self.work}: {self.against} ÷ {self.profile}"
 
+    @property
+    def limit(self) -> str:
+        """The side that is the limit; empty where peers are meant."""
+        return _LIMITS.get(self.against, "")
+
 
 def judged(timed: Timed, goals: Sequence[Goal]) -> Iterator[Measurement]:
     """Every goal; one whose sides are absent says why instead of a value."""
     for goal in goals:
         samples = timed.samples.get(goal.work, {})
         ours = path_of(goal.profile, samples)
-        peer = _LIMITS.get(goal.against) or best(goal.against, samples)
+        peer = goal.limit or best(goal.against, samples)
         if ours is None or peer not in samples:
             absent = _why(timed, goal)
             yield Measurement(goal.name, float("nan"), at_least=goal.at_least, absent=absent)
@@ -71,8 +76,7 @@ def counts(peer: Side, against: str) -> bool:
 def _why(timed: Timed, goal: Goal) -> str:
     """Why a goal has no value."""
     missing = [ours.name for ours in OURS if ours.options["profile"] == goal.profile]
-    limit = _LIMITS.get(goal.against)
-    for name in (*missing, *([limit] if limit else [])):
+    for name in (*missing, goal.limit):
         if name in timed.absent:
             return timed.absent[name]
     return f"no {goal.against} ran"

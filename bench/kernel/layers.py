@@ -50,7 +50,10 @@ def label(rows: int) -> str:
 def piece(rows: int) -> Piece:
     """The work of ``rows``."""
     weights = LAYERS * models.WIDTH**2
-    return Piece(label(rows), models.feeds(rows), Work(operations=2.0 * rows * weights, bytes=2.0 * weights))
+    work = Work(operations=2.0 * rows * weights, bytes=2.0 * weights)
+    limits = {goal.limit for goal in goals_of(rows)}
+    without = {one.name for one in (FMA, DOT, READ)} - limits
+    return Piece(label(rows), models.feeds(rows), work, without=without)
 
 
 def goals_of(rows: int) -> Iterator[Goal]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,18 +39,19 @@ class Effort:
         return max(self.rounds, min(self.most_rounds, int(self.seconds / (seconds * (runs + 1))))), runs
 
 
-FULL = Effort(FEWEST_PROCESSES, rounds=3, seconds=2.0)
+FULL = Effort(FEWEST_PROCESSES, rounds=3, seconds=1.5)
 QUICK = Effort(1, rounds=1, seconds=0.0, runs=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Inputs, what they are called, and with which caches they are timed."""
+    """Inputs, what they are called, and with which caches they are timed. Sides in ``without`` take no part."""
 
     label: str
     feeds: Feeds
     work: Work = field(default_factory=Work)
     caches: Sequence[Caches] = ("cold",)
+    without: Collection[str] = ()
 
     def timed(self, caches: Caches) -> str:
         return f"{self.label}, {caches}" if len(self.caches) > 1 else self.label
@@ -120,7 +121,8 @@ class _Heat:
         feeds = self.root / "feeds.npz"
         np.savez(feeds, **dict(piece.feeds))  # type: ignore[arg-type]  # no input is called allow_pickle
         work = {"operations": piece.work.operations, "bytes": piece.work.bytes}
-        outputs = {name: self.root / f"output{index}.npy" for index, name in enumerate(self.workers.present)}
+        names = [name for name in self.workers.present if name not in piece.without]
+        outputs = {name: self.root / f"output{index}.npy" for index, name in enumerate(names)}
         answers = self.workers.ask_all(
             {
                 name: {

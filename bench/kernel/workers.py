@@ -23,7 +23,12 @@ class Workers(AbstractContextManager["Workers"]):
     def __init__(self, sides: Sequence[Side], subjects: Mapping[str, Subject], log: Path, caches: Path) -> None:
         self.absent: dict[str, str] = {}
         self._subjects, self._log = subjects, log
-        environment = {**os.environ, "PYTHONPATH": str(models.ROOT), "TORCHINDUCTOR_CACHE_DIR": str(caches)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(models.ROOT),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compilers are then children, whose time counts as ours
+        }
         self._of = {side.name: side.process for side in sides}
         self._processes = {name: _start(environment, log) for name in dict.fromkeys(self._of.values())}
         requests = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ def open_side(options: Mapping[str, str], _: Subject) -> Prepare:
         shutil.rmtree(directory, ignore_errors=True)  # a program that runs, and a file that it has mapped, stay
     if part != "read" and part not in program.greeting.split():
         raise Absent(f"this processor has no {part}")
+    atexit.register(program.close)  # waited for, its time is ours and not another program's
     question = str(_PASSES) if part == "read" else part
 
     def prepare(_: Feeds, work: Work) -> Prepared:

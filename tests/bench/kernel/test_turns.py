@@ -64,7 +64,7 @@ def test_a_side_without_times_in_some_process_is_left_out() -> None:
 def test_the_full_effort_has_the_processes_that_a_verdict_needs() -> None:
     assert FULL.processes >= FEWEST_PROCESSES
     assert FULL.shape(seconds=5.0) == (3, 1)
-    assert FULL.shape(seconds=0.1) == (5, 3)
+    assert FULL.shape(seconds=0.1) == (3, 3)
     assert FULL.shape(seconds=0.001) == (12, 3)
 
 
