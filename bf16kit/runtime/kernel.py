@@ -26,6 +26,7 @@ DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).with_name("_bf16kernel.so")
 VARIABLE = "BF16KIT_KERNEL_PATH"
 PATHS = ("avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose.cpp names them, the fastest first
+OPT_IN = ("amx",)  # never chosen unless named: it has not run on a processor that has it
 BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
 
@@ -91,10 +92,10 @@ def chosen(*, rounds: bool = False) -> Kernel:
     it wants that path, and not another one in silence.
     """
     wanted = os.environ.get(VARIABLE, "")
-    if wanted and wanted not in (*PATHS, OFF):
+    if wanted and wanted not in (*PATHS, *OPT_IN, OFF):
         raise ConfigError(
-            f"{VARIABLE} is {wanted!r}; allowed are {', '.join(PATHS)} and {OFF}; unset it for the fastest path that"
-            " this processor runs"
+            f"{VARIABLE} is {wanted!r}; allowed are {', '.join((*PATHS, *OPT_IN))} and {OFF}; unset it for the fastest"
+            " path that this processor runs"
         )
     if wanted == OFF:
         return _without(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")

@@ -57,6 +57,7 @@ extern const Path kPortable;
 extern const Path kAvx2;
 extern const Path kAvx512;
 extern const Path kAvx512Bf16;
+extern const Path kAmx;  // only where it is named: never run on a processor that has it
 #endif
 
 // The fastest path for `arithmetic` that this processor supports, or the one that the environment variable

@@ -57,4 +57,4 @@ def test_a_kernel_path_that_is_none_ends_it_at_the_start(tmp_path: Path) -> None
         env={**os.environ, "BF16KIT_KERNEL_PATH": "fast"},
     )
     assert done.returncode == 2
-    assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable and off" in done.stderr
+    assert "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off" in done.stderr

@@ -22,24 +22,25 @@ PATHS = {
     "avx2": {"avx"},
     "avx512": {"avx", "avx512"},
     "avx512_bf16": {"avx", "avx512", "bf16"},
-    "amx": {"avx", "avx512", "bf16", "tile"},
+    "amx": {"avx", "avx512", "tile"},
 }
 _PATH = re.compile(rf"\b({'|'.join(PATHS)})::")
 
 
 def instructions(code: Path) -> Iterator[tuple[str, str, str, str]]:
-    """(function, first byte, mnemonic, operands) of each instruction in the library or object ``code``."""
+    """(function, bytes, mnemonic, operands) of each instruction in the library or object ``code``."""
     command = ["objdump", "-d", "-w", "-C", str(code)]
     function = ""
     for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         if name := _NAME.match(line):
             function = name[1]
         elif found := _INSTRUCTION.match(line):
-            yield function, next((b for b in found[1].split() if b not in _BEFORE), ""), found[2], found[3]
+            yield function, found[1].strip(), found[2], found[3]
 
 
-def extensions(first: str, mnemonic: str, operands: str) -> set[str]:
+def extensions(encoded: str, mnemonic: str, operands: str) -> set[str]:
     """What a processor must have beyond x86-64 for one instruction: of avx, avx512, bf16, tile."""
+    first = next((byte for byte in encoded.split() if byte not in _BEFORE), "")
     if _TILE.match(mnemonic):
         return {"tile"}
     needed = {"avx"} if first in (_EVEX, *_VEX) else set()

@@ -122,5 +122,5 @@ def test_without_the_cpu_kernel_the_reason_the_cost_and_the_remedy_are_told_once
 def test_a_kernel_path_that_is_none_is_wrong_usage(cli: Cli, mlp: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernel.VARIABLE, "fast")
     cli("verify", mlp.path).refused(
-        2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable and off"
+        2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off"
     )

@@ -60,10 +60,21 @@ def test_a_path_that_this_processor_cannot_run_is_an_error_and_not_another_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The library answers null for it, as for a name that it does not know: here one that Python knows alone."""
-    monkeypatch.setattr(kernel, "PATHS", (*PATHS, "amx"))
-    monkeypatch.setenv(VARIABLE, "amx")
-    with pytest.raises(ConfigError, match=r"is 'amx', which this processor cannot run; name another .* or unset it"):
+    monkeypatch.setattr(kernel, "PATHS", (*PATHS, "avx10"))
+    monkeypatch.setenv(VARIABLE, "avx10")
+    with pytest.raises(ConfigError, match=r"is 'avx10', which this processor cannot run; name another .* or unset it"):
         available()
+
+
+@built
+def test_a_path_that_has_never_run_is_taken_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available().path not in kernel.OPT_IN
+    monkeypatch.setenv(VARIABLE, "amx")
+    if {"amx_tile", "amx_bf16"} <= set(Path("/proc/cpuinfo").read_text().split()):
+        assert available() == Kernel("amx")
+    else:
+        with pytest.raises(ConfigError, match="is 'amx', which this processor cannot run"):
+            available()
 
 
 @pytest.mark.parametrize("is_built", [True, False])
@@ -71,7 +82,7 @@ def test_a_name_that_is_no_path_is_an_error_that_lists_them(is_built: bool, monk
     if not is_built:
         monkeypatch.setattr(kernel, "LIBRARY", Path("/nowhere/_bf16kernel.so"))
     monkeypatch.setenv(VARIABLE, "avx10")
-    expected = f"{VARIABLE} is 'avx10'; allowed are avx512_bf16, avx512f, avx2, portable and off; unset it"
+    expected = f"{VARIABLE} is 'avx10'; allowed are avx512_bf16, avx512f, avx2, portable, amx and off; unset it"
     with pytest.raises(ConfigError, match=expected):
         available()
 

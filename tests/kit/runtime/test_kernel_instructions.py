@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from disassembled import PATHS, allowed, compiled, used, weak
+from disassembled import PATHS, allowed, compiled, instructions, used, weak
 
 from bf16kit.runtime import kernel
 
@@ -32,8 +32,22 @@ compiler = pytest.mark.skipif(
 def test_each_function_of_the_library_has_its_path_s_instructions_only() -> None:
     functions = used(kernel.LIBRARY)
     assert {name: sorted(found - allowed(name)) for name, found in functions.items() if found - allowed(name)} == {}
-    for path in ("avx2", "avx512", "avx512_bf16"):  # what was looked for is there to be found
-        assert set().union(*(found for name, found in functions.items() if f"::{path}::" in name)) == PATHS[path]
+    for path, has in PATHS.items():  # what was looked for is there to be found
+        assert set().union(*(found for name, found in functions.items() if f"::{path}::" in name)) == has
+
+
+@pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+def test_tiles_are_used_by_the_instructions_published() -> None:
+    """Six tiles of sums, tile 6 of x, tile 7 of the weight: VEX.128.F3.0F38.W0 5C, operands where Intel has them."""
+    found = [(code, name, operands) for where, code, name, operands in instructions(kernel.LIBRARY) if "amx::" in where]
+    names = {name for _, name, _ in found}
+    tiles = {name for name in names if name.startswith(("tile", "tdp", "ldt", "stt"))}
+    assert tiles == {"tilezero", "tileloadd", "tilestored", "tdpbf16ps", "ldtilecfg", "sttilecfg"}
+    dots = {(code, operands) for code, name, operands in found if name == "tdpbf16ps"}
+    expected = {(f"c4 e2 42 5c {0xC6 + 8 * total:02x}", f"%tmm7,%tmm6,%tmm{total}") for total in range(6)}
+    assert dots == expected
+    loaded = {operands.rsplit(",", 1)[1] for _, name, operands in found if name == "tileloadd"}
+    assert loaded == {"%tmm6", "%tmm7"}
 
 
 @compiler

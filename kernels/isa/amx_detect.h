@@ -1,0 +1,26 @@
+// Whether tiles may be used: the processor has them, the system saves them, and has been asked for them.
+#pragma once
+
+#include <cstdint>
+
+namespace bf16kit {
+namespace amx {
+
+struct Registers {
+  uint32_t a, b, c, d;
+};
+
+// What is asked of a processor and its system; another one in tests.
+struct Machine {
+  Registers (*cpuid)(uint32_t leaf, uint32_t subleaf);
+  uint64_t (*enabled)();  // XCR0: the registers that the system saves
+  bool (*permitted)();    // asks the system for tiles, for all threads of the process; false when it refuses
+};
+
+// Asks for the permission when all else is there.
+bool tiles_offered(const Machine& machine);
+
+const Machine& this_processor();
+
+}  // namespace amx
+}  // namespace bf16kit

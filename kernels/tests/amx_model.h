@@ -1,0 +1,83 @@
+// The tile instructions that isa/amx.inl uses, as Intel's manual publishes them, one number after the other. Included in
+// the place of the struct Tile of isa/amx.cpp.
+
+struct TileConfig;
+
+// Of one thread. The configuration is kept as the 64 bytes that LDTILECFG reads.
+struct TileState {
+  uint8_t config[64] = {};
+  float values[8][16][16] = {};  // tiles of 16 rows of 64 bytes
+
+  int rows(int tile) const { return config[0] == 0 ? 0 : config[48 + tile]; }
+  int bytes(int tile) const { return config[0] == 0 ? 0 : config[16 + 2 * tile] | config[17 + 2 * tile] << 8; }
+};
+
+inline TileState& tile_state() {
+  static thread_local TileState state;
+  return state;
+}
+
+// What raises an exception on a processor.
+inline void wants(bool condition, const char* what) {
+  if (!condition) fail("tiles", what);
+}
+
+inline float no_subnormal(float value) { return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value; }
+
+// Fused, rounded to nearest; subnormal operands and results are zero.
+inline float tile_fma(float a, float b, float c) {
+  return no_subnormal(__builtin_fmaf(no_subnormal(a), no_subnormal(b), no_subnormal(c)));
+}
+inline float tile_add(float a, float b) { return no_subnormal(no_subnormal(a) + no_subnormal(b)); }
+
+struct Tile {
+  static inline TileConfig current();
+  static inline void configure(const TileConfig& config);
+
+  template <int kTile>
+  static void zero() {
+    wants(tile_state().rows(kTile) > 0, "TILEZERO of a tile that is not set up");
+    std::memset(tile_state().values[kTile], 0, sizeof tile_state().values[kTile]);
+  }
+  template <int kTile>
+  static void load(const void* from, int64_t stride) {
+    TileState& state = tile_state();
+    wants(state.rows(kTile) > 0, "TILELOADD of a tile that is not set up");
+    std::memset(state.values[kTile], 0, sizeof state.values[kTile]);
+    for (int row = 0; row < state.rows(kTile); ++row) {
+      std::memcpy(state.values[kTile][row], static_cast<const char*>(from) + row * stride, state.bytes(kTile));
+    }
+  }
+  template <int kTile>
+  static void store(void* to, int64_t stride) {
+    TileState& state = tile_state();
+    wants(state.rows(kTile) > 0, "TILESTORED of a tile that is not set up");
+    for (int row = 0; row < state.rows(kTile); ++row) {
+      std::memcpy(static_cast<char*>(to) + row * stride, state.values[kTile][row], state.bytes(kTile));
+    }
+  }
+
+  // TDPBF16PS: two chains from zero, of the even and of the odd products, then their sum, then that and what was there.
+  template <int kSum, int kA, int kB>
+  static void dot() {
+    TileState& state = tile_state();
+    wants(state.rows(kSum) == state.rows(kA), "TDPBF16PS: the sums and a have not the same rows");
+    wants(state.bytes(kSum) == state.bytes(kB), "TDPBF16PS: the sums and b have not the same columns");
+    wants(state.bytes(kA) == 4 * state.rows(kB), "TDPBF16PS: a has not as many pairs in a row as b has rows");
+    const auto half = [](const float* row, int i) {
+      uint16_t stored;
+      std::memcpy(&stored, reinterpret_cast<const char*>(row) + 2 * i, sizeof stored);
+      return static_cast<float>(widen(stored));
+    };
+    for (int m = 0; m < state.rows(kSum); ++m) {
+      for (int n = 0; n < state.bytes(kSum) / 4; ++n) {
+        float even = 0, odd = 0;
+        for (int k = 0; k < state.rows(kB); ++k) {
+          even = tile_fma(half(state.values[kA][m], 2 * k), half(state.values[kB][k], 2 * n), even);
+          odd = tile_fma(half(state.values[kA][m], 2 * k + 1), half(state.values[kB][k], 2 * n + 1), odd);
+        }
+        state.values[kSum][m][n] = tile_add(state.values[kSum][m][n], tile_add(even, odd));
+      }
+    }
+  }
+};
