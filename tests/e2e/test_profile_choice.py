@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import logging
+import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import tritonclient.grpc as triton
 
 import graphs
 from bf16kit.artifact import Artifact, Golden
@@ -211,3 +214,34 @@ def test_it_is_judged_by_golden_samples_of_its_own(converted: Path, monkeypatch:
     monkeypatch.setattr(Artifact, "golden", noted)
     loaded(converted, profile="cpu-bf16")
     assert asked == ["cpu-bf16"]
+
+
+def test_a_server_tells_which_profile_answers_and_why_wherever_it_is_asked(
+    converted: Path, tmp_path: Path, serve: Callable[..., Any]
+) -> None:
+    """Two models, one whose serving.yaml names the profile; in the log, in metadata, in a metric and on the page."""
+    for name in ("chosen", "named"):
+        shutil.copytree(converted, tmp_path / name / "1")
+    (tmp_path / "named" / "serving.yaml").write_text("profile: cpu-bf16\nshadow: {rate: 0}\n")
+    server = serve("--repository", str(tmp_path), "--device", "cpu").wait_ready()
+    with triton.InferenceServerClient(server.target) as client:
+        # tritonclient's ModelMetadata has no properties; the parameters of the configuration are the same
+        configs = {name: client.get_model_config(name).config.parameters for name in ("chosen", "named")}
+        told = {name: {key: told.string_value for key, told in found.items()} for name, found in configs.items()}
+        feeds = Artifact.open(converted).golden()
+        tensor = triton.InferInput("x", list(feeds.inputs["x"].shape), "FP32")
+        tensor.set_data_from_numpy(feeds.inputs["x"])
+        for name in told:
+            found = client.infer(name, [tensor]).as_numpy("y")
+            np.testing.assert_allclose(found, feeds.outputs["y"], atol=0.05)
+    assert (told["named"]["profile"], told["named"]["choice"]) == ("cpu-bf16", "")
+    assert told["chosen"]["profile"] in BOTH
+    assert told["chosen"]["choice"].startswith("auto: ")
+    assert told["chosen"]["choice"] in server.log
+    assert html.escape(told["chosen"]["choice"]) in server.get("/")[1]
+    assert "profile cpu-bf16" in server.get("/")[1]
+    labels = 'accumulation="fp32",backend="onnxruntime",device="cpu",model="named",precision="bf16",profile="cpu-bf16"'
+    assert server.metric(f'bf16kit_model_info{{{labels},version="1"}}') == 1
+    baseline = 'bf16kit_drift_baseline{metric="relative_l2",model="named",output="y",version="1"}'
+    drift = Artifact.open(converted).manifest.drift["cpu-bf16"]
+    assert server.metric(baseline) == drift.outputs["y"]["relative_l2"]["mean"]

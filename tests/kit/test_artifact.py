@@ -223,6 +223,15 @@ class TestRefused:
         with pytest.raises(ArtifactError, match=f"{name}' is not a plain file name"):
             Artifact.open(small_artifact.path)
 
+    def test_golden_samples_of_a_profile_s_own_that_are_not_listed(self, small_artifact: Artifact) -> None:
+        def naming(manifest: Manifest) -> Manifest:
+            own = manifest.profiles["cpu"].model_copy(update={"golden": "golden.cpu.safetensors"})
+            return manifest.amended(profiles={**manifest.profiles, "cpu": own})
+
+        rewrite(small_artifact, naming)
+        with pytest.raises(ArtifactError, match=r"'golden\.cpu\.safetensors' is not among its files"):
+            Artifact.open(small_artifact.path)
+
     @pytest.mark.parametrize("name", ["cpu.onnx", "golden.safetensors", "residual.bin", "weights.bf16"])
     def test_a_file_that_is_used_but_not_listed(self, small_artifact: Artifact, name: str) -> None:
         """Nothing is read whose digest is not known."""
