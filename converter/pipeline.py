@@ -71,7 +71,9 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         mend = [name for name, words in certified.over.items() if words and options.search]
         late = Deadline.after(options.search_minutes).over
         draft = stage.draft(manifest)
-        layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late)
+        # Each profile's layers take a tenth of a conversion: of what nobody asked for, `explain` tells them later.
+        unasked = options.optional_profiles
+        layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late, without=unasked)
         measurements = measured(manifest, certified, layers, census, mending)
         # Not `sentences`: the page takes what a search did from the measurements, and shows it beside the islands.
         artifact = publish(options, stage, manifest, measurements, [*notes, *mending.remarks()], progress)

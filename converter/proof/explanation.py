@@ -69,12 +69,15 @@ def tables(
     *,
     mend: Collection[str] = (),
     late: Late = never,
+    without: Collection[str] = (),
 ) -> dict[str, Layers]:
-    """What the first of ``feeds`` say of all ONNX profiles, and what would mend those named in ``mend``.
+    """What the first of ``feeds`` say of all ONNX profiles but those named in ``without``, and what would mend those
+    named in ``mend``.
 
     No verdict needs them: what does not run is a note, and an artifact without a reference has none.
     """
-    profiles = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
+    found_onnx = (name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
+    profiles = sorted(set(found_onnx) - set(without))
     if artifact.manifest.reference is None or not profiles:
         return {}
     found: dict[str, Layers] = {}

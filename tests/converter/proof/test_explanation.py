@@ -115,7 +115,19 @@ def test_a_profile_that_the_artifact_lacks(cli: Cli, target: Path, onnx_file: Pa
     cli("explain", target, "--profile", "cuda").refused(2, "no ONNX profile 'cuda'", "it has cpu")
 
 
-@pytest.mark.parametrize("profile", ["cpu", "cpu-bf16", "cuda"])
+def test_a_profile_that_nobody_asked_for_costs_a_conversion_no_measuring_of_layers(
+    cli: Cli, small: Artifact, onnx_file: Path, target: Path
+) -> None:
+    told = small.measurements()
+    assert told is not None
+    assert told.profiles["cpu-bf16"].layers is None
+    cli("checkpoint", onnx_file, "--out", target, "--profile", "cpu-bf16", *ONNX_ONLY).published()
+    asked = Artifact.open(target).measurements()
+    assert asked is not None
+    assert asked.profiles["cpu-bf16"].layers is not None
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_a_conversion_measures_its_layers(small: Artifact, profile: str) -> None:
     measurements = small.measurements()
     assert measurements is not None

@@ -152,6 +152,6 @@ def test_the_report_of_a_conversion_loads_alone(chromium: Browser, mlp: Artifact
     layers = measured.profiles["cuda"].layers
     assert layers is not None
     drawn = [row for row in layers.rows if row.sqnr_db < MOST_DB]
-    titles = "[...document.querySelectorAll('svg[aria-labelledby^=layers2] .dot title')].map(t => t.textContent)"
+    titles = "[...document.querySelectorAll('svg[aria-labelledby^=layers1] .dot title')].map(t => t.textContent)"
     assert [title.split(" (")[0] for title in chromium.evaluate(titles)] == [row.weight or row.name for row in drawn]
     assert {row.weight for row in drawn} & {tensor.name for tensor in mlp.manifest.checkpoint}
