@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from converter.cpukernel.attention import Attention, attentions
 from converter.cpukernel.epilogues import Epilogue, epilogue
+from converter.cpukernel.norms import Norm, norms
 from converter.cpukernel.products import Layout, Product, lookups, panelled, products
 
 
@@ -28,12 +29,13 @@ class Fused:
 @dataclass(frozen=True, slots=True)
 class Work:
     """Products in graph order, tables by the node that looks rows up in them, weights stored in ``panels``, each with
-    the axis that holds the columns, and attention."""
+    the axis that holds the columns, attention, and residual sums that are normalised."""
 
     fused: tuple[Fused, ...] = ()
     lookups: Mapping[ir.Node, ir.Value] = field(default_factory=dict)
     panels: Mapping[str, int] = field(default_factory=dict)
     attentions: tuple[Attention, ...] = ()
+    norms: tuple[Norm, ...] = ()
 
     @classmethod
     def of(cls, model: ir.Model, narrow: Collection[str], panels: Mapping[str, int] | None = None) -> Work:
@@ -48,6 +50,7 @@ class Work:
             lookups(model, {name for name, axis in panels.items() if axis == 0}),
             panels,
             tuple(attentions(model)),
+            tuple(norms(model)),
         )
 
     def fused_in(self, model: ir.Model) -> list[Fused]:

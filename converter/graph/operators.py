@@ -73,11 +73,11 @@ def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
     """Where bf16 may stand in ``node`` at ``opset``; None when the operator has no bf16 form, or no known schema.
 
     com.microsoft has no schemas here; its operators take and give one floating type, so long as one output is used.
-    bf16kit's own products read their weights in bf16, one for each output after the first input, and fp32 besides; its
-    attention has none.
+    bf16kit's own products read their weights in bf16, one for each output after the first input, and fp32 besides;
+    its attention and normalisations have none.
     """
     if node.domain == KERNEL:
-        weights = 0 if node.op_type.startswith("Attention") else len(node.outputs)
+        weights = len(node.outputs) if node.op_type.startswith(("MatMul", "Gather")) else 0
         return Bf16Form(tuple(range(1, weights + 1)), ())
     if node.domain == "com.microsoft":
         used = [i for i, o in enumerate(node.outputs) if o.uses() or o.is_graph_output()]

@@ -59,9 +59,10 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
         decisions[_name(fused.product.node)] = multiplied
         for node in fused.epilogue.nodes:
             decisions[_name(node)] = Decision("fp32", "profile", "done by the CPU kernel with the product before it")
-    for attention in work.attentions:
-        for node in attention.nodes:
-            decisions[_name(node)] = Decision("fp32", "profile", "done by the CPU kernel's attention")
+    elsewhere = {node: "attention" for attention in work.attentions for node in attention.nodes}
+    elsewhere |= {node: "normalisation" for norm in work.norms for node in (norm.add, norm.layer_norm)}
+    for node, what in elsewhere.items():
+        decisions[_name(node)] = Decision("fp32", "profile", f"done by the CPU kernel's {what}")
     return decisions
 
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "gemm/attention.h"
+#include "gemm/norm.h"
 #include "gemm/weight.h"
 
 namespace bf16kit {
@@ -48,6 +49,7 @@ struct Path {
   Compute fp32;         // null where the path is for the other arithmetic alone
   Compute bf16;
   bool (*attend)(const Attention&, const AttentionPart&);  // null as fp32 is; false as it is
+  void (*normalise)(const Norm&, int64_t first_row, int64_t rows);  // null as fp32 is
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }
 };

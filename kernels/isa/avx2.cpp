@@ -59,6 +59,7 @@ struct Simd {
 #include "tile.inl"
 #include "part.inl"
 #include "attention.inl"
+#include "norm.inl"
 
 }  // namespace
 }  // namespace avx2
@@ -71,7 +72,7 @@ struct Simd {
 #endif
 
 const Path kAvx2 = {"avx2", [] { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; },
-                    avx2::compute<Arithmetic::kFp32>, avx2::compute<Arithmetic::kBf16>, avx2::attend};
+                    avx2::compute<Arithmetic::kFp32>, avx2::compute<Arithmetic::kBf16>, avx2::attend, avx2::normalise};
 
 }  // namespace bf16kit
 #endif

@@ -24,6 +24,7 @@ namespace {
 #include "tile.inl"
 #include "part.inl"
 #include "attention.inl"
+#include "norm.inl"
 
 }  // namespace
 }  // namespace avx512
@@ -35,7 +36,7 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend};
+const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend, avx512::normalise};
 
 }  // namespace bf16kit
 #endif

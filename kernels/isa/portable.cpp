@@ -86,10 +86,11 @@ struct Simd {
 #include "tile.inl"
 #include "part.inl"
 #include "attention.inl"
+#include "norm.inl"
 
 }  // namespace
 }  // namespace portable
 
-const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend};
+const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend, portable::normalise};
 
 }  // namespace bf16kit

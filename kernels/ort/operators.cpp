@@ -116,6 +116,8 @@ struct Operators {
 }  // namespace
 
 const CustomOp* operator_at(size_t index) {
+  constexpr size_t kBeforeNorms = kProductsAndLookups + kAttentionOperators;
+  if (index >= kBeforeNorms) return norm_operator_at(index - kBeforeNorms);
   if (index >= kProductsAndLookups) return attention_operator_at(index - kProductsAndLookups);
   static const Operators operators;
   return &operators.all[index].op;

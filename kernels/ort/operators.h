@@ -5,6 +5,7 @@
 
 #include "ort/abi.h"
 #include "ort/attention_op.h"
+#include "ort/norm_op.h"
 
 namespace bf16kit {
 
@@ -16,8 +17,9 @@ namespace bf16kit {
 //   MatMulBf16…, MatMul2Bf16…, MatMul3Bf16…     all of these once more, x being rounded to bf16
 //   Gather_LAYOUT                               3 layouts
 //   Attention_FORM[_grouped][_mask]             attention_op.h
+//   AddLayerNorm[_bias][_sum]                   norm_op.h
 constexpr size_t kProductsAndLookups = 2 * (1 + 4 * 2 * 5 + 4) + 3;
-constexpr size_t kOperators = kProductsAndLookups + kAttentionOperators;
+constexpr size_t kOperators = kProductsAndLookups + kAttentionOperators + kNormOperators;
 
 // Operator `index`, which lives as long as the program.
 const abi::CustomOp* operator_at(size_t index);

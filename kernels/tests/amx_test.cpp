@@ -75,7 +75,7 @@ namespace {
 
 using namespace amx_model;
 
-const Path kModel = {"amx (model)", [] { return true; }, compute_in_tiles, nullptr, nullptr};
+const Path kModel = {"amx (model)", [] { return true; }, compute_in_tiles, nullptr, nullptr, nullptr};
 
 // fp32's bound for as many additions as one product goes through here, and what is lost of subnormals: one smallest normal
 // number for each operation, and times the other operand for each operand.

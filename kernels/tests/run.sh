@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the kernel's property tests, of products, of attention and of the AMX path in a model, into build/kernel-test/ and runs them.
+# Builds the kernel's property tests, of products, attention, normalisation and the AMX path in a model, into
+# build/kernel-test/ and runs them.
 #
 #   kernels/tests/run.sh [--sanitize] [--cases 10000] [--seed 1] [--only INDEX]
 #
@@ -17,7 +18,7 @@ fi
 mkdir -p "$out"
 
 read -ra compiler <<<"${CXX:-g++}"
-objects=() jobs=() tests=(property_test attention_test amx_test)
+objects=() jobs=() tests=(property_test attention_test norm_test amx_test)
 for source in kernels/isa/*.cpp kernels/gemm/*.cpp "${tests[@]/#/kernels/tests/}"; do
   [[ $source == *.cpp ]] || source+=.cpp
   object=$out/$(basename "$source" .cpp).o

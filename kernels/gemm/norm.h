@@ -1,0 +1,26 @@
+// A residual sum and its normalisation: s = x + skip, y = (s - mean of s) / sqrt(variance of s + epsilon) * scale + bias.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bf16kit {
+
+struct Path;
+
+struct Norm {
+  const float *x, *skip;       // [rows, width]
+  const float *scale, *bias;   // [width]; the bias may be null
+  int64_t rows, width;
+  float epsilon;
+  float* y;    // [rows, width]
+  float* sum;  // s, [rows, width]; may be null
+};
+
+// Runs parts; see gemm/parallel.h.
+using RunNormParts = void (*)(void* threads, void (*part)(void* context, size_t i), size_t parts, void* context);
+
+// Computes y, and s where it is wanted, with `run(threads, …)`.
+void normalise(const Norm& norm, const Path& path, RunNormParts run, void* threads);
+
+}  // namespace bf16kit

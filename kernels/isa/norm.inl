@@ -1,0 +1,88 @@
+// A residual sum and its normalisation, for any instruction set. Included by each isa/*.cpp inside its own namespace,
+// after attention.inl.
+//
+// Sums over a row are made of 32 sums, of every 32nd element each, added up as a tree: the same bits on every path (the
+// portable one may lack fma). With s = x + skip:
+//     mean = sum of s / width;  variance = sum of (s - mean)^2 / width;  r = 1 / sqrt(variance + epsilon)
+//     y = fma((s - mean) * r, scale, bias)
+
+// Elements [at, at + 32) of a row, where `width` of them exist and the others are `other`.
+inline const float* block_of(const float* from, int64_t width, float other, float (&scratch)[kPanel]) {
+  if (width >= kPanel) return from;
+  for (int i = 0; i < kPanel; ++i) scratch[i] = i < width ? from[i] : other;
+  return scratch;
+}
+
+// s of one row, and the sum of it.
+inline float add_rows(const float* x, const float* skip, int64_t width, float* s) {
+  alignas(64) float left[kPanel], right[kPanel], last[kPanel];
+  Simd::reg sums[kVectors];
+  for (Simd::reg& each : sums) each = Simd::zero();
+  for (int64_t at = 0; at < width; at += kPanel) {
+    const float* a = block_of(x + at, width - at, 0, left);
+    const float* b = block_of(skip + at, width - at, 0, right);
+    float* to = width - at < kPanel ? last : s + at;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Simd::reg sum = Simd::add(Simd::load(a + v * Simd::kLanes), Simd::load(b + v * Simd::kLanes));
+      Simd::store(to + v * Simd::kLanes, sum);
+      sums[v] = Simd::add(sums[v], sum);
+    }
+    if (to == last) copy(last, width - at, s + at);
+  }
+  return fold(sums, Sum());
+}
+
+// The sum of (s - mean)^2.
+inline float squares(const float* s, int64_t width, float mean) {
+  alignas(64) float last[kPanel];
+  const Simd::reg middle = Simd::set(mean);
+  Simd::reg sums[kVectors];
+  for (Simd::reg& each : sums) each = Simd::zero();
+  for (int64_t at = 0; at < width; at += kPanel) {
+    const float* from = block_of(s + at, width - at, mean, last);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Simd::reg off = Simd::sub(Simd::load(from + v * Simd::kLanes), middle);
+      sums[v] = Simd::fma(off, off, sums[v]);
+    }
+  }
+  return fold(sums, Sum());
+}
+
+inline void scale_row(const Norm& norm, const float* s, float mean, float factor, float* y) {
+  alignas(64) float values[kPanel], scales[kPanel], biases[kPanel] = {}, last[kPanel];
+  const Simd::reg middle = Simd::set(mean), r = Simd::set(factor);
+  for (int64_t at = 0; at < norm.width; at += kPanel) {
+    const int64_t left = norm.width - at;
+    const float* from = block_of(s + at, left, mean, values);
+    const float* scale = block_of(norm.scale + at, left, 0, scales);
+    const float* bias = norm.bias == nullptr ? biases : block_of(norm.bias + at, left, 0, biases);
+    float* to = left < kPanel ? last : y + at;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const int i = v * Simd::kLanes;
+      const Simd::reg off = Simd::mul(Simd::sub(Simd::load(from + i), middle), r);
+      Simd::store(to + i, Simd::fma(off, Simd::load(scale + i), Simd::load(bias + i)));
+    }
+    if (to == last) copy(last, left, y + at);
+  }
+}
+
+// Not inlined: nothing of it may move out of the rounding mode that normalise() sets.
+__attribute__((noinline)) void normalise_rows(const Norm& norm, int64_t first, int64_t rows) {
+  const auto width = static_cast<float>(norm.width);
+  for (int64_t row = first; row < first + rows; ++row) {
+    const int64_t start = row * norm.width;
+    float* y = norm.y + start;
+    float* s = norm.sum == nullptr ? y : norm.sum + start;
+    const float mean = add_rows(norm.x + start, norm.skip + start, norm.width, s) / width;
+    const float variance = squares(s, norm.width, mean) / width;
+    scale_row(norm, s, mean, 1 / __builtin_sqrtf(variance + norm.epsilon), y);
+  }
+}
+
+void normalise(const Norm& norm, int64_t first, int64_t rows) {
+  const RoundingMode mode(Arithmetic::kFp32);
+  normalise_rows(norm, first, rows);
+}

@@ -1,0 +1,119 @@
+// Residual sums and their normalisation against float64 in random cases, on every path that the processor supports.
+//
+//   norm_test [--cases 10000] [--seed 1] [--only INDEX]
+//
+// Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
+#include <cstdio>
+#include <cstdlib>
+
+#include "case.h"
+#include "gemm/norm.h"
+
+namespace bf16kit {
+namespace {
+
+uint64_t g_seed = 1;
+int64_t g_failures = 0;
+
+void fail(int64_t index, const Path& path, const Norm& norm, const char* what) {
+  ++g_failures;
+  std::printf("FAIL --seed %llu --only %lld path=%s rows=%lld width=%lld: %s\n", static_cast<unsigned long long>(g_seed),
+              static_cast<long long>(index), path.name, static_cast<long long>(norm.rows),
+              static_cast<long long>(norm.width), what);
+}
+
+std::vector<const Path*> supported_paths() {
+  std::vector<const Path*> paths;
+#if defined(__x86_64__)
+  for (const Path* path : {&kAvx512, &kAvx2}) {
+    if (path->supported()) paths.push_back(path);
+  }
+#endif
+  paths.push_back(&kPortable);
+  return paths;
+}
+
+// Parts in the other order: nothing may depend on it.
+void run_backwards(void*, void (*part)(void*, size_t), size_t parts, void* context) {
+  for (size_t i = parts; i > 0; --i) part(context, i - 1);
+}
+
+Exact<float> draw(Random& random, int64_t size, float scale, float offset) {
+  Exact<float> values(size, random.between(0, 3));
+  for (int64_t i = 0; i < size; ++i) values[i] = random.normal() * scale + offset;
+  return values;
+}
+
+bool same(float a, float b) { return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0; }
+
+// Whether row `row` is what float64 makes of the same s, within the roundings of the mean, r and the rest.
+bool close(const Norm& norm, const float* s, int64_t row) {
+  double sum = 0, squares = 0, most = 0;
+  for (int64_t i = 0; i < norm.width; ++i) sum += s[i], most = std::max(most, std::fabs(static_cast<double>(s[i])));
+  const double mean = sum / norm.width;
+  for (int64_t i = 0; i < norm.width; ++i) squares += (s[i] - mean) * (s[i] - mean);
+  const double r = 1 / std::sqrt(squares / norm.width + norm.epsilon), unit = 0x1p-24;
+  for (int64_t i = 0; i < norm.width; ++i) {
+    const double bias = norm.bias == nullptr ? 0 : norm.bias[i], normal = (s[i] - mean) * r;
+    const double wanted = normal * norm.scale[i] + bias, steps = norm.width / 32.0 + 16;
+    const double off = unit * (steps * (most * r + std::fabs(normal)) * std::fabs(norm.scale[i]) + std::fabs(wanted));
+    if (!(std::fabs(norm.y[row * norm.width + i] - wanted) <= off)) return false;
+  }
+  return true;
+}
+
+void check(int64_t index) {
+  Random random(g_seed, index);
+  Norm norm = {};
+  norm.rows = random.between(1, 20);
+  norm.width = random.chance(0.02) ? random.between(4000, 9000) : random.between(1, random.one_of<int64_t>({40, 130, 800}));
+  norm.epsilon = random.one_of({1e-12f, 1e-5f});
+  const float scale = random.one_of({1.0f, 30.0f, 0.01f}), offset = random.chance(0.2) ? 5 : 0;
+  const int64_t size = norm.rows * norm.width;
+  const Exact<float> x = draw(random, size, scale, offset), skip = draw(random, size, scale, 0);
+  const Exact<float> weights = draw(random, norm.width, 1, 0), bias = draw(random, norm.width, 1, 0);
+  norm.x = x.data(), norm.skip = skip.data(), norm.scale = weights.data();
+  if (random.chance(0.7)) norm.bias = bias.data();
+  Exact<float> first;
+  for (const Path* path : supported_paths()) {
+    Exact<float> y(size, 1), sum(size, 2), alone(norm.width, 1);
+    norm.y = y.data(), norm.sum = random.chance(0.5) ? sum.data() : nullptr;
+    normalise(norm, *path, run_backwards, nullptr);
+    std::vector<float> s(norm.width);
+    for (int64_t row = 0; row < norm.rows; ++row) {
+      for (int64_t i = 0; i < norm.width; ++i) {
+        s[i] = x[row * norm.width + i] + skip[row * norm.width + i];
+        if (norm.sum != nullptr && !same(s[i], sum[row * norm.width + i])) return fail(index, *path, norm, "the sum");
+      }
+      if (!close(norm, s.data(), row)) return fail(index, *path, norm, "a row is not within the bound");
+    }
+    Norm one = norm;
+    const int64_t row = random.between(0, norm.rows - 1);
+    one.rows = 1, one.x += row * norm.width, one.skip += row * norm.width, one.y = alone.data(), one.sum = nullptr;
+    normalise(one, *path, run_backwards, nullptr);
+    for (int64_t i = 0; i < norm.width; ++i) {
+      if (!same(alone[i], y[row * norm.width + i])) return fail(index, *path, norm, "a row alone has other bits");
+    }
+    if (path == &kPortable) continue;
+    for (int64_t i = 0; i < first.size(); ++i) {
+      if (!same(first[i], y[i])) return fail(index, *path, norm, "another path has other bits");
+    }
+    first = std::move(y);
+  }
+}
+
+}  // namespace
+}  // namespace bf16kit
+
+int main(int count, char** arguments) {
+  int64_t cases = 10000, only = -1;
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = arguments[i];
+    const int64_t value = std::atoll(arguments[i + 1]);
+    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(bf16kit::g_seed)) = value;
+  }
+  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && bf16kit::g_failures < 20; ++i) bf16kit::check(i);
+  std::printf("%s: %lld cases of normalisation, seed %llu\n", bf16kit::g_failures == 0 ? "ok" : "FAILED",
+              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(bf16kit::g_seed));
+  return bf16kit::g_failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from layers import Array, ours
+from lowered import lower
+from onnx import ModelProto, helper
+from onnx.reference import ReferenceEvaluator
+
+import graphs
+from bf16kit.runtime.kernel import VARIABLE
+from bf16kit.runtime.loading import load
+
+WIDTH = 40
+
+
+def residual(
+    *, bias: bool = True, summed: bool = False, skip: tuple[Any, ...] = ("batch", "seq", WIDTH), **norm: Any
+) -> ModelProto:
+    """x and skip → LayerNormalization(x + skip), times 2 → y; and the sum, negated, where it is wanted."""
+    nodes = [
+        helper.make_node("Add", ["x", "skip"], ["s"], name="add"),
+        helper.make_node("LayerNormalization", ["s", "w", *(["b"] if bias else [])], ["n"], name="norm", **norm),
+        helper.make_node("Abs", ["n"], ["y"], name="abs"),
+    ]
+    outputs = [graphs.edge("y", ["batch", "seq", WIDTH])]
+    if summed:
+        nodes.insert(1, helper.make_node("Neg", ["s"], ["t"], name="neg"))
+        outputs.append(graphs.edge("t", ["batch", "seq", WIDTH]))
+    weights = [graphs.initializer(name, graphs.values(WIDTH, seed=i)) for i, name in enumerate("wb")]
+    return graphs.model(nodes, [graphs.edge("x", ["batch", "seq", WIDTH]), graphs.edge("skip", skip)], outputs, weights)
+
+
+def feeds() -> dict[str, Array]:
+    generator = np.random.default_rng(0)
+    return {name: generator.standard_normal((2, 3, WIDTH), np.float32) for name in ("x", "skip")}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_sum_that_is_normalised_is_one_node_that_gives_the_same_with_and_without_the_kernel(
+    bias: bool, summed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lower(tmp_path / "m" / "1", residual(bias=bias, summed=summed))
+    (node,) = ours(made)
+    op_type = f"AddLayerNorm{'_bias' if bias else ''}{'_sum' if summed else ''}"
+    assert (node.name, node.op_type, [*node.output]) == ("norm", op_type, ["n", "s"] if summed else ["n"])
+    assert sorted(made.ops("cpu")) == ["Abs", node.op_type, *(["Neg"] if summed else [])]
+    reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
+    assert reasons["add"] == reasons["norm"] == "done by the CPU kernel's normalisation"
+    expected, answers = made.run_source(feeds()), made.run_kernel(feeds())
+    monkeypatch.setenv(VARIABLE, "off")
+    fallback = load(made.artifact, "cpu").run(feeds())
+    evaluated = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx"))).run(None, feeds())
+    assert isinstance(evaluated, list)
+    for index, name in enumerate(expected):
+        for found in (answers[name], fallback[name], evaluated[index]):
+            np.testing.assert_allclose(found, expected[name], rtol=1e-5, atol=4e-6)
+
+
+def test_epsilon_is_the_node_s_or_onnx_s_default(tmp_path: Path) -> None:
+    for proto, wanted in ((residual(epsilon=1e-12), 1e-12), (residual(), 1e-5)):
+        (node,) = ours(lower(tmp_path / str(wanted) / "1", proto))
+        (epsilon,) = (a.f for a in node.attribute if a.name == "epsilon")
+        assert epsilon == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        residual(axis=1),
+        residual(skip=(1, 1, WIDTH)),
+        residual(skip=("other", "seq", WIDTH)),
+        residual(skip=(WIDTH,)),
+    ],
+    ids=["another axis", "broadcasts", "another name", "a row"],
+)
+def test_what_the_kernel_does_not_do_is_left_alone(proto: ModelProto, tmp_path: Path) -> None:
+    assert ours(lower(tmp_path / "m" / "1", proto)) == []
+
+
+def test_statistics_that_are_read_are_left_where_they_are(tmp_path: Path) -> None:
+    proto = residual()
+    proto.graph.node[1].output.append("mean")
+    proto.graph.output.append(graphs.edge("mean"))
+    assert ours(lower(tmp_path / "m" / "1", proto)) == []
+
+
+def test_a_constant_that_is_added_may_be_a_product_s_bias(tmp_path: Path) -> None:
+    proto = residual()
+    proto.graph.node[0].input[1] = "b1"
+    del proto.graph.input[1]
+    proto.graph.initializer.append(graphs.initializer("b1", np.ones((1, 1, WIDTH), np.float32)))
+    for dim in proto.graph.input[0].type.tensor_type.shape.dim[:2]:
+        dim.dim_value = 1
+    assert ours(lower(tmp_path / "m" / "1", proto)) == []

@@ -1,0 +1,109 @@
+"""``bf16kit::AddLayerNorm…`` through real sessions: what it answers, which bits are the same, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import ModelProto, helper
+
+import graphs
+from bf16kit.errors import ConfigError, RuntimeFailure
+from bf16kit.runtime import kernel
+from bf16kit.runtime.session import failing_as, open_session
+
+pytestmark = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+Array = NDArray[Any]
+
+
+def model(op: str, **attributes: Any) -> ModelProto:
+    names = ["x", "skip", "scale", *(["bias"] if "bias" in op else [])]
+    outputs = ["y", *(["sum"] if "sum" in op else [])]
+    node = helper.make_node(op, names, outputs, domain="bf16kit", **({"epsilon": 1e-5} | attributes))
+    made = graphs.model([node], [graphs.edge(name) for name in names], [graphs.edge(name) for name in outputs])
+    made.opset_import.append(helper.make_opsetid("bf16kit", 1))
+    return made
+
+
+def run(made: ModelProto, *inputs: Array, threads: int = 1) -> list[Array]:
+    """The answers. Raises :class:`~bf16kit.errors.RuntimeFailure` when there are none."""
+    session = open_session(made.SerializeToString(), threads=threads, library=kernel.LIBRARY)
+    with failing_as("running"):
+        found: list[Array] = session.run(None, dict(zip(("x", "skip", "scale", "bias"), inputs, strict=False)))
+    return found
+
+
+def inputs(*shape: int) -> list[Array]:
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal(size, np.float32) for size in (shape, shape, shape[-1:], shape[-1:])]
+
+
+def exact(x: Array, skip: Array, scale: Array, bias: Array | float = 0.0) -> Array:
+    s = (x + skip).astype(np.float64)
+    off = s - s.mean(-1, keepdims=True)
+    return np.asarray(off / np.sqrt((off**2).mean(-1, keepdims=True) + 1e-5) * scale + bias)
+
+
+@pytest.mark.parametrize("path", kernel.PATHS)
+@pytest.mark.parametrize("op", ["AddLayerNorm", "AddLayerNorm_bias", "AddLayerNorm_sum", "AddLayerNorm_bias_sum"])
+@pytest.mark.parametrize("shape", [(3, 384), (2, 5, 33), (7,), (1, 1)], ids=str)
+def test_it_normalises_within_fp32_s_rounding(
+    op: str, shape: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(kernel.VARIABLE, path)
+    try:
+        kernel.available()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    given = inputs(*shape)[: 4 if "bias" in op else 3]
+    found = run(model(op), *given)
+    np.testing.assert_allclose(found[0], exact(*given), rtol=1e-5, atol=2e-6)
+    if "sum" in op:
+        assert np.array_equal(found[1], given[0] + given[1])
+
+
+def test_threads_paths_and_neighbours_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, made = inputs(3000, 129), model("AddLayerNorm_bias")
+    (alone,) = run(made, *given)
+    assert np.array_equal(run(made, *given, threads=3)[0], alone)
+    assert np.array_equal(run(made, given[0][17:18], given[1][17:18], *given[2:])[0], alone[17:18])
+    monkeypatch.setenv(kernel.VARIABLE, "avx2")
+    assert np.array_equal(run(made, *given)[0], alone)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
+def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
+    assert run(model("AddLayerNorm_bias"), *inputs(*shape))[0].shape == shape
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    given, made = inputs(4, 40), model("AddLayerNorm")
+    clean = run(made, *given[:3])[0]
+    for value in (np.nan, np.inf, -np.inf):
+        spoilt = given[0].copy()
+        spoilt[1, 3] = value
+        found = run(made, spoilt, *given[1:3])[0]
+        assert np.isnan(found[1]).all()
+        assert np.array_equal(found[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 8), (1, 8), (8,), (8,)), "x and skip, of 2 and 2 dimensions, do not have one shape"),
+        (((), (), (8,), (8,)), "x and skip, of 0 and 0 dimensions"),
+        (((2, 8), (2, 8), (7,), (8,)), "the scale has 1 dimensions and 7 elements; it must be \\[8\\]"),
+        (((2, 8), (2, 8), (8,), (1, 8)), "the bias has 2 dimensions and 8 elements"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(RuntimeFailure, match=message):
+        run(model("AddLayerNorm_bias"), *(np.zeros(shape, np.float32) for shape in shapes))
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1])
+def test_an_epsilon_that_makes_no_sense_is_refused(epsilon: float) -> None:
+    with pytest.raises(RuntimeFailure, match="attribute epsilon is"):
+        run(model("AddLayerNorm", epsilon=epsilon), *inputs(2, 8)[:3])
