@@ -163,6 +163,7 @@ def _relative(found: NDArray[Any], expected: NDArray[Any]) -> float:
 def copies(sides: Sequence[Side], subject: Subject, root: Path) -> Iterator[dict[str, Subject]]:
     """The model once for every side, in files of its own: no side finds in the caches what another has read."""
     found: dict[str, Subject] = {}
+    shutil.rmtree(root, ignore_errors=True)  # of a benchmark that was killed
     try:
         for index, side in enumerate(sides):
             found[side.name] = subject if side.limit else _copied(side, subject, root / str(index))
