@@ -64,8 +64,8 @@ def _measurements(drifts: Mapping[str, DriftSummary]) -> Iterator[Measurement]:
     for name, summary in drifts.items():
         found = summary.stats["relative_l2"]
         at_most = _AT_MOST[side(name).options["profile"]] if side(name).ours else None
-        yield Measurement(f"{name}: relative_l2 of tokens, mean", found["mean"], at_most=at_most)
-        yield Measurement(f"{name}: relative_l2 of tokens, worst", found["worst"])
+        yield Measurement(f"{name}: relative_l2 of tokens, mean", found["mean"] + 0.0, at_most=at_most)
+        yield Measurement(f"{name}: relative_l2 of tokens, worst", found["worst"] + 0.0)  # no −0
 
 
 def _outputs(workers: Workers, name: str, files: list[Path], root: Path) -> list[np.ndarray]:

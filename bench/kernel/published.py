@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from bench.core.verdict import FEWEST_PROCESSES
@@ -97,7 +98,8 @@ def _claim(of: Published) -> str:
     ]
     said += [f"no difference seen: {_list(by[_SAME])}"] if by[_SAME] else []
     said += [f"slower: {_list(by[_SLOWER])}"] if by[_SLOWER] else []
-    return f"* **{title}{half}.** {'; '.join(said)}.\n"
+    text = f"* **{title}{half}.** {'; '.join(said)}."
+    return fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _against(of: Published, what: str) -> list[Mapping[str, Any]]:
@@ -134,7 +136,7 @@ def _tables(of: Published) -> str:
     processes = of.contents["kernel"]["settings"]["processes"]
     lines = [
         f"**{_where(of)}.** Milliseconds, medians of {processes} fresh processes of each; of a peer: at its defaults ·"
-        " at the best of its settings. The fastest is bold. Layers and the language model with cold caches.",
+        " at the best of all its settings. The fastest is bold. Layers and the language model with cold caches.",
         "",
         *_times(of),
         "",
@@ -160,16 +162,13 @@ def _times(of: Published) -> Iterator[str]:
 
 def _row(label: str, times: Mapping[str, float]) -> str:
     samples = {name: [[[ms]]] for name, ms in times.items()}
-    fastest = min(ms for name, ms in times.items() if not name.startswith("limit"))
-    cells = []
-    for profile in ("cpu", "cpu-bf16"):
-        path = path_of(profile, samples)
-        cells.append(_ms(times[path], fastest) if path else "–")
+    paths = [path_of(profile, samples) for profile in ("cpu", "cpu-bf16")]
+    cells = [[times[path]] if path else [] for path in paths]
     for default, tuned in _COLUMNS.items():
-        at_best = min((times[name] for name in tuned if name in times), default=None)
-        pair = [ms for ms in (times.get(default), at_best) if ms is not None]
-        cells.append(" · ".join(_ms(ms, fastest) for ms in pair) or "–")
-    return f"| {label} | {' | '.join(cells)} |"
+        at_best = min((times[name] for name in (default, *tuned) if name in times), default=None)
+        cells.append([ms for ms in (times.get(default), at_best) if ms is not None])
+    fastest = min(ms for cell in cells for ms in cell)
+    return f"| {label} | {' | '.join(' · '.join(_ms(ms, fastest) for ms in cell) or '–' for cell in cells)} |"
 
 
 def _ms(ms: float, fastest: float) -> str:
