@@ -15,6 +15,7 @@ versions=("$@")
 ((${#versions[@]})) || versions=(1.21.1 1.22.1 1.23.2 1.24.4 1.25.1 1.26.0 1.27.0 1.28.0 1.29.0 1.30.0 1.31.1)
 tests=(tests/kit/runtime/test_kernel_graphs.py tests/kit/runtime/test_kernel_refusals.py)
 tests+=(tests/kit/runtime/test_kernel_refusals_joined.py tests/converter/cpukernel/test_lookup.py)
+tests+=(tests/kit/runtime/test_kernel_bf16.py tests/kit/runtime/test_attention.py tests/kit/runtime/test_norm.py)
 
 failed=()
 for version in "${versions[@]}"; do
