@@ -1,11 +1,11 @@
 #include "ort/norm_op.h"
 
-#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <new>
 
 #include "gemm/path.h"
+#include "ort/custom_op.h"
 #include "ort/node.h"
 #include "ort/status.h"
 
@@ -93,36 +93,22 @@ Status* run(void* created, KernelContext* context) noexcept {
 }
 
 const char* name(const CustomOp* op) noexcept { return of(op).name; }
-const char* provider(const CustomOp*) noexcept { return nullptr; }  // the CPU's
 size_t input_count(const CustomOp* op) noexcept { return of(op).has_bias ? 4 : 3; }
 size_t output_count(const CustomOp* op) noexcept { return of(op).gives_sum ? 2 : 1; }
 int floats(const CustomOp*, size_t) noexcept { return kFloat; }
 int required(const CustomOp*, size_t) noexcept { return kRequired; }
-int memory_default(const CustomOp*, size_t) noexcept { return 0; }
-int one(const CustomOp*) noexcept { return 1; }
-int newest(const CustomOp*) noexcept { return INT_MAX; }
 
 CustomOp describe() {
-  CustomOp op = {};
-  op.version = kVersion;
+  CustomOp op = custom_op();
   op.GetName = name;
-  op.GetExecutionProviderType = provider;
   op.GetInputType = floats;
   op.GetInputTypeCount = input_count;
   op.GetOutputType = floats;
   op.GetOutputTypeCount = output_count;
   op.GetInputCharacteristic = required;
-  op.GetOutputCharacteristic = required;
-  op.GetInputMemoryType = memory_default;
-  op.GetVariadicInputMinArity = one;
-  op.GetVariadicInputHomogeneity = one;
-  op.GetVariadicOutputMinArity = one;
-  op.GetVariadicOutputHomogeneity = one;
   op.CreateKernelV2 = create;
   op.KernelComputeV2 = run;
   op.KernelDestroy = destroy;
-  op.GetStartVersion = one;
-  op.GetEndVersion = newest;
   return op;
 }
 

@@ -1,9 +1,9 @@
 #include "ort/operators.h"
 
-#include <climits>
 #include <cstdio>
 #include <initializer_list>
 
+#include "ort/custom_op.h"
 #include "ort/lookup_op.h"
 #include "ort/matmul_op.h"
 
@@ -26,7 +26,6 @@ struct Operator {
 const Operator& of(const CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
 
 const char* name(const CustomOp* op) noexcept { return of(op).name; }
-const char* provider(const CustomOp*) noexcept { return nullptr; }  // the CPU's
 
 size_t input_count(const CustomOp* op) noexcept { return 1 + of(op).weights + of(op).biases; }
 size_t output_count(const CustomOp* op) noexcept { return of(op).weights; }
@@ -39,10 +38,6 @@ int output_type(const CustomOp*, size_t) noexcept { return kFloat; }
 int input_characteristic(const CustomOp* op, size_t i) noexcept {
   return of(op).weights == 1 && i == 2 ? kOptional : kRequired;
 }
-int output_characteristic(const CustomOp*, size_t) noexcept { return kRequired; }
-int memory_default(const CustomOp*, size_t) noexcept { return 0; }
-int one(const CustomOp*) noexcept { return 1; }
-int newest(const CustomOp*) noexcept { return INT_MAX; }
 
 Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) noexcept {
   if (of(op).kind == Kind::kLookup) return create_lookup(api, info, created);
@@ -50,26 +45,16 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
 }
 
 CustomOp describe(Kind kind) {
-  CustomOp op = {};
-  op.version = kVersion;
+  CustomOp op = custom_op();
   op.GetName = name;
-  op.GetExecutionProviderType = provider;
   op.GetInputType = input_type;
   op.GetInputTypeCount = input_count;
   op.GetOutputType = output_type;
   op.GetOutputTypeCount = output_count;
   op.GetInputCharacteristic = input_characteristic;
-  op.GetOutputCharacteristic = output_characteristic;
-  op.GetInputMemoryType = memory_default;
-  op.GetVariadicInputMinArity = one;
-  op.GetVariadicInputHomogeneity = one;
-  op.GetVariadicOutputMinArity = one;
-  op.GetVariadicOutputHomogeneity = one;
   op.CreateKernelV2 = create;
   op.KernelComputeV2 = kind == Kind::kLookup ? run_lookup : run_product;
   op.KernelDestroy = kind == Kind::kLookup ? destroy_lookup : destroy_product;
-  op.GetStartVersion = one;
-  op.GetEndVersion = newest;
   return op;
 }
 
