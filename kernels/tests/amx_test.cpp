@@ -275,12 +275,6 @@ int run(int64_t cases, int64_t only) {
 
 int main([[maybe_unused]] int count, [[maybe_unused]] char** arguments) {
 #if defined(__x86_64__)
-  int64_t cases = 10000, only = -1;
-  for (int i = 1; i + 1 < count; i += 2) {
-    const std::string name = arguments[i];
-    const long long value = std::atoll(arguments[i + 1]);
-    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(bf16kit::g_seed)) = value;
-  }
-  return bf16kit::run(cases, only);
+  return bf16kit::run_as_told(count, arguments, bf16kit::run);
 #endif
 }

@@ -3,65 +3,16 @@
 //   attention_test [--cases 10000] [--seed 1] [--only INDEX]
 //
 // Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
-#include <atomic>
 #include <cstdio>
-#include <thread>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
 
 #include "attention_case.h"
-#include "gemm/path.h"
+#include "checks.h"
 
 namespace bf16kit {
 namespace {
-
-uint64_t g_seed = 1;
-int64_t g_failures = 0;
-
-void fail(const std::string& where, const std::string& what) {
-  ++g_failures;
-  std::printf("FAIL --seed %llu %s: %s\n", static_cast<unsigned long long>(g_seed), where.c_str(), what.c_str());
-}
-
-std::vector<const Path*> supported_paths() {
-  std::vector<const Path*> paths;
-#if defined(__x86_64__)
-  for (const Path* path : {&kAvx512, &kAvx2}) {
-    if (path->supported()) paths.push_back(path);
-  }
-#endif
-  paths.push_back(&kPortable);
-  return paths;
-}
-
-bool fused([[maybe_unused]] const Path& path) {
-#ifdef FP_FAST_FMAF
-  return true;
-#else
-  return &path != &kPortable;
-#endif
-}
-
-bool same(float a, float b) { return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0; }
-
-std::string number(double value) {
-  char text[40];
-  std::snprintf(text, sizeof text, "%.9g", value);
-  return text;
-}
-
-// `threads` threads, each of which takes the next part that is left.
-void run_on_threads(void* threads, void (*part)(void*, size_t), size_t parts, void* context) {
-  std::atomic<size_t> next{0};
-  const auto work = [&] {
-    for (size_t i = next++; i < parts; i = next++) part(context, i);
-  };
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < *static_cast<int64_t*>(threads); ++i) others.emplace_back(work);
-  work();
-  for (std::thread& other : others) other.join();
-}
 
 Exact<float> compute(const AttentionCase& c, const Path& path, int64_t threads) {
   Exact<float> y(c.outputs(), 1);
@@ -196,7 +147,7 @@ void check_order(const AttentionCase& c, const Exact<float>& y, Random& random, 
 
 void check(const AttentionCase& c, Random& random, const std::string& name) {
   Exact<float> first;  // of the fused paths
-  const std::vector<const Path*> paths = supported_paths();
+  const std::vector<const Path*> paths = supported_paths(Arithmetic::kFp32);
   for (const Path* path : paths) {
     if (path == &kPortable && paths.size() > 1 && random.chance(0.7)) continue;
     const std::string where = name + " path=" + path->name + " " + c.describe();
@@ -228,7 +179,7 @@ void check_large(Random& random) {
 
 // No keys: sums of nothing. No queries: nothing.
 void check_empty() {
-  for (const Path* path : supported_paths()) {
+  for (const Path* path : supported_paths(Arithmetic::kFp32)) {
     AttentionCase c;
     c.keys = 0, c.queries = 3, c.width = 5;
     const Exact<float> y = compute(c, *path, 1);
@@ -259,12 +210,4 @@ int run(int64_t cases, int64_t only) {
 }  // namespace
 }  // namespace bf16kit
 
-int main(int count, char** arguments) {
-  int64_t cases = 10000, only = -1;
-  for (int i = 1; i + 1 < count; i += 2) {
-    const std::string name = arguments[i];
-    const int64_t value = std::atoll(arguments[i + 1]);
-    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(bf16kit::g_seed)) = value;
-  }
-  return bf16kit::run(cases, only);
-}
+int main(int count, char** arguments) { return bf16kit::run_as_told(count, arguments, bf16kit::run); }

@@ -175,4 +175,20 @@ inline void check(const Case& c, Random& random, const std::string& name, double
   }
 }
 
+// What main() of each test does: `run` gets the number of cases, or that of the only one, and returns the exit status.
+inline int run_as_told(int count, char** arguments, int (*run)(int64_t cases, int64_t only)) {
+  int64_t cases = 10000, only = -1;
+  for (int i = 1; i < count; i += 2) {
+    const std::string name = arguments[i];
+    char* end = nullptr;
+    const long long value = i + 1 < count ? std::strtoll(arguments[i + 1], &end, 10) : 0;
+    if (end == nullptr || *end != '\0' || value < 0 || (name != "--cases" && name != "--seed" && name != "--only")) {
+      std::fprintf(stderr, "usage: %s [--cases 10000] [--seed 1] [--only INDEX]\n", arguments[0]);
+      return 2;
+    }
+    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(g_seed)) = value;
+  }
+  return run(cases, only);
+}
+
 }  // namespace bf16kit

@@ -4,33 +4,18 @@
 //
 // Exit status 1 when anything failed, with a line for each failure that says how to run that case alone.
 #include <cstdio>
-#include <cstdlib>
 
-#include "case.h"
+#include "checks.h"
 #include "gemm/norm.h"
 
 namespace bf16kit {
 namespace {
-
-uint64_t g_seed = 1;
-int64_t g_failures = 0;
 
 void fail(int64_t index, const Path& path, const Norm& norm, const char* what) {
   ++g_failures;
   std::printf("FAIL --seed %llu --only %lld path=%s rows=%lld width=%lld: %s\n", static_cast<unsigned long long>(g_seed),
               static_cast<long long>(index), path.name, static_cast<long long>(norm.rows),
               static_cast<long long>(norm.width), what);
-}
-
-std::vector<const Path*> supported_paths() {
-  std::vector<const Path*> paths;
-#if defined(__x86_64__)
-  for (const Path* path : {&kAvx512, &kAvx2}) {
-    if (path->supported()) paths.push_back(path);
-  }
-#endif
-  paths.push_back(&kPortable);
-  return paths;
 }
 
 // Parts in the other order: nothing may depend on it.
@@ -43,8 +28,6 @@ Exact<float> draw(Random& random, int64_t size, float scale, float offset) {
   for (int64_t i = 0; i < size; ++i) values[i] = random.normal() * scale + offset;
   return values;
 }
-
-bool same(float a, float b) { return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0; }
 
 // Whether row `row` is what float64 makes of the same s, within the roundings of the mean, r and the rest.
 bool close(const Norm& norm, const float* s, int64_t row) {
@@ -75,7 +58,7 @@ void check(int64_t index) {
   norm.x = x.data(), norm.skip = skip.data(), norm.scale = weights.data();
   if (random.chance(0.7)) norm.bias = bias.data();
   Exact<float> first;
-  for (const Path* path : supported_paths()) {
+  for (const Path* path : supported_paths(Arithmetic::kFp32)) {
     Exact<float> y(size, 1), sum(size, 2), alone(norm.width, 1);
     norm.y = y.data(), norm.sum = random.chance(0.5) ? sum.data() : nullptr;
     normalise(norm, *path, run_backwards, nullptr);
@@ -102,18 +85,14 @@ void check(int64_t index) {
   }
 }
 
+int run(int64_t cases, int64_t only) {
+  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < 20; ++i) check(i);
+  std::printf("%s: %lld cases of normalisation, seed %llu\n", g_failures == 0 ? "ok" : "FAILED",
+              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(g_seed));
+  return g_failures == 0 ? 0 : 1;
+}
+
 }  // namespace
 }  // namespace bf16kit
 
-int main(int count, char** arguments) {
-  int64_t cases = 10000, only = -1;
-  for (int i = 1; i + 1 < count; i += 2) {
-    const std::string name = arguments[i];
-    const int64_t value = std::atoll(arguments[i + 1]);
-    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(bf16kit::g_seed)) = value;
-  }
-  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && bf16kit::g_failures < 20; ++i) bf16kit::check(i);
-  std::printf("%s: %lld cases of normalisation, seed %llu\n", bf16kit::g_failures == 0 ? "ok" : "FAILED",
-              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(bf16kit::g_seed));
-  return bf16kit::g_failures == 0 ? 0 : 1;
-}
+int main(int count, char** arguments) { return bf16kit::run_as_told(count, arguments, bf16kit::run); }

@@ -34,17 +34,4 @@ int run(int64_t cases, int64_t only) {
 }  // namespace
 }  // namespace bf16kit
 
-int main(int count, char** arguments) {
-  int64_t cases = 10000, only = -1;
-  for (int i = 1; i < count; i += 2) {
-    const std::string name = arguments[i];
-    char* end = nullptr;
-    const long long value = i + 1 < count ? std::strtoll(arguments[i + 1], &end, 10) : 0;
-    if (end == nullptr || *end != '\0' || value < 0 || (name != "--cases" && name != "--seed" && name != "--only")) {
-      std::fprintf(stderr, "usage: %s [--cases 10000] [--seed 1] [--only INDEX]\n", arguments[0]);
-      return 2;
-    }
-    (name == "--cases" ? cases : name == "--only" ? only : reinterpret_cast<int64_t&>(bf16kit::g_seed)) = value;
-  }
-  return bf16kit::run(cases, only);
-}
+int main(int count, char** arguments) { return bf16kit::run_as_told(count, arguments, bf16kit::run); }
