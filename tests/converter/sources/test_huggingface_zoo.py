@@ -115,7 +115,7 @@ def test_clip_converts_with_all_defaults(tmp_path: Path, cli: Cli, target: Path)
     done = cli("checkpoint", tmp_path / "clip", "--out", target, "--no-report").published()
     assert "left out" not in done.out
     artifact = Artifact.open(target)
-    assert artifact.manifest.profiles.keys() == {"cpu", "cuda", "torchscript"}
+    assert artifact.manifest.profiles.keys() == {"cpu", "cpu-bf16", "cuda", "torchscript"}
     assert "over budget" not in cli("verify", target).published().err
     assert artifact.manifest.drift["torchscript"].outputs["logits_per_text"]["relative_l2"]["worst"] > 1.5e-2
 
