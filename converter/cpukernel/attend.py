@@ -43,7 +43,7 @@ class Attend(Step):
             made = ir.node(variant.op_type, inputs, attributes(attention), domain=DOMAIN, name=attention.softmax.name)
             model.graph.insert_before(attention.values, made)
             output, given = made.outputs[0], attention.result.outputs[0]
-            output.type, output.shape = given.type, given.shape
+            output.type, output.shape = given.type, ir.Shape(attention.shape)
             replace_output(model.graph, attention.result, output)
             model.graph.remove(attention.nodes[-2::-1], safe=True)
         if found:

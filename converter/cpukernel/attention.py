@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.heads import Operand, columns_first, dim, known_shape, only_reader, plain, same_dims
+from converter.cpukernel.heads import Dim, Operand, columns_first, dim, known_shape, only_reader, plain, same_dims
 from converter.cpukernel.heads import number as constant
+from converter.graph.initializers import const
 
 FLOAT = ir.DataType.FLOAT
 _HIDDEN = -1e30  # a number that no score changes when it is added
@@ -35,7 +36,8 @@ Mask = ir.Value | Choice
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``nodes``, in order, from the product of queries and keys to the Reshape whose output is all heads in rows.
+    """``nodes``, in order, from the product of queries and keys to the Reshape whose output is all heads in rows, or to
+    the Transpose before a Reshape that stays.
 
     ``masks`` add up to what is added to the scaled scores. The Softmax is among the nodes, and ``values`` multiplies.
     """
@@ -52,6 +54,11 @@ class Attention:
     @property
     def result(self) -> ir.Node:
         return self.nodes[-1]
+
+    @property
+    def shape(self) -> tuple[Dim, Dim, int]:
+        """All heads in rows: [batch, queries, heads · width]."""
+        return self.q.batch, self.q.rows, self.q.heads * self.v.columns
 
     @property
     def forms(self) -> str:
@@ -83,7 +90,7 @@ def _attention(softmax: ir.Node) -> Attention | None:
     if q is None or k is None or v is None:
         return None
     attention = Attention(q, k, v, traced.scale * q.scale * k.scale, traced.masks, softmax, values, nodes)
-    return attention if _fits(attention) else None
+    return _rows_alone(attention) if _fits(attention) else None
 
 
 def _fits(found: Attention) -> bool:
@@ -92,16 +99,20 @@ def _fits(found: Attention) -> bool:
         return False
     if q.columns != k.columns or k.heads != v.heads or k.shared != v.shared:
         return False
-    if q.heads != k.heads * k.shared and (k.heads, k.shared) != (1, 1):
-        return False
-    given = found.result.outputs[0].shape
-    return (
-        given is not None
-        and len(given) == 3
-        and dim(given[0], q.batch)
-        and dim(given[1], q.rows)
-        and (given[2] == q.heads * v.columns)
-    )
+    return q.heads == k.heads * k.shared or (k.heads, k.shared) == (1, 1)
+
+
+def _rows_alone(found: Attention) -> Attention | None:
+    """The same, up to the Reshape that puts heads into rows; or, where that does something else to what heads in rows
+    would be read as just so, without it."""
+    merged = found.result
+    given, wanted = known_shape(merged.outputs[0]), found.shape
+    if given is not None and len(given) == 3 and all(map(dim, given, wanted)):
+        return found
+    sizes = const(merged.inputs[1])
+    if sizes is None or 0 in sizes.numpy():  # 0 stands for a dimension of heads that are apart
+        return None
+    return replace(found, nodes=found.nodes[:-1])
 
 
 # --- from the scores back to their product ----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Spelling:
     of the scores, ``q``, ``both`` (half of it before q and before k), ``rows`` (before q is parted into heads), or
     ``none``, and nothing is scaled. ``mask``: ``add``, ``add_first`` (the mask is the left operand), ``where``,
     ``where_not``, ``two`` (an addition and a selection) or ``none``. ``turn``: whether k goes from rows to columns
-    first in ``one`` Transpose or ``two``.
+    first in ``one`` Transpose or ``two``. ``merged``: whether rows end up in a ``batch``, or all in one ``matrix``.
     """
 
     forms: str = "rrr"
@@ -35,6 +35,7 @@ class Spelling:
     heads: int = 4
     kv_heads: int = 4
     mask_shape: tuple[int | str, ...] = ("batch", 1, "queries", "keys")
+    merged: str = "batch"
 
 
 class _Drawing:
@@ -76,10 +77,11 @@ def attention(spelling: Spelling, sizes: Mapping[str, int] | None = None) -> Mod
     scores = _masked(drawing, s, scores)
     product = drawing.add("MatMul", drawing.add("Softmax", scores, to="weights", axis=-1), v, to="summed")
     rows = drawing.add("Transpose", product, perm=[0, 2, 1, 3])
-    drawing.add("Reshape", rows, drawing.const([0, 0, s.heads * WIDTH], np.int64), to="y")
+    lead, given = ([0, 0], ["batch", "queries"]) if s.merged == "batch" else ([-1], ["rows"])
+    drawing.add("Reshape", rows, drawing.const([*lead, s.heads * WIDTH], np.int64), to="y")
     edges = [graphs.edge(name, _sized(shape, sizes), dtype) for name, (shape, dtype) in _inputs(s).items()]
     return graphs.model(
-        drawing.nodes, edges, [graphs.edge("y", _sized(["batch", "queries", s.heads * WIDTH], sizes))], drawing.tensors
+        drawing.nodes, edges, [graphs.edge("y", _sized([*given, s.heads * WIDTH], sizes))], drawing.tensors
     )
 
 
@@ -116,7 +118,8 @@ def exact(s: Spelling, fed: Mapping[str, Array]) -> Array:
         scores = np.where(seen if s.mask != "where_not" else ~seen, scores, LOWEST)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     y = p / p.sum(-1, keepdims=True) @ v
-    return np.asarray(y.transpose(0, 2, 1, 3).reshape(y.shape[0], y.shape[2], -1))
+    y = y.transpose(0, 2, 1, 3).reshape(y.shape[0], y.shape[2], -1)
+    return np.asarray(y if s.merged == "batch" else y.reshape(-1, y.shape[-1]))
 
 
 def _inputs(s: Spelling) -> dict[str, tuple[list[int | str], int]]:

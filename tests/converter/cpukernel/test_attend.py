@@ -57,6 +57,14 @@ def test_every_spelling_becomes_one_node_that_gives_float64_s_result_with_and_wi
     np.testing.assert_allclose(evaluated[0], expected, rtol=2e-5, atol=4e-6)
 
 
+def test_rows_that_end_in_one_matrix_keep_the_reshape_that_puts_them_there(tmp_path: Path) -> None:
+    spelling = Spelling(merged="matrix")
+    made = lower(tmp_path / "m" / "1", attending.attention(spelling))
+    assert made.ops("cpu") == ["Attention_rrr_mask", "Reshape"]
+    fed = attending.feeds(spelling)
+    np.testing.assert_allclose(made.run_kernel(fed)["y"], attending.exact(spelling, fed), rtol=2e-5, atol=4e-6)
+
+
 def test_the_node_has_what_the_kernel_and_its_function_read(tmp_path: Path) -> None:
     (node,) = ours(lower(tmp_path / "m" / "1", attending.attention(Spelling())))
     assert [*node.input] == ["q", "k", "v", "mask"]

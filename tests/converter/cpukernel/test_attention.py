@@ -151,3 +151,13 @@ def test_keys_that_are_an_output_as_well_are_still_read_in_rows() -> None:
     proto.graph.output.append(graphs.edge(turned.input[0]))
     (attention,) = found(proto)
     assert (attention.forms, attention.k.value.name) == ("rrr", "k")
+
+
+def test_a_reshape_that_copies_a_dimension_of_heads_that_are_apart_is_no_merge() -> None:
+    proto = attending.attention(Spelling(merged="matrix"))
+    sizes = node(proto, "Reshape", last=True).input[1]
+    kept = [each for each in proto.graph.initializer if each.name != sizes]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend([*kept, graphs.initializer(sizes, np.array([0, -1, 0, 1, attending.WIDTH]))])
+    proto.graph.output[0].CopyFrom(graphs.edge("y"))
+    assert found(proto) == []
