@@ -61,7 +61,8 @@ def test_cuda_needs_the_release_whose_kernels_were_looked_up_or_an_older_one_tha
 
 def test_a_conversion_says_it_of_every_profile_and_the_page_and_inspect_do(mlp: Artifact, cli: Cli) -> None:
     needed = {name: entry.requires for name, entry in mlp.manifest.profiles.items()}
-    assert needed == {"cpu": {"onnxruntime": "1.24"}, "cuda": {"onnxruntime": TABLE}, "torchscript": {}}
+    on_cpu = {"onnxruntime": "1.24"}
+    assert needed == {"cpu": on_cpu, "cpu-bf16": on_cpu, "cuda": {"onnxruntime": TABLE}, "torchscript": {}}
     assert "onnxruntime 1.24 or later" in mlp.file("report.html").read_text("utf-8")
     assert "runs with   onnxruntime 1.24 or later (cpu)" in cli("inspect", mlp.path).published().out
 
