@@ -28,4 +28,14 @@ for source in kernels/isa/*.cpp kernels/gemm/*.cpp "${tests[@]/#/kernels/tests/}
 done
 for job in "${jobs[@]}"; do wait "$job"; done
 for test in "${tests[@]}"; do "${compiler[@]}" "${flags[@]}" "$out/$test.o" "${objects[@]}" -o "$out/$test"; done
-for test in "${tests[@]}"; do "$out/$test" "$@"; done
+# All at once, as they take minutes under sanitizers; what each says comes in this order.
+runs=() status=0
+for test in "${tests[@]}"; do
+  "$out/$test" "$@" >"$out/$test.log" 2>&1 &
+  runs+=($!)
+done
+for i in "${!runs[@]}"; do
+  wait "${runs[i]}" || status=$?
+  cat "$out/${tests[i]}.log"
+done
+exit "$status"
