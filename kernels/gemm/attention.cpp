@@ -9,8 +9,8 @@
 namespace bf16kit {
 namespace {
 
-// As in parallel.cpp, in nanoseconds: the least that is worth a part, and what is done before another thread is awake.
-constexpr double kShortest = 16000, kAlone = 32000;
+// The least that is worth a part, in nanoseconds.
+constexpr double kShortest = 16000;
 // What one core does in a nanosecond, about: multiplications, and elements of keys and values that it copies.
 constexpr double kMultipliesPerNs = 40, kCopiesPerNs = 4;
 // The exponential of a score takes as long as so many multiplications.
@@ -26,8 +26,6 @@ struct Parted {
   int64_t chunks;  // parts of one head's rows
   std::atomic<bool> failed{false};
 };
-
-int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
 
 // How long one core takes for one row, in nanoseconds; and to copy the keys and values of a head.
 double duration(const Attention& a) {
@@ -56,7 +54,7 @@ void run_part(void* context, size_t i) {
 
 }  // namespace
 
-bool attend(Attention& attention, const Path& path, RunAttentionParts run, void* threads) {
+bool attend(Attention& attention, const Path& path, RunParts run, void* threads) {
   static std::atomic<uint64_t> ids{0};
   const int64_t rows = attention.batch * attention.heads * attention.queries;
   if (rows == 0) return true;
@@ -71,11 +69,7 @@ bool attend(Attention& attention, const Path& path, RunAttentionParts run, void*
   const auto parts = static_cast<size_t>(groups * parted.chunks);
   const double copies = copying(attention) * static_cast<double>(groups);
   const double whole = duration(attention) * static_cast<double>(rows) + copies;
-  if (parts == 1 || whole < kAlone) {
-    for (size_t i = 0; i < parts; ++i) run_part(&parted, i);
-  } else {
-    run(threads, run_part, parts, &parted);
-  }
+  do_parts(whole, run, threads, run_part, parts, &parted);
   return !parted.failed;
 }
 

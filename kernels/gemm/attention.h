@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gemm/parts.h"
+
 namespace bf16kit {
 
 struct Path;
@@ -35,10 +37,7 @@ struct AttentionPart {
   int64_t first_row, rows;
 };
 
-// Runs parts; see gemm/parallel.h.
-using RunAttentionParts = void (*)(void* threads, void (*part)(void* context, size_t i), size_t parts, void* context);
-
 // Computes y (id is filled in here) with `run(threads, …)`. False when there was no memory.
-bool attend(Attention& attention, const Path& path, RunAttentionParts run, void* threads);
+bool attend(Attention& attention, const Path& path, RunParts run, void* threads);
 
 }  // namespace bf16kit

@@ -7,8 +7,8 @@
 namespace bf16kit {
 namespace {
 
-// As in parallel.cpp, in nanoseconds: what a part takes at least, and what is done before another thread is awake.
-constexpr double kShortest = 16000, kAlone = 32000;
+// What a part takes at least, in nanoseconds.
+constexpr double kShortest = 16000;
 // What one core does in a nanosecond, about, of elements that other cores have just written.
 constexpr double kElementsPerNs = 5;
 
@@ -26,13 +26,14 @@ void run_part(void* context, size_t i) {
 
 }  // namespace
 
-void normalise(const Norm& norm, const Path& path, RunNormParts run, void* threads) {
+void normalise(const Norm& norm, const Path& path, RunParts run, void* threads) {
   if (norm.rows == 0) return;
   const double row = static_cast<double>(norm.width) / kElementsPerNs;
-  if (row * static_cast<double>(norm.rows) < kAlone) return path.normalise(norm, 0, norm.rows);
-  const auto each = static_cast<int64_t>(kShortest / row) + 1;
+  // Rows of no elements take no time at all.
+  const auto each = static_cast<int64_t>(std::min(kShortest / row, static_cast<double>(norm.rows))) + 1;
   Parted parted = {norm, path, each};
-  run(threads, run_part, static_cast<size_t>((norm.rows + each - 1) / each), &parted);
+  const double whole = row * static_cast<double>(norm.rows);
+  do_parts(whole, run, threads, run_part, static_cast<size_t>(divide_up(norm.rows, each)), &parted);
 }
 
 }  // namespace bf16kit

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "gemm/parts.h"
+
 namespace bf16kit {
 
 struct Path;
@@ -17,10 +19,7 @@ struct Norm {
   float* sum;  // s, [rows, width]; may be null
 };
 
-// Runs parts; see gemm/parallel.h.
-using RunNormParts = void (*)(void* threads, void (*part)(void* context, size_t i), size_t parts, void* context);
-
 // Computes y, and s where it is wanted, with `run(threads, …)`.
-void normalise(const Norm& norm, const Path& path, RunNormParts run, void* threads);
+void normalise(const Norm& norm, const Path& path, RunParts run, void* threads);
 
 }  // namespace bf16kit

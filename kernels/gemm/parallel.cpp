@@ -10,8 +10,6 @@ namespace {
 // A part shorter than this, in nanoseconds, is not worth waking a thread for; one that is longer makes the others wait
 // at the end. In between, longer ones are better: a thread then stays with its rows.
 constexpr double kShortest = 8000, kLongest = 64000;
-// Less than this in all is done before another thread is awake.
-constexpr double kAlone = 32000;
 // What one core does in a nanosecond, about: the estimate only decides how work is parted, never what comes out.
 constexpr double kMultipliesPerNs = 40, kBytesPerNs = 20;
 // A product that takes less than so many of the longest parts is cut into about so many: what suffices for a few cores,
@@ -30,8 +28,6 @@ struct Parted {
   int64_t all_chunks;
   std::atomic<bool> failed{false};
 };
-
-int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
 
 // How long one core takes for some rows and one panel of `product`, in nanoseconds.
 double duration(const Product& product, int64_t rows) {
@@ -90,11 +86,7 @@ bool multiply(Product* products, size_t count, const Path& path, RunParts run, v
     parted.all_chunks += parted.chunks[i];
   }
   const auto parts = static_cast<size_t>(divide_up(rows, parted.block_rows) * parted.all_chunks);
-  if (parts == 1 || whole < kAlone) {
-    for (size_t i = 0; i < parts; ++i) run_part(&parted, i);
-  } else {
-    run(threads, run_part, parts, &parted);
-  }
+  do_parts(whole, run, threads, run_part, parts, &parted);
   return !parted.failed;
 }
 

@@ -3,12 +3,10 @@
 
 #include <cstddef>
 
+#include "gemm/parts.h"
 #include "gemm/path.h"
 
 namespace bf16kit {
-
-// Runs part(context, i) for every i in [0, parts), in any order, on any threads, and returns when all are done.
-using RunParts = void (*)(void* threads, void (*part)(void* context, size_t i), size_t parts, void* context);
 
 constexpr size_t kMostProducts = 3;
 

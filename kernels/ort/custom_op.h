@@ -25,4 +25,18 @@ inline abi::CustomOp custom_op() {
   return op;
 }
 
+// One of fp32 alone, none of whose inputs may be left out. `Operator` begins with the CustomOp and has a name.
+template <typename Operator>
+abi::CustomOp custom_op_of_floats(size_t (*inputs)(const abi::CustomOp*) noexcept,
+                                  size_t (*outputs)(const abi::CustomOp*) noexcept) {
+  using abi::CustomOp;
+  CustomOp op = custom_op();
+  op.GetName = [](const CustomOp* op) noexcept -> const char* { return reinterpret_cast<const Operator*>(op)->name; };
+  op.GetInputType = op.GetOutputType = [](const CustomOp*, size_t) noexcept -> int { return abi::kFloat; };
+  op.GetInputCharacteristic = [](const CustomOp*, size_t) noexcept -> int { return abi::kRequired; };
+  op.GetInputTypeCount = inputs;
+  op.GetOutputTypeCount = outputs;
+  return op;
+}
+
 }  // namespace bf16kit

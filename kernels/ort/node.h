@@ -39,7 +39,7 @@ abi::Status* read_choice(const abi::Api* api, const abi::KernelInfo* info, const
 // The constant behind input `index`, of weight.k * weight.n elements.
 abi::Status* read_weight(const abi::Api* api, const abi::KernelInfo* info, size_t index, Weight& weight);
 
-// Runs parts on the threads of the session that is running the node: a gemm/parallel.h RunParts.
+// Runs parts on the threads of the session that is running the node: a gemm/parts.h RunParts.
 struct Threads {
   const abi::Api* api;
   abi::KernelContext* context;

@@ -92,20 +92,11 @@ Status* run(void* created, KernelContext* context) noexcept {
   return threads.status;
 }
 
-const char* name(const CustomOp* op) noexcept { return of(op).name; }
 size_t input_count(const CustomOp* op) noexcept { return of(op).has_bias ? 4 : 3; }
 size_t output_count(const CustomOp* op) noexcept { return of(op).gives_sum ? 2 : 1; }
-int floats(const CustomOp*, size_t) noexcept { return kFloat; }
-int required(const CustomOp*, size_t) noexcept { return kRequired; }
 
 CustomOp describe() {
-  CustomOp op = custom_op();
-  op.GetName = name;
-  op.GetInputType = floats;
-  op.GetInputTypeCount = input_count;
-  op.GetOutputType = floats;
-  op.GetOutputTypeCount = output_count;
-  op.GetInputCharacteristic = required;
+  CustomOp op = custom_op_of_floats<Operator>(input_count, output_count);
   op.CreateKernelV2 = create;
   op.KernelComputeV2 = run;
   op.KernelDestroy = destroy;

@@ -259,14 +259,11 @@ int run(int64_t cases, int64_t only) {
     check_class_of_error(random);
     check_particulars_of_tiles();
   }
-  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < 20; ++i) {
+  return run_cases(cases, only, " of tiles", "", [](int64_t i) {
     Random own(g_seed, i);
     const Case c = draw_small(own);
     check_product(c, own, "--only " + std::to_string(i));
-  }
-  std::printf("%s: %lld cases of tiles, seed %llu\n", g_failures == 0 ? "ok" : "FAILED",
-              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(g_seed));
-  return g_failures == 0 ? 0 : 1;
+  });
 }
 
 }  // namespace

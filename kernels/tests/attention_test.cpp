@@ -197,14 +197,11 @@ int run(int64_t cases, int64_t only) {
     check_large(random);
     check_empty();
   }
-  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < 20; ++i) {
+  return run_cases(cases, only, " of attention", "", [](int64_t i) {
     Random random(g_seed, i);
     const AttentionCase c = draw_attention(random);
     check(c, random, "--only " + std::to_string(i));
-  }
-  std::printf("%s: %lld cases of attention, seed %llu\n", g_failures == 0 ? "ok" : "FAILED",
-              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(g_seed));
-  return g_failures == 0 ? 0 : 1;
+  });
 }
 
 }  // namespace

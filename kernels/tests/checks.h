@@ -175,6 +175,17 @@ inline void check(const Case& c, Random& random, const std::string& name, double
   }
 }
 
+// Checks cases 1 to `cases`, or the only one, until enough have failed, and says how it went: `what` were checked, and what
+// there is to `add`. Returns the exit status.
+template <typename Check>
+int run_cases(int64_t cases, int64_t only, const char* what, const std::string& add, Check check_case) {
+  constexpr int64_t kEnough = 20;
+  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < kEnough; ++i) check_case(i);
+  std::printf("%s: %lld cases%s, seed %llu%s\n", g_failures == 0 ? "ok" : "FAILED",
+              static_cast<long long>(only < 0 ? cases : 1), what, static_cast<unsigned long long>(g_seed), add.c_str());
+  return g_failures == 0 ? 0 : 1;
+}
+
 // What main() of each test does: `run` gets the number of cases, or that of the only one, and returns the exit status.
 inline int run_as_told(int count, char** arguments, int (*run)(int64_t cases, int64_t only)) {
   int64_t cases = 10000, only = -1;

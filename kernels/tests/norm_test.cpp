@@ -86,10 +86,7 @@ void check(int64_t index) {
 }
 
 int run(int64_t cases, int64_t only) {
-  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < 20; ++i) check(i);
-  std::printf("%s: %lld cases of normalisation, seed %llu\n", g_failures == 0 ? "ok" : "FAILED",
-              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(g_seed));
-  return g_failures == 0 ? 0 : 1;
+  return run_cases(cases, only, " of normalisation", "", [](int64_t i) { check(i); });
 }
 
 }  // namespace

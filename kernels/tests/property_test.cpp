@@ -20,15 +20,11 @@ int run(int64_t cases, int64_t only) {
     check_many_threads(random);
     check_particulars();
   }
-  constexpr int64_t kEnough = 20;
-  for (int64_t i = only < 0 ? 1 : only; i <= (only < 0 ? cases : only) && g_failures < kEnough; ++i) {
+  return run_cases(cases, only, "", ", paths" + names, [](int64_t i) {
     Random random(g_seed, i);
     const Case c = draw(random);
     check(c, random, "--only " + std::to_string(i), 0.7);
-  }
-  std::printf("%s: %lld cases, seed %llu, paths%s\n", g_failures == 0 ? "ok" : "FAILED",
-              static_cast<long long>(only < 0 ? cases : 1), static_cast<unsigned long long>(g_seed), names.c_str());
-  return g_failures == 0 ? 0 : 1;
+  });
 }
 
 }  // namespace

@@ -1,0 +1,25 @@
+// Work that is cut into parts for the threads of a session.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bf16kit {
+
+// Runs part(context, i) for every i in [0, parts), in any order, on any threads, and returns when all are done.
+using RunParts = void (*)(void* threads, void (*part)(void* context, size_t i), size_t parts, void* context);
+
+// Less than this in all, in nanoseconds, is done before another thread is awake.
+constexpr double kAlone = 32000;
+
+inline int64_t divide_up(int64_t total, int64_t each) { return (total + each - 1) / each; }
+
+// Runs all parts, which take one core `whole` nanoseconds: with `run(threads, …)`, or here where no other thread is worth
+// waking.
+inline void do_parts(double whole, RunParts run, void* threads, void (*part)(void* context, size_t i), size_t parts,
+                     void* context) {
+  if (parts > 1 && whole >= kAlone) return run(threads, part, parts, context);
+  for (size_t i = 0; i < parts; ++i) part(context, i);
+}
+
+}  // namespace bf16kit
