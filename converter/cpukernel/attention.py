@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.heads import Dim, Operand, columns_first, dim, known_shape, only_reader, plain, same_dims
-from converter.cpukernel.heads import number as constant
+from converter.cpukernel.heads import Operand, columns_first
+from converter.cpukernel.values import Dim, dim, known_shape, only_reader, plain, same_dims
+from converter.cpukernel.values import number as constant
 from converter.graph.initializers import const
 
 FLOAT = ir.DataType.FLOAT
 _HIDDEN = -1e30  # a number that no score changes when it is added
+_RANK = 4  # of scores
 _LONGEST = 8  # nodes between a product and its Softmax
 
 
@@ -153,16 +155,16 @@ def _steps(node: ir.Node) -> Iterator[tuple[ir.Value | None, Mask | float]]:
     inputs: Sequence[ir.Value | None] = node.inputs
     if node.op_type == "Where":
         for scores, other, hides in ((inputs[1], inputs[2], False), (inputs[2], inputs[1], True)):
-            number = constant(other)
+            number = constant(other, rank=_RANK)
             if number is not None and number <= _HIDDEN and inputs[0] is not None:
                 yield scores, Choice(inputs[0], hides, number)
     elif node.op_type == "Div":
-        divisor = constant(inputs[1])
+        divisor = constant(inputs[1], rank=_RANK)
         if divisor:
             yield inputs[0], 1 / divisor
     elif node.op_type in ("Mul", "Add"):
         for scores, other in ((inputs[0], inputs[1]), (inputs[1], inputs[0])):
-            factor = constant(other)
+            factor = constant(other, rank=_RANK)
             if node.op_type == "Mul" and factor is not None:
                 yield scores, factor
             elif node.op_type == "Add" and other is not None and other.dtype == FLOAT and other.shape is not None:

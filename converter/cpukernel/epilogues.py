@@ -16,6 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from converter.cpukernel.products import Product, takes_bias
+from converter.cpukernel.values import number, only_reader
 from converter.graph.initializers import const, dims
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
@@ -65,7 +66,7 @@ def epilogue(product: Product) -> Epilogue:
 def _add(product: ir.Node, columns: int) -> ir.Node | None:
     """The Add of a bias that alone reads what ``product`` gives, and that adds no dimension to it."""
     given = product.outputs[0]
-    node = _only_reader(given)
+    node = only_reader(given)
     if node is None or node.op_type != "Add":
         return None
     bias = node.inputs[1] if node.inputs[0] is given else node.inputs[0]
@@ -76,17 +77,8 @@ def _add(product: ir.Node, columns: int) -> ir.Node | None:
 
 def _reshape(result: ir.Value) -> ir.Node | None:
     """The Reshape that alone reads ``result``: GPT-2 multiplies matrices, and activates batches."""
-    node = _only_reader(result)
+    node = only_reader(result)
     return node if node is not None and node.op_type == "Reshape" and node.inputs[0] is result else None
-
-
-def _only_reader(value: ir.Value) -> ir.Node | None:
-    """The one node of ONNX's own that reads ``value``, once, where nobody else does."""
-    uses = tuple(value.uses())
-    if len(uses) != 1 or value.is_graph_output():
-        return None
-    node, producer = uses[0].node, value.producer()
-    return node if producer is not None and node.domain == "" and node.graph is producer.graph else None
 
 
 def _activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
@@ -122,14 +114,7 @@ def _elementwise(node: ir.Node, values: list[ir.Value]) -> bool:
     """Whether ``node``, beside ``values``, only reads numbers."""
     if node.domain != "" or node.op_type not in _FUNCTIONS or node.graph is not values[0].graph:
         return False
-    return all(value in values or _number(value) is not None for value in node.inputs)
-
-
-def _number(value: ir.Value | None) -> float | None:
-    tensor = const(value)
-    if tensor is None or tensor.size != 1 or len(dims(tensor)) > 1 or not tensor.dtype.is_floating_point():
-        return None
-    return float(tensor.numpy().reshape(()))
+    return all(value in values or number(value, rank=1) is not None for value in node.inputs)
 
 
 def _evaluate(x: ir.Value, nodes: tuple[ir.Node, ...]) -> Numbers:
@@ -137,7 +122,7 @@ def _evaluate(x: ir.Value, nodes: tuple[ir.Node, ...]) -> Numbers:
     known: dict[ir.Value | None, Numbers] = {x: _PROBES}
     with np.errstate(all="ignore"):
         for node in nodes:
-            inputs = [known[v] if v in known else np.float64(_number(v) or 0.0) for v in node.inputs]
+            inputs = [known[v] if v in known else np.float64(number(v, rank=1) or 0.0) for v in node.inputs]
             known[node.outputs[0]] = _FUNCTIONS[node.op_type](node, *inputs)
     return known[nodes[-1].outputs[0]]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.graph.initializers import const, dims
+from converter.cpukernel.values import Dim, dim, known_shape, number, plain
 
-Dim = int | ir.SymbolicDim
+_RANK = 4  # of what scales heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,49 +94,6 @@ def columns_first(value: ir.Value | None) -> Operand | None:
     return Operand(view, False, batch, heads, rows, columns, scale).in_rows_of(view)
 
 
-# --- what nodes and values are ----------------------------------------------------------------------------------------
-
-
-def plain(node: ir.Node) -> bool:
-    """Whether ``node`` is ONNX's own."""
-    return node.domain == ""
-
-
-def number(value: ir.Value | None) -> float | None:
-    """The one finite or infinite number that ``value`` is, where it is a constant of one element."""
-    tensor = const(value)
-    if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point() or len(dims(tensor)) > 4:
-        return None
-    return float(tensor.numpy().reshape(()))
-
-
-def known_shape(value: ir.Value | None) -> Sequence[Dim] | None:
-    """The dimensions of ``value``, where their number is known."""
-    return None if value is None or value.shape is None else value.shape.dims
-
-
-def dim(a: Dim, b: Dim) -> bool:
-    """Whether two dimensions are known to be the same."""
-    if isinstance(a, int) or isinstance(b, int):
-        return a == b
-    return a.value is not None and a.value == b.value
-
-
-def same_dims(a: ir.Value, b: ir.Value) -> bool:
-    """Whether two values are known to have the same shape."""
-    left, right = known_shape(a), known_shape(b)
-    return left is not None and right is not None and len(left) == len(right) and all(map(dim, left, right))
-
-
-def only_reader(value: ir.Value) -> ir.Node | None:
-    """The one node of ONNX's own, in the same graph, that reads ``value``, once, where nobody else does."""
-    uses, producer = tuple(value.uses()), value.producer()
-    if len(uses) != 1 or value.is_graph_output() or producer is None:
-        return None
-    node = uses[0].node
-    return node if plain(node) and node.graph is producer.graph else None
-
-
 def _made_by(value: ir.Value | None, op: str) -> ir.Node | None:
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == op and plain(node) else None
@@ -157,9 +114,9 @@ def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
         if node is None:
             break
         left, right = node.inputs[0], node.inputs[1]
-        factor = number(right)
+        factor = number(right, rank=_RANK)
         if factor is None and node.op_type == "Mul":
-            left, factor = right, number(left)
+            left, factor = right, number(left, rank=_RANK)
         shape, source = known_shape(value), known_shape(left)
         if not factor or shape is None or source is None or len(shape) != len(source):
             break

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel.functions import Body, define
-from converter.cpukernel.heads import known_shape, plain, same_dims
+from converter.cpukernel.values import known_shape, plain, same_dims
 from converter.graph.initializers import const, const_dims
 from converter.graph.step import Step
 from converter.passes.rewriting import replace_output

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernelpaths import use
 from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 import graphs
-from bf16kit.errors import ConfigError, RuntimeFailure
+from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import kernel
 from bf16kit.runtime.session import failing_as, open_session
 
@@ -64,15 +65,6 @@ def exact(q: Array, k: Array, v: Array, mask: Array | float = 0.0, scale: float 
     p = np.exp(scores - scores.max(-1, keepdims=True))
     y = (p / p.sum(-1, keepdims=True)) @ wide[1]
     return np.asarray(y.transpose(0, 2, 1, 3).reshape(q.shape[0], q.shape[2], -1))
-
-
-def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sessions use ``path`` from now on; the test is skipped where the processor cannot."""
-    monkeypatch.setenv(kernel.VARIABLE, path)
-    try:
-        kernel.available()
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 # --- what it answers --------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import products
 import pytest
+from kernelpaths import use
 from mapped import mapped_kb
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from products import ACTIVATIONS, LAYOUTS, product, run, session
 
 import graphs
-from bf16kit.errors import ConfigError
 from bf16kit.runtime import kernel
 from bf16kit.runtime.session import open_session
 
@@ -34,15 +34,6 @@ def bound(x: Array, weight: Array) -> Array:
     return np.asarray(
         1.0001 * additions * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64))
     )
-
-
-def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sessions use ``path`` from now on; the test is skipped where the processor cannot."""
-    monkeypatch.setenv(kernel.VARIABLE, path)
-    try:
-        kernel.available()
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 # --- what it answers --------------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernelpaths import use
 from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 import graphs
-from bf16kit.errors import ConfigError, RuntimeFailure
+from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import kernel
 from bf16kit.runtime.session import failing_as, open_session
 
@@ -52,11 +53,7 @@ def exact(x: Array, skip: Array, scale: Array, bias: Array | float = 0.0) -> Arr
 def test_it_normalises_within_fp32_s_rounding(
     op: str, shape: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(kernel.VARIABLE, path)
-    try:
-        kernel.available()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    use(path, monkeypatch)
     given = inputs(*shape)[: 4 if "bias" in op else 3]
     found = run(model(op), *given)
     np.testing.assert_allclose(found[0], exact(*given), rtol=1e-5, atol=2e-6)
@@ -69,7 +66,7 @@ def test_threads_paths_and_neighbours_change_no_bit(monkeypatch: pytest.MonkeyPa
     (alone,) = run(made, *given)
     assert np.array_equal(run(made, *given, threads=3)[0], alone)
     assert np.array_equal(run(made, given[0][17:18], given[1][17:18], *given[2:])[0], alone[17:18])
-    monkeypatch.setenv(kernel.VARIABLE, "avx2")
+    use("avx2", monkeypatch)
     assert np.array_equal(run(made, *given)[0], alone)
 
 

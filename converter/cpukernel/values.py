@@ -1,0 +1,52 @@
+"""What nodes and values are, as far as a graph shows it: all that recognising the kernel's work asks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from converter.graph.initializers import const, dims
+
+Dim = int | ir.SymbolicDim
+
+
+def plain(node: ir.Node) -> bool:
+    """Whether ``node`` is ONNX's own."""
+    return node.domain == ""
+
+
+def number(value: ir.Value | None, *, rank: int) -> float | None:
+    """The one finite or infinite number that ``value`` is, where it is a constant of one element in ``rank`` dimensions
+    at most."""
+    tensor = const(value)
+    if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point() or len(dims(tensor)) > rank:
+        return None
+    return float(tensor.numpy().reshape(()))
+
+
+def known_shape(value: ir.Value | None) -> Sequence[Dim] | None:
+    """The dimensions of ``value``, where their number is known."""
+    return None if value is None or value.shape is None else value.shape.dims
+
+
+def dim(a: Dim, b: Dim) -> bool:
+    """Whether two dimensions are known to be the same."""
+    if isinstance(a, int) or isinstance(b, int):
+        return a == b
+    return a.value is not None and a.value == b.value
+
+
+def same_dims(a: ir.Value, b: ir.Value) -> bool:
+    """Whether two values are known to have the same shape."""
+    left, right = known_shape(a), known_shape(b)
+    return left is not None and right is not None and len(left) == len(right) and all(map(dim, left, right))
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """The one node of ONNX's own, in the same graph, that reads ``value``, once, where nobody else does."""
+    uses, producer = tuple(value.uses()), value.producer()
+    if len(uses) != 1 or value.is_graph_output() or producer is None:
+        return None
+    node = uses[0].node
+    return node if plain(node) and node.graph is producer.graph else None
