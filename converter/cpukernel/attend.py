@@ -8,9 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
-from converter.cpukernel.attention import Choice, Mask, attentions
+from converter.cpukernel.attention import Choice, Mask
 from converter.cpukernel.attentionop import AttentionVariant, attributes, function
 from converter.cpukernel.functions import define
+from converter.cpukernel.work import Work
 from converter.graph.initializers import initializer
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
@@ -20,7 +21,7 @@ FLOAT = ir.DataType.FLOAT
 
 
 class Attend(Step):
-    """Let ``bf16kit::Attention_…`` do what :func:`attentions` finds, and define each variant as a function.
+    """Let ``bf16kit::Attention_…`` do the attention of ``work``, and define each variant as a function.
 
     The node has the name of the Softmax, and gives what the Reshape of all heads gave, under the same name. A mask that
     selects becomes one that is added, once for all that it is used by.
@@ -30,8 +31,12 @@ class Attend(Step):
 
     name = "use the CPU kernel's attention"
 
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
     def apply(self, model: ir.Model) -> bool:
-        found = attentions(model)
+        found = self._work.attentions_in(model)
         masks = _Masks(model)
         variants: dict[AttentionVariant, None] = {}
         for attention in found:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.attention import Attention, attentions
+from converter.cpukernel.attention import Attention, Choice, Mask, attentions
 from converter.cpukernel.epilogues import Epilogue, epilogue
+from converter.cpukernel.heads import Operand
 from converter.cpukernel.norms import Norm, norms
 from converter.cpukernel.products import Layout, Product, lookups, panelled, products
 
@@ -70,12 +71,22 @@ class Work:
         there = _There(model)
         return {there.node(node): there.value(table) for node, table in self.lookups.items()}
 
+    def attentions_in(self, model: ir.Model) -> list[Attention]:
+        """The attention, as a clone has it."""
+        there = _There(model)
+        return [_attention(each, there) for each in self.attentions]
+
+    def norms_in(self, model: ir.Model) -> list[Norm]:
+        """The sums that are normalised, as a clone has them."""
+        there = _There(model)
+        return [Norm(there.node(norm.add), there.node(norm.layer_norm)) for norm in self.norms]
+
 
 class _There:
     """The nodes and values of a clone."""
 
     def __init__(self, model: ir.Model) -> None:
-        self._graph = model.graph
+        self._given = {value.name: value for value in (*model.graph.initializers.values(), *model.graph.inputs)}
         self._nodes = {node.name: node for node in model.graph}
 
     def node(self, node: ir.Node) -> ir.Node:
@@ -84,7 +95,7 @@ class _There:
     def value(self, value: ir.Value) -> ir.Value:
         producer = value.producer()
         if producer is None:
-            return self._graph.initializers[value.name or ""]
+            return self._given[value.name]
         return self.node(producer).outputs[value.index() or 0]
 
 
@@ -96,3 +107,25 @@ def _moved(epilogue: Epilogue, there: _There) -> Epilogue:
         result=there.value(epilogue.result),
         reshape=None if epilogue.reshape is None else there.node(epilogue.reshape),
     )
+
+
+def _attention(found: Attention, there: _There) -> Attention:
+    q, k, v = (_operand(each, there) for each in (found.q, found.k, found.v))
+    return replace(
+        found,
+        q=q,
+        k=k,
+        v=v,
+        masks=tuple(_mask(mask, there) for mask in found.masks),
+        softmax=there.node(found.softmax),
+        values=there.node(found.values),
+        nodes=tuple(map(there.node, found.nodes)),
+    )
+
+
+def _operand(operand: Operand, there: _There) -> Operand:
+    return replace(operand, value=there.value(operand.value))
+
+
+def _mask(mask: Mask, there: _There) -> Mask:
+    return replace(mask, condition=there.value(mask.condition)) if isinstance(mask, Choice) else there.value(mask)

@@ -15,7 +15,7 @@ from bf16kit.wording import brief
 from converter.cpukernel.attend import Attend
 from converter.cpukernel.join import JoinProducts
 from converter.cpukernel.lookup import LookUp
-from converter.cpukernel.norms import Normalise
+from converter.cpukernel.normalise import Normalise
 from converter.cpukernel.unpanel import Unpanel
 from converter.cpukernel.use import UseKernel
 from converter.formats.narrowing import Narrow
@@ -71,8 +71,9 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     narrow = narrowed(planned.plan.tensors)
     nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
     rounding = nodes if profile.rounds_products else frozenset()
-    products = [LookUp(planned.work), UseKernel(planned.work, rounding), JoinProducts()]
-    kernel = [Attend(), Normalise(), *products] if profile.uses_kernel else []
+    work = planned.work
+    products = [LookUp(work), UseKernel(work, rounding), JoinProducts()]
+    kernel = [Attend(work), Normalise(work), *products] if profile.uses_kernel else []
     return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
 
 

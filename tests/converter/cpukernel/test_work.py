@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attending
 import onnx_ir as ir
 import pytest
+from attending import Spelling
 from layers import ours
 from lowered import lower
+from normed import residual
 
 import graphs
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel import work
+from converter.cpukernel.attention import Choice, attentions
 from converter.cpukernel.epilogues import Epilogue, epilogue
+from converter.cpukernel.norms import norms
 from converter.cpukernel.products import Product, products
 from converter.cpukernel.work import Work
 from converter.graph.types import InferTypes
@@ -44,6 +49,41 @@ def test_a_product_that_is_not_in_the_work_is_neither_planned_nor_done(
     assert [name for name, reason in reasons.items() if "CPU kernel" in reason] == ["matmul1", "add1"]
     assert [node.name for node in made.graph("cpu").node if node.domain == DOMAIN] == ["matmul1"]
     assert {entry.name for entry in made.artifact.manifest.tensors if entry.panels is not None} == {"w1"}
+
+
+def test_attention_and_normalisation_are_found_once_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the graph alone had would have another reason in the plan."""
+    monkeypatch.setattr(work, "attentions", lambda _: [])
+    monkeypatch.setattr(work, "norms", lambda _: [])
+    assert not ours(lower(tmp_path / "a" / "1", attending.attention(Spelling())))
+    assert not ours(lower(tmp_path / "n" / "1", residual()))
+
+
+@pytest.mark.parametrize("mask", ["add_first", "where", "none"])
+def test_attention_is_found_again_in_a_clone_by_names(mask: str) -> None:
+    """Queries, keys, values and masks here are inputs of the graph or what its nodes give."""
+    model = run([InferTypes()], ir.from_proto(attending.attention(Spelling(mask=mask))))
+    clone = model.clone()
+    (here,), (there,) = attentions(model), Work.of(model, set()).attentions_in(clone)
+    assert [node.graph for node in (*there.nodes, there.softmax, there.values)] == [clone.graph] * (len(here.nodes) + 2)
+    assert [node.name for node in there.nodes] == [node.name for node in here.nodes]
+    assert (there.softmax.name, there.values.name) == (here.softmax.name, here.values.name)
+    read = [
+        [found.q.value, found.k.value, found.v.value]
+        + [each.condition if isinstance(each, Choice) else each for each in found.masks]
+        for found in (here, there)
+    ]
+    assert [value.name for value in read[1]] == [value.name for value in read[0]]
+    mine = {*clone.graph.inputs, *(output for node in clone.graph for output in node.outputs)}
+    assert all(value in mine for value in read[1])
+
+
+def test_a_sum_that_is_normalised_is_found_again_in_a_clone_by_names() -> None:
+    model = run([InferTypes()], ir.from_proto(residual()))
+    clone = model.clone()
+    (here,), (there,) = norms(model), Work.of(model, set()).norms_in(clone)
+    assert (there.add.name, there.layer_norm.name) == (here.add.name, here.layer_norm.name)
+    assert there.add.graph is there.layer_norm.graph is clone.graph
 
 
 def test_it_is_found_again_in_a_clone_by_names() -> None:
