@@ -114,6 +114,8 @@ def _four(workspace: Workspace, layers: int) -> Iterator[Measurement]:
     four = f"{_SERVERS} servers of {name}, proportional"
     yield Measurement(f"{four}: ours ÷ fp32, prepacking off", bf16 / unpacked, at_most=_FOUR_AT_MOST)
     yield Measurement(f"{four}: ours ÷ fp32, its defaults", bf16 / packed)
+    beyond = (bf16 - base16) / (unpacked - base32)
+    yield Measurement(f"{four}, beyond their baselines: ours ÷ fp32, prepacking off", beyond)
     for kind, found in {"ours": bf16, "fp32, prepacking off": unpacked, "fp32, its defaults": packed}.items():
         yield Measurement(f"{four}, {kind}", found / _MB, "MB")
     yield Measurement(f"{_SERVERS} baselines, ours", base16 / _MB, "MB")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+
+from bf16kit.heap import give_back
 
 _M_MMAP_THRESHOLD = -3  # glibc's number for mallopt
 _LARGE = 256 << 10  # bytes
@@ -19,7 +20,7 @@ def map_large_blocks() -> None:
 
     Otherwise glibc raises that bound to 32 MiB as it goes, and matrices that were freed stay behind as holes.
     """
-    mallopt = _libc("mallopt")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
@@ -77,11 +78,4 @@ class Garbage:
 def release() -> None:
     """Collect what is garbage, and have the C library return its free pages, which it otherwise keeps for later."""
     gc.collect()
-    trim = _libc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-def _libc(name: str) -> ctypes._NamedFuncPointer | None:
-    """A function of the C library; None where it has no such one (musl, macOS)."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    give_back()

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
+from bf16kit.heap import trimmer
 from service.process.ticking import Ticking
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for them
@@ -46,7 +47,7 @@ class HeapTrimmer:
         busy_seconds: Callable[[], float] = time.process_time,
         tick_s: float = _TICK_S,
     ) -> None:
-        self._trim = trim or _malloc_trim()
+        self._trim = trim or trimmer()
         self._busy_seconds = busy_seconds
         self._tick_s = tick_s
         self._busy, self._trimmed = busy_seconds(), -_WORK_S  # seconds of work by the last tick, by the last trim
@@ -64,8 +65,3 @@ class HeapTrimmer:
         if self._trim and self._busy - before <= _IDLE * self._tick_s and self._busy - self._trimmed >= _WORK_S:
             self._trim()
             self._trimmed = self._busy = self._busy_seconds()
-
-
-def _malloc_trim() -> Callable[[], object] | None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return None if trim is None else lambda: trim(0)

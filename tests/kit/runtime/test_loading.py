@@ -15,6 +15,7 @@ import torch
 import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, ConfigError, DeviceUnavailable
+from bf16kit.heap import trimmer
 from bf16kit.manifest import Manifest, ProfileEntry
 from bf16kit.runtime.loading import choose_profile, load, load_reference
 from bf16kit.runtime.session import has_cuda
@@ -52,6 +53,26 @@ def test_loading_onnx_artifacts_never_imports_torch(mlp: Artifact) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(mlp.path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(trimmer() is None, reason="this C library keeps what it keeps")
+def test_what_loading_took_beyond_the_model_is_given_back(mlp: Artifact) -> None:
+    """Nothing that could be given back is left by the probe, which multiplies matrices of a megabyte."""
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from bf16kit.artifact import Artifact\n"
+        "from bf16kit.heap import give_back\n"
+        "from bf16kit.runtime.loading import load\n"
+        "def resident():\n"
+        "    return 4096 * int(Path('/proc/self/statm').read_text().split()[1])\n"
+        "loaded = load(Artifact.open(sys.argv[1]), 'cpu')\n"
+        "before = resident()\n"
+        "give_back()\n"
+        "print(before - resident())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(mlp.path)], stdout=subprocess.PIPE, text=True, check=True)
+    assert int(done.stdout) < 1e6
 
 
 def test_the_cpu_profile_runs_and_says_how(mlp: Artifact) -> None:

@@ -1,0 +1,37 @@
+"""Free memory goes back to the system when it is told to."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from bf16kit.heap import give_back, trimmer
+
+_BLOCKS, _BYTES = 256, 64 << 10  # each from the heap: glibc maps blocks of 128 KiB and more
+
+
+def _resident() -> int:
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+@pytest.mark.skipif(trimmer() is None, reason="this C library keeps what it keeps")
+def test_what_was_freed_below_what_is_used_is_given_back() -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    blocks = [library.malloc(_BYTES) for _ in range(_BLOCKS)]
+    for block in blocks:
+        ctypes.memset(block, 1, _BYTES)
+    for block in blocks[:-1]:
+        library.free(block)
+    before = _resident()
+    give_back()
+    library.free(blocks[-1])
+    assert before - _resident() > _BLOCKS * _BYTES // 2
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    assert trimmer() is None
+    give_back()
