@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -23,29 +23,31 @@ FLOAT = ir.DataType.FLOAT
 class Attend(Step):
     """Let ``bf16kit::Attention_…`` do the attention of ``work``, and define each variant as a function.
 
-    The node has the name of the Softmax, and gives what the Reshape of all heads gave, under the same name. A mask that
-    selects becomes one that is added, once for all that it is used by.
+    Those whose product with the values is named in ``rounding`` become ``bf16kit::AttentionBf16_…``. The node has the
+    name of that product, and gives what the Reshape of all heads gave, under the same name. A mask that selects becomes
+    one that is added, once for all that it is used by.
 
     Requires: types and shapes are known.
     """
 
     name = "use the CPU kernel's attention"
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, rounding: Collection[str] = ()) -> None:
         super().__init__()
         self._work = work
+        self._rounding = rounding
 
     def apply(self, model: ir.Model) -> bool:
         found = self._work.attentions_in(model)
         masks = _Masks(model)
         variants: dict[AttentionVariant, None] = {}
         for attention in found:
-            variant = AttentionVariant.of(attention)
+            variant = AttentionVariant.of(attention, rounds=attention.values.name in self._rounding)
             variants[variant] = None
             operands = [attention.q.value, attention.k.value, attention.v.value]
             mask = masks.sum(attention.masks, attention.values)
             inputs = operands if mask is None else [*operands, mask]
-            made = ir.node(variant.op_type, inputs, attributes(attention), domain=DOMAIN, name=attention.softmax.name)
+            made = ir.node(variant.op_type, inputs, attributes(attention), domain=DOMAIN, name=attention.values.name)
             model.graph.insert_before(attention.values, made)
             output, given = made.outputs[0], attention.result.outputs[0]
             output.type, output.shape = given.type, ir.Shape(attention.shape)

@@ -54,6 +54,11 @@ class Attention:
     nodes: tuple[ir.Node, ...]
 
     @property
+    def product(self) -> ir.Node:
+        """Of queries and keys."""
+        return self.nodes[0]
+
+    @property
     def result(self) -> ir.Node:
         return self.nodes[-1]
 

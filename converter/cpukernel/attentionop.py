@@ -1,4 +1,9 @@
-"""The kernel's ``bf16kit::Attention_…`` defined in ONNX's own operators: what runs without its library."""
+"""The kernel's ``bf16kit::Attention_…`` defined in ONNX's own operators: what runs without its library.
+
+``bf16kit::AttentionBf16_…`` are the same, but for what is multiplied, which is rounded to bf16 first: queries, keys,
+values, and the exponentials that a softmax divides by their sum. Here as there they are divided after the values have
+been multiplied, and by the sum of the rounded ones.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,29 @@ from converter.cpukernel.functions import Body
 
 _OPERANDS = ("q", "k", "v")
 _HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]
+_REDUCTION_AXES_SINCE = 18  # ReduceMax has them as an input
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """One of the operator's bodies. ``forms`` has a letter each for q, k and v: r in rows, h in heads."""
+    """One of the operator's bodies. ``forms`` has a letter each for q, k and v: r in rows, h in heads; ``rounds``: what
+    is multiplied is rounded to bf16 first."""
 
     forms: str
     grouped: bool
     masked: bool
+    rounds: bool = False
 
     @classmethod
-    def of(cls, attention: Attention) -> AttentionVariant:
-        return cls(attention.forms, attention.q.heads != attention.k.heads, bool(attention.masks))
+    def of(cls, attention: Attention, *, rounds: bool = False) -> AttentionVariant:
+        return cls(attention.forms, attention.q.heads != attention.k.heads, bool(attention.masks), rounds)
 
     @property
     def op_type(self) -> str:
         """Its name, such as ``Attention_rrr_mask``; kernels/ort/attention_op.cpp registers them all."""
-        return f"Attention_{self.forms}{'_grouped' if self.grouped else ''}{'_mask' if self.masked else ''}"
+        words = ["AttentionBf16" if self.rounds else "Attention", self.forms]
+        words += [word for word, has in (("grouped", self.grouped), ("mask", self.masked)) if has]
+        return "_".join(words)
 
     @property
     def lists(self) -> Iterator[str]:
@@ -63,7 +73,7 @@ def function(variant: AttentionVariant, opset: int) -> ir.Function:
     body = Body(opset)
     q, k, v = (
         _in_heads(body, variant, index, value, _COLUMNS_FIRST if index == 1 else _HEADS_FIRST)
-        for index, value in enumerate(inputs[:3])
+        for index, value in enumerate(map(body.rounded, inputs[:3]) if variant.rounds else inputs[:3])
     )
     if variant.grouped:
         groups = body.integers("groups")
@@ -74,10 +84,25 @@ def function(variant: AttentionVariant, opset: int) -> ir.Function:
     scores = body.add("Mul", body.add("MatMul", q, k), scale)
     if variant.masked:
         scores = body.add("Add", scores, inputs[3])
-    result = body.add("MatMul", body.add("Softmax", scores, axis=-1), v)
+    result = (_rounded_weights if variant.rounds else _weights)(body, scores, v)
     rows = body.add("Reshape", body.add("Transpose", result, perm=_HEADS_FIRST), body.integers("merged"))
     rows.name = "Y"
     return body.function(variant.op_type, inputs, [rows], ("heads", "kv_heads", "scale", *variant.lists))
+
+
+def _weights(body: Body, scores: ir.Value, v: ir.Value) -> ir.Value:
+    return body.add("MatMul", body.add("Softmax", scores, axis=-1), v)
+
+
+def _rounded_weights(body: Body, scores: ir.Value, v: ir.Value) -> ir.Value:
+    """A softmax's exponentials are rounded before they are multiplied and summed."""
+    last = body.add("Constant", value_ints=[-1])
+    if body.opset >= _REDUCTION_AXES_SINCE:
+        highest = body.add("ReduceMax", scores, last)
+    else:
+        highest = body.add("ReduceMax", scores, axes=[-1])
+    exponentials = body.rounded(body.add("Exp", body.add("Sub", scores, highest)))
+    return body.add("Div", body.add("MatMul", exponentials, v), body.add("ReduceSum", exponentials, last))
 
 
 def _in_heads(body: Body, variant: AttentionVariant, index: int, value: ir.Value, order: list[int]) -> ir.Value:

@@ -46,14 +46,15 @@ def _faults(model: ir.Model, precision: Mapping[str, str]) -> Iterator[str]:
                 for reader in _readers(node)
                 if precision.get(reader.name or "") != "bf16" and reader.domain != KERNEL
             )
-        elif node.domain == KERNEL and node.op_type.startswith("MatMul"):
+        elif node.domain == KERNEL and node.op_type.startswith(("MatMul", "Attention")):
             yield from _rounding(node, precision.get(node.name or "", "fp32"))
         elif not inserted and precision[node.name or ""] == "bf16" and node.domain != KERNEL:
             yield from _wide(node, opset)
 
 
 def _rounding(product: ir.Node, planned: str) -> Iterator[str]:
-    """Where a product of the CPU kernel rounds its activations, and the plan says that it does not; or does not."""
+    """Where a product of the CPU kernel rounds its activations, and the plan says that it does not; or does not.
+    Attention has the name of its product with the values."""
     if rounds_activations(product.op_type) != (planned == "bf16"):
         what = "not to round its activations" if planned == "fp32" else "to round its activations"
         yield f"product {product.name!r} is {what}, and is {label(product)}"

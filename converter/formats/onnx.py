@@ -73,7 +73,7 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     rounding = nodes if profile.rounds_products else frozenset()
     work = planned.work
     products = [LookUp(work), UseKernel(work, rounding), JoinProducts()]
-    kernel = [Attend(work), Normalise(work), *products] if profile.uses_kernel else []
+    kernel = [Attend(work, rounding), Normalise(work), *products] if profile.uses_kernel else []
     return run([*kernel, Narrow(narrow, nodes), DropUnused(), InferTypes()], profile.base(prepared).clone())
 
 

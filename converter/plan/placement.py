@@ -69,7 +69,8 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
 def place_cpu_bf16(model: ir.Model, narrow: Collection[str], overrides: Overrides, work: Work) -> dict[str, Decision]:
     """Decisions for the cpu-bf16 profile: those of cpu, but the kernel's products round their activations to bf16.
 
-    A node that is kept in fp32 multiplies what it reads unrounded, as it does in the cpu profile.
+    A node that is kept in fp32 multiplies what it reads unrounded, as it does in the cpu profile; one of an attention's
+    keeps all of it in fp32.
     """
     decisions = place_cpu(model, narrow, work)
     for fused in work.fused:
@@ -77,6 +78,13 @@ def place_cpu_bf16(model: ir.Model, narrow: Collection[str], overrides: Override
         decisions[name] = overrides.kept_node(name) or Decision(
             "bf16", "rounds", "bf16 weight, activations rounded to bf16 before they are multiplied, fp32 accumulation"
         )
+    for attention in work.attentions:
+        names = [_name(node) for node in (attention.product, attention.softmax, attention.values)]
+        kept = {name: decision for name in names if (decision := overrides.kept_node(name)) is not None}
+        rounds = Decision(
+            "bf16", "rounds", "what it reads is rounded to bf16, fp32 accumulation, in the CPU kernel's attention"
+        )
+        decisions |= kept or dict.fromkeys((names[0], names[-1]), rounds)
     return decisions
 
 

@@ -81,8 +81,16 @@ def _as_read(node: ir.Node, value: ir.Value, found: dict[ir.Value, float], round
     """The noise of ``value`` as ``node`` reads it: an fp32 value is rounded on its way into a bf16 node."""
     producer = value.producer()
     cast = node.name in rounded.nodes and (producer is None or producer.name not in rounded.nodes)
-    cast = cast or (node.name in rounded.reading and value is node.inputs[0])
+    cast = cast or (node.name in rounded.reading and not _is_weight(value))
     return found.get(value, 0.0) + (ROUNDING if cast and not value.is_initializer() else 0.0)
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether ``value`` is a constant, or one that was transposed."""
+    producer = value.producer()
+    return value.is_initializer() or (
+        producer is not None and all(each is None or each.is_initializer() for each in producer.inputs)
+    )
 
 
 def _carried(node: ir.Node, terms: Collection[tuple[ir.Value, float]], mean: Callable[[ir.Value], float]) -> float:

@@ -49,7 +49,8 @@ void run_part(void* context, size_t i) {
   const int64_t head = index / parted.chunks, first = index % parted.chunks * parted.rows;
   const AttentionPart part = {head / attention.kv_heads, head % attention.kv_heads, first,
                               std::min(parted.rows, attention.rows() - first)};
-  if (!parted.path.attend(attention, part)) parted.failed = true;
+  const Attend compute = attention.arithmetic == Arithmetic::kFp32 ? parted.path.attend : parted.path.attend_bf16;
+  if (!compute(attention, part)) parted.failed = true;
 }
 
 }  // namespace

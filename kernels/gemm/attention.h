@@ -9,6 +9,7 @@
 namespace bf16kit {
 
 struct Path;
+enum class Arithmetic;
 
 // A tensor of four dimensions as it lies in memory: what its elements' addresses are apart. 0 repeats one element.
 struct Strided {
@@ -22,6 +23,7 @@ struct Attention {
   int64_t queries, keys;  // rows of q, and of k and v
   int64_t depth, width;   // columns of q and k, and of v
   float scale;
+  Arithmetic arithmetic;
   Strided q, k, v;  // their columns are neighbours in memory
   Strided mask;     // [batch, heads, queries, keys], added to the scaled scores; its data may be null
   float* y;         // [batch, queries, heads * width]

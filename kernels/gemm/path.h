@@ -42,13 +42,15 @@ constexpr int64_t kRowBlock = 48;
 
 // False when there is no memory for its copies.
 using Compute = bool (*)(const Product&, const Part&);
+using Attend = bool (*)(const Attention&, const AttentionPart&);
 
 struct Path {
   const char* name;
   bool (*supported)();  // by the processor this runs on
   Compute fp32;         // null where the path is for the other arithmetic alone
   Compute bf16;
-  bool (*attend)(const Attention&, const AttentionPart&);  // null as fp32 is; false as it is
+  Attend attend;  // in fp32; null and false as those above
+  Attend attend_bf16;
   void (*normalise)(const Norm&, int64_t first_row, int64_t rows);  // null as fp32 is
 
   Compute compute(Arithmetic arithmetic) const { return arithmetic == Arithmetic::kFp32 ? fp32 : bf16; }

@@ -76,7 +76,7 @@ void Tile::configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"
 
 // A processor with tiles has AVX-512, by which attention goes.
 const Path kAmx = {"amx", [] { return amx::tiles_offered(amx::this_processor()); }, amx::compute_in_tiles, nullptr,
-                   [](const Attention& a, const AttentionPart& part) { return kAvx512.attend(a, part); },
+                   [](const Attention& a, const AttentionPart& part) { return kAvx512.attend(a, part); }, nullptr,
                    [](const Norm& norm, int64_t first, int64_t rows) { kAvx512.normalise(norm, first, rows); }};
 
 }  // namespace bf16kit

@@ -23,6 +23,7 @@ namespace {
 #include "activation.inl"
 #include "tile.inl"
 #include "part.inl"
+#include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
 
@@ -36,7 +37,7 @@ namespace {
 #pragma GCC pop_options
 #endif
 
-const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend, avx512::normalise};
+const Path kAvx512 = {"avx512f", [] { return __builtin_cpu_supports("avx512f") != 0; }, avx512::compute<Arithmetic::kFp32>, avx512::compute<Arithmetic::kBf16>, avx512::attend<Arithmetic::kFp32>, avx512::attend<Arithmetic::kBf16>, avx512::normalise};
 
 }  // namespace bf16kit
 #endif

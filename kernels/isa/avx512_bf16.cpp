@@ -1,4 +1,4 @@
-// AVX512_BF16: products in bf16 by vdpbf16ps. Those in fp32 are the AVX-512F path's.
+// AVX512_BF16: products and attention in bf16 by vdpbf16ps. Those in fp32 are the AVX-512F path's.
 #if defined(__x86_64__)
 #include "gemm/path.h"
 #include "gemm/rounding_mode.h"
@@ -25,6 +25,8 @@ namespace {
 #include "operands.inl"
 #include "dots.inl"
 #include "part.inl"
+#include "heads_dots.inl"
+#include "attention.inl"
 
 }  // namespace
 }  // namespace avx512_bf16
@@ -41,7 +43,7 @@ const Path kAvx512Bf16 = {"avx512_bf16",
                             return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
                                    __builtin_cpu_supports("avx512bf16") != 0;
                           },
-                          nullptr, avx512_bf16::compute<Arithmetic::kBf16>, nullptr, nullptr};
+                          nullptr, avx512_bf16::compute<Arithmetic::kBf16>, nullptr, avx512_bf16::attend<Arithmetic::kBf16>, nullptr};
 
 }  // namespace bf16kit
 #endif

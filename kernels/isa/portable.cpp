@@ -85,12 +85,13 @@ struct Simd {
 #include "activation.inl"
 #include "tile.inl"
 #include "part.inl"
+#include "heads.inl"
 #include "attention.inl"
 #include "norm.inl"
 
 }  // namespace
 }  // namespace portable
 
-const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend, portable::normalise};
+const Path kPortable = {"portable", [] { return true; }, portable::compute<Arithmetic::kFp32>, portable::compute<Arithmetic::kBf16>, portable::attend<Arithmetic::kFp32>, portable::attend<Arithmetic::kBf16>, portable::normalise};
 
 }  // namespace bf16kit

@@ -1,5 +1,5 @@
-// A row's scores become numbers that add up to what they are to be divided by. Included by attention.inl, which says in
-// what order.
+// A row's scores become numbers that add up to what they are to be divided by. Included by heads.inl;
+// attention.inl says in what order.
 
 constexpr int kVectors = kPanel / Simd::kLanes;  // vectors in a row of a panel
 constexpr float kInfinity = __builtin_inff();
@@ -82,8 +82,36 @@ inline Simd::reg exponential(Simd::reg t) {
   return Simd::mul(raised, Simd::set(kLowered));
 }
 
+// e^t for t <= 0 in bf16's arithmetic, where p is rounded to 8 bits: 2^f of degree 3, |relative error| <= 2^-13.2. Zero
+// below the smallest normal number; the thread takes subnormals for zero.
+inline Simd::reg rough_exponential(Simd::reg t) {
+  t = Simd::max(Simd::set(-88.0f), t);
+  // As in exp2_raised: the biased exponent of 2^n, which is 0 from where 2^n is subnormal.
+  const Simd::reg magic = Simd::set(12582912.0f + 127), factor = Simd::set(1.44269502f);
+  const Simd::reg biased = Simd::fma(t, factor, magic);
+  const Simd::reg f = Simd::fms(t, factor, Simd::sub(biased, magic));
+  // Minimax in relative error for |f| <= 0.5, the first coefficient fixed at 1, the others rounded to fp32 one after the
+  // other and the rest fitted again (linear programming).
+  Simd::reg p = Simd::set(0x1.c2a246p-5f);
+  p = Simd::fma(p, f, Simd::set(0x1.f00c4ap-3f));
+  p = Simd::fma(p, f, Simd::set(0x1.62f5fap-1f));
+  p = Simd::fma(p, f, Simd::set(1.0f));
+  return Simd::mul(p, Simd::to_exponent(biased));
+}
+
+// Numbers added up as a tree: the first half with the second, and so on.
+template <int kCount>
+float tree(float (&numbers)[kCount]) {
+#pragma GCC unroll 8
+  for (int half = kCount / 2; half > 0; half /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < half; ++i) numbers[i] = numbers[i] + numbers[i + half];
+  }
+  return numbers[0];
+}
+
 // A row's x become p, as many as panels hold; their sum.
-inline float soften(float* row, int64_t keys, float highest) {
+inline float soften_exactly(float* row, int64_t keys, float highest) {
   const Simd::reg most = Simd::set(highest);
   Simd::reg sums[kVectors];
   for (Simd::reg& each : sums) each = Simd::zero();

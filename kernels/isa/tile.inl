@@ -144,7 +144,6 @@ struct Tiles {
     }
   }
 
- private:
   // `value` as bf16: to nearest, ties to even; a subnormal is zero, NaN a quiet NaN.
   static float rounded(float value) {
     uint32_t bits;

@@ -23,6 +23,7 @@ struct Operator {
   char name[32];
   bool in_heads[kOperands];
   bool has_mask;
+  Arithmetic arithmetic;
 };
 
 const Operator& of(const CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
@@ -36,7 +37,7 @@ struct Node {
 };
 
 Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void** created) noexcept {
-  Node node = {api, choose_path(Arithmetic::kFp32), &of(op), 0, 0, 0};
+  Node node = {api, choose_path(of(op).arithmetic), &of(op), 0, 0, 0};
   if (node.path == nullptr) {
     return error(api, kFail, "BF16KIT_KERNEL_PATH names no code path that this processor can run; unset it");
   }
@@ -135,7 +136,7 @@ Status* run(void* created, KernelContext* context) noexcept {
   const Operand &q = operands[kQ], &k = operands[kK], &v = operands[kV];
   BF16KIT_RETURN_IF_ERROR(check_operands(node, q, k, v));
   Attention attention = {q.batch, node.heads, node.kv_heads, q.rows,    k.rows, q.columns, v.columns,
-                         node.scale, q.strided, k.strided,  v.strided, {},     nullptr,   0};
+                         node.scale, node.op->arithmetic, q.strided, k.strided, v.strided, {}, nullptr, 0};
   if (node.op->has_mask) BF16KIT_RETURN_IF_ERROR(read_mask(node, context, attention, attention.mask));
   const Shape shape = {{q.batch, q.rows, node.heads * v.columns}, 3};
   BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, shape, &attention.y));
@@ -164,11 +165,13 @@ struct Operators {
   Operators() {
     for (size_t i = 0; i < kAttentionOperators; ++i) {
       Operator& added = all[i];
-      added = {describe(), "", {(i & 1) != 0, (i & 2) != 0, (i & 4) != 0}, (i & 8) != 0};
+      const bool rounds = (i & 32) != 0;
+      added = {describe(), "", {(i & 1) != 0, (i & 2) != 0, (i & 4) != 0}, (i & 8) != 0,
+               rounds ? Arithmetic::kBf16 : Arithmetic::kFp32};
       char form[kOperands + 1] = "rrr";
       for (size_t input = 0; input < kOperands; ++input) form[input] = added.in_heads[input] ? 'h' : 'r';
-      std::snprintf(added.name, sizeof added.name, "Attention_%s%s%s", form, (i & 16) != 0 ? "_grouped" : "",
-                    added.has_mask ? "_mask" : "");
+      std::snprintf(added.name, sizeof added.name, "Attention%s_%s%s%s", rounds ? "Bf16" : "", form,
+                    (i & 16) != 0 ? "_grouped" : "", added.has_mask ? "_mask" : "");
     }
   }
 };

@@ -1,4 +1,5 @@
-// The operators bf16kit::Attention_…: y = softmax(scale * q · kᵀ + mask) · v for each head, all in fp32.
+// The operators bf16kit::Attention_… and AttentionBf16_…: y = softmax(scale * q · kᵀ + mask) · v for each head, all in fp32;
+// in the latter, q, k, v and the e^x that softmax divides by their sum are rounded to bf16 before they are multiplied.
 //
 //   inputs      q [batch, queries, heads * depth] in rows, or [batch, heads, queries, depth] in heads; k and v
 //               likewise, of keys and kv_heads, v as wide as it likes; the mask, which broadcasts to
@@ -7,7 +8,7 @@
 //   attributes  heads, kv_heads  int, of q, and of k and v: heads is a multiple of kv_heads
 //               scale            float
 //
-// Attention_QKV[_grouped][_mask], each of Q, K and V an r where that input comes in rows, an h where it comes in heads.
+// Attention[Bf16]_QKV[_grouped][_mask], each of Q, K and V an r where that input comes in rows, an h where it comes in heads.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@
 
 namespace bf16kit {
 
-constexpr size_t kAttentionOperators = 8 * 2 * 2;
+constexpr size_t kAttentionOperators = 8 * 2 * 2 * 2;
 
 // Operator `index`, which lives as long as the program.
 const abi::CustomOp* attention_operator_at(size_t index);

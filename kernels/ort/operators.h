@@ -16,7 +16,7 @@ namespace bf16kit {
 //   MatMul2_panels[_bias], MatMul3_panels[_bias]
 //   MatMulBf16…, MatMul2Bf16…, MatMul3Bf16…     all of these once more, x being rounded to bf16
 //   Gather_LAYOUT                               3 layouts
-//   Attention_FORM[_grouped][_mask]             attention_op.h
+//   Attention[Bf16]_FORM[_grouped][_mask]       attention_op.h
 //   AddLayerNorm[_bias][_sum]                   norm_op.h
 constexpr size_t kProductsAndLookups = 2 * (1 + 4 * 2 * 5 + 4) + 3;
 constexpr size_t kOperators = kProductsAndLookups + kAttentionOperators + kNormOperators;

@@ -5,17 +5,20 @@
 
 #include "case.h"
 #include "gemm/attention.h"
+#include "gemm/rounding_mode.h"
 
 namespace bf16kit {
 
 constexpr float kNever = -3.38953139e38f;  // what exporters write for minus infinity: the lowest of bf16
 constexpr double kRoundoff = 0x1p-24;
+constexpr double kRoundedTo8Bits = 0x1p-9 + 0x1p-13;  // of p, and what its exponential is off by
 
 struct AttentionCase {
   int64_t batch = 1, kv_heads = 1, shared = 1, queries = 1, keys = 1, depth = 1, width = 1;
   bool in_heads[3] = {};     // q, k, v: [batch, heads, rows, columns], or else [batch, rows, heads, columns]
   bool masked = false, along[4] = {};  // the mask's dimensions that are not 1
   bool finite = true;        // that q, k and v are
+  Arithmetic arithmetic = Arithmetic::kFp32;
   Exact<float> q, k, v, mask;
 
   int64_t heads() const { return kv_heads * shared; }
@@ -26,7 +29,7 @@ struct AttentionCase {
     return {data, rows * heads * columns, columns, heads * columns, 1};
   }
   Attention attention(float* y) const {
-    Attention a = {batch, heads(), kv_heads, queries, keys, depth, width, scale(), {}, {}, {}, {}, y, 0};
+    Attention a = {batch, heads(), kv_heads, queries, keys, depth, width, scale(), arithmetic, {}, {}, {}, {}, y, 0};
     a.q = strided(q.data(), in_heads[0], heads(), queries, depth);
     a.k = strided(k.data(), in_heads[1], kv_heads, keys, depth);
     a.v = strided(v.data(), in_heads[2], kv_heads, keys, width);
@@ -42,7 +45,8 @@ struct AttentionCase {
   std::string describe() const {
     const auto n = [](int64_t value) { return std::to_string(value); };
     return "batch=" + n(batch) + " kv_heads=" + n(kv_heads) + " shared=" + n(shared) + " queries=" + n(queries) +
-           " keys=" + n(keys) + " depth=" + n(depth) + " width=" + n(width) + " mask=" + n(masked);
+           " keys=" + n(keys) + " depth=" + n(depth) + " width=" + n(width) + " mask=" + n(masked) +
+           " arithmetic=" + (arithmetic == Arithmetic::kFp32 ? "fp32" : "bf16");
   }
 };
 
@@ -76,6 +80,7 @@ inline AttentionCase draw_attention(Random& random) {
   c.queries = random.chance(0.3) ? 1 : length(), c.keys = random.chance(0.1) ? random.between(1, 400) : length();
   c.depth = length(), c.width = length();
   for (bool& each : c.in_heads) each = random.chance(0.5);
+  c.arithmetic = random.one_of({Arithmetic::kFp32, Arithmetic::kBf16});
   const float size = random.one_of({1.0f, 1.0f, 0.1f, 4.0f});
   const auto fill = [&](Exact<float>& values, int64_t count, float scale) {
     values = Exact<float>(count, random.between(0, 3));
@@ -101,8 +106,10 @@ inline const float* element(const Strided& from, int64_t batch, int64_t head, in
   return from.data + batch * from.batch + head * from.head + row * from.row;
 }
 
-// First-order bounds of every rounding, twice what they add up to.
+// First-order bounds of every rounding, twice what they add up to; in bf16, those of p besides, and what is flushed to zero
+// comes to one smallest normal number for each operation at most.
 inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_t batch, int64_t head, int64_t query) {
+  const bool rounds = c.arithmetic == Arithmetic::kBf16;
   const int64_t kv = head / c.shared;
   const float* q = element(a.q, batch, head, query);
   std::vector<double> x(c.keys), error(c.keys);
@@ -112,7 +119,7 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
     const float* k = element(a.k, batch, kv, j);
     double score = 0, size = 0;
     for (int64_t d = 0; d < c.depth; ++d) {
-      const double product = static_cast<double>(q[d]) * k[d];
+      const double product = static_cast<double>(taken(q[d], c.arithmetic)) * taken(k[d], c.arithmetic);
       score += product, size += std::fabs(product);
     }
     const double added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
@@ -128,21 +135,24 @@ inline ExpectedRow expect_row(const AttentionCase& c, const Attention& a, int64_
     if (x[j] > most - 110) worst = std::max(worst, error[j] + kRoundoff * (most - x[j]));
   }
   if (std::isinf(most)) broken = true;
+  const double smallest = rounds ? static_cast<double>(std::numeric_limits<float>::min()) : 0x1p-149;
   ExpectedRow row;
   for (int64_t column = 0; column < c.width; ++column) {
-    double y = 0, size = 0;
+    double y = 0, size = 0, largest = 0;
     for (int64_t j = 0; j < c.keys; ++j) {
-      const double v = element(a.v, batch, kv, j)[column];
-      y += p[j] * v, size += std::fabs(p[j] * v);
+      const double v = taken(element(a.v, batch, kv, j)[column], c.arithmetic);
+      y += p[j] * v, size += std::fabs(p[j] * v), largest = std::max(largest, std::fabs(v));
     }
     row.y.push_back(broken ? std::nan("") : y / sum);
-    const double relative = 2 * worst + kRoundoff * (std::min<int64_t>(c.keys, 128) + c.keys / 32.0 + 20);
-    row.tolerance.push_back(2 * relative * size / sum + static_cast<double>(c.keys) * 0x1p-149);
+    const double additions = kRoundoff * (std::min<int64_t>(c.keys, 128) + c.keys / 32.0 + 20);
+    const double relative = 2 * (worst + (rounds ? kRoundedTo8Bits : 0)) + additions;
+    const double flushed = static_cast<double>(c.keys) * smallest * (rounds ? 2 + largest : 1);
+    row.tolerance.push_back(2 * relative * size / sum + flushed);
   }
   return row;
 }
 
-// e^t in the operations of attention.inl, for t <= 0.
+// e^t in the operations of softmax.inl, for t <= 0.
 inline float exponential_in_order(float t) {
   t = std::max(-110.0f, t);
   const float high = 1.44269502f, low = 1.92596303e-08f, magic = 12582912.0f + 127 + 64;
@@ -155,34 +165,82 @@ inline float exponential_in_order(float t) {
   return std::ldexp(p * std::ldexp(1.0f, static_cast<int>(biased - magic) + 64), -64);
 }
 
-inline float chained(const float* a, const float* b, int64_t step, int64_t length) {
+// The same for bf16's arithmetic, as it is rounded then.
+inline float rough_exponential_in_order(float t) {
+  t = std::max(-88.0f, t);
+  const float factor = 1.44269502f, magic = 12582912.0f + 127;
+  const float biased = std::fma(t, factor, magic), f = std::fma(t, factor, -(biased - magic));
+  float p = 0x1.c2a246p-5f;
+  for (float next : {0x1.f00c4ap-3f, 0x1.62f5fap-1f, 1.0f}) p = std::fma(p, f, next);
+  const int exponent = static_cast<int>(biased - magic);
+  return taken(exponent == -127 ? 0 : std::ldexp(p, exponent), Arithmetic::kBf16);
+}
+
+inline float chained(const float* a, const float* b, int64_t step, int64_t length, Arithmetic arithmetic) {
+  const auto add = [&](int64_t i, float chain) {
+    return std::fma(taken(a[i], arithmetic), taken(b[i * step], arithmetic), chain);
+  };
   float total = 0;
   for (int64_t first = 0; first < length; first += 128) {
+    const int64_t end = std::min(length, first + 128);
     float chain = 0;
-    for (int64_t i = first; i < std::min(length, first + 128); ++i) chain = std::fma(a[i], b[i * step], chain);
+    for (int64_t i = first; i < end; ++i) {
+      if (arithmetic == Arithmetic::kFp32) {
+        chain = add(i, chain);
+      } else if (i % 2 == 0) {
+        chain = add(i, i + 1 < end ? add(i + 1, chain) : chain);
+      }
+    }
     total += chain;
   }
   return total;
 }
 
+inline float tree_of(float* lanes, int count) {
+  for (int half = count / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// A row's x become p; their sum.
+inline float soften_in_order(std::vector<float>& x, Arithmetic arithmetic) {
+  const float most = *std::max_element(x.begin(), x.end());
+  float lanes[32] = {};
+  if (arithmetic == Arithmetic::kFp32) {
+    for (size_t j = 0; j < x.size(); ++j) lanes[j % 32] += x[j] = exponential_in_order(x[j] - most);
+    return tree_of(lanes, 32);
+  }
+  for (float& each : x) each = rough_exponential_in_order(each - most);
+  for (size_t j = 0; j < x.size(); j += 2) {
+    float& lane = lanes[j / 2 % 16];
+    if (j + 1 < x.size()) lane += x[j + 1];
+    lane += x[j];
+  }
+  return tree_of(lanes, 16);
+}
+
+// Not inlined: nothing of it may move out of the rounding mode.
+__attribute__((noinline)) inline float attend_in_mode(const AttentionCase& c, const Attention& a, int64_t batch,
+                                                      int64_t head, int64_t query, int64_t column) {
+  const int64_t kv = head / c.shared;
+  std::vector<float> x(c.keys);
+  for (int64_t j = 0; j < c.keys; ++j) {
+    const float* q = element(a.q, batch, head, query);
+    const float score = chained(q, element(a.k, batch, kv, j), 1, c.depth, c.arithmetic);
+    const float added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
+    x[j] = std::fma(score, a.scale, added);
+  }
+  const float sum = soften_in_order(x, c.arithmetic);
+  const float total = chained(x.data(), element(a.v, batch, kv, 0) + column, a.v.row, c.keys, c.arithmetic);
+  return std::fma(total, 1 / sum, 0.0f);
+}
+
 // One element of y in the order that attention.inl promises. Requires: nothing is NaN.
 inline float attend_in_order(const AttentionCase& c, const Attention& a, int64_t batch, int64_t head, int64_t query,
                              int64_t column) {
-  const int64_t kv = head / c.shared;
-  std::vector<float> x(c.keys);
-  float most = -std::numeric_limits<float>::infinity();
-  for (int64_t j = 0; j < c.keys; ++j) {
-    const float score = chained(element(a.q, batch, head, query), element(a.k, batch, kv, j), 1, c.depth);
-    const float added = c.masked ? element(a.mask, batch, head, query)[j * a.mask.column] : 0;
-    x[j] = std::fma(score, a.scale, added);
-    most = std::max(most, x[j]);
-  }
-  float lanes[32] = {};
-  for (int64_t j = 0; j < c.keys; ++j) lanes[j % 32] += x[j] = exponential_in_order(x[j] - most);
-  for (int half = 16; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return chained(x.data(), element(a.v, batch, kv, 0) + column, a.v.row, c.keys) * (1 / lanes[0]);
+  const RoundingMode mode(c.arithmetic);
+  return attend_in_mode(c, a, batch, head, query, column);
 }
 
 }  // namespace bf16kit

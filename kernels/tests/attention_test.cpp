@@ -48,7 +48,8 @@ Exact<float> compute_in_parts(const AttentionCase& c, const Path& path, Random& 
     }
   }
   for (size_t i = parts.size(); i > 1; --i) std::swap(parts[i - 1], parts[random.between(0, i - 1)]);
-  for (const AttentionPart& part : parts) path.attend(attention, part);
+  const Attend compute = c.arithmetic == Arithmetic::kFp32 ? path.attend : path.attend_bf16;
+  for (const AttentionPart& part : parts) compute(attention, part);
   return y;
 }
 
@@ -98,6 +99,7 @@ AttentionCase padded(const AttentionCase& c, Random& random) {
   longer.batch = c.batch, longer.kv_heads = c.kv_heads, longer.shared = c.shared, longer.queries = c.queries;
   longer.keys = c.keys + random.between(1, 150), longer.depth = c.depth, longer.width = c.width;
   std::copy(std::begin(c.in_heads), std::end(c.in_heads), longer.in_heads);
+  longer.arithmetic = c.arithmetic;
   longer.masked = true;
   std::fill(std::begin(longer.along), std::end(longer.along), true);
   const Attention a = c.attention(nullptr);
@@ -147,7 +149,7 @@ void check_order(const AttentionCase& c, const Exact<float>& y, Random& random, 
 
 void check(const AttentionCase& c, Random& random, const std::string& name) {
   Exact<float> first;  // of the fused paths
-  const std::vector<const Path*> paths = supported_paths(Arithmetic::kFp32);
+  const std::vector<const Path*> paths = supported_paths(c.arithmetic);
   for (const Path* path : paths) {
     if (path == &kPortable && paths.size() > 1 && random.chance(0.7)) continue;
     const std::string where = name + " path=" + path->name + " " + c.describe();
@@ -174,13 +176,17 @@ void check_large(Random& random) {
   for (Exact<float>* values : {&c.q, &c.k, &c.v}) {
     for (int64_t i = 0; i < values->size(); ++i) (*values)[i] = random.normal();
   }
-  check(c, random, "large");
+  for (c.arithmetic = Arithmetic::kFp32;; c.arithmetic = Arithmetic::kBf16) {
+    check(c, random, "large");
+    if (c.arithmetic == Arithmetic::kBf16) break;
+  }
 }
 
 // No keys: sums of nothing. No queries: nothing.
-void check_empty() {
-  for (const Path* path : supported_paths(Arithmetic::kFp32)) {
+void check_empty(Arithmetic arithmetic) {
+  for (const Path* path : supported_paths(arithmetic)) {
     AttentionCase c;
+    c.arithmetic = arithmetic;
     c.keys = 0, c.queries = 3, c.width = 5;
     const Exact<float> y = compute(c, *path, 1);
     for (int64_t i = 0; i < y.size(); ++i) {
@@ -195,7 +201,8 @@ int run(int64_t cases, int64_t only) {
   if (only < 0) {
     Random random(g_seed, 0);
     check_large(random);
-    check_empty();
+    check_empty(Arithmetic::kFp32);
+    check_empty(Arithmetic::kBf16);
   }
   return run_cases(cases, only, " of attention", "", [](int64_t i) {
     Random random(g_seed, i);

@@ -63,6 +63,6 @@ def batch() -> dict[str, Array]:
     return {"x": graphs.values(2, 3, K, seed=7) * 2, "ids": np.array([1, 0])}
 
 
-def ours(made: Lowered) -> list[NodeProto]:
-    """The nodes of the cpu graph that are the kernel's."""
-    return [node for node in made.graph("cpu").node if node.domain == "bf16kit"]
+def ours(made: Lowered, profile: str = "cpu") -> list[NodeProto]:
+    """The nodes of the graph of ``profile`` that are the kernel's."""
+    return [node for node in made.graph(profile).node if node.domain == "bf16kit"]

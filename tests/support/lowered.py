@@ -61,15 +61,15 @@ class Lowered:
     def run_cpu(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         return load(self.artifact, "cpu").run(feeds)
 
-    def run_kernel(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def run_kernel(self, feeds: Mapping[str, Array], profile: str = "cpu") -> dict[str, Array]:
         """What the kernel answers. Its library must have every operator, or their definitions would run instead."""
         if not LIBRARY.exists():
             pytest.skip("the kernel was not built: no C++17 compiler")
-        path = self.artifact.file("cpu.onnx")
+        path = self.artifact.file(f"{profile}.onnx")
         alone = onnx.load(path, load_external_data=False)
         del alone.functions[:]
         open_session(alone.SerializeToString(), base_dir=path.parent, library=LIBRARY)
-        runtime = load(self.artifact, "cpu")
+        runtime = load(self.artifact, profile)
         assert runtime.info.kernel
         return runtime.run(feeds)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -8,15 +9,18 @@ import numpy as np
 import onnx
 import pytest
 from attending import Spelling
-from layers import ours
-from lowered import lower
+from layers import Array, ours
+from lowered import lower, relative_l2
 from onnx import NodeProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import graphs
+from bf16kit.numerics import to_bf16, to_fp32
 from bf16kit.runtime.kernel import VARIABLE
 from bf16kit.runtime.loading import load
+from converter.plan.decisions import Islands
 
+PROFILE = "cpu-bf16"
 SPELLINGS = [
     *(Spelling(forms="".join(form)) for form in product("rh", repeat=3)),
     *(Spelling(scale=scale) for scale in ("div", "q", "both", "rows", "none")),
@@ -32,29 +36,50 @@ def lowered_sizes(spelling: Spelling) -> dict[str, int]:
     return {} if spelling.heads == spelling.kv_heads else {"batch": 2, "queries": 5, "keys": 7}
 
 
+def rounded(fed: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: to_fp32(to_bf16(fed[name])) for name in "qkv"}
+
+
+TOLERANCES = {"cpu": (2e-5, 4e-6), PROFILE: (2.0**-9, 2.0**-7)}
+
+
+@pytest.mark.parametrize("profile", TOLERANCES)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
 def test_every_spelling_becomes_one_node_that_gives_float64_s_result_with_and_without_the_kernel(
-    spelling: Spelling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spelling: Spelling, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = lower(tmp_path / "m" / "1", attending.attention(spelling, lowered_sizes(spelling)))
-    (node,) = ours(made)
+    proto = attending.attention(spelling, lowered_sizes(spelling))
+    made = lower(tmp_path / "m" / "1", proto, profiles=["cpu", PROFILE])
+    (node,) = ours(made, profile)
+    stem = "AttentionBf16" if profile == PROFILE else "Attention"
     grouped = "_grouped" if spelling.heads != spelling.kv_heads else ""
     masked = "" if spelling.mask == "none" else "_mask"
     assert (node.name, node.op_type, [*node.output]) == (
-        "weights",
-        f"Attention_{spelling.forms}{grouped}{masked}",
+        "summed",
+        f"{stem}_{spelling.forms}{grouped}{masked}",
         ["y"],
     )
-    assert set(made.ops("cpu")) <= {node.op_type, "Where", "Add"}
+    assert set(made.ops(profile)) <= {node.op_type, "Where", "Add"}
+    onnx.checker.check_model(str(made.artifact.file(f"{profile}.onnx")), full_check=True)
     fed = attending.feeds(spelling)
-    expected = attending.exact(spelling, fed)
-    np.testing.assert_allclose(made.run_kernel(fed)["y"], expected, rtol=2e-5, atol=4e-6)
+    unrounded = attending.exact(spelling, fed)
+    expected = attending.exact(spelling, fed | rounded(fed)) if profile == PROFILE else unrounded
+    answers = [made.run_kernel(fed, profile)["y"]]
     monkeypatch.setenv(VARIABLE, "off")
-    np.testing.assert_allclose(load(made.artifact, "cpu").run(fed)["y"], expected, rtol=2e-5, atol=4e-6)
+    answers.append(load(made.artifact, profile).run(fed)["y"])
     with np.errstate(over="ignore"):  # two masks that hide the same key
-        evaluated = ReferenceEvaluator(onnx.load(made.artifact.file("cpu.onnx"))).run(None, fed)
+        evaluated = ReferenceEvaluator(onnx.load(made.artifact.file(f"{profile}.onnx"))).run(None, fed)
     assert isinstance(evaluated, list)
-    np.testing.assert_allclose(evaluated[0], expected, rtol=2e-5, atol=4e-6)
+    for answer in (*answers, evaluated[0]):
+        relative, absolute = TOLERANCES[profile]
+        np.testing.assert_allclose(answer, expected, rtol=relative, atol=absolute)
+        if profile == PROFILE:
+            assert np.abs(answer - unrounded).max() > 2 * np.abs(answer - expected).max(), "q, k and v were not rounded"
+            assert np.abs(answer - expected).max() > 1e-4, "p was not rounded"
+    # The definition rounds where the kernel does: far closer to each other than to what rounds nothing, but for an
+    # exponential that lies between two numbers of bf16.
+    for answer in answers[1:]:
+        assert relative_l2(answers[0], answer) < {"cpu": 1e-6, PROFILE: 1e-3}[profile]
 
 
 def test_rows_that_end_in_one_matrix_keep_the_reshape_that_puts_them_there(tmp_path: Path) -> None:
@@ -84,6 +109,19 @@ def test_the_plan_says_who_computes_the_nodes_that_are_gone(tmp_path: Path) -> N
     reasons = {entry.name: entry.reason for entry in made.plan.nodes["cpu"]}
     for name in ("scores", "weights", "summed", "y"):
         assert reasons[name] == "done by the CPU kernel's attention"
+
+
+def test_attention_of_which_a_node_is_kept_in_fp32_rounds_nothing(tmp_path: Path) -> None:
+    for name in ("scores", "weights", "summed"):
+        islands = Islands(nodes={name: "why"})
+        made = lower(tmp_path / name / "1", attending.attention(Spelling()), profiles=[PROFILE], islands=islands)
+        assert made.ops(PROFILE) == ["Attention_rrr_mask"]
+        assert {entry.code for entry in made.plan.nodes[PROFILE] if entry.precision == "bf16"} == set()
+
+
+def test_the_plan_says_what_attention_rounds(tmp_path: Path) -> None:
+    made = lower(tmp_path / "m" / "1", attending.attention(Spelling()), profiles=[PROFILE])
+    assert {entry.name for entry in made.plan.nodes[PROFILE] if entry.code == "rounds"} == {"scores", "summed"}
 
 
 def _second(made: onnx.ModelProto, extra: NodeProto) -> onnx.ModelProto:

@@ -64,6 +64,11 @@ def test_a_product_that_rounds_its_activations_brings_that_once() -> None:
     assert [found[name] for name in ("m0", "m1")] == pytest.approx([2, 4])
 
 
+def test_a_product_of_two_computed_matrices_brings_what_rounding_both_costs() -> None:
+    model = two_inputs(helper.make_node("MatMul", ["a", "b"], ["y"], name="scores"))
+    assert line(model, Rounded(frozenset(), frozenset(), frozenset({"scores"})))["y"] == pytest.approx(2)
+
+
 def test_a_bf16_node_rounds_what_it_reads_and_gives() -> None:
     """x is rounded on its way in, the weight is bf16, the result is rounded; Relu gives what it was given."""
     model = two_inputs(helper.make_node("Relu", ["a"], ["y"], name="relu"))

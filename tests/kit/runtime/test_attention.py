@@ -1,10 +1,13 @@
-"""``bf16kit::Attention_…`` through real sessions: what it answers, which answers are the same bits, what it refuses."""
+"""``bf16kit::Attention_…`` and ``AttentionBf16_…`` through real sessions: what they answer and refuse, and which
+answers are the same bits."""
 
 from __future__ import annotations
 
+import contextlib
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from kernelpaths import use
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 import graphs
-from bf16kit.errors import RuntimeFailure
+from bf16kit.errors import ConfigError, RuntimeFailure
 from bf16kit.runtime import kernel
 from bf16kit.runtime.session import failing_as, open_session
 
@@ -25,6 +28,11 @@ LOWEST = np.float32(-3.38953139e38)  # what exporters write for minus infinity
 @pytest.fixture(autouse=True)
 def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(kernel.VARIABLE, raising=False)
+
+
+OPERATORS = ["Attention", "AttentionBf16"]
+# Against float64 on what is multiplied: in bf16, p is off by half a unit of 8 bits.
+TOLERANCES = {"Attention": (1e-5, 2e-6), "AttentionBf16": (2.0**-9, 2.0**-8)}
 
 
 def model(op: str, **attributes: Any) -> ModelProto:
@@ -46,6 +54,30 @@ def run(made: ModelProto, *inputs: Array, threads: int = 1) -> Array:
 
 def heads(batch: int, count: int, rows: int, seed: int, columns: int = 16) -> Array:
     return np.random.default_rng(seed).standard_normal((batch, count, rows, columns), np.float32) * np.float32(1.5)
+
+
+def assert_close(found: Array, wanted: Array, operator: str) -> None:
+    relative, absolute = TOLERANCES[operator]
+    np.testing.assert_allclose(found, wanted, rtol=relative, atol=absolute)
+
+
+def in_bf16(operator: str, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """The operands as ``operator`` multiplies them."""
+    if operator == "Attention":
+        return q, k, v
+    q, k, v = (operand.astype(ml_dtypes.bfloat16).astype(np.float32) for operand in (q, k, v))
+    return q, k, v
+
+
+def paths_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those that this processor runs and that give one another's bits."""
+    found = set()
+    for path in kernel.PATHS[:-1]:
+        monkeypatch.setenv(kernel.VARIABLE, path)
+        with contextlib.suppress(ConfigError):
+            found.add(kernel.available(rounds=operator == "AttentionBf16").path)
+    monkeypatch.delenv(kernel.VARIABLE)
+    return sorted(found)
 
 
 def as_form(form: str, *values: Array) -> list[Array]:
@@ -70,77 +102,108 @@ def exact(q: Array, k: Array, v: Array, mask: Array | float = 0.0, scale: float 
 # --- what it answers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("path", kernel.PATHS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", ["", "_grouped"])
-def test_it_attends_within_fp32_s_rounding(form: str, op: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_attends_within_its_rounding(
+    form: str, op: str, path: str, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(path, monkeypatch)
     shared = 2 if op else 4
     q, k, v = heads(2, 4, 7, 0), heads(2, shared, 45, 1), heads(2, shared, 45, 2, columns=24)
-    found = run(model(f"Attention_{form}{op}"), *as_form(form, q, k, v))
-    np.testing.assert_allclose(found, exact(q, k, v), rtol=1e-5, atol=2e-6)
+    found = run(model(f"{operator}_{form}{op}"), *as_form(form, q, k, v))
+    assert_close(found, exact(*in_bf16(operator, q, k, v)), operator)
 
 
+def test_the_operator_decides_the_arithmetic_and_the_processor_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = heads(2, 4, 7, 0), heads(2, 4, 45, 1), heads(2, 4, 45, 2)
+    answers = {operator: run(model(f"{operator}_hhh"), q, k, v) for operator in OPERATORS}
+    assert np.abs(answers["AttentionBf16"] - answers["Attention"]).max() > 1e-3
+    for operator in OPERATORS:
+        for path in paths_of(operator, monkeypatch):
+            use(path, monkeypatch)
+            assert np.array_equal(run(model(f"{operator}_hhh"), q, k, v), answers[operator])
+
+
+def test_weights_that_are_rounded_add_up_to_one() -> None:
+    """Values that are all the same come out as they are: the sum is that of the rounded exponentials."""
+    q, k = heads(1, 4, 9, 0), heads(1, 4, 45, 1)
+    same = np.full((1, 4, 45, 16), 1.5, np.float32)
+    found = run(model("AttentionBf16_hhh"), q, k, same)
+    np.testing.assert_allclose(found, 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(
     "shape", [(2, 4, 7, 45), (1, 1, 7, 45), (2, 1, 1, 45), (1, 4, 7, 1), (7, 45), (45,), (1,)], ids=str
 )
-def test_a_mask_broadcasts_as_add_does(shape: tuple[int, ...]) -> None:
+def test_a_mask_broadcasts_as_add_does(shape: tuple[int, ...], operator: str) -> None:
     q, k, v = heads(2, 4, 7, 0), heads(2, 4, 45, 1), heads(2, 4, 45, 2)
     mask = np.where(np.random.default_rng(3).random(shape) < 0.3, LOWEST, np.float32(0.5))
-    found = run(model("Attention_hhh_mask"), q, k, v, mask)
-    np.testing.assert_allclose(found, exact(q, k, v, mask), rtol=1e-5, atol=2e-6)
+    found = run(model(f"{operator}_hhh_mask"), q, k, v, mask)
+    assert_close(found, exact(*in_bf16(operator, q, k, v), mask), operator)
 
 
-def test_rows_without_a_key_to_see_are_the_mean_or_nan_as_softmax_says() -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rows_without_a_key_to_see_are_the_mean_or_nan_as_softmax_says(operator: str) -> None:
     q, k, v = heads(1, 4, 3, 0), heads(1, 4, 45, 1), heads(1, 4, 45, 2)
     mask = np.zeros((1, 1, 3, 45), np.float32)
     mask[0, 0, 1] = LOWEST
-    mean = run(model("Attention_hhh_mask"), q, k, v, mask)
-    np.testing.assert_allclose(mean[0, 1], v.mean(2).reshape(-1), atol=1e-6)
+    mean = run(model(f"{operator}_hhh_mask"), q, k, v, mask)
+    np.testing.assert_allclose(mean[0, 1], in_bf16(operator, q, k, v)[2].mean(2).reshape(-1), atol=1e-6)
     mask[0, 0, 1] = -np.inf
-    nan = run(model("Attention_hhh_mask"), q, k, v, mask)
+    nan = run(model(f"{operator}_hhh_mask"), q, k, v, mask)
     assert np.isnan(nan[0, 1]).all()
     assert np.array_equal(nan[0, [0, 2]], mean[0, [0, 2]])
 
 
-def test_nan_and_infinity_in_a_query_stay_in_its_row_and_head() -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_nan_and_infinity_in_a_query_stay_in_its_row_and_head(operator: str) -> None:
     q, k, v = heads(1, 4, 3, 0), heads(1, 4, 45, 1), heads(1, 4, 45, 2)
-    clean = run(model("Attention_hhh"), q, k, v)
+    made = model(f"{operator}_hhh")
+    clean = run(made, q, k, v)
     for value in (np.nan, np.inf, -np.inf):
         spoilt = q.copy()
         spoilt[0, 2, 1, 5] = value
-        found = run(model("Attention_hhh"), spoilt, k, v)
+        found = run(made, spoilt, k, v)
         assert np.isnan(found[0, 1, 32:48]).all()
         assert np.array_equal(np.delete(found[0, 1], range(32, 48)), np.delete(clean[0, 1], range(32, 48)))
         assert np.array_equal(found[0, [0, 2]], clean[0, [0, 2]])
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
-def test_empty_sequences_give_nothing_and_no_keys_give_zeros(batch: int, queries: int, keys: int) -> None:
+def test_empty_sequences_give_nothing_and_no_keys_give_zeros(
+    batch: int, queries: int, keys: int, operator: str
+) -> None:
     q, k, v = (np.ones((batch, 4, rows, 16), np.float32) for rows in (queries, keys, keys))
-    found = run(model("Attention_rrr"), *as_form("rrr", q, k, v))
+    found = run(model(f"{operator}_rrr"), *as_form("rrr", q, k, v))
     assert np.array_equal(found, np.full((batch, queries, 64), 0.0 if keys == 0 else 1.0, np.float32))
 
 
 # --- which answers are the same bits ----------------------------------------------------------------------------------
 
 
-def test_threads_paths_and_neighbours_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_threads_paths_and_neighbours_change_no_bit(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = heads(3, 4, 90, 0), heads(3, 4, 170, 1), heads(3, 4, 170, 2)
-    made = model("Attention_hhh")
+    made = model(f"{operator}_hhh")
     alone = run(made, q, k, v)
     for threads in (2, 3):
         assert np.array_equal(run(made, q, k, v, threads=threads), alone)
     assert np.array_equal(run(made, q[1:2], k[1:2], v[1:2]), alone[1:2])
     assert np.array_equal(run(made, q[:, :, 13:14], k, v), alone[:, 13:14])
-    use("avx2", monkeypatch)
-    assert np.array_equal(run(made, q, k, v), alone)
+    for path in paths_of(operator, monkeypatch):
+        use(path, monkeypatch)
+        assert np.array_equal(run(made, q, k, v), alone)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("hidden", [LOWEST, np.float32(-np.inf)], ids=["lowest", "infinity"])
-def test_padding_that_the_mask_hides_changes_no_bit(hidden: np.float32) -> None:
+def test_padding_that_the_mask_hides_changes_no_bit(hidden: np.float32, operator: str) -> None:
     q, k, v = heads(1, 4, 9, 0), heads(1, 4, 170, 1), heads(1, 4, 170, 2)
-    made = model("Attention_hhh_mask")
+    made = model(f"{operator}_hhh_mask")
     short = run(made, q, k[:, :, :100], v[:, :, :100], np.zeros((1, 1, 1, 100), np.float32))
     mask = np.where(np.arange(170) < 100, np.float32(0), hidden).reshape(1, 1, 1, 170)
     assert np.array_equal(run(made, q, k, v, mask), short)

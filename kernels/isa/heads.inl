@@ -1,0 +1,75 @@
+// What attention multiplies, as the tiles of a path read it. Included by each isa/*.cpp inside its own namespace, after
+// part.inl and before attention.inl. A path that has instructions of its own for bf16 brings heads_dots.inl in its place.
+//
+// Heads has: Element, of which one holds kValues of a row; Vector, of such elements along a panel; load and dot, of one
+// step of a sum; kOddFirst, where a step takes a pair in two; copy_row, pack_keys and pack_values; soften.
+
+#include "softmax.inl"
+
+inline void round_all(float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] = Tiles<Arithmetic::kBf16>::rounded(values[i]);
+}
+
+template <Arithmetic kArithmetic>
+struct Heads {
+  using Element = float;
+  using Vector = typename Simd::reg;
+  static constexpr int kValues = 1;
+  static constexpr bool kRounds = kArithmetic == Arithmetic::kBf16, kOddFirst = kRounds;
+  // A few rows see each value once, and read it where it is.
+  static constexpr bool kValuesInPlace = !kRounds;
+
+  static Vector load(const float* p) { return Simd::load(p); }
+  static typename Simd::reg dot(const float* x, Vector w, typename Simd::reg sum) {
+    return Simd::fma(Simd::broadcast(x), w, sum);
+  }
+
+  static void copy_row(const float* from, int64_t length, float* to) {
+    copy(from, length, to);
+    if (kRounds) round_all(to, length);
+  }
+
+  // Copies `count` rows of k, at most 32, to the columns of [depth, 32], with zeros to the right.
+  static void pack_keys(const float* from, int64_t stride, int64_t count, int64_t depth, float* to) {
+    if (count < kPanel) std::memset(to, 0, sizeof(float) * depth * kPanel);
+    const int64_t whole_keys = count / 8 * 8, whole_depth = depth / 8 * 8;
+    for (int64_t key = 0; key < whole_keys; key += 8) {
+      for (int64_t d = 0; d < whole_depth; d += 8) {
+        Pairs rows[8];
+        for (int i = 0; i < 8; ++i) {
+          rows[i] = load_pairs(reinterpret_cast<const uint16_t*>(from + (key + i) * stride + d));
+        }
+        transpose_pairs(rows);
+        for (int i = 0; i < 8; ++i) store_pairs(reinterpret_cast<uint16_t*>(to + (d + i) * kPanel + key), rows[i]);
+      }
+    }
+    for (int64_t key = 0; key < count; ++key) {
+      for (int64_t d = key < whole_keys ? whole_depth : 0; d < depth; ++d) to[d * kPanel + key] = from[key * stride + d];
+    }
+    if (kRounds) round_all(to, depth * kPanel);
+  }
+
+  // Copies 32 columns of v, or as many as there are, to [keys, 32], with zeros to the right.
+  static void pack_values(const float* from, int64_t stride, int64_t keys, int64_t columns, float* to) {
+    if (columns < kPanel) std::memset(to, 0, sizeof(float) * keys * kPanel);
+    for (int64_t key = 0; key < keys; ++key) copy_row(from + key * stride, columns, to + key * kPanel);
+  }
+
+  // A row's x, up to where its panels end, become p in the order of keys; what they add up to.
+  static float soften(float* row, int64_t keys, float highest) {
+    if constexpr (!kRounds) {
+      return soften_exactly(row, keys, highest);
+    } else {
+      const Simd::reg most = Simd::set(highest);
+      float sums[kPanel / 2] = {};
+      for (float* at = row; at < row + keys; at += kPanel) {
+        for (int v = 0; v < kPanel; v += Simd::kLanes) {
+          Simd::store(at + v, rough_exponential(Simd::sub(Simd::load(at + v), most)));
+        }
+        round_all(at, kPanel);
+        for (int i = 0; i < kPanel / 2; ++i) sums[i] = sums[i] + at[2 * i + 1] + at[2 * i];
+      }
+      return tree(sums);
+    }
+  }
+};

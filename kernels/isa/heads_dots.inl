@@ -1,0 +1,87 @@
+// What attention multiplies in bf16, for processors that have dot products of bf16 pairs. Included by isa/avx512_bf16.cpp
+// in the place of heads.inl, which says what Heads has.
+//
+// Pairs lie along the depth of q and k, and along the keys of p and v: what was packed is half as large as in fp32, and no
+// product needs a shuffle.
+
+#include "softmax.inl"
+
+template <Arithmetic kArithmetic>
+struct Heads;
+
+template <>
+struct Heads<Arithmetic::kBf16> {
+  using Element = Pairs16;
+  using Vector = __m512i;
+  static constexpr int kValues = 2;
+  static constexpr bool kOddFirst = false, kValuesInPlace = false;
+
+  static Vector load(const Pairs16* p) { return _mm512_loadu_si512(p); }
+  static Simd::reg dot(const Pairs16* x, Vector w, Simd::reg sum) { return avx512_bf16::dot(x, w, sum); }
+
+  static void copy_row(const float* from, int64_t length, Pairs16* to) {
+    Tiles<Arithmetic::kBf16>::copy(from, length, to);
+  }
+
+  // Copies `count` rows of k, at most 32, to the columns of [pairs of depth, 32], with zeros to the right.
+  static void pack_keys(const float* from, int64_t stride, int64_t count, int64_t depth, Pairs16* to) {
+    constexpr int64_t kValuesAtOnce = 16, kPairsAtOnce = 8;
+    if (count < kPanel) std::memset(to, 0, sizeof(Pairs16) * ((depth + 1) / 2) * kPanel);
+    const int64_t whole_keys = count / 8 * 8, whole_depth = depth / kValuesAtOnce * kValuesAtOnce;
+    for (int64_t key = 0; key < whole_keys; key += 8) {
+      for (int64_t d = 0; d < whole_depth; d += kValuesAtOnce) {
+        Pairs rows[8];
+        for (int i = 0; i < 8; ++i) rows[i] = (Pairs)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + (key + i) * stride + d));
+        transpose_pairs(rows);
+        for (int i = 0; i < 8; ++i) {
+          store_pairs(reinterpret_cast<uint16_t*>(to + (d / 2 + i) * kPanel + key), rows[i]);
+        }
+      }
+    }
+    for (int64_t key = 0; key < count; ++key) {
+      for (int64_t d = key < whole_keys ? whole_depth : 0; d < depth; d += kValuesAtOnce) {
+        const int64_t some = depth - d < kValuesAtOnce ? depth - d : kValuesAtOnce;
+        Pairs16 pairs[kPairsAtOnce];
+        copy_row(from + key * stride + d, some, pairs);
+        for (int64_t i = 0; i < (some + 1) / 2; ++i) to[(d / 2 + i) * kPanel + key] = pairs[i];
+      }
+    }
+  }
+
+  // Copies 32 columns of v, or as many as there are, to [pairs of keys, 32], with zeros to the right.
+  static void pack_values(const float* from, int64_t stride, int64_t keys, int64_t columns, Pairs16* to) {
+    const __mmask32 there = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
+    const __mmask16 left = static_cast<__mmask16>(there), right = static_cast<__mmask16>(there >> 16);
+    for (int64_t key = 0; key < keys; key += 2, from += 2 * stride, to += kPanel) {
+      const bool whole = key + 1 < keys;
+      pack_pair(from, stride, left, whole ? left : 0, to);
+      pack_pair(from + Simd::kLanes, stride, right, whole ? right : 0, to + Simd::kLanes);
+    }
+  }
+
+  // A row's x, up to where its panels end, become pairs of p in the order of keys; what they add up to.
+  static float soften(float* row, int64_t keys, float highest) {
+    const Simd::reg most = Simd::set(highest);
+    const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    Simd::reg sum = Simd::zero();
+    for (int64_t key = 0; key < keys; key += kPanel) {
+      const Simd::reg low = rough_exponential(Simd::sub(Simd::load(row + key), most));
+      const Simd::reg high = rough_exponential(Simd::sub(Simd::load(row + key + Simd::kLanes), most));
+      const __m512bh pairs = _mm512_cvtne2ps_pbh(high, low);
+      _mm512_storeu_si512(row + key / 2, (__m512i)pairs);
+      sum = _mm512_dpbf16_ps(sum, pairs, ones);
+    }
+    alignas(64) float sums[Simd::kLanes];
+    Simd::store(sums, sum);
+    return tree(sums);
+  }
+
+ private:
+  // 16 columns of one row of v and of the next, those that `first` and `second` name.
+  static void pack_pair(const float* from, int64_t stride, __mmask16 first, __mmask16 second, Pairs16* to) {
+    const __m512i apart = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512 even = _mm512_maskz_loadu_ps(first, from), odd = _mm512_maskz_loadu_ps(second, from + stride);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(apart, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+  }
+};
