@@ -2,11 +2,11 @@
 
 The library holds operators of the domain ``bf16kit``: products of fp32 activations by weights that stay bf16 in memory,
 summed in fp32 (``MatMul_…``; ``MatMul2_…`` and ``MatMul3_…`` for several weights at once; the generic ``MatMul`` is for
-graphs made by hand), the same with activations rounded to bf16 (``MatMulBf16_…``), attention (``Attention_…``,
-and ``AttentionBf16_…``, which rounds what it multiplies), normalisation (``AddLayerNorm…``), and ``Gather_…``, which
-looks rows up in such a weight. A graph that has such nodes also defines them as functions of standard operators. ONNX
-Runtime falls back to those where the library is not registered: the same results within fp32 rounding, from weights
-widened at load.
+graphs made by hand), the same with activations rounded to bf16 (``MatMulBf16_…``), attention (``Attention_…``, and
+``AttentionBf16_…``, which rounds what it multiplies), normalisation (``AddLayerNorm…``, ``…RmsNorm…``), and
+``Gather_…``, which looks rows up in such a weight. A graph that has such nodes defines them as functions of standard
+operators. ONNX Runtime falls back to those where the library is not registered: the same results within fp32 rounding,
+from weights widened at load.
 """
 
 from __future__ import annotations

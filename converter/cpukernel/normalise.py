@@ -1,4 +1,4 @@
-"""Residual sums and their normalisation go to bf16kit's CPU kernel: one node for the two."""
+"""Normalisations over rows, and the sums before them, go to bf16kit's CPU kernel: one node for the two."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import onnx_ir as ir
 
 from bf16kit.runtime.kernel import DOMAIN
 from converter.cpukernel.functions import Body, define
-from converter.cpukernel.norms import op_type
+from converter.cpukernel.norms import Norm, NormVariant
 from converter.cpukernel.work import Work
 from converter.graph.step import Step
 from converter.passes.rewriting import replace_output
 
-_EPSILON = 1e-5  # what LayerNormalization has unless it says otherwise
+_AXES_ARE_AN_INPUT = 18  # of ReduceMean, since this opset
 
 
 class Normalise(Step):
-    """Let ``bf16kit::AddLayerNorm…`` do the sums of ``work`` that are normalised; define each as a function.
+    """Let ``bf16kit::AddLayerNorm…`` and ``…RmsNorm…`` do the normalisations of ``work``; define each as a function.
 
-    The node has the name of the LayerNormalization and stands where the sum was; values keep their names.
+    The node has the name of the last that it takes the place of, and stands where the first one was; values keep their
+    names.
 
     Requires: types and shapes are known.
     """
@@ -31,39 +32,67 @@ class Normalise(Step):
     def apply(self, model: ir.Model) -> bool:
         functions, opset = dict[str, ir.Function](), model.opset_imports[""]
         for norm in self._work.norms_in(model):
-            node, add, op_type = norm.layer_norm, norm.add, norm.op_type
-            functions[op_type] = function(has_bias=norm.has_bias, gives_sum=norm.gives_sum, opset=opset)
-            epsilon = node.attributes.get("epsilon")
-            made = ir.node(
-                op_type,
-                [*add.inputs, *(value for value in node.inputs[1:] if value is not None)],
-                {"epsilon": _EPSILON if epsilon is None else epsilon.as_float()},
-                domain=DOMAIN,
-                num_outputs=2 if norm.gives_sum else 1,
-                name=node.name,
-            )
-            model.graph.insert_before(add, made)
-            for old, output in zip((node, add), made.outputs, strict=False):
-                output.type, output.shape = old.outputs[0].type, old.outputs[0].shape
-                replace_output(model.graph, old, output)
-            if len(made.outputs) == 1:
-                model.graph.remove(add, safe=True)
+            variant = norm.variant
+            functions[variant.op_type] = function(variant, opset)
+            _replace(model.graph, norm, variant)
         if functions:
             define(model, functions.values())
         return bool(functions)
 
 
-def function(*, has_bias: bool, gives_sum: bool, opset: int) -> ir.Function:
-    """The function of a variant in the operators of ``opset``, 17 or newer.
+def _replace(graph: ir.Graph, norm: Norm, variant: NormVariant) -> None:
+    add, last = norm.add, norm.result
+    operands = [norm.x] if add is None else [*add.inputs]
+    made = ir.node(
+        variant.op_type,
+        [*operands, norm.scale, *([] if norm.bias is None else [norm.bias])],
+        {"epsilon": norm.epsilon},
+        domain=DOMAIN,
+        num_outputs=2 if variant.gives_sum else 1,
+        name=last.name,
+    )
+    graph.insert_before(norm.nodes[0] if add is None else add, made)
+    made.outputs[0].type, made.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
+    replace_output(graph, last, made.outputs[0])
+    graph.remove(norm.nodes[-2::-1], safe=True)
+    if add is not None and variant.gives_sum:
+        made.outputs[1].type, made.outputs[1].shape = norm.x.type, norm.x.shape
+        replace_output(graph, add, made.outputs[1])
+    elif add is not None:
+        graph.remove(add, safe=True)
 
-    X and S [..., width], W [width], and the bias B [width] if it has one → Y [..., width], and T, the sum, if wanted.
+
+def function(variant: NormVariant, opset: int) -> ir.Function:
+    """The function of ``variant`` in the operators of ``opset``, 13 or newer, 17 for LayerNormalization.
+
+    X [..., width], S of the same shape if it adds one, W [width], and the bias B [width] if it has one
+    → Y [..., width], and T, the sum, if wanted.
     """
-    inputs = [ir.Value(name=name) for name in ("X", "S", "W", "B")[: 4 if has_bias else 3]]
+    names = ["X", *(["S"] if variant.adds else []), "W", *(["B"] if variant.has_bias else [])]
+    inputs = [ir.Value(name=name) for name in names]
     body = Body(opset)
-    total = body.add("Add", *inputs[:2])
-    told = ir.RefAttr("epsilon", "epsilon", ir.AttributeType.FLOAT)
-    body.extend([ir.Node("", "LayerNormalization", [total, *inputs[2:]], [ir.AttrInt64("axis", -1), told])])
-    outputs = [body.nodes[-1].outputs[0], *([total] if gives_sum else [])]
+    total = body.add("Add", *inputs[:2]) if variant.adds else inputs[0]
+    weights = inputs[2 if variant.adds else 1 :]
+    result = _root_mean_square(body, total, *weights) if variant.rms else _layer_norm(body, total, *weights)
+    outputs = [result, *([total] if variant.gives_sum else [])]
     for name, output in zip("YT", outputs, strict=False):
         output.name = name
-    return body.function(op_type(has_bias=has_bias, gives_sum=gives_sum), inputs, outputs, ("epsilon",))
+    return body.function(variant.op_type, inputs, outputs, ("epsilon",))
+
+
+def _layer_norm(body: Body, x: ir.Value, *weights: ir.Value) -> ir.Value:
+    told = ir.RefAttr("epsilon", "epsilon", ir.AttributeType.FLOAT)
+    body.extend([ir.Node("", "LayerNormalization", [x, *weights], [ir.AttrInt64("axis", -1), told])])
+    return body.nodes[-1].outputs[0]
+
+
+def _root_mean_square(body: Body, x: ir.Value, scale: ir.Value) -> ir.Value:
+    squares = body.add("Mul", x, x)
+    if body.opset >= _AXES_ARE_AN_INPUT:
+        mean = body.add("ReduceMean", squares, body.add("Constant", value_ints=[-1]), keepdims=1)
+    else:
+        mean = body.add("ReduceMean", squares, axes=[-1], keepdims=1)
+    told = ir.RefAttr("value_float", "epsilon", ir.AttributeType.FLOAT)
+    body.extend([ir.Node("", "Constant", [], [told])])
+    root = body.add("Sqrt", body.add("Add", mean, body.nodes[-1].outputs[0]))
+    return body.add("Mul", body.add("Div", x, root), scale)

@@ -1,71 +1,117 @@
-"""Residual sums and the LayerNormalization that follows them, found in a graph: one node of bf16kit's CPU kernel.
+"""Normalisations over rows, and the residual sums before them, found in a graph: one node of bf16kit's CPU kernel.
 
-ONNX Runtime fuses the two as well, into an operator that takes five times as long as the two apart.
+LayerNormalization is an operator, and taken with the sum that it follows: ONNX Runtime fuses the two as well, into an
+operator that takes five times as long as the two apart. The root of a row's mean square is what exporters spell out;
+:mod:`converter.cpukernel.rootmeansquare` recognises it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from converter.cpukernel.rootmeansquare import root_mean_square
 from converter.cpukernel.values import known_shape, plain, same_dims
 from converter.graph.initializers import const, const_dims
 
 FLOAT = ir.DataType.FLOAT
+_EPSILON = 1e-5  # what the operators have unless they say otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """``add`` gives a sum of two values of its own shape, which ``layer_norm`` normalises over the last dimension."""
+    """``nodes``, in order, normalise ``x`` over its last dimension, by ``scale`` and ``bias``, initializers of one row.
 
-    add: ir.Node
-    layer_norm: ir.Node
+    ``rms``: by the root of the mean square, otherwise as LayerNormalization does. Where ``add`` gives x, it is a sum of
+    two values of the same shape.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    x: ir.Value
+    scale: ir.Value
+    bias: ir.Value | None
+    epsilon: float
+    rms: bool
+    add: ir.Node | None = None
 
     @property
-    def has_bias(self) -> bool:
-        return len(self.layer_norm.inputs) > 2 and self.layer_norm.inputs[2] is not None
+    def result(self) -> ir.Node:
+        return self.nodes[-1]
 
     @property
     def gives_sum(self) -> bool:
         """Whether others need the sum as well, as they do where each layer normalises before it computes."""
-        total = self.add.outputs[0]
-        return len(tuple(total.uses())) > 1 or total.is_graph_output()
+        others = any(node not in self.nodes for node, _ in self.x.uses())
+        return self.add is not None and (others or self.x.is_graph_output())
+
+    @property
+    def variant(self) -> NormVariant:
+        return NormVariant(self.rms, self.add is not None, self.bias is not None, self.gives_sum)
+
+
+@dataclass(frozen=True, slots=True)
+class NormVariant:
+    """One of the operators of the kernel; ``kernels/ort/norm_op.cpp`` registers them all."""
+
+    rms: bool
+    adds: bool
+    has_bias: bool
+    gives_sum: bool
 
     @property
     def op_type(self) -> str:
-        """Its name, such as ``AddLayerNorm_bias``; kernels/ort/norm_op.cpp registers them all."""
-        return op_type(has_bias=self.has_bias, gives_sum=self.gives_sum)
+        """Its name, such as ``AddLayerNorm_bias``."""
+        stem = f"{'Add' if self.adds else ''}{'Rms' if self.rms else 'Layer'}Norm"
+        return f"{stem}{'_bias' if self.has_bias else ''}{'_sum' if self.gives_sum else ''}"
 
 
 def norms(model: ir.Model) -> list[Norm]:
     """Those of the main graph, in order. Requires: types and shapes are known."""
-    found = (_norm(node) for node in model.graph if node.op_type == "LayerNormalization" and plain(node))
+    found = (_layer_norm(node) or _rms_norm(node) for node in model.graph if plain(node))
     return [norm for norm in found if norm is not None]
 
 
-def _norm(node: ir.Node) -> Norm | None:
-    total = node.inputs[0]
-    add = None if total is None else total.producer()
-    if total is None or add is None or add.op_type != "Add" or not plain(add) or add.graph is not node.graph:
+def _layer_norm(node: ir.Node) -> Norm | None:
+    """LayerNormalization of a sum; alone it is left to ONNX Runtime."""
+    found = _operator(node, rms=False) if node.op_type == "LayerNormalization" else None
+    add = None if found is None else _sum(found.x)
+    return None if found is None or add is None else replace(found, add=add)
+
+
+def _rms_norm(node: ir.Node) -> Norm | None:
+    if node.op_type == "RMSNormalization":
+        found = _operator(node, rms=True)
+    else:
+        spelled = root_mean_square(node)
+        found = None if spelled is None else Norm(spelled.nodes, spelled.x, spelled.scale, None, spelled.epsilon, True)
+    return None if found is None else replace(found, add=_sum(found.x))
+
+
+def _operator(node: ir.Node, *, rms: bool) -> Norm | None:
+    """``node``, an operator that normalises, where it does so over the last dimension, in fp32, and gives no more."""
+    x, shape, axis = node.inputs[0], known_shape(node.inputs[0]), node.attributes.get("axis")
+    if x is None or x.dtype != FLOAT or not shape or (axis is not None and axis.as_int() not in (-1, len(shape) - 1)):
         return None
-    shape, axis = known_shape(total), node.attributes.get("axis")
-    if shape is None or not shape or (axis is not None and axis.as_int() not in (-1, len(shape) - 1)):
-        return None
-    if not all(_computed(value) and same_dims(value, total) for value in add.inputs if value is not None):
-        return None
-    stash = node.attributes.get("stash_type")
+    stash, epsilon = node.attributes.get("stash_type"), node.attributes.get("epsilon")
     others = any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
     weights = [value for value in node.inputs[1:] if value is not None]
     rows = all(const(value) is not None and const_dims(value) == (shape[-1],) for value in weights)
-    return Norm(add, node) if rows and weights and not others and (stash is None or stash.as_int() == 1) else None
+    if not rows or not weights or others or (stash is not None and stash.as_int() != 1):
+        return None
+    bias = weights[1] if len(weights) > 1 else None
+    return Norm((node,), x, weights[0], bias, _EPSILON if epsilon is None else epsilon.as_float(), rms)
+
+
+def _sum(total: ir.Value) -> ir.Node | None:
+    """The Add that gives ``total``, of two values of its shape."""
+    add = total.producer()
+    if add is None or add.op_type != "Add" or not plain(add):
+        return None
+    fits = all(value is not None and _computed(value) and same_dims(value, total) for value in add.inputs)
+    return add if fits else None
 
 
 def _computed(value: ir.Value) -> bool:
     """Whether ``value`` is fp32 and no constant: one may be the bias of a product."""
     return value.dtype == FLOAT and not value.is_initializer()
-
-
-def op_type(*, has_bias: bool, gives_sum: bool) -> str:
-    """The operator of a variant."""
-    return f"AddLayerNorm{'_bias' if has_bias else ''}{'_sum' if gives_sum else ''}"

@@ -30,7 +30,7 @@ class Fused:
 @dataclass(frozen=True, slots=True)
 class Work:
     """Products in graph order, tables by the node that looks rows up in them, weights stored in ``panels``, each with
-    the axis that holds the columns, attention, and residual sums that are normalised."""
+    the axis that holds the columns, attention, and normalisations with the sums before them."""
 
     fused: tuple[Fused, ...] = ()
     lookups: Mapping[ir.Node, ir.Value] = field(default_factory=dict)
@@ -77,9 +77,9 @@ class Work:
         return [_attention(each, there) for each in self.attentions]
 
     def norms_in(self, model: ir.Model) -> list[Norm]:
-        """The sums that are normalised, as a clone has them."""
+        """The normalisations, as a clone has them."""
         there = _There(model)
-        return [Norm(there.node(norm.add), there.node(norm.layer_norm)) for norm in self.norms]
+        return [_norm(each, there) for each in self.norms]
 
 
 class _There:
@@ -129,3 +129,14 @@ def _operand(operand: Operand, there: _There) -> Operand:
 
 def _mask(mask: Mask, there: _There) -> Mask:
     return replace(mask, condition=there.value(mask.condition)) if isinstance(mask, Choice) else there.value(mask)
+
+
+def _norm(found: Norm, there: _There) -> Norm:
+    return replace(
+        found,
+        nodes=tuple(map(there.node, found.nodes)),
+        x=there.value(found.x),
+        scale=there.value(found.scale),
+        bias=None if found.bias is None else there.value(found.bias),
+        add=None if found.add is None else there.node(found.add),
+    )

@@ -60,7 +60,8 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
         for node in fused.epilogue.nodes:
             decisions[_name(node)] = Decision("fp32", "profile", "done by the CPU kernel with the product before it")
     elsewhere = {node: "attention" for attention in work.attentions for node in attention.nodes}
-    elsewhere |= {node: "normalisation" for norm in work.norms for node in (norm.add, norm.layer_norm)}
+    elsewhere |= {node: "normalisation" for norm in work.norms for node in norm.nodes}
+    elsewhere |= {norm.add: "normalisation" for norm in work.norms if norm.add is not None}
     for node, what in elsewhere.items():
         decisions[_name(node)] = Decision("fp32", "profile", f"done by the CPU kernel's {what}")
     return decisions

@@ -1,4 +1,6 @@
-// A residual sum and its normalisation: s = x + skip, y = (s - mean of s) / sqrt(variance of s + epsilon) * scale + bias.
+// A residual sum and its normalisation. With s = x + skip, or s = x where there is no skip:
+//     y = (s - mean of s) / sqrt(variance of s + epsilon) * scale + bias   of a layer
+//     y = s / sqrt(mean of s^2 + epsilon) * scale + bias                   by the root of the mean square
 #pragma once
 
 #include <cstddef>
@@ -10,13 +12,16 @@ namespace bf16kit {
 
 struct Path;
 
+enum class NormKind { kLayer, kRms };
+
 struct Norm {
-  const float *x, *skip;       // [rows, width]
-  const float *scale, *bias;   // [width]; the bias may be null
+  NormKind kind;
+  const float *x, *skip;      // [rows, width]; skip may be null, but not that of a layer
+  const float *scale, *bias;  // [width]; the bias may be null
   int64_t rows, width;
   float epsilon;
   float* y;    // [rows, width]
-  float* sum;  // s, [rows, width]; may be null
+  float* sum;  // s, [rows, width]; may be null, and is where skip is
 };
 
 // Computes y, and s where it is wanted, with `run(threads, …)`.

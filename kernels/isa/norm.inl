@@ -5,6 +5,8 @@
 // portable one may lack fma). With s = x + skip:
 //     mean = sum of s / width;  variance = sum of (s - mean)^2 / width;  r = 1 / sqrt(variance + epsilon)
 //     y = fma((s - mean) * r, scale, bias)
+// The root of the mean square is the same with a mean of 0, which takes nothing off. No bias is one of -0, which leaves
+// even the sign of a zero.
 
 // Elements [at, at + 32) of a row, where `width` of them exist and the others are `other`.
 inline const float* block_of(const float* from, int64_t width, float other, float (&scratch)[kPanel]) {
@@ -51,7 +53,8 @@ inline float squares(const float* s, int64_t width, float mean) {
 }
 
 inline void scale_row(const Norm& norm, const float* s, float mean, float factor, float* y) {
-  alignas(64) float values[kPanel], scales[kPanel], biases[kPanel] = {}, last[kPanel];
+  alignas(64) float values[kPanel], scales[kPanel], biases[kPanel], last[kPanel];
+  for (float& each : biases) each = -0.0f;
   const Simd::reg middle = Simd::set(mean), r = Simd::set(factor);
   for (int64_t at = 0; at < norm.width; at += kPanel) {
     const int64_t left = norm.width - at;
@@ -75,8 +78,14 @@ __attribute__((noinline)) void normalise_rows(const Norm& norm, int64_t first, i
   for (int64_t row = first; row < first + rows; ++row) {
     const int64_t start = row * norm.width;
     float* y = norm.y + start;
-    float* s = norm.sum == nullptr ? y : norm.sum + start;
-    const float mean = add_rows(norm.x + start, norm.skip + start, norm.width, s) / width;
+    const float* s = norm.x + start;
+    float mean = 0;
+    if (norm.skip != nullptr) {
+      float* sum = norm.sum == nullptr ? y : norm.sum + start;
+      const float total = add_rows(s, norm.skip + start, norm.width, sum);
+      if (norm.kind == NormKind::kLayer) mean = total / width;
+      s = sum;
+    }
     const float variance = squares(s, norm.width, mean) / width;
     scale_row(norm, s, mean, 1 / __builtin_sqrtf(variance + norm.epsilon), y);
   }

@@ -14,12 +14,20 @@ namespace {
 
 using namespace abi;
 
-constexpr size_t kX = 0, kSkip = 1, kScale = 2, kBias = 3;  // inputs
+constexpr size_t kX = 0, kSkip = 1;  // inputs; scale and bias are the last ones
+
+struct Form {
+  NormKind kind;
+  bool adds, has_bias, gives_sum;
+};
 
 struct Operator {
   CustomOp op;  // first: ONNX Runtime hands back its address
   char name[32];
-  bool has_bias, gives_sum;
+  Form form;
+
+  size_t scale() const { return form.adds ? 2 : 1; }
+  size_t bias() const { return scale() + 1; }
 };
 
 const Operator& of(const CustomOp* op) { return *reinterpret_cast<const Operator*>(op); }
@@ -49,51 +57,58 @@ Status* create(const CustomOp* op, const Api* api, const KernelInfo* info, void*
 
 void destroy(void* created) noexcept { delete static_cast<Node*>(created); }
 
-Status* read_row(const Api* api, const KernelContext* context, size_t input, int64_t width, const float** data) {
+Status* read_row(const Api* api, const KernelContext* context, const char* what, size_t input, int64_t width,
+                 const float** data) {
   Shape shape;
   void* values = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, input, shape, &values));
   if (shape.count != 1 || shape.dims[0] != width) {
     return error(api, kInvalidArgument, "the %s has %zu dimensions and %lld elements; it must be [%lld]",
-                 input == kScale ? "scale" : "bias", shape.count,
-                 static_cast<long long>(shape.elements(0, shape.count)), static_cast<long long>(width));
+                 what, shape.count, static_cast<long long>(shape.elements(0, shape.count)),
+                 static_cast<long long>(width));
   }
   *data = static_cast<const float*>(values);
   return nullptr;
 }
 
-Status* check_same(const Api* api, const Shape& x, const Shape& skip) {
-  bool same = x.count == skip.count && x.count > 0;
+Status* read_skip(const Api* api, const KernelContext* context, const Shape& x, const float** data) {
+  Shape skip;
+  void* values = nullptr;
+  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kSkip, skip, &values));
+  bool same = x.count == skip.count;
   for (size_t i = 0; same && i < x.count; ++i) same = x.dims[i] == skip.dims[i];
+  *data = static_cast<const float*>(values);
   if (same) return nullptr;
-  return error(api, kInvalidArgument, "x and skip, of %zu and %zu dimensions, do not have one shape of at least one",
-               x.count, skip.count);
+  return error(api, kInvalidArgument, "x and skip, of %zu and %zu dimensions, do not have one shape", x.count,
+               skip.count);
 }
 
 Status* run(void* created, KernelContext* context) noexcept {
   const Node& node = *static_cast<const Node*>(created);
+  const Operator& op = *node.op;
   const Api* api = node.api;
-  Shape shape, other;
-  void *x = nullptr, *skip = nullptr;
+  Shape shape;
+  void* x = nullptr;
   BF16KIT_RETURN_IF_ERROR(read_input(api, context, kX, shape, &x));
-  BF16KIT_RETURN_IF_ERROR(read_input(api, context, kSkip, other, &skip));
-  BF16KIT_RETURN_IF_ERROR(check_same(api, shape, other));
+  if (shape.count == 0) return error(api, kInvalidArgument, "x has no dimensions; it must have at least one");
   Norm norm = {};
-  norm.x = static_cast<const float*>(x), norm.skip = static_cast<const float*>(skip);
+  norm.kind = op.form.kind;
+  norm.x = static_cast<const float*>(x);
+  if (op.form.adds) BF16KIT_RETURN_IF_ERROR(read_skip(api, context, shape, &norm.skip));
   norm.width = shape.dims[shape.count - 1];
   norm.rows = norm.width == 0 ? 0 : shape.elements(0, shape.count - 1);
   norm.epsilon = node.epsilon;
-  BF16KIT_RETURN_IF_ERROR(read_row(api, context, kScale, norm.width, &norm.scale));
-  if (node.op->has_bias) BF16KIT_RETURN_IF_ERROR(read_row(api, context, kBias, norm.width, &norm.bias));
+  BF16KIT_RETURN_IF_ERROR(read_row(api, context, "scale", op.scale(), norm.width, &norm.scale));
+  if (op.form.has_bias) BF16KIT_RETURN_IF_ERROR(read_row(api, context, "bias", op.bias(), norm.width, &norm.bias));
   BF16KIT_RETURN_IF_ERROR(make_output(api, context, 0, shape, &norm.y));
-  if (node.op->gives_sum) BF16KIT_RETURN_IF_ERROR(make_output(api, context, 1, shape, &norm.sum));
+  if (op.form.gives_sum) BF16KIT_RETURN_IF_ERROR(make_output(api, context, 1, shape, &norm.sum));
   Threads threads = {api, context, nullptr};
   normalise(norm, *node.path, run_parts, &threads);
   return threads.status;
 }
 
-size_t input_count(const CustomOp* op) noexcept { return of(op).has_bias ? 4 : 3; }
-size_t output_count(const CustomOp* op) noexcept { return of(op).gives_sum ? 2 : 1; }
+size_t input_count(const CustomOp* op) noexcept { return of(op).form.has_bias ? of(op).bias() + 1 : of(op).bias(); }
+size_t output_count(const CustomOp* op) noexcept { return of(op).form.gives_sum ? 2 : 1; }
 
 CustomOp describe() {
   CustomOp op = custom_op_of_floats<Operator>(input_count, output_count);
@@ -103,16 +118,24 @@ CustomOp describe() {
   return op;
 }
 
+constexpr Form kForms[kNormOperators] = {
+    {NormKind::kLayer, true, false, false}, {NormKind::kLayer, true, true, false},
+    {NormKind::kLayer, true, false, true},  {NormKind::kLayer, true, true, true},
+    {NormKind::kRms, false, false, false},  {NormKind::kRms, true, false, false},
+    {NormKind::kRms, true, false, true},
+};
+
 // The names are converter/cpukernel/norms.py's.
 struct Operators {
   Operator all[kNormOperators];
 
   Operators() {
     for (size_t i = 0; i < kNormOperators; ++i) {
-      Operator& added = all[i];
-      added = {describe(), "", (i & 1) != 0, (i & 2) != 0};
-      std::snprintf(added.name, sizeof added.name, "AddLayerNorm%s%s", added.has_bias ? "_bias" : "",
-                    added.gives_sum ? "_sum" : "");
+      const Form& form = kForms[i];
+      all[i] = {describe(), "", form};
+      std::snprintf(all[i].name, sizeof all[i].name, "%s%s%s%s", form.adds ? "Add" : "",
+                    form.kind == NormKind::kLayer ? "LayerNorm" : "RmsNorm", form.has_bias ? "_bias" : "",
+                    form.gives_sum ? "_sum" : "");
     }
   }
 };

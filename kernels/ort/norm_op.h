@@ -1,8 +1,9 @@
-// The operators bf16kit::AddLayerNorm…: y = LayerNormalization(x + skip) over the last dimension, in fp32.
+// The operators bf16kit::AddLayerNorm…: y = LayerNormalization(x + skip) over the last dimension, in fp32; and
+// bf16kit::AddRmsNorm… and RmsNorm: y = RMSNormalization(x + skip) and RMSNormalization(x).
 //
 //   inputs      x and skip [..., width], of the same shape; scale [width]; bias [width] in those with _bias
 //   outputs     y [..., width]; x + skip as well in those with _sum
-//   attributes  epsilon  float, positive
+//   attributes  epsilon  float, from 0 on
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,7 @@
 
 namespace bf16kit {
 
-constexpr size_t kNormOperators = 4;
+constexpr size_t kNormOperators = 7;
 
 // Operator `index`, which lives as long as the program.
 const abi::CustomOp* norm_operator_at(size_t index);

@@ -17,7 +17,7 @@ namespace bf16kit {
 //   MatMulBf16…, MatMul2Bf16…, MatMul3Bf16…     all of these once more, x being rounded to bf16
 //   Gather_LAYOUT                               3 layouts
 //   Attention[Bf16]_FORM[_grouped][_mask]       attention_op.h
-//   AddLayerNorm[_bias][_sum]                   norm_op.h
+//   AddLayerNorm[_bias][_sum], RmsNorm, AddRmsNorm[_sum]    norm_op.h
 constexpr size_t kProductsAndLookups = 2 * (1 + 4 * 2 * 5 + 4) + 3;
 constexpr size_t kOperators = kProductsAndLookups + kAttentionOperators + kNormOperators;
 

@@ -29,18 +29,21 @@ Exact<float> draw(Random& random, int64_t size, float scale, float offset) {
   return values;
 }
 
-// Whether row `row` is what float64 makes of the same s, within the roundings of the mean, r and the rest.
+// Whether row `row` is what float64 makes of the same s, within the roundings of the mean, r and the rest. The sign of a
+// zero is that of s times scale where there is no bias.
 bool close(const Norm& norm, const float* s, int64_t row) {
   double sum = 0, squares = 0, most = 0;
   for (int64_t i = 0; i < norm.width; ++i) sum += s[i], most = std::max(most, std::fabs(static_cast<double>(s[i])));
-  const double mean = sum / norm.width;
+  const double mean = norm.kind == NormKind::kRms ? 0 : sum / norm.width;
   for (int64_t i = 0; i < norm.width; ++i) squares += (s[i] - mean) * (s[i] - mean);
   const double r = 1 / std::sqrt(squares / norm.width + norm.epsilon), unit = 0x1p-24;
   for (int64_t i = 0; i < norm.width; ++i) {
     const double bias = norm.bias == nullptr ? 0 : norm.bias[i], normal = (s[i] - mean) * r;
     const double wanted = normal * norm.scale[i] + bias, steps = norm.width / 32.0 + 16;
     const double off = unit * (steps * (most * r + std::fabs(normal)) * std::fabs(norm.scale[i]) + std::fabs(wanted));
-    if (!(std::fabs(norm.y[row * norm.width + i] - wanted) <= off)) return false;
+    const float y = norm.y[row * norm.width + i];
+    if (!(std::fabs(y - wanted) <= off)) return false;
+    if (norm.bias == nullptr && mean == 0 && s[i] == 0 && !same(y, s[i] * norm.scale[i])) return false;
   }
   return true;
 }
@@ -48,31 +51,36 @@ bool close(const Norm& norm, const float* s, int64_t row) {
 void check(int64_t index) {
   Random random(g_seed, index);
   Norm norm = {};
+  norm.kind = random.one_of({NormKind::kLayer, NormKind::kRms});
   norm.rows = random.between(1, 20);
   norm.width = random.chance(0.02) ? random.between(4000, 9000) : random.between(1, random.one_of<int64_t>({40, 130, 800}));
   norm.epsilon = random.one_of({1e-12f, 1e-5f});
   const float scale = random.one_of({1.0f, 30.0f, 0.01f}), offset = random.chance(0.2) ? 5 : 0;
   const int64_t size = norm.rows * norm.width;
-  const Exact<float> x = draw(random, size, scale, offset), skip = draw(random, size, scale, 0);
+  Exact<float> x = draw(random, size, scale, offset), skip = draw(random, size, scale, 0);
+  if (random.chance(0.1)) x[random.between(0, size - 1)] = -0.0f;
   const Exact<float> weights = draw(random, norm.width, 1, 0), bias = draw(random, norm.width, 1, 0);
-  norm.x = x.data(), norm.skip = skip.data(), norm.scale = weights.data();
+  norm.x = x.data(), norm.scale = weights.data();
+  if (norm.kind == NormKind::kLayer || random.chance(0.7)) norm.skip = skip.data();
   if (random.chance(0.7)) norm.bias = bias.data();
   Exact<float> first;
   for (const Path* path : supported_paths(Arithmetic::kFp32)) {
     Exact<float> y(size, 1), sum(size, 2), alone(norm.width, 1);
-    norm.y = y.data(), norm.sum = random.chance(0.5) ? sum.data() : nullptr;
+    norm.y = y.data(), norm.sum = norm.skip != nullptr && random.chance(0.5) ? sum.data() : nullptr;
     normalise(norm, *path, run_backwards, nullptr);
     std::vector<float> s(norm.width);
     for (int64_t row = 0; row < norm.rows; ++row) {
       for (int64_t i = 0; i < norm.width; ++i) {
-        s[i] = x[row * norm.width + i] + skip[row * norm.width + i];
+        s[i] = norm.x[row * norm.width + i];
+        if (norm.skip != nullptr) s[i] += norm.skip[row * norm.width + i];
         if (norm.sum != nullptr && !same(s[i], sum[row * norm.width + i])) return fail(index, *path, norm, "the sum");
       }
       if (!close(norm, s.data(), row)) return fail(index, *path, norm, "a row is not within the bound");
     }
     Norm one = norm;
     const int64_t row = random.between(0, norm.rows - 1);
-    one.rows = 1, one.x += row * norm.width, one.skip += row * norm.width, one.y = alone.data(), one.sum = nullptr;
+    one.rows = 1, one.x += row * norm.width, one.y = alone.data(), one.sum = nullptr;
+    if (one.skip != nullptr) one.skip += row * norm.width;
     normalise(one, *path, run_backwards, nullptr);
     for (int64_t i = 0; i < norm.width; ++i) {
       if (!same(alone[i], y[row * norm.width + i])) return fail(index, *path, norm, "a row alone has other bits");

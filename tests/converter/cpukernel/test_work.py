@@ -82,8 +82,12 @@ def test_a_sum_that_is_normalised_is_found_again_in_a_clone_by_names() -> None:
     model = run([InferTypes()], ir.from_proto(residual()))
     clone = model.clone()
     (here,), (there,) = norms(model), Work.of(model, set()).norms_in(clone)
-    assert (there.add.name, there.layer_norm.name) == (here.add.name, here.layer_norm.name)
-    assert there.add.graph is there.layer_norm.graph is clone.graph
+    assert here.add is not None
+    assert there.add is not None
+    assert (there.add.name, there.result.name, there.x.name) == (here.add.name, here.result.name, here.x.name)
+    assert there.add.graph is there.result.graph is clone.graph
+    assert there.x is there.add.outputs[0]
+    assert [there.scale, there.bias] == [clone.graph.initializers["w"], clone.graph.initializers["b"]]
 
 
 def test_it_is_found_again_in_a_clone_by_names() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import hfzoo
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -61,6 +62,9 @@ EXPECTED: dict[str, tuple[Edges, set[str], str]] = {
 }
 
 
+# Root mean squares, all of them done by the kernel.
+RMS_NORMALISATIONS = {"llama": 3, "mistral": 3, "qwen2": 3, "t5": 7, "t5-encoder": 3}
+
 _PARTS = ("text_model_output", "vision_model_output")
 
 
@@ -105,6 +109,9 @@ def test_a_model_converts_as_a_whole_and_answers_as_its_module(
     stored = dict(artifact.checkpoint_tensors())
     for tensor, array in read_file(directory / "model.safetensors").items():
         np.testing.assert_array_equal(stored[tensor], array)
+    operators = [node.op_type for node in onnx.load(artifact.file("cpu.onnx"), load_external_data=False).graph.node]
+    assert sum("RmsNorm" in op for op in operators) == RMS_NORMALISATIONS.get(name, 0)
+    assert ("Sqrt" in operators, "Pow" in operators) == (False, False) or name not in RMS_NORMALISATIONS
 
 
 @pytest.mark.slow

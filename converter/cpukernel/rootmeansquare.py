@@ -1,0 +1,96 @@
+"""RMS normalisation as exporters spell it, found by what it computes: scale · x / √(mean of x² + epsilon), by rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from converter.cpukernel.values import known_shape, number, only_reader
+from converter.graph.initializers import const, const_dims
+
+FLOAT = ir.DataType.FLOAT
+
+
+@dataclass(frozen=True, slots=True)
+class RootMeanSquare:
+    """``nodes``, in order, from the square of ``x`` to the product with ``scale``, an initializer of one row."""
+
+    nodes: tuple[ir.Node, ...]
+    x: ir.Value
+    scale: ir.Value
+    epsilon: float
+
+
+def root_mean_square(mean: ir.Node) -> RootMeanSquare | None:
+    """What the ReduceMean ``mean`` is part of; None where it, or anything around it, computes something else."""
+    square = _square(mean)
+    x = None if square is None else square.inputs[0]
+    shape = known_shape(x)
+    if square is None or x is None or x.dtype != FLOAT or not shape or not _of_rows(mean, len(shape)):
+        return None
+    added = only_reader(mean.outputs[0])
+    epsilon = None if added is None or added.op_type != "Add" else _other(added, mean.outputs[0], len(shape))
+    if added is None or epsilon is None or not 0 <= epsilon < float("inf"):
+        return None
+    divided = _divided(x, added.outputs[0], len(shape))
+    scaled = None if divided is None else only_reader(divided[-1].outputs[0])
+    if divided is None or scaled is None or scaled.op_type != "Mul":
+        return None
+    (scale,) = [value for value in scaled.inputs if value is not divided[-1].outputs[0]] or [None]
+    if scale is None or scale.dtype != FLOAT or const_dims(scale) != (shape[-1],):
+        return None
+    return RootMeanSquare((square, mean, added, *divided, scaled), x, scale, epsilon)
+
+
+def _square(mean: ir.Node) -> ir.Node | None:
+    """The node that squares what ``mean`` alone reads."""
+    value = mean.inputs[0] if mean.op_type == "ReduceMean" else None
+    node = None if value is None else value.producer()
+    if value is None or node is None or only_reader(value) is not mean or node.domain != "":
+        return None
+    if node.op_type == "Pow":
+        return node if number(node.inputs[1], rank=0) == 2 else None
+    return node if node.op_type == "Mul" and node.inputs[0] is node.inputs[1] else None
+
+
+def _of_rows(mean: ir.Node, rank: int) -> bool:
+    """Whether ``mean`` is taken over the last of ``rank`` dimensions, which stays, of size 1."""
+    keep, told = mean.attributes.get("keepdims"), mean.attributes.get("axes")
+    given = const(mean.inputs[1]) if len(mean.inputs) > 1 else None
+    axes = [] if told is None else list(told.as_ints())
+    if given is not None:
+        axes = [int(axis) for axis in given.numpy().reshape(-1)]
+    return axes in ([-1], [rank - 1]) and (keep is None or keep.as_int() == 1)
+
+
+def _divided(x: ir.Value, shifted: ir.Value, rank: int) -> tuple[ir.Node, ...] | None:
+    """The nodes that divide ``x`` by the root of ``shifted``, in order: by it, or times its reciprocal."""
+    root = only_reader(shifted)
+    if root is None:
+        return None
+    power = number(root.inputs[1], rank=0) if root.op_type == "Pow" and root.inputs[0] is shifted else None
+    if root.op_type != "Sqrt" and power not in (0.5, -0.5):
+        return None
+    nodes, inverse = [root], power == -0.5
+    last = only_reader(root.outputs[0])
+    if last is not None and not inverse and _reciprocal(last, root.outputs[0], rank):
+        nodes.append(last)
+        last, inverse = only_reader(last.outputs[0]), True
+    factor = nodes[-1].outputs[0]
+    if last is None or last.op_type != ("Mul" if inverse else "Div"):
+        return None
+    operands = list(last.inputs)
+    return (*nodes, last) if operands == [x, factor] or (inverse and operands == [factor, x]) else None
+
+
+def _reciprocal(node: ir.Node, value: ir.Value, rank: int) -> bool:
+    """Whether ``node`` gives 1 / ``value``."""
+    if node.op_type == "Div":
+        return node.inputs[1] is value and number(node.inputs[0], rank=rank) == 1
+    return node.op_type == "Reciprocal"
+
+
+def _other(node: ir.Node, value: ir.Value, rank: int) -> float | None:
+    """The number that is the other operand of ``node``, beside ``value``."""
+    return number(node.inputs[1] if node.inputs[0] is value else node.inputs[0], rank=rank)
