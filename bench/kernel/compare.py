@@ -9,7 +9,7 @@ from typing import Any, Literal
 from bench.core.grid import Grid
 from bench.core.results import Measurement, Result
 from bench.core.verdict import Samples, ratio, typical
-from bench.kernel.sides import DOT, FMA, OURS, PEERS, SETTINGS, Side, side
+from bench.kernel.sides import DOT, FMA, OURS, PEERS, SETTINGS, Side, path_of, side
 from bench.kernel.turns import Effort, Timed
 
 Against = Literal["best fp32 peer", "best bf16 peer", "best peer", "fp32 arithmetic", "bf16 arithmetic", "bandwidth"]
@@ -57,11 +57,6 @@ def judged(timed: Timed, goals: Sequence[Goal]) -> Iterator[Measurement]:
         yield Measurement.of(goal.name, estimate, at_least=goal.at_least, detail=detail)
 
 
-def path_of(profile: str, samples: Mapping[str, Samples]) -> str | None:
-    """The side that is what users get of ``profile``: the first of its paths that ran."""
-    return next((ours.name for ours in OURS if ours.options["profile"] == profile and ours.name in samples), None)
-
-
 def best(against: str, samples: Mapping[str, Samples]) -> str | None:
     """The peer that is fastest on this work, of those whose arithmetic counts."""
     names = [peer.name for peer in PEERS if peer.name in samples and counts(peer, against)]
@@ -100,7 +95,8 @@ def result(
     return Result(
         benchmark,
         list(judged(timed, goals)),
-        settings={**settings, "processes": effort.processes} | SETTINGS,
+        settings={**settings, "processes": effort.processes, "processes_of_contenders": effort.most_processes}
+        | SETTINGS,
         notes=[*absent, *_disagreements(timed, tolerance)],
         grids=[grid(timed, title)],
         samples=timed.samples,

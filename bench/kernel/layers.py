@@ -9,7 +9,7 @@ from bench.core.workspace import Workspace
 from bench.kernel import models
 from bench.kernel.compare import Goal, result
 from bench.kernel.hosts import Subject, Work
-from bench.kernel.sides import DOT, FMA, OURS, PEERS, READ
+from bench.kernel.sides import DOT, FMA, OURS, PEERS, READ, Arithmetic
 from bench.kernel.turns import FULL, QUICK, Piece, race
 
 LAYERS = 4
@@ -53,7 +53,8 @@ def piece(rows: int) -> Piece:
     work = Work(operations=2.0 * rows * weights, bytes=2.0 * weights)
     limits = {goal.limit for goal in goals_of(rows)}
     without = {one.name for one in (FMA, DOT, READ)} - limits
-    return Piece(label(rows), models.feeds(rows), work, without=without)
+    against: tuple[Arithmetic, ...] = ("bf16",) if rows >= _MANY else ("fp32",)
+    return Piece(label(rows), models.feeds(rows), work, without=without, against=against)
 
 
 def goals_of(rows: int) -> Iterator[Goal]:

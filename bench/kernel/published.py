@@ -14,7 +14,8 @@ from textwrap import fill
 from typing import Any
 
 from bench.core.verdict import FEWEST_PROCESSES
-from bench.kernel.compare import best, path_of
+from bench.kernel.compare import best
+from bench.kernel.sides import path_of
 
 NAMES = ("kernel", "kernel_minilm", "kernel_lm", "kernel_memory", "kernel_drift", "kernel_numerics")
 _COMPARED = ("kernel", "kernel_minilm", "kernel_lm")
@@ -133,9 +134,12 @@ def tables(found: Sequence[Published]) -> str:
 
 
 def _tables(of: Published) -> str:
-    processes = of.contents["kernel"]["settings"]["processes"]
+    settings = of.contents["kernel"]["settings"]
+    processes = settings["processes"]
+    further = settings.get("processes_of_contenders", processes)
+    several = f"{processes} fresh processes of each" + (f", {further} of contenders" if further > processes else "")
     lines = [
-        f"**{_where(of)}.** Milliseconds, medians of {processes} fresh processes of each; of a peer: at its defaults ·"
+        f"**{_where(of)}.** Milliseconds, medians of {several}; of a peer: at its defaults ·"
         " at the best of all its settings. The fastest is bold. Layers and the language model with cold caches.",
         "",
         *_times(of),

@@ -15,10 +15,10 @@ from pathlib import Path
 from bench.core import results
 from bench.core.grid import Grid
 from bench.kernel import layers, published
-from bench.kernel.compare import best, path_of
+from bench.kernel.compare import best
 from bench.kernel.picture import Line, draw
 from bench.kernel.published import Published
-from bench.kernel.sides import PEERS
+from bench.kernel.sides import PEERS, path_of
 
 _ROOT = Path(__file__).parents[2]
 _PICTURE = _ROOT / "docs" / "pictures" / "kernel.svg"

@@ -6,7 +6,7 @@ A side is a name and what :mod:`bench.kernel.worker` needs to open it; nothing h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,12 +61,16 @@ PEERS = (
 FMA = Side("limit: fp32 arithmetic", "limits", "fp32", "limits", {"of": "fma"}, limit=True)
 DOT = Side("limit: bf16 arithmetic", "limits", "bf16", "limits", {"of": "dpbf16"}, limit=True)
 READ = Side("limit: read bandwidth", "limits", "fp32", "limits", {"of": "read"}, limit=True)
+LIMITS = (FMA, DOT, READ)
+PROFILES = tuple(dict.fromkeys(side.options["profile"] for side in OURS))
 
 SETTINGS = {
     "threads": THREADS,
     "turns": "every side in a process of its library's own, each on its own copy of the weights; a turn is one run that"
     " does not count and then those that do; turns in an order drawn anew; the next begins when the last one's threads"
     " sleep",
+    "contenders": "what users get of our profiles, limits, and peers that in the first process took less than 1.3 times"
+    " as long as the best of their arithmetic: they have further turns of their own, and further processes",
     "cold": "a buffer of three times the last-level cache is read before each run",
     "warm": "runs of a turn follow each other at once",
     "ONNX Runtime": "defaults; spinning off; session.force_spinning_stop",
@@ -78,4 +82,9 @@ SETTINGS = {
 
 def side(name: str) -> Side:
     """The side called ``name``."""
-    return next(found for found in (*OURS, *PEERS, FMA, DOT, READ) if found.name == name)
+    return next(found for found in (*OURS, *PEERS, *LIMITS) if found.name == name)
+
+
+def path_of(profile: str, ran: Collection[str]) -> str | None:
+    """The side that is what users get of ``profile``: the first of its paths that ran."""
+    return next((ours.name for ours in OURS if ours.options["profile"] == profile and ours.name in ran), None)

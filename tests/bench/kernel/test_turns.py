@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from bench.core.verdict import FEWEST_PROCESSES
 from bench.kernel.hosts import Subject
 from bench.kernel.sides import ONNX_RUNTIME, PEERS, side
-from bench.kernel.turns import FULL, Effort, Piece, Timed, copies, race
+from bench.kernel.turns import FULL, Effort, Piece, Timed, contenders, copies, race
 
 SPINLESS = side("ONNX Runtime fp32, spinning off")
 
@@ -57,15 +57,54 @@ def test_no_two_sides_read_the_same_weights(subject: Subject, tmp_path: Path) ->
 
 def test_a_side_without_times_in_some_process_is_left_out() -> None:
     timed = Timed(samples={"work": {"a": [[[1.0]], [[1.0]]], "b": [[[1.0]]]}})
-    timed.drop_incomplete()
+    timed.drop_incomplete(2)
     assert list(timed.samples["work"]) == ["a"]
+
+
+def test_contenders_have_further_turns_and_processes_with_the_caches_that_are_judged(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.kernel.turns.contenders", lambda sides, _: frozenset(sides) & {SPINLESS.name})
+    pieces = [Piece("two rows", feeds(), caches=("warm", "cold"))]
+    effort = Effort(processes=2, rounds=1, seconds=60.0, further=1, most_rounds=2, runs=1)
+    timed = race((ONNX_RUNTIME, SPINLESS), subject, pieces, effort, tmp_path / "root")
+    turns = {
+        label: {name: [len(process) for process in samples] for name, samples in sides.items()}
+        for label, sides in timed.samples.items()
+    }
+    assert turns == {
+        "two rows, warm": {ONNX_RUNTIME.name: [1, 1], SPINLESS.name: [3, 3, 3]},
+        "two rows, cold": {ONNX_RUNTIME.name: [1, 1], SPINLESS.name: [1, 1]},
+    }
+
+
+def test_who_contends() -> None:
+    """Of our paths those that users get; limits and peers of the arithmetic of goals, where they are near."""
+    seconds = {
+        "cpu, avx512f": 5.0,
+        "cpu, avx2": 1.0,
+        "cpu-bf16": 9.0,
+        "limit: fp32 arithmetic": 0.1,
+        "limit: bf16 arithmetic": 0.1,
+        "ONNX Runtime fp32": 2.0,
+        "OpenVINO fp32": 2.5,
+        "torch fp32": 2.7,
+        "torch bf16": 1.0,
+        "OpenVINO bf16": 1.4,
+    }
+    ours = {"cpu, avx512f", "cpu-bf16"}
+    fp32 = {"limit: fp32 arithmetic", "ONNX Runtime fp32", "OpenVINO fp32"}
+    bf16 = {"limit: bf16 arithmetic", "torch bf16"}
+    assert contenders(seconds, ["fp32"]) == ours | fp32
+    assert contenders(seconds, ["bf16"]) == ours | bf16
+    assert contenders(seconds, ["fp32", "bf16"]) == ours | fp32 | bf16
+    assert contenders({"cpu-bf16": 1.0}, ["fp32"]) == {"cpu-bf16"}
 
 
 def test_the_full_effort_has_the_processes_that_a_verdict_needs() -> None:
     assert FULL.processes >= FEWEST_PROCESSES
-    assert FULL.shape(seconds=5.0) == (3, 1)
-    assert FULL.shape(seconds=0.1) == (3, 3)
-    assert FULL.shape(seconds=0.001) == (12, 3)
+    assert (FULL.runs_of(5.0), FULL.runs_of(0.1)) == (1, 3)
+    assert [FULL.rounds_of(seconds) for seconds in (60.0, 0.75, 0.001)] == [2, 2, 12]
 
 
 def test_every_peer_takes_part_at_its_defaults_and_otherwise() -> None:
