@@ -9,7 +9,8 @@
 // where the first and the last sum are made of chains of 128 fused multiply-adds, each from zero, added to a total one
 // after the other, and the sum of p of 32 sums, of every 32nd element each, added up as a tree. So the bits do not
 // depend on the rows around, the number of threads, or the path. Keys whose p is zero, as those are that a mask hides,
-// change nothing behind the others: the same bits with and without them, where v is finite.
+// change nothing behind the others: the same bits with and without them, where v is finite. Whole panels of them before or
+// behind all that a tile of rows sees are not computed (seen.inl): that changes no bit either.
 //
 // Rows in which every x is -inf, or any NaN or +inf, are NaN, as ONNX's Softmax defines.
 //
@@ -18,77 +19,7 @@
 // chain of zeros, and adding 0 to y makes them the same. The sum of p is that of the rounded ones, so that
 // weights add up to 1: of 16 sums, of every 16th pair each, the odd one first, added up as a tree. Everything else is fp32.
 
-template <typename H>
-using Element = typename H::Element;
-
-constexpr int kSpan = 2 * Simd::kLanes;  // columns of a tile
-
-// c[kRows, 2 vectors] = (first ? 0 : c) + a[kRows, length] · b[length, 2 vectors]; rows lie lda, ldb and ldc apart, and
-// length counts elements.
-template <typename H, int kRows>
-void wide_chain(const Element<H>* a, int64_t lda, const Element<H>* b, int64_t ldb, int64_t length, float* c,
-                int64_t ldc, bool first) {
-  typename Simd::reg sums[kRows][2];
-#pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) sums[m][0] = sums[m][1] = Simd::zero();
-  const Element<H>* from[(kRows + 2) / 3];
-  for (int i = 0; i < (kRows + 2) / 3; ++i) from[i] = a + 3 * i * lda;
-  const auto step = [&](int64_t k) __attribute__((always_inline)) {
-    const typename H::Vector left = H::load(b + k * ldb), right = H::load(b + k * ldb + Simd::kLanes);
-#pragma GCC unroll 16
-    for (int m = 0; m < kRows; ++m) {
-      const Element<H>* x = from[m / 3] + m % 3 * lda + k;
-      sums[m][0] = H::dot(x, left, sums[m][0]);
-      sums[m][1] = H::dot(x, right, sums[m][1]);
-    }
-  };
-  if constexpr (H::kOddFirst) {
-    for (int64_t k = 0; k + 1 < length; k += 2) {
-      step(k + 1);
-      step(k);
-    }
-    if (length % 2 != 0) step(length - 1);
-  } else {
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < length; ++k) step(k);
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      float* to = c + m * ldc + h * Simd::kLanes;
-      Simd::store(to, Simd::add(first ? Simd::zero() : Simd::load(to), sums[m][h]));
-    }
-  }
-}
-
-template <typename H>
-using WideChain = void (*)(const Element<H>*, int64_t, const Element<H>*, int64_t, int64_t, float*, int64_t, bool);
-
-template <typename H, int... kRows>
-WideChain<H> wide_chain_of(int64_t rows, std::integer_sequence<int, kRows...>) {
-  static constexpr WideChain<H> kTable[] = {wide_chain<H, kRows + 1>...};
-  return kTable[rows - 1];
-}
-
-// How many elements hold so many values.
-template <typename H>
-int64_t elements(int64_t values) {
-  return (values + H::kValues - 1) / H::kValues;
-}
-
-// c[rows, 32] = a[rows, length] · b[length, 32], of which a and b hold elements(length).
-template <typename H>
-void multiply_wide(int64_t rows, const Element<H>* a, int64_t lda, const Element<H>* b, int64_t ldb, int64_t length,
-                   float* c, int64_t ldc) {
-  const WideChain<H> chain = wide_chain_of<H>(rows, std::make_integer_sequence<int, Simd::kRows>());
-  for (int64_t first = 0; first < length; first += kChain) {
-    const int64_t some = elements<H>(length - first < kChain ? length - first : kChain), at = first / H::kValues;
-    for (int column = 0; column < kPanel; column += kSpan) {
-      chain(a + at, lda, b + at * ldb + column, ldb, some, c + column, ldc, first == 0);
-    }
-  }
-}
+#include "wide.inl"
 
 inline int64_t whole_lines(int64_t elements) { return (elements + 15) / 16 * 16; }
 
@@ -99,6 +30,7 @@ struct HeadMemory {
   int64_t size = 0;  // floats
   uint64_t attention = 0;  // whose head is in it, and which
   int64_t head = 0;
+  float largest_key = -1;  // of this head, where it has been looked for: infinity where values are not finite
 
   HeadMemory() = default;
   HeadMemory(const HeadMemory&) = delete;
@@ -152,6 +84,15 @@ inline const float* row_of(const Strided& from, int64_t batch, int64_t head, int
   return from.data + batch * from.batch + head * from.head + row * from.row;
 }
 
+// Of row `index` of those that read the same keys: the head and the query.
+struct Row {
+  int64_t head, query;
+  Row(const Attention& a, const AttentionPart& part, int64_t index)
+      : head(part.kv_head * a.shared() + index / a.queries), query(index % a.queries) {}
+};
+
+#include "seen.inl"
+
 // Whether values are read where they are.
 template <typename H>
 bool values_in_place(const Attention& a) {
@@ -172,42 +113,83 @@ void pack_head(const Attention& a, int64_t batch, int64_t head, const Workspace<
   }
 }
 
-// Of row `index` of those that read the same keys: the head and the query.
-struct Row {
-  int64_t head, query;
-  Row(const Attention& a, const AttentionPart& part, int64_t index)
-      : head(part.kv_head * a.shared() + index / a.queries), query(index % a.queries) {}
-};
+// Asks for a row of `columns` floats. Rows of one head lie far apart, and no processor guesses where the next one is.
+// Always inlined: GCC takes a function that does nothing else for one that does nothing.
+__attribute__((always_inline)) inline void ask_for(const float* row, int64_t columns) {
+  for (int64_t i = 0; i < columns; i += 16) __builtin_prefetch(row + i);
+  __builtin_prefetch(row + columns - 1);
+}
 
-// Scores of rows [first, first + rows), then their p; sums[m] is what each row's p add up to.
+// Where row `row` of y begins for its head.
+inline float* result_of(const Attention& a, const AttentionPart& part, const Row& row) {
+  return a.y + ((part.batch * a.queries + row.query) * a.heads + row.head) * a.width;
+}
+
+// Asks for what tile [first, first + rows) writes, and for the queries of the tile after it.
+__attribute__((always_inline)) inline void ask_for_rows(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows) {
+  const int64_t end = part.first_row + part.rows;
+  for (int64_t m = first; m < first + rows; ++m) {
+    ask_for(result_of(a, part, Row(a, part, m)), a.width);
+    if (m + rows >= end) continue;
+    const Row next(a, part, m + rows);
+    ask_for(row_of(a.q, part.batch, next.head, next.query), a.depth);
+  }
+}
+
+// What rows [first, first + rows) see. A few rows see a key too seldom for it to be worth looking.
+inline Seen seen_keys(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, HeadMemory& memory) {
+  const Seen all = {0, a.keys};
+  if (a.mask.data == nullptr || a.mask.column == 0 || a.keys <= kPanel || a.rows() <= Simd::kRows) return all;
+  const Seen seen = seen_by(a, part, first, rows, 0);
+  if (seen.begin == 0 && seen.end == a.keys) return all;
+  if (memory.largest_key < 0) {
+    memory.largest_key = largest(row_of(a.k, part.batch, part.kv_head, 0), a.k.row, a.keys, a.depth);
+    const float value = largest(row_of(a.v, part.batch, part.kv_head, 0), a.v.row, a.keys, a.width);
+    if (value == kInfinity) memory.largest_key = kInfinity;
+  }
+  float query = 0;
+  for (int64_t m = first; m < first + rows; ++m) {
+    const Row row(a, part, m);
+    const float found = largest(row_of(a.q, part.batch, row.head, row.query), 0, 1, a.depth);
+    if (found > query) query = found;
+  }
+  return seen_by(a, part, first, rows, query * memory.largest_key * static_cast<float>(a.depth) * std::fabs(a.scale));
+}
+
+// Scores of the keys that rows [first, first + rows) see, then their p, the first at the place of its score; sums[m] is
+// what each row's p add up to.
 template <typename H>
-void soften_rows(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, const Workspace<H>& space,
-                 float* sums) {
+void soften_rows(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, Seen seen,
+                 const Workspace<H>& space, float* sums) {
   static constexpr float kNone = 0;
   const int64_t depth = elements<H>(a.depth);
   for (int64_t m = 0; m < rows; ++m) {
     const Row row(a, part, first + m);
     H::copy_row(row_of(a.q, part.batch, row.head, row.query), a.depth, space.queries + m * depth);
   }
-  for (int64_t key = 0; key < a.keys; key += kPanel) {
+  ask_for_rows(a, part, first, rows);
+  for (int64_t key = seen.begin; key < seen.end; key += kPanel) {
     multiply_wide<H>(rows, space.queries, depth, space.keys + key * depth, kPanel, a.depth, space.scores + key,
                      space.stride);
   }
   const bool masked = a.mask.data != nullptr;
+  const int64_t step = masked ? a.mask.column : 0, keys = seen.end - seen.begin;
   float highest[Simd::kRows];
   for (int64_t m = 0; m < rows; ++m) {
     const Row row(a, part, first + m);
-    const float* mask = masked ? row_of(a.mask, part.batch, row.head, row.query) : &kNone;
-    highest[m] = add_masks(space.scores + m * space.stride, a.keys, a.scale, mask, masked ? a.mask.column : 0);
+    const float* mask = masked ? row_of(a.mask, part.batch, row.head, row.query) + seen.begin * step : &kNone;
+    highest[m] = add_masks(space.scores + m * space.stride + seen.begin, keys, a.scale, mask, step);
   }
   // After all of them: the processor then need not wait for the one that it has just looked for.
-  for (int64_t m = 0; m < rows; ++m) sums[m] = H::soften(space.scores + m * space.stride, a.keys, highest[m]);
+  for (int64_t m = 0; m < rows; ++m) {
+    sums[m] = H::soften(space.scores + m * space.stride + seen.begin, keys, highest[m]);
+  }
 }
 
 // y of rows [first, first + rows), whose p and sums are there.
 template <typename H>
-void add_values(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, const Workspace<H>& space,
-                const float* sums) {
+void add_values(const Attention& a, const AttentionPart& part, int64_t first, int64_t rows, Seen seen,
+                const Workspace<H>& space, const float* sums) {
   const bool in_place = values_in_place<H>(a);
   for (int64_t column = 0; column < a.width; column += kPanel) {
     const int64_t columns = a.width - column < kPanel ? a.width - column : kPanel;
@@ -215,8 +197,9 @@ void add_values(const Attention& a, const AttentionPart& part, int64_t first, in
     if constexpr (H::kValuesInPlace) {
       if (in_place) values = row_of(a.v, part.batch, part.kv_head, 0) + column;
     }
-    multiply_wide<H>(rows, space.weights(), space.stride, values, in_place ? a.v.row : kPanel, a.keys, space.totals,
-                     kPanel);
+    const int64_t stride = in_place ? a.v.row : kPanel;
+    multiply_wide<H>(rows, space.weights() + seen.begin, space.stride, values + seen.begin / H::kValues * stride, stride,
+                     seen.end - seen.begin, space.totals, kPanel, seen.begin);
     for (int64_t m = 0; m < rows; ++m) {
       const Row row(a, part, first + m);
       float* totals = space.totals + m * kPanel;
@@ -224,8 +207,7 @@ void add_values(const Attention& a, const AttentionPart& part, int64_t first, in
       for (int v = 0; v < kPanel; v += Simd::kLanes) {
         Simd::store(totals + v, Simd::fma(Simd::load(totals + v), factor, Simd::zero()));
       }
-      float* y = a.y + ((part.batch * a.queries + row.query) * a.heads + row.head) * a.width + column;
-      copy(totals, columns, y);
+      copy(totals, columns, result_of(a, part, row) + column);
     }
   }
 }
@@ -241,13 +223,15 @@ __attribute__((noinline)) bool attend_part(const Attention& a, const AttentionPa
     pack_head(a, part.batch, part.kv_head, space);
     memory.attention = a.id;
     memory.head = head;
+    memory.largest_key = -1;
   }
   float sums[Simd::kRows];
   const int64_t tiles = (part.rows + Simd::kRows - 1) / Simd::kRows;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = part.rows * t / tiles, rows = part.rows * (t + 1) / tiles - begin;
-    soften_rows(a, part, part.first_row + begin, rows, space, sums);
-    add_values(a, part, part.first_row + begin, rows, space, sums);
+    const Seen seen = seen_keys(a, part, part.first_row + begin, rows, memory);
+    soften_rows(a, part, part.first_row + begin, rows, seen, space, sums);
+    add_values(a, part, part.first_row + begin, rows, seen, space, sums);
   }
   return true;
 }

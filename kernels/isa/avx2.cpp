@@ -3,6 +3,7 @@
 #include "gemm/path.h"
 #include "gemm/rounding_mode.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <utility>

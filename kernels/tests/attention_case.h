@@ -50,18 +50,25 @@ struct AttentionCase {
   }
 };
 
-// Some of the mask is what hides a key: the lowest number or infinity; some rows are hidden whole.
+// Some of the mask is what hides a key: the lowest number, infinity, or one that a score may make up for; some rows are
+// hidden whole. Or a row sees no more than a number of keys before itself.
 inline void draw_mask(AttentionCase& c, Random& random) {
   c.masked = true;
   int64_t size = 1;
   const int64_t dims[] = {c.batch, c.heads(), c.queries, c.keys};
   for (int i = 0; i < 4; ++i) size *= (c.along[i] = random.chance(i == 3 ? 0.9 : 0.5)) ? dims[i] : 1;
   c.mask = Exact<float>(size, random.between(0, 3));
-  const float hidden = random.chance(0.5) ? kNever : -std::numeric_limits<float>::infinity();
-  const double often = random.one_of({0.0, 0.2, 0.9});
+  const float hidden = random.one_of({kNever, -std::numeric_limits<float>::infinity(), -1e4f, -150.0f});
+  const bool causal = random.chance(0.4);
+  const int64_t window = random.one_of<int64_t>({20, 100, 1000}), late = random.between(-5, 40);
+  const double often = causal ? 0 : random.one_of({0.0, 0.2, 0.9});
   const bool numbers = random.chance(0.3);
   for (int64_t i = 0; i < size; ++i) c.mask[i] = random.chance(often) ? hidden : numbers ? random.normal() : 0.0f;
   const int64_t row = c.along[3] ? c.keys : 1;
+  for (int64_t i = 0; causal && i < size; ++i) {
+    const int64_t key = i % row, seen = late + (c.along[2] ? i / row % c.queries : 0);
+    if (key > seen || key + window < seen) c.mask[i] = hidden;
+  }
   if (random.chance(0.2)) std::fill_n(c.mask.data() + random.between(0, size / row - 1) * row, row, hidden);
 }
 

@@ -209,6 +209,31 @@ def test_padding_that_the_mask_hides_changes_no_bit(hidden: np.float32, operator
     assert np.array_equal(run(made, q, k, v, mask), short)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("hidden", [LOWEST, np.float32(-np.inf), np.float32(-10000)], ids=str)
+def test_keys_that_a_row_may_not_see_change_none_of_its_bits(hidden: np.float32, operator: str) -> None:
+    """Each row sees so many keys more than the one before, in a window: those before it and behind it are left out."""
+    q, k, v = heads(1, 4, 90, 0), heads(1, 4, 350, 1), heads(1, 4, 350, 2)
+    first, last = np.arange(90)[:, None] * 2, np.arange(90)[:, None] * 2 + 70
+    seen = (np.arange(350) >= first // 128 * 128) & (np.arange(350) <= last)
+    made = model(f"{operator}_hhh_mask")
+    whole = run(made, q, k, v, np.where(seen, np.float32(0), hidden).reshape(1, 1, 90, 350))
+    for row in range(0, 90, 7):
+        begin, end = row * 2 // 128 * 128, row * 2 + 71  # chains of 128 begin where they would
+        alone = run(made, q[:, :, [row]], k[:, :, begin:end], v[:, :, begin:end], np.zeros((1, 1, 1, 1), np.float32))
+        assert np.array_equal(whole[:, [row]], alone), row
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_what_is_not_finite_in_a_hidden_key_spoils_every_row(where: str, operator: str) -> None:
+    """As it does in the definition, whether or not keys are left out: 0 times infinity is NaN."""
+    q, k, v = heads(1, 4, 40, 0), heads(1, 4, 170, 1), heads(1, 4, 170, 2)
+    (k if where == "k" else v)[:, :, 150] = np.inf
+    mask = np.where(np.arange(170) < 50, np.float32(0), np.float32(-np.inf)).reshape(1, 1, 1, 170)
+    assert np.isnan(run(model(f"{operator}_hhh_mask"), q, k, v, mask)).all()
+
+
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 _Q, _K = (2, 4, 3, 16), (2, 4, 5, 16)
