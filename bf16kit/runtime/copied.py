@@ -6,7 +6,8 @@ that maps it, by SIGBUS, and who writes to it would change answers that nobody l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,34 +17,54 @@ from bf16kit.artifact import Artifact
 from bf16kit.entries import Segment
 from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
-from bf16kit.runtime.externaldata import JoinedFiles
+from bf16kit.runtime.externaldata import CopiedTensors, Regions
+from bf16kit.runtime.ownmemory import own_memory
 from bf16kit.runtime.rebuilt import VIRTUAL_FILE, Weights
 from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.tensors import BY_ONNX
 
 
 @contextmanager
-def copied(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Iterator[Weights]:
+def copied(
+    artifact: Artifact, graph: Path, scratch: Path | None = None, given: Collection[str] = ()
+) -> Iterator[Weights]:
     """The weights of ``graph``, one of the artifact's, for a session that is opened within the block.
 
-    They are in a temporary file in ``scratch`` (None: the system's directory), on a disk or in memory, that has no name
-    afterwards; where there is no room for one, ONNX Runtime takes them from memory, twice as much of it meanwhile.
+    Those whose names are ``given``, which nothing may read but the kernel, are in memory that the session reads. The
+    others are in a temporary file in ``scratch`` (None: the system's directory), on a disk or in memory, that has no
+    name afterwards; where there is no room for one, ONNX Runtime takes all from memory, twice as much of it meanwhile.
     """
-    joined = JoinedFiles(graph, {name: entry.bytes for name, entry in artifact.manifest.files.items()})
-    if not joined.size:
-        yield Weights(joined.graph_at(VIRTUAL_FILE), "in the graph")
+    tensors = CopiedTensors(graph, given)
+    if not tensors.file.size and not tensors.memory.size:
+        yield Weights(tensors.graph_at(VIRTUAL_FILE), "in the graph")
         return
     try:
-        with scratch_file(joined.size, scratch, in_memory=True) as (path, mapped):
-            _fill(mapped, artifact, joined)
+        with scratch_file(max(tensors.file.size, 1), scratch, in_memory=True) as (path, mapped):
+            _fill(mapped, artifact, tensors.file)
             del mapped
-            yield Weights(joined.graph_at(path.name), "in a temporary file", base_dir=path.parent)
+            model = tensors.graph_at(path.name)
+            yield Weights(model, "in a temporary file", base_dir=path.parent, values=_values(artifact, tensors))
     except NoScratch as reason:
-        buffer = np.empty(joined.size, np.uint8)
-        _fill(buffer, artifact, joined)
-        yield Weights(joined.graph_at(VIRTUAL_FILE), f"in memory, because {reason}", files={VIRTUAL_FILE: buffer})
+        tensors = CopiedTensors(graph)
+        buffer = np.empty(tensors.file.size, np.uint8)
+        _fill(buffer, artifact, tensors.file)
+        where = f"in memory, because {reason}"
+        yield Weights(tensors.graph_at(VIRTUAL_FILE), where, files={VIRTUAL_FILE: buffer})
 
 
-def _fill(place: Array, artifact: Artifact, joined: JoinedFiles) -> None:
-    for name, start in joined.files.items():
-        nbytes = artifact.manifest.files[name].bytes
-        read_segment(artifact.file(name), Segment(offset=0, bytes=nbytes), place[start : start + nbytes])
+def _values(artifact: Artifact, tensors: CopiedTensors) -> dict[str, Array]:
+    if not tensors.memory.size:
+        return {}
+    memory = own_memory(tensors.memory.size)
+    _fill(memory, artifact, tensors.memory)
+    found: dict[str, Array] = {}
+    for tensor, start in tensors.given():
+        dtype, shape = BY_ONNX[tensor.data_type].numpy, tuple(tensor.dims)
+        found[tensor.name] = memory[start : start + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
+    return found
+
+
+def _fill(place: Array, artifact: Artifact, regions: Regions) -> None:
+    for region, start in regions:
+        segment = Segment(offset=region.offset, bytes=region.nbytes)
+        read_segment(artifact.file(region.location), segment, place[start : start + region.nbytes])

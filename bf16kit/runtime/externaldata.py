@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -28,6 +29,53 @@ def initializers(path: Path, location: str) -> list[str]:
     return [tensor.name for tensor in _model(path).graph.initializer if location in _locations(tensor)]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """Bytes of the file ``location``."""
+
+    location: str
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+class Regions:
+    """What ``extents`` cover, each byte once: one region after the other, ``size`` bytes in all with what aligns them.
+
+    However many tensors a graph says are in a file: what is taken is the size of the files.
+    """
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        self.size = 0
+        self._regions: list[tuple[Extent, int]] = []
+        for extent in sorted(set(extents)):
+            last = self._regions[-1][0] if self._regions else None
+            if last is None or last.location != extent.location or extent.offset > last.end:
+                self._regions.append((extent, self.size))
+            elif extent.end > last.end:
+                longer = Extent(last.location, last.offset, extent.end - last.offset)
+                self._regions[-1] = (longer, self._regions[-1][1])
+            region, start = self._regions[-1]
+            self.size = start + region.nbytes + -region.nbytes % ALIGNMENT
+
+    def __iter__(self) -> Iterator[tuple[Extent, int]]:
+        """Each region, and where it begins among all."""
+        return iter(self._regions)
+
+    def target(self, extent: Extent) -> int:
+        """Where ``extent`` begins among all regions."""
+        index = bisect.bisect_right(self._regions, (extent.location, extent.offset), key=_beginning) - 1
+        region, start = self._regions[index]
+        return start + extent.offset - region.offset
+
+
+def _beginning(region: tuple[Extent, int]) -> tuple[str, int]:
+    return region[0].location, region[0].offset
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """A tensor's ``nbytes``: where they are, and where in one file for all they shall be."""
@@ -50,11 +98,9 @@ class GatheredTensors:
         self.moves: list[Move] = []
         self.size = 0
         for tensor in _external(self._model):
-            place = f"{path}: tensor {tensor.name!r}"
-            nbytes = _nbytes(place, tensor) or _number(place, tensor, "length", 0)
-            offset = _number(place, tensor, "offset", 0)
-            self.moves.append(Move(tensor.name, _locations(tensor)[0], offset, nbytes, self.size))
-            self.size += nbytes + -nbytes % ALIGNMENT
+            extent = _extent(path, tensor)
+            self.moves.append(Move(tensor.name, extent.location, extent.offset, extent.nbytes, self.size))
+            self.size += extent.nbytes + -extent.nbytes % ALIGNMENT
 
     def graph_at(self, location: str) -> bytes:
         """The graph when all its external tensors are in the file ``location`` beside it."""
@@ -65,31 +111,35 @@ class GatheredTensors:
         return bytes(self._model.SerializeToString())
 
 
-class JoinedFiles:
-    """The graph in ``path``, whose files of tensors are to lie one after the other in a single one of ``size`` bytes.
+class CopiedTensors:
+    """The graph in ``path``, whose external tensors are to be copied: those named in ``given`` to memory, where each
+    byte that several share is once, the others to one file of ``size`` bytes, likewise.
 
-    ``files`` says where each of them begins there. Their locations have passed :func:`check_locations`. Raises
-    :class:`RuntimeFailure` when ``path`` is not an ONNX file.
+    Their locations have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when it is not an ONNX file.
     """
 
-    def __init__(self, path: Path, sizes: Mapping[str, int]) -> None:
-        self._path = path
+    def __init__(self, path: Path, given: Collection[str] = ()) -> None:
         self._model = _model(path)
-        self.files: dict[str, int] = {}
-        self.size = 0
-        for name in sorted({_locations(tensor)[0] for tensor in _external(self._model)}):
-            self.files[name] = self.size
-            self.size += sizes[name] + -sizes[name] % ALIGNMENT
+        self._extents = [(tensor, _extent(path, tensor)) for tensor in _external(self._model)]
+        top_level = {id(tensor) for tensor in self._model.graph.initializer}
+        self._given = {id(tensor) for tensor, _ in self._extents if tensor.name in given and id(tensor) in top_level}
+        self.file = Regions(extent for tensor, extent in self._extents if id(tensor) not in self._given)
+        self.memory = Regions(extent for tensor, extent in self._extents if id(tensor) in self._given)
+
+    def given(self) -> Iterator[tuple[TensorProto, int]]:
+        """Those that are given, and where in memory each begins."""
+        for tensor, extent in self._extents:
+            if id(tensor) in self._given:
+                yield tensor, self.memory.target(extent)
 
     def graph_at(self, location: str) -> bytes:
-        """The graph when all is in the file ``location`` beside it."""
-        for tensor in _external(self._model):
-            start = self.files[_locations(tensor)[0]] + _number(str(self._path), tensor, "offset", 0)
-            kept = [entry for entry in tensor.external_data if entry.key == "length"]
+        """The graph when the others are in the file ``location`` beside it. ONNX Runtime wants it to exist for those
+        that are given, too, and reads nothing of them."""
+        for tensor, extent in self._extents:
+            start = 0 if id(tensor) in self._given else self.file.target(extent)
             del tensor.external_data[:]
-            tensor.external_data.add(key="location", value=location)
-            tensor.external_data.add(key="offset", value=str(start))
-            tensor.external_data.extend(kept)
+            for key, value in (("location", location), ("offset", start), ("length", extent.nbytes)):
+                tensor.external_data.add(key=key, value=str(value))
         return bytes(self._model.SerializeToString())
 
 
@@ -139,6 +189,14 @@ def _check_extent(path: Path, tensor: TensorProto, location: str, size: int | No
             f"{place} ends at byte {offset + length}, beyond the {size} bytes of the file; the graph is not this file's"
             " or the file was cut short: copy the artifact again, or convert the checkpoint again"
         )
+
+
+def _extent(path: Path, tensor: TensorProto) -> Extent:
+    place = f"{path}: tensor {tensor.name!r}"
+    nbytes = _nbytes(place, tensor)
+    if nbytes is None:
+        nbytes = _number(place, tensor, "length", 0)
+    return Extent(_locations(tensor)[0], _number(place, tensor, "offset", 0), nbytes)
 
 
 def _number(place: str, tensor: TensorProto, key: str, default: int) -> int:

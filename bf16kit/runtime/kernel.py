@@ -30,6 +30,7 @@ PATHS = ("avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose
 OPT_IN = ("amx",)  # never chosen unless named: it has not run on a processor that has it
 BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
+_BF16_TYPE = 16  # ONNX's number for bfloat16
 
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
 _ONNXRUNTIME = "an onnxruntime of 1.24 to 1.31, which are tested, or a later 1.x"
@@ -65,6 +66,16 @@ def kernel_for(model: Path | bytes) -> Kernel:
     functions = (function.node for function in parsed.functions if function.domain != DOMAIN)
     operators = {name for nodes in (parsed.graph.node, *functions) for name in _ours(nodes)}
     return available(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
+
+
+def weights_of(model: Path | bytes) -> frozenset[str]:
+    """The bfloat16 initializers of the ONNX graph ``model`` that the library's operators read, and nothing else."""
+    graph = _parsed(model).graph
+    read: dict[bool, set[str]] = {True: set(), False: {output.name for output in graph.output}}
+    for node in _all(graph.node):
+        read[node.domain == DOMAIN].update(node.input)
+    held = {tensor.name for tensor in graph.initializer if tensor.data_type == _BF16_TYPE}
+    return frozenset(held & read[True] - read[False])
 
 
 def available(*, rounds: bool = False) -> Kernel:
@@ -148,9 +159,13 @@ def _parsed(model: Path | bytes) -> ModelProto:
 
 def _ours(nodes: Iterable[NodeProto]) -> Iterator[str]:
     """The names of the library's operators among ``nodes`` and in their bodies."""
+    return (node.op_type for node in _all(nodes) if node.domain == DOMAIN)
+
+
+def _all(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """``nodes`` and those in their bodies."""
     for node in nodes:
-        if node.domain == DOMAIN:
-            yield node.op_type
+        yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                yield from _ours(inner.node)
+                yield from _all(inner.node)

@@ -48,13 +48,15 @@ def load(
         return TorchScriptRuntime(path, inputs, outputs, device=device, threads=threads)
     from bf16kit.runtime.copied import copied
     from bf16kit.runtime.externaldata import check_locations
+    from bf16kit.runtime.kernel import kernel_for, weights_of
     from bf16kit.runtime.onnx import OnnxRuntime
     from bf16kit.runtime.rebuilt import Weights
     from bf16kit.runtime.session import check_version
 
     check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
-    with copied(artifact, path, scratch) if artifact.copies else nullcontext(Weights(path, "")) as weights:
+    given = weights_of(path) if device == CPU and kernel_for(path).path else ()
+    with copied(artifact, path, scratch, given) if artifact.copies else nullcontext(Weights(path, "")) as weights:
         runtime = OnnxRuntime(
             weights.model,
             inputs,
@@ -64,6 +66,7 @@ def load(
             precision=entry.precision,
             threads=threads,
             files=weights.files,
+            values=weights.values,
             base_dir=weights.base_dir,
             name=entry.graph,
         )

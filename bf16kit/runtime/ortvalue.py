@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from bf16kit.runtime import Array
 from bf16kit.runtime.quietort import ort
-from bf16kit.runtime.session import Session
 from bf16kit.tensors import BY_NAME
+
+if TYPE_CHECKING:
+    from bf16kit.runtime.session import Session
 
 _BF16 = BY_NAME["bfloat16"]
 
 
 def run(session: Session, names: Sequence[str], feeds: Mapping[str, Array], options: Any = None) -> list[Array]:
     """The outputs ``names``, in their order; bfloat16 arrays in ``feeds`` and among the outputs are ml_dtypes'."""
-    values = {name: _to_value(array) for name, array in feeds.items()}
+    values = {name: to_value(array) for name, array in feeds.items()}
     return [_to_array(value) for value in session.run_with_ort_values(names, values, options)]
 
 
-def _to_value(array: Array) -> Any:
+def to_value(array: Array) -> Any:
+    """An OrtValue that reads ``array``, contiguous, where it is, and keeps it alive."""
     if array.dtype == _BF16.numpy:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), _BF16.onnx)
     return ort.OrtValue.ortvalue_from_numpy(array)

@@ -28,6 +28,7 @@ class Weights:
     base_dir: Path | None = None
     external: Mapping[str, Array] = field(default_factory=dict)  # initializers by name
     files: Mapping[str, Array] = field(default_factory=dict)  # the bytes of files that do not exist, by name
+    values: Mapping[str, Array] = field(default_factory=dict)  # initializers by name, read where they are
 
 
 @contextmanager

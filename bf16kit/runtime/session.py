@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.runtime.device import CPU, cuda_index
 from bf16kit.runtime.hardware import available_cpus
+from bf16kit.runtime.ortvalue import to_value
 from bf16kit.runtime.quietort import ort
 from bf16kit.versions import is_older
 from bf16kit.wording import brief
@@ -55,6 +56,7 @@ def open_session(
     spin: bool = False,
     external: Mapping[str, NDArray[Any]] | None = None,
     files: Mapping[str, NDArray[Any]] | None = None,
+    values: Mapping[str, NDArray[Any]] | None = None,
     base_dir: Path | None = None,
     library: Path | None = None,
     optimise: bool = True,
@@ -67,8 +69,10 @@ def open_session(
     ``threads`` is the number that works on one run, the caller's included; None is one per available processor.
     ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
     file does not exist, ``files`` the bytes of whole files that do not, for a model given as bytes; ONNX Runtime copies
-    both, so nothing refers to them afterwards. ``base_dir`` is where a model given as bytes finds its external data.
-    ``library`` holds custom operators (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every operator runs as the
+    both, so nothing refers to them afterwards. ``values`` are initializers that the session reads where they are, and
+    keeps; the file that the graph names for them must exist, and is not read: only the kernel may use them.
+    ``base_dir`` is where a model given as bytes finds its external data. ``library`` holds custom operators
+    (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every operator runs as the
     graph says, none fused, folded or dropped. Without ``pack`` products read their weights where they lie: otherwise
     each is copied once, in the order that is fastest. ``arena`` keeps the memory of a run on the CPU for the next: for
     many runs of the same shapes by a session that is closed after them. ``name`` is what errors call the graph.
@@ -84,9 +88,12 @@ def open_session(
         options.enable_mem_pattern = False
     if base_dir is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base_dir))
-    values = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}
-    if values:
-        options.add_external_initializers(list(values), list(values.values()))
+    copies = {name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for name, a in (external or {}).items()}
+    if copies:
+        options.add_external_initializers(list(copies), list(copies.values()))
+    shared = {name: to_value(array) for name, array in (values or {}).items()}
+    for initializer, value in shared.items():
+        options.add_initializer(initializer, value)
     if files:
         sizes = [array.nbytes for array in files.values()]
         options.add_external_initializers_from_files_in_memory(list(files), list(files.values()), sizes)
@@ -97,6 +104,7 @@ def open_session(
             options.register_custom_ops_library(str(library))
         # Without enable_fallback=0 a provider that fails is replaced by another one, with a message to the terminal.
         session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
+    session.bf16kit_values = shared  # as long as somebody runs it, their memory is read
     if device != CPU and session.get_providers()[0] != _CUDA_PROVIDER:
         raise DeviceUnavailable(
             f"{device} could not be used by ONNX Runtime {ort.__version__}; check that nvidia-smi lists it and that the"

@@ -98,9 +98,12 @@ struct Rows {
     auto* to = static_cast<Element*>(packed.get(chains * chain * sizeof(Element), product, part));
     start = to;
     if (to == nullptr) return false;
-    for (int64_t first = 0; first < k; first += kChain) {
-      const int64_t length = k - first < kChain ? k - first : kChain;
-      for (int64_t m = 0; m < part.rows; ++m, to += kStride) T::copy(x + m * k + first, length, to);
+    // Row by row, as x lies in memory: chain by chain it is read in pieces of 512 bytes, which no prefetcher follows.
+    for (int64_t m = 0; m < part.rows; ++m) {
+      for (int64_t first = 0; first < k; first += kChain) {
+        const int64_t length = k - first < kChain ? k - first : kChain;
+        T::copy(x + m * k + first, length, to + first / kChain * chain + m * kStride);
+      }
     }
     return true;
   }
