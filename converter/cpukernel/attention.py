@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from converter.cpukernel.heads import Operand, columns_first
-from converter.cpukernel.values import Dim, dim, known_shape, only_reader, plain, same_dims
-from converter.cpukernel.values import number as constant
 from converter.graph.initializers import const
+from converter.graph.values import Dim, dim, known_shape, only_reader, plain, same_dims
+from converter.graph.values import number as constant
 
 FLOAT = ir.DataType.FLOAT
 _HIDDEN = -1e30  # a number that no score changes when it is added

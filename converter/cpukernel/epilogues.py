@@ -16,8 +16,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from converter.cpukernel.products import Product, takes_bias
-from converter.cpukernel.values import number, only_reader
 from converter.graph.initializers import const, dims
+from converter.graph.values import number, only_reader
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 Numbers = NDArray[np.float64]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from converter.cpukernel.values import Dim, dim, known_shape, number, plain
+from converter.graph.values import Dim, dim, known_shape, number, plain
 
 _RANK = 4  # of what scales heads
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from converter.cpukernel.rootmeansquare import root_mean_square
-from converter.cpukernel.values import known_shape, plain, same_dims
 from converter.graph.initializers import const, const_dims
+from converter.graph.values import known_shape, plain, same_dims
 
 FLOAT = ir.DataType.FLOAT
 _EPSILON = 1e-5  # what the operators have unless they say otherwise

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from converter.cpukernel.values import known_shape, number, only_reader
 from converter.graph.initializers import const, const_dims
+from converter.graph.values import known_shape, number, only_reader
 
 FLOAT = ir.DataType.FLOAT
 

@@ -2,9 +2,9 @@
 
 ``prepare`` is the whole list. The **reference** is the source graph made explicit and nothing more: functions inlined,
 every constant an initializer of the main graph, equal weights stored once, everything named. The **folded** graph is
-what the profiles start from: operators recent enough for bf16, BatchNorm folded into weights that were not bf16 or
-fp16 to begin with, masks within bf16's range. The **cuda** graph is the folded one with operators that have no bf16
-kernel rewritten into ones that do.
+what the profiles start from: masks that hide nothing left out, operators recent enough for bf16, BatchNorm folded into
+weights that were not bf16 or fp16 to begin with, masks within bf16's range. The **cuda** graph is the folded one with
+operators that have no bf16 kernel rewritten into ones that do.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from converter.graph.types import InferTypes
 from converter.passes.batchnorm import Fold, FoldBatchNorm
 from converter.passes.clip import ClipToMinMax
 from converter.passes.constants import ConstantsToInitializers
+from converter.passes.gathers import GatherAllToUnsqueeze
 from converter.passes.hoisting import HoistInitializers
 from converter.passes.identities import RemoveIdentities
 from converter.passes.inlining import InlineFunctions
@@ -32,6 +33,7 @@ from converter.passes.matching import Match, match
 from converter.passes.opset import RaiseOpset, SupportedOpset
 from converter.passes.pooling import GlobalAverageToReduceMean
 from converter.passes.sharing import ShareEqualWeights
+from converter.passes.truths import DropTruths
 from converter.passes.unused import DropUnused
 
 __all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]
@@ -75,7 +77,8 @@ def prepare(
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
     fold = FoldBatchNorm(found.union(halves))
     clamp = ClampMasks()
-    lowering = [RemoveIdentities(), RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
+    simpler = [RemoveIdentities(), GatherAllToUnsqueeze(), DropTruths()]
+    lowering = [*simpler, RaiseOpset(kernels), fold, clamp, DropUnused(), InferTypes()]
     folded = run(lowering, reference.clone())
     cuda = run([ClipToMinMax(kernels), GlobalAverageToReduceMean(kernels), InferTypes()], folded.clone())
     return Prepared(reference, folded, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)

@@ -1,4 +1,4 @@
-"""What nodes and values are, as far as a graph shows it: all that recognising the kernel's work asks alike."""
+"""What nodes and values are, as far as a graph shows it: what all ask alike that recognise what a graph computes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def number(value: ir.Value | None, *, rank: int) -> float | None:
     if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point() or len(dims(tensor)) > rank:
         return None
     return float(tensor.numpy().reshape(()))
+
+
+def integer(value: ir.Value | None) -> int | None:
+    """The one integer that ``value`` is, where it is a constant of one element."""
+    tensor = const(value)
+    return None if tensor is None or tensor.size != 1 or not tensor.dtype.is_integer() else int(tensor.numpy().item())
 
 
 def known_shape(value: ir.Value | None) -> Sequence[Dim] | None:

@@ -1,0 +1,113 @@
+"""Look-ups of every element, each at its own place, as exporters write masks: the data itself, in another shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from converter.graph.initializers import const, initializer
+from converter.graph.names import FreshNames, all_value_names
+from converter.graph.step import Step
+from converter.graph.values import Dim, dim, integer, plain
+from converter.passes.rewriting import replace_output
+
+_DEEPEST = 8  # nodes between a Range and the look-up
+_AXES_ARE_AN_INPUT = 13  # of Unsqueeze, since this opset
+
+
+class GatherAllToUnsqueeze(Step):
+    """Rewrite GatherND as Unsqueeze where its indices are whole ranges in order: data[i, j] at [i, 1, j], say.
+
+    That the ranges are as long as the data is read off their shapes: dimensions of one name are one size. The node
+    keeps its name, and what made the indices is dropped where nobody else needs it.
+
+    Requires: types and shapes are known.
+    """
+
+    name = "rewrite look-ups of everything as Unsqueeze"
+
+    def apply(self, model: ir.Model) -> bool:
+        if model.opset_imports[""] < _AXES_ARE_AN_INPUT:
+            return False
+        graph, fresh, found = model.graph, FreshNames(all_value_names(model)), False
+        for node in [each for each in graph if each.op_type == "GatherND" and plain(each)]:
+            axes = _added_axes(node)
+            if axes is not None:
+                name = fresh.make(f"{node.name}/axes")
+                told = initializer(graph, name, ir.tensor(axes, dtype=ir.DataType.INT64, name=name))
+                made = ir.node("Unsqueeze", [node.inputs[0], told], name=node.name)
+                output, given = made.outputs[0], node.outputs[0]
+                output.type, output.shape = given.type, given.shape
+                graph.insert_before(node, made)
+                replace_output(graph, node, output)
+                found = True
+        return found
+
+
+def _added_axes(node: ir.Node) -> list[int] | None:
+    """The axes, all of size 1, that what ``node`` gives has and its data has not; None where that is not all."""
+    data, indices = node.inputs[0], node.inputs[1]
+    batches = node.attributes.get("batch_dims")
+    if data is None or data.shape is None or indices is None or (batches is not None and batches.as_int() != 0):
+        return None
+    found = _coordinates(indices)
+    shape = node.outputs[0].shape
+    if found is None or shape is None or len(found) > len(data.shape):
+        return None
+    axes = [each.axis for each in found]
+    rank = len(shape) - (len(data.shape) - len(found))
+    if axes != sorted(set(axes)) or any(not dim(e.size, d) for e, d in zip(found, data.shape, strict=False)):
+        return None
+    added = [axis for axis in range(rank) if axis not in axes]
+    return added if all(shape[axis] == 1 for axis in added) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Coordinate:
+    """Every element of a value of ``rank`` dimensions is its own coordinate along ``axis``, which has ``size``."""
+
+    axis: int
+    size: Dim
+    rank: int
+
+
+def _coordinates(indices: ir.Value) -> list[_Coordinate] | None:
+    """The coordinates that ``indices`` hold along their last axis."""
+    joined = indices.producer()
+    if joined is None or joined.op_type != "Concat" or not plain(joined) or indices.shape is None:
+        return None
+    last = len(indices.shape) - 1
+    if joined.attributes["axis"].as_int() not in (-1, last):
+        return None
+    found = []
+    for part in joined.inputs:
+        each = _coordinate(part)
+        if part is None or part.shape is None or each is None or each.axis == last or part.shape[last] != 1:
+            return None
+        found.append(each)
+    return found
+
+
+def _coordinate(value: ir.Value | None, depth: int = _DEEPEST) -> _Coordinate | None:
+    node = None if value is None else value.producer()
+    if value is None or value.shape is None or node is None or not plain(node) or depth == 0:
+        return None
+    if node.op_type == "Range":
+        whole = integer(node.inputs[0]) == 0 and integer(node.inputs[2]) == 1
+        return _Coordinate(0, value.shape[0], 1) if whole and len(value.shape) == 1 else None
+    if node.op_type not in ("Unsqueeze", "Expand"):
+        return None
+    found = _coordinate(node.inputs[0], depth - 1)
+    if found is None:
+        return None
+    rank = len(value.shape)
+    if node.op_type == "Expand":  # dimensions are added in front
+        axis = found.axis + rank - found.rank
+        return _Coordinate(axis, found.size, rank) if dim(value.shape[axis], found.size) else None
+    told = const(node.inputs[1])
+    if told is None:
+        return None
+    added = {int(axis) % rank for axis in told.numpy().reshape(-1)}
+    kept = [axis for axis in range(rank) if axis not in added]
+    return _Coordinate(kept[found.axis], found.size, rank)

@@ -1,0 +1,125 @@
+"""Conditions that always hold, and what they are combined with: exporters write masks that hide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from converter.graph.initializers import const
+from converter.graph.step import Step
+from converter.graph.values import Dim, dim, integer, known_shape, plain
+
+Shape = Sequence[Dim]
+
+_MOVED = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_DEEPEST = 8  # nodes that a truth is followed back, or a smaller shape on
+# Elementwise, with all inputs broadcast to one shape.
+_BROADCASTS = frozenset({"Add", "And", "Cast", "Div", "Mul", "Not", "Or", "Sub", "Where", "Xor"})
+
+
+class DropTruths(Step):
+    """Let what reads And read its one operand where the other always holds.
+
+    The result may then have a smaller shape, which is right where all that read it, or what is made of it elementwise,
+    broadcast it to the shape it would have had.
+
+    Requires: types and shapes are known.
+    """
+
+    name = "drop conditions that always hold"
+
+    def apply(self, model: ir.Model) -> bool:
+        modified = False
+        for node in [each for each in model.graph if each.op_type == "And" and plain(each)]:
+            modified = _drop(model.graph, node) or modified
+        return modified
+
+
+def _drop(graph: ir.Graph, node: ir.Node) -> bool:
+    output = node.outputs[0]
+    for truth, kept in ((node.inputs[0], node.inputs[1]), (node.inputs[1], node.inputs[0])):
+        shape = known_shape(kept)
+        if kept is None or shape is None or output.is_graph_output() or not _holds(truth):
+            continue
+        smaller = _smaller(output, shape)
+        if smaller is not None:
+            for value, dims in smaller.items():
+                value.shape = ir.Shape(dims)
+            output.replace_all_uses_with(kept)
+            graph.remove(node, safe=True)
+            return True
+    return False
+
+
+def _smaller(value: ir.Value, shape: Shape, depth: int = _DEEPEST) -> dict[ir.Value, Shape] | None:
+    """What ``value`` and what is made of it come to where it has ``shape``; None where that reaches an output of the
+    graph, or what is not known to broadcast it to the same as before."""
+    if _same(shape, known_shape(value)):
+        return {}
+    if value.is_graph_output() or depth == 0:
+        return None
+    found = {value: shape}
+    for node, _ in value.uses():
+        if node.op_type not in _BROADCASTS or not plain(node) or node.graph is not value.graph:
+            return None
+        given = _broadcast([shape if read is value else known_shape(read) for read in node.inputs])
+        further = None if given is None else _smaller(node.outputs[0], given, depth - 1)
+        if further is None:
+            return None
+        found |= further
+    return found
+
+
+def _same(a: Shape, b: Shape | None) -> bool:
+    return b is not None and len(a) == len(b) and all(map(dim, a, b))
+
+
+def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
+    """The shape that values of ``shapes`` have together; None where it is not known."""
+    found: list[Dim] = []
+    for shape in shapes:
+        if shape is None:
+            return None
+        found[:0] = [1] * (len(shape) - len(found))
+        for axis, size in enumerate(shape, len(found) - len(shape)):
+            if found[axis] == 1:
+                found[axis] = size
+            elif size != 1 and not dim(size, found[axis]):
+                return None
+    return found
+
+
+# --- what always holds ------------------------------------------------------------------------------------------------
+
+
+def _holds(value: ir.Value | None, depth: int = _DEEPEST) -> bool:
+    """Whether every element of ``value`` is true, whatever the graph is fed."""
+    tensor = const(value)
+    if tensor is not None:
+        return bool(tensor.numpy().all())
+    node = None if value is None else value.producer()
+    if node is None or not plain(node) or depth == 0:
+        return False
+    if node.op_type in _MOVED:
+        return _holds(node.inputs[0], depth - 1)
+    if node.op_type == "And":
+        return all(_holds(operand, depth - 1) for operand in node.inputs)
+    if node.op_type not in ("GreaterOrEqual", "LessOrEqual"):
+        return False
+    greater, less = node.inputs if node.op_type == "GreaterOrEqual" else reversed(node.inputs)
+    least, bound = _least(greater), const(less)
+    return least is not None and bound is not None and bool((bound.numpy() <= least).all())
+
+
+def _least(value: ir.Value | None, depth: int = _DEEPEST) -> int | None:
+    """What no element of ``value`` is less than: where a range of integers begins."""
+    node = None if value is None else value.producer()
+    if node is None or not plain(node) or depth == 0:
+        return None
+    if node.op_type in _MOVED:
+        return _least(node.inputs[0], depth - 1)
+    if node.op_type != "Range":
+        return None
+    start, step = integer(node.inputs[0]), integer(node.inputs[2])
+    return start if step is not None and step > 0 else None

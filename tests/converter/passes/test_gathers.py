@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from masking import feeds, looked_up
+from onnx import ModelProto
+
+import graphs
+from bf16kit.runtime.session import open_session
+from converter.graph.types import InferTypes
+from converter.passes import run
+from converter.passes.gathers import GatherAllToUnsqueeze
+from converter.passes.unused import DropUnused
+
+SIZES = [{"batch": b, "seq": s, "keys": s + 2} for b in (1, 2, 3) for s in (1, 2, 3, 5)]
+
+
+def rewritten(proto: ModelProto) -> ir.Model:
+    return run([InferTypes(), GatherAllToUnsqueeze(), DropUnused()], ir.from_proto(proto))
+
+
+def ops(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize("axes", [((1, 2, 3), (0, 1, 2)), ((1,), (0,)), ((0, 2), (0, 1)), ((-1, -2), (0, 1))], ids=str)
+def test_a_look_up_of_everything_is_the_data_in_another_shape(axes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    proto = looked_up(axes=axes)
+    model = rewritten(proto)
+    assert ops(model) == ["Unsqueeze"]
+    assert [node.name for node in model.graph] == ["y"]
+    before, after = (open_session(each.SerializeToString()) for each in (proto, ir.to_proto(model)))
+    for sizes in SIZES:
+        fed = feeds(proto, sizes)
+        expected, found = before.run(None, fed)[0], after.run(None, fed)[0]
+        assert np.shape(found) == np.shape(expected)
+        assert np.array_equal(found, expected)
+
+
+def edited(name: str, **edit: object) -> ModelProto:
+    """The look-up with another operator at a node, other inputs, or another attribute."""
+    proto = looked_up()
+    (node,) = [each for each in proto.graph.node if each.name == name]
+    if "op" in edit:
+        node.op_type = str(edit["op"])
+    if "input" in edit:
+        node.input[:] = list(edit["input"])  # type: ignore[call-overload]
+    if "axis" in edit:
+        node.attribute[0].i = int(str(edit["axis"]))
+    return proto
+
+
+def of_another_name() -> ModelProto:
+    """Positions of what has another name for its sequence, which may be shorter than the mask's."""
+    return looked_up(limit="other")
+
+
+OTHERS = {
+    "the other way round": looked_up(swapped=True),
+    "not from the first": looked_up(start=1),
+    "every second": looked_up(step=2),
+    "of another size": of_another_name(),
+    "in batches": looked_up(batch_dims=1),
+    "rows behind columns": looked_up(axes=((0, 1, 2), (1, 2, 3))),
+    "one axis for both": looked_up(axes=((1,), (1,))),
+    "joined along another axis": edited("indices", axis=3),
+    "joined by Max": edited("indices", op="Max"),
+    "of something else": edited("at_rows", op="Squeeze", input=["wide_rows"]),
+    "one part twice": edited("indices", input=["at_rows", "at_rows"]),
+    "expanded in another way": edited("wide_rows", input=["columns", "both"]),
+    "made of sums": edited("wide_rows", op="Add", input=["rows", "columns"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_looks_up_something_else_is_left_alone(name: str) -> None:
+    assert "GatherND" in ops(rewritten(OTHERS[name]))
+
+
+def test_what_is_repeated_has_more_elements_than_the_data() -> None:
+    """Ranges that are expanded to something else besides."""
+    proto = looked_up(axes=((1, 2), (0, 1)))
+    proto.graph.initializer.append(graphs.initializer("four", np.asarray([1, 4, 1], np.int64)))
+    (both,) = [node for node in proto.graph.node if node.name == "both"]
+    proto.graph.node.remove(both)
+    for node in proto.graph.node:
+        if node.op_type == "Expand":
+            node.input[1] = "four"
+    assert "GatherND" in ops(rewritten(proto))
+
+
+def test_before_unsqueeze_takes_its_axes_as_an_input_nothing_is_done() -> None:
+    model = ir.from_proto(looked_up())
+    run([InferTypes()], model)
+    model.opset_imports[""] = 12
+    assert not GatherAllToUnsqueeze().apply(model)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from masking import HEADS, feeds, hidden
+from onnx import ModelProto, TensorProto, helper
+
+import graphs
+from bf16kit.runtime.session import open_session
+from converter.graph.types import InferTypes
+from converter.passes import run
+from converter.passes.truths import DropTruths
+from converter.passes.unused import DropUnused
+
+SIZES = [{"batch": b, "seq": s} for b in (1, 2, 3) for s in (1, 2, 3, 5)]
+
+
+def dropped(proto: ModelProto) -> ir.Model:
+    return run([InferTypes(), DropTruths(), DropUnused()], ir.from_proto(proto))
+
+
+def ands(proto: ModelProto) -> list[str]:
+    """The names of those that are left, and the same answers, bit for bit, whatever the sizes."""
+    model = dropped(proto)
+    before, after = (open_session(each.SerializeToString()) for each in (proto, ir.to_proto(model)))
+    for sizes in SIZES:
+        fed = feeds(proto, sizes)
+        expected, found = before.run(None, fed)[0], after.run(None, fed)[0]
+        assert np.shape(found) == np.shape(expected)
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    return [node.name or "" for node in model.graph if node.op_type == "And"]
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        hidden(),
+        hidden("const"),
+        hidden(op="LessOrEqual"),
+        hidden(start=3, bound=3),
+        hidden(bound=-1, step=2),
+    ],
+    ids=["a range", "a constant", "the other way round", "from three on", "every second"],
+)
+def test_what_always_holds_is_dropped_and_what_it_widened_stays_small(proto: ModelProto) -> None:
+    assert ands(proto) == []
+    (where,) = [node for node in dropped(proto).graph if node.op_type == "Where"]
+    assert [str(dim) for dim in where.outputs[0].shape or ()] == ["batch", "1", "1", "seq"]
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        hidden("fed"),
+        hidden(bound=1),
+        hidden(start=-1),
+        hidden(start=2, step=-1, bound=0),
+        hidden(op="Greater"),
+        hidden(op="Less", bound=0),
+    ],
+    ids=["fed", "but for the first", "from below", "downwards", "greater", "less"],
+)
+def test_what_may_not_hold_stays(proto: ModelProto) -> None:
+    assert ands(proto) == ["shown"]
+
+
+def edited(name: str, op: str) -> ModelProto:
+    proto = hidden()
+    (node,) = [each for each in proto.graph.node if each.name == name]
+    node.op_type = op
+    return proto
+
+
+def test_a_constant_that_is_not_true_everywhere_stays() -> None:
+    proto = hidden("const")
+    (yes,) = [tensor for tensor in proto.graph.initializer if tensor.name == "yes"]
+    yes.CopyFrom(graphs.initializer("yes", np.array([True, False, True])))
+    (holds,) = [tensor for tensor in proto.graph.initializer if tensor.name == "holds"]
+    holds.CopyFrom(graphs.initializer("holds", np.array([[[[True], [False]]]])))
+    names = [node.name for node in dropped(proto).graph if node.op_type == "And"]
+    assert names == ["both", "shown"]
+
+
+def test_other_conditions_stay() -> None:
+    assert ands(edited("shown", "Or")) == []  # of the two And, the one that widens nothing
+    assert [n.op_type for n in dropped(edited("shown", "Or")).graph if n.name == "shown"] == ["Or"]
+
+
+def test_an_answer_keeps_its_shape() -> None:
+    """The widened mask is an output itself, or what is made of it is, or something reads it that does not broadcast."""
+    for name in ("shown", "number"):
+        proto = hidden()
+        kind = TensorProto.BOOL if name == "shown" else TensorProto.FLOAT
+        proto.graph.output.append(graphs.edge(name, dtype=kind))
+        assert ands(proto) == ["shown"]
+    proto = hidden()
+    proto.graph.node.append(helper.make_node("Shape", ["number"], ["sizes"], name="sizes"))
+    proto.graph.output.append(graphs.edge("sizes", dtype=TensorProto.INT64))
+    assert ands(proto) == ["shown"]
+
+
+def test_what_nothing_widens_again_keeps_its_shape() -> None:
+    """The scores have a single row: the mask's rows would be the answer's."""
+    proto = hidden()
+    (scores,) = [value for value in proto.graph.input if value.name == "scores"]
+    scores.CopyFrom(graphs.edge("scores", ["batch", HEADS, 1, "seq"]))
+    assert ands(proto) == ["shown"]
+
+
+def test_sizes_of_another_name_are_not_known_to_be_the_same() -> None:
+    proto = hidden()
+    (scores,) = [value for value in proto.graph.input if value.name == "scores"]
+    scores.CopyFrom(graphs.edge("scores", ["batch", HEADS, "queries", "seq"]))
+    assert [node.name for node in dropped(proto).graph if node.op_type == "And"] == ["shown"]
