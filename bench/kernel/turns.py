@@ -49,7 +49,9 @@ class Effort:
         return 1 if seconds > _SLOW_S else self.runs
 
     def rounds_of(self, seconds: float) -> int:
-        """Rounds of contenders alone, one of which takes ``seconds``."""
+        """Rounds of contenders alone, one of which takes ``seconds``; none where nobody contends."""
+        if not seconds:
+            return 0
         return min(self.most_rounds, max(self.least_rounds, int(self.seconds / seconds)))
 
 

@@ -104,7 +104,7 @@ def test_who_contends() -> None:
 def test_the_full_effort_has_the_processes_that_a_verdict_needs() -> None:
     assert FULL.processes >= FEWEST_PROCESSES
     assert (FULL.runs_of(5.0), FULL.runs_of(0.1)) == (1, 3)
-    assert [FULL.rounds_of(seconds) for seconds in (60.0, 0.75, 0.001)] == [2, 2, 12]
+    assert [FULL.rounds_of(seconds) for seconds in (60.0, 0.75, 0.001, 0.0)] == [2, 2, 12, 0]
 
 
 def test_every_peer_takes_part_at_its_defaults_and_otherwise() -> None:
