@@ -182,6 +182,38 @@ void check_large(Random& random) {
   }
 }
 
+// Each row sees 150 keys before itself: what is left out begins and ends at any panel, within chains of 128.
+void check_window(Arithmetic arithmetic, float hidden, Random& random) {
+  AttentionCase c;
+  c.queries = c.keys = 400, c.depth = 20, c.width = 33;
+  c.arithmetic = arithmetic;
+  c.masked = c.along[2] = c.along[3] = true;
+  c.q = Exact<float>(c.queries * c.depth, 0), c.k = Exact<float>(c.keys * c.depth, 0);
+  c.v = Exact<float>(c.keys * c.width, 0), c.mask = Exact<float>(c.queries * c.keys, 0);
+  for (Exact<float>* values : {&c.q, &c.k, &c.v}) {
+    for (int64_t i = 0; i < values->size(); ++i) (*values)[i] = random.normal() * 4;
+  }
+  for (int64_t i = 0; i < c.mask.size(); ++i) {
+    const int64_t behind = i / c.keys - i % c.keys;
+    c.mask[i] = behind < 0 || behind > 150 ? hidden : random.normal();
+  }
+  check(c, random, "window");
+  for (const Path* path : supported_paths(arithmetic)) {
+    if (!fused(*path)) continue;
+    const Exact<float> whole = compute(c, *path, 1);
+    for (int i = 0; i < 50; ++i) check_order(c, whole, random, std::string("window path=") + path->name);
+  }
+  // A hidden value that is not finite: 0 times infinity is NaN, whether or not other keys are left out.
+  c.v[(c.keys - 1) * c.width] = std::numeric_limits<float>::infinity();
+  for (const Path* path : supported_paths(arithmetic)) {
+    const Exact<float> y = compute(c, *path, 1);
+    for (int64_t i = 0; i < y.size(); i += c.width) {
+      if (!std::isfinite(y[i])) continue;
+      return fail(std::string("window path=") + path->name, "a row is finite beside 0 times infinity");
+    }
+  }
+}
+
 // No keys: sums of nothing. No queries: nothing.
 void check_empty(Arithmetic arithmetic) {
   for (const Path* path : supported_paths(arithmetic)) {
@@ -201,8 +233,10 @@ int run(int64_t cases, int64_t only) {
   if (only < 0) {
     Random random(g_seed, 0);
     check_large(random);
-    check_empty(Arithmetic::kFp32);
-    check_empty(Arithmetic::kBf16);
+    for (const Arithmetic arithmetic : {Arithmetic::kFp32, Arithmetic::kBf16}) {
+      check_empty(arithmetic);
+      for (const float hidden : {kNever, -200.0f, -1e4f}) check_window(arithmetic, hidden, random);
+    }
   }
   return run_cases(cases, only, " of attention", "", [](int64_t i) {
     Random random(g_seed, i);
