@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
 from pathlib import Path
 
 import onnx
@@ -16,10 +18,32 @@ from converter.cli import run
 Factory = pytest.TempPathFactory
 
 
-@pytest.fixture(scope="module", autouse=True)
+_modules_at_last_freeze = 0
+
+
+@pytest.fixture(autouse=True)
+def _what_libraries_make_is_made_once() -> None:
+    """Once a test has had them imported: neither changes what a test sees."""
+    global _modules_at_last_freeze
+    if len(sys.modules) > _modules_at_last_freeze + 50:
+        _collect_only_what_is_new()
+        _keep_torchs_table_of_operators()
+        _modules_at_last_freeze = len(sys.modules)
+
+
 def _collect_only_what_is_new() -> None:
-    """A conversion collects garbage between its steps, which takes 0.2 s among the objects of torch and pytest."""
+    """A conversion and torch's exporter collect garbage again and again, which takes 0.2 s each time among the objects
+    of torch, transformers and pytest: a third of a conversion."""
+    gc.collect()  # garbage that were frozen would stay for ever
     gc.freeze()
+
+
+def _keep_torchs_table_of_operators() -> None:
+    """The exporter fills its table of ONNX functions anew for every export, in 0.4 s. No test adds one to it."""
+    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
+    if registration is not None and isinstance(vars(registration.ONNXRegistry)["from_torchlib"], classmethod):
+        kept = staticmethod(functools.cache(registration.ONNXRegistry.from_torchlib))
+        registration.ONNXRegistry.from_torchlib = kept
 
 
 @pytest.fixture
