@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from masking import feeds, looked_up
-from onnx import ModelProto
+from masking import Drawing, feeds, looked_up, model
+from onnx import ModelProto, TensorProto
 
 import graphs
 from bf16kit.runtime.session import open_session
@@ -24,13 +24,17 @@ def ops(model: ir.Model) -> list[str]:
     return [node.op_type for node in model.graph]
 
 
-@pytest.mark.parametrize("axes", [((1, 2, 3), (0, 1, 2)), ((1,), (0,)), ((0, 2), (0, 1)), ((-1, -2), (0, 1))], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [((1, 2, 3), (0, 1, 2)), ((1,), (0,)), ((0, 2), (0, 1)), ((-1, -2), (0, 1)), ((1, 2), (-3, -2)), ((1,), (0, 1))],
+    ids=str,
+)
 def test_a_look_up_of_everything_is_the_data_in_another_shape(axes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     proto = looked_up(axes=axes)
-    model = rewritten(proto)
-    assert ops(model) == ["Unsqueeze"]
-    assert [node.name for node in model.graph] == ["y"]
-    before, after = (open_session(each.SerializeToString()) for each in (proto, ir.to_proto(model)))
+    made = rewritten(proto)
+    assert ops(made) == ["Unsqueeze"]
+    assert [node.name for node in made.graph] == ["y"]
+    before, after = (open_session(each.SerializeToString()) for each in (proto, ir.to_proto(made)))
     for sizes in SIZES:
         fed = feeds(proto, sizes)
         expected, found = before.run(None, fed)[0], after.run(None, fed)[0]
@@ -91,7 +95,40 @@ def test_what_is_repeated_has_more_elements_than_the_data() -> None:
 
 
 def test_before_unsqueeze_takes_its_axes_as_an_input_nothing_is_done() -> None:
-    model = ir.from_proto(looked_up())
-    run([InferTypes()], model)
-    model.opset_imports[""] = 12
-    assert not GatherAllToUnsqueeze().apply(model)
+    made = ir.from_proto(looked_up())
+    run([InferTypes()], made)
+    made.opset_imports[""] = 12
+    assert not GatherAllToUnsqueeze().apply(made)
+
+
+def test_a_diagonal_is_not_the_data() -> None:
+    """Both positions run along one axis of the answer; with batches, one of them does for each row of the data."""
+    proto = looked_up(axes=((1,), (1,)))
+    for value in (*proto.graph.input, *proto.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            dim.dim_param = "seq"
+    assert "GatherND" in ops(rewritten(proto))
+    d = Drawing()
+    rows = d.add("Unsqueeze", d.positions(0), d.const("axes", [1]), to="rows")
+    d.add("GatherND", "mask", d.add("Concat", rows, to="indices", axis=-1), to="y", batch_dims=1)
+    assert "GatherND" in ops(rewritten(model(d, {"mask": ["seq", "seq"]}, "y", TensorProto.BOOL)))
+
+
+def test_a_single_position_that_is_repeated_is_not_the_data() -> None:
+    """A range of one, expanded along its own axis, or along the axis that positions are joined on."""
+    proto = looked_up(axes=((1, 2), (0, 1)))
+    for value in (*proto.graph.input, *proto.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == "batch":
+                dim.dim_value = 1
+    proto.graph.initializer.append(graphs.initializer("four", np.asarray([4, 1, 1], np.int64)))
+    for node in proto.graph.node:
+        if node.op_type == "Expand":
+            node.input[1] = "four"
+    assert "GatherND" in ops(rewritten(proto))
+    d = Drawing()
+    d.add("GatherND", "mask", d.add("Concat", d.positions(0), to="indices", axis=-1), to="y")
+    proto = model(d, {"mask": ["seq"]}, "y", TensorProto.BOOL)
+    for value in (*proto.graph.input, *proto.graph.value_info):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    assert "GatherND" in ops(rewritten(proto))
