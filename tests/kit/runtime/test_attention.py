@@ -225,6 +225,15 @@ def test_keys_that_a_row_may_not_see_change_none_of_its_bits(hidden: np.float32,
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
+def test_a_key_whose_score_makes_up_for_the_mask_is_seen(operator: str) -> None:
+    q, k, v = np.full((1, 4, 40, 16), 10, np.float32), np.zeros((1, 4, 170, 16), np.float32), heads(1, 4, 170, 2)
+    k[:, :, 150] = 10  # a score of 400
+    mask = np.where(np.arange(170) < 50, np.float32(0), np.float32(-300)).reshape(1, 1, 1, 170)
+    found = run(model(f"{operator}_hhh_mask"), q, k, v, mask)
+    assert_close(found, np.tile(v[:, :, 150].reshape(1, 1, 64), (1, 40, 1)), operator)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("where", ["k", "v"])
 def test_what_is_not_finite_in_a_hidden_key_spoils_every_row(where: str, operator: str) -> None:
     """As it does in the definition, whether or not keys are left out: 0 times infinity is NaN."""
