@@ -71,8 +71,10 @@ check: setup ## format, lint, types, import rules, generated code
 	@git diff --exit-code --stat -- bf16kit/protocol || { \
 		echo "check: bf16kit/protocol is not what proto/inference.proto generates; commit what 'make proto' wrote" >&2; exit 1; }
 
-test: setup ## every test that needs neither Docker nor a GPU
-	$(BIN)/pytest -m 'not compose and not gpu and not models and not fuzz and not hostile' $(PYTEST_ARGS)
+# A process per core, four at most (each takes 1.5 GB), file by file in the order they are in; `-n 0` in PYTEST_ARGS, for a
+# debugger, is one process. What it costs is kept in docs/decisions/0042; the slowest tests are printed to be seen.
+test: setup ## every test that needs neither Docker nor a GPU: meant for five minutes on two cores; prints the slowest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15 -m 'not compose and not gpu and not models and not fuzz and not hostile' $(PYTEST_ARGS)
 
 test-hostile: setup ## attacks on a running server over real sockets: meant for three minutes on two cores; prints the ten slowest
 	$(BIN)/pytest -m hostile tests/hostile --durations=10 $(PYTEST_ARGS)

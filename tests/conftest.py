@@ -1,11 +1,20 @@
-"""What every test needs: property tests that do not judge a busy machine by its speed, and the kernel that is meant."""
+"""What every test needs: property tests that do not judge a busy machine by its speed, and the kernel that is meant.
+
+And what tests need that run side by side in several processes (``pytest -n``).
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
+from turns import Turns
 
 from bf16kit.runtime import kernel
 
@@ -16,3 +25,37 @@ settings.load_profile("bf16kit")
 # kernels/tests/in_onnxruntime.sh runs the kernel's tests on a library that it has built with sanitizers.
 if os.environ.get("BF16KIT_TEST_KERNEL"):
     kernel.LIBRARY = Path(os.environ["BF16KIT_TEST_KERNEL"])
+
+_DIRECTORY, _TURNS = pytest.StashKey[str](), pytest.StashKey[Turns]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the process that hands the tests out, for each of those that run them (a hook of pytest-xdist)."""
+    if _DIRECTORY not in node.config.stash:
+        node.config.stash[_DIRECTORY] = tempfile.mkdtemp(prefix="bf16kit-turns-")
+    node.workerinput["turns"] = node.config.stash[_DIRECTORY]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # One process per core: torch, which is not yet imported, must not start threads on all cores in each.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        config.stash[_TURNS] = Turns(Path(config.workerinput["turns"]))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _TURNS in config.stash:
+        config.stash[_TURNS].close()
+    if _DIRECTORY in config.stash:
+        shutil.rmtree(config.stash[_DIRECTORY])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test marked ``alone`` runs while none runs beside it, its fixtures included."""
+    turns = item.config.stash.get(_TURNS, None)
+    if turns is None:
+        return (yield)
+    with turns.turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
