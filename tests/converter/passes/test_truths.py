@@ -113,3 +113,19 @@ def test_sizes_of_another_name_are_not_known_to_be_the_same() -> None:
     (scores,) = [value for value in proto.graph.input if value.name == "scores"]
     scores.CopyFrom(graphs.edge("scores", ["batch", HEADS, "queries", "seq"]))
     assert [node.name for node in dropped(proto).graph if node.op_type == "And"] == ["shown"]
+
+
+def test_an_answer_of_the_same_shape_keeps_its_name() -> None:
+    proto = hidden("const")
+    proto.graph.output.append(graphs.edge("shown", dtype=TensorProto.BOOL))
+    assert ands(proto) == ["shown"]
+
+
+def test_what_looks_at_rows_together_needs_them_all() -> None:
+    """Softmax over the rows that the truth widened the mask by."""
+    proto = hidden()
+    (add,) = [node for node in proto.graph.node if node.name == "y"]
+    add.input[1] = "parts"
+    at = [*proto.graph.node].index(add)
+    proto.graph.node.insert(at, helper.make_node("Softmax", ["number"], ["parts"], name="parts", axis=2))
+    assert ands(proto) == ["shown"]
