@@ -27,14 +27,15 @@ _NEAR = 1.3  # times as long as the best
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Of one piece of work: ``processes``, in each of them ``rounds`` of turns of every side. Contenders have rounds of
-    their own after these, between the least and the most of them as many as ``seconds`` allow, and ``further``
-    processes."""
+    """Of one piece of work: ``processes``, in each of them ``rounds`` of turns of every side, in the first one
+    ``first_rounds`` at least, which settle who contends. Contenders have rounds of their own after these, between the
+    least and the most of them as many as ``seconds`` allow, and ``further`` processes."""
 
     processes: int
     rounds: int
     seconds: float = 0.0
     further: int = 0
+    first_rounds: int = 0
     least_rounds: int = 0
     most_rounds: int = 12
     runs: int = 3  # of a turn
@@ -55,7 +56,7 @@ class Effort:
         return min(self.most_rounds, max(self.least_rounds, int(self.seconds / seconds)))
 
 
-FULL = Effort(FEWEST_PROCESSES, rounds=1, seconds=1.5, further=2, least_rounds=2)
+FULL = Effort(FEWEST_PROCESSES, rounds=1, seconds=1.5, further=2, first_rounds=3, least_rounds=2)
 QUICK = Effort(1, rounds=1, runs=1)
 
 
@@ -160,7 +161,8 @@ class _Heat:
             taking = [name for name in seconds if len(found.setdefault(name, [])) == process]
             for name in taking:
                 found[name].append([])
-            walls = self._turns(taking, caches, plan.runs, self.effort.rounds, found)
+            rounds = self.effort.rounds if process else max(self.effort.rounds, self.effort.first_rounds)
+            walls = self._turns(taking, caches, plan.runs, rounds, found)
             if caches != piece.caches[0]:
                 continue
             if process == 0:

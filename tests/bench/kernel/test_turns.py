@@ -66,15 +66,15 @@ def test_contenders_have_further_turns_and_processes_with_the_caches_that_are_ju
 ) -> None:
     monkeypatch.setattr("bench.kernel.turns.contenders", lambda sides, _: frozenset(sides) & {SPINLESS.name})
     pieces = [Piece("two rows", feeds(), caches=("warm", "cold"))]
-    effort = Effort(processes=2, rounds=1, seconds=60.0, further=1, most_rounds=2, runs=1)
+    effort = Effort(processes=2, rounds=1, seconds=60.0, further=1, first_rounds=2, most_rounds=2, runs=1)
     timed = race((ONNX_RUNTIME, SPINLESS), subject, pieces, effort, tmp_path / "root")
     turns = {
         label: {name: [len(process) for process in samples] for name, samples in sides.items()}
         for label, sides in timed.samples.items()
     }
     assert turns == {
-        "two rows, warm": {ONNX_RUNTIME.name: [1, 1], SPINLESS.name: [3, 3, 3]},
-        "two rows, cold": {ONNX_RUNTIME.name: [1, 1], SPINLESS.name: [1, 1]},
+        "two rows, warm": {ONNX_RUNTIME.name: [2, 1], SPINLESS.name: [4, 3, 3]},
+        "two rows, cold": {ONNX_RUNTIME.name: [2, 1], SPINLESS.name: [2, 1]},
     }
 
 
