@@ -129,3 +129,10 @@ def test_what_looks_at_rows_together_needs_them_all() -> None:
     at = [*proto.graph.node].index(add)
     proto.graph.node.insert(at, helper.make_node("Softmax", ["number"], ["parts"], name="parts", axis=2))
     assert ands(proto) == ["shown"]
+
+
+def test_a_constant_that_holds_for_some_heads_hides_the_others() -> None:
+    proto = hidden("const")
+    (yes,) = [tensor for tensor in proto.graph.initializer if tensor.name == "yes"]
+    yes.CopyFrom(graphs.initializer("yes", np.array([True, False, True]).reshape(1, HEADS, 1, 1)))
+    assert ands(proto) == ["shown"]
