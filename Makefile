@@ -127,7 +127,7 @@ proto: setup ## regenerate bf16kit/protocol from proto/inference.proto
 bench: setup ## measure every number promised, write bench/results/MACHINE; wants a quiet machine
 	@$(BIN)/python -m bench
 
-bench-kernel: setup ## the kernel against ONNX Runtime, OpenVINO and torch, 20 min: README's table, picture; a quiet machine
+bench-kernel: setup ## the kernel against ONNX Runtime, OpenVINO and torch, 35 min: README's table, picture; a quiet machine
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt openvino
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
 	$(BIN)/python -m bench.kernel.report || status=1; exit $$status
