@@ -136,3 +136,17 @@ def test_a_constant_that_holds_for_some_heads_hides_the_others() -> None:
     (yes,) = [tensor for tensor in proto.graph.initializer if tensor.name == "yes"]
     yes.CopyFrom(graphs.initializer("yes", np.array([True, False, True]).reshape(1, HEADS, 1, 1)))
     assert ands(proto) == ["shown"]
+
+
+def test_one_of_two_conditions_that_holds_is_not_both() -> None:
+    """Their And is an answer itself, so that it stays to be looked at."""
+    proto = hidden("fed")
+    proto.graph.output.append(graphs.edge("both", dtype=TensorProto.BOOL))
+    assert ands(proto) == ["both", "shown"]
+
+
+def test_less_is_not_less_or_equal() -> None:
+    proto = hidden(op="LessOrEqual")
+    (holds,) = [node for node in proto.graph.node if node.name == "holds"]
+    holds.op_type = "Less"
+    assert ands(proto) == ["shown"]
