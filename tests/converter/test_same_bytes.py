@@ -17,6 +17,8 @@ from failing import cancellation
 
 from bf16kit.runtime import kernel
 
+pytestmark = pytest.mark.long  # each test converts in several processes
+
 CONVERT = """
 import sys
 if sys.argv[1] == "torch":

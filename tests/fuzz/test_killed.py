@@ -13,6 +13,8 @@ from killing import Ended, Runner, files, runner
 import graphs
 from bf16kit.artifact import Artifact
 
+pytestmark = pytest.mark.long  # kills conversions and waits for the next
+
 SHORT, FULL = 12, 50
 COUNTS = [SHORT, pytest.param(FULL, marks=pytest.mark.fuzz)]
 

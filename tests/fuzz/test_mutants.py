@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long  # a minute of damaged sources
+
 COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60}
 
 

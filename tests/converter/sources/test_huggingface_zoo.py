@@ -19,6 +19,8 @@ from bf16kit.runtime.loading import load, load_reference
 from converter.process.quiet import quiet
 from converter.sources.safetensors_file import read_file
 
+pytestmark = pytest.mark.long  # exports one model after the other
+
 Edges = dict[str, list[int | str]]
 TEXT: Edges = {"input_ids": ["batch", "seq"], "attention_mask": ["batch", "seq"]}
 SEGMENTS: Edges = TEXT | {"token_type_ids": ["batch", "seq"]}
