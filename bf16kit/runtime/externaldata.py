@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,22 +122,24 @@ class CopiedTensors:
     def __init__(self, path: Path, given: Collection[str] = ()) -> None:
         self._model = _model(path)
         self._extents = [(tensor, _extent(path, tensor)) for tensor in _external(self._model)]
-        top_level = {id(tensor) for tensor in self._model.graph.initializer}
-        self._given = {id(tensor) for tensor, _ in self._extents if tensor.name in given and id(tensor) in top_level}
-        self.file = Regions(extent for tensor, extent in self._extents if id(tensor) not in self._given)
-        self.memory = Regions(extent for tensor, extent in self._extents if id(tensor) in self._given)
+        # A name may stand for another tensor in a body or a function: such are not given.
+        times = Counter(tensor.name for tensor, _ in self._extents)
+        names = {tensor.name for tensor in self._model.graph.initializer}
+        self._given = {name for name in names.intersection(given) if times[name] == 1}
+        self.file = Regions(extent for tensor, extent in self._extents if tensor.name not in self._given)
+        self.memory = Regions(extent for tensor, extent in self._extents if tensor.name in self._given)
 
     def given(self) -> Iterator[tuple[TensorProto, int]]:
         """Those that are given, and where in memory each begins."""
         for tensor, extent in self._extents:
-            if id(tensor) in self._given:
+            if tensor.name in self._given:
                 yield tensor, self.memory.target(extent)
 
     def graph_at(self, location: str) -> bytes:
         """The graph when the others are in the file ``location`` beside it. ONNX Runtime wants it to exist for those
         that are given, too, and reads nothing of them."""
         for tensor, extent in self._extents:
-            start = 0 if id(tensor) in self._given else self.file.target(extent)
+            start = 0 if tensor.name in self._given else self.file.target(extent)
             del tensor.external_data[:]
             for key, value in (("location", location), ("offset", start), ("length", extent.nbytes)):
                 tensor.external_data.add(key=key, value=str(value))

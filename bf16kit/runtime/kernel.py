@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import ConfigError
+from bf16kit.tensors import BY_NAME
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -30,7 +31,6 @@ PATHS = ("avx512_bf16", "avx512f", "avx2", "portable")  # as kernels/gemm/choose
 OPT_IN = ("amx",)  # never chosen unless named: it has not run on a processor that has it
 BF16 = "Bf16"  # in the names of operators that round their activations to bf16
 OFF = "off"
-_BF16_TYPE = 16  # ONNX's number for bfloat16
 
 _COST = "bf16 weights are widened to fp32 at load, which takes twice the memory and is slower for a few rows at a time"
 _ONNXRUNTIME = "an onnxruntime of 1.24 to 1.31, which are tested, or a later 1.x"
@@ -74,7 +74,7 @@ def weights_of(model: Path | bytes) -> frozenset[str]:
     read: dict[bool, set[str]] = {True: set(), False: {output.name for output in graph.output}}
     for node in _all(graph.node):
         read[node.domain == DOMAIN].update(node.input)
-    held = {tensor.name for tensor in graph.initializer if tensor.data_type == _BF16_TYPE}
+    held = {tensor.name for tensor in graph.initializer if tensor.data_type == BY_NAME["bfloat16"].onnx}
     return frozenset(held & read[True] - read[False])
 
 

@@ -55,7 +55,7 @@ def load(
 
     check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
-    given = weights_of(path) if device == CPU and kernel_for(path).path else ()
+    given = weights_of(path) if artifact.copies and device == CPU and kernel_for(path).path else ()
     with copied(artifact, path, scratch, given) if artifact.copies else nullcontext(Weights(path, "")) as weights:
         runtime = OnnxRuntime(
             weights.model,

@@ -72,10 +72,10 @@ def open_session(
     both, so nothing refers to them afterwards. ``values`` are initializers that the session reads where they are, and
     keeps; the file that the graph names for them must exist, and is not read: only the kernel may use them.
     ``base_dir`` is where a model given as bytes finds its external data. ``library`` holds custom operators
-    (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every operator runs as the
-    graph says, none fused, folded or dropped. Without ``pack`` products read their weights where they lie: otherwise
-    each is copied once, in the order that is fastest. ``arena`` keeps the memory of a run on the CPU for the next: for
-    many runs of the same shapes by a session that is closed after them. ``name`` is what errors call the graph.
+    (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every operator runs as the graph says, none fused, folded or
+    dropped. Without ``pack`` products read their weights where they lie: otherwise each is copied once, in the order
+    that is fastest. ``arena`` keeps the memory of a run on the CPU for the next: for many runs of the same shapes by a
+    session that is closed after them. ``name`` is what errors call the graph.
 
     Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a graph that cannot.
     """

@@ -17,7 +17,6 @@ from converter.cpukernel.functions import Body
 
 _OPERANDS = ("q", "k", "v")
 _HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]
-_REDUCTION_AXES_SINCE = 18  # ReduceMax has them as an input
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +77,7 @@ def function(variant: AttentionVariant, opset: int) -> ir.Function:
     if variant.grouped:
         groups = body.integers("groups")
         k, v = body.add("Gather", k, groups, axis=1), body.add("Gather", v, groups, axis=1)
-    told = ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT)
-    body.extend([ir.Node("", "Constant", [], [told])])
-    scale = body.nodes[-1].outputs[0]
-    scores = body.add("Mul", body.add("MatMul", q, k), scale)
+    scores = body.add("Mul", body.add("MatMul", q, k), body.told_number("scale"))
     if variant.masked:
         scores = body.add("Add", scores, inputs[3])
     result = (_rounded_weights if variant.rounds else _weights)(body, scores, v)
@@ -96,12 +92,8 @@ def _weights(body: Body, scores: ir.Value, v: ir.Value) -> ir.Value:
 
 def _rounded_weights(body: Body, scores: ir.Value, v: ir.Value) -> ir.Value:
     """A softmax's exponentials are rounded before they are multiplied and summed."""
+    exponentials = body.rounded(body.add("Exp", body.add("Sub", scores, body.over_rows("ReduceMax", scores))))
     last = body.add("Constant", value_ints=[-1])
-    if body.opset >= _REDUCTION_AXES_SINCE:
-        highest = body.add("ReduceMax", scores, last)
-    else:
-        highest = body.add("ReduceMax", scores, axes=[-1])
-    exponentials = body.rounded(body.add("Exp", body.add("Sub", scores, highest)))
     return body.add("Div", body.add("MatMul", exponentials, v), body.add("ReduceSum", exponentials, last))
 
 

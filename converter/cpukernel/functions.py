@@ -23,6 +23,7 @@ from converter.cpukernel.products import Layout
 
 VERSION = 1
 _GELU_SINCE = 20
+_REDUCTION_AXES_SINCE = 18  # that they are an input of ReduceMax and ReduceMean
 _OLDEST_IR = 8  # the first with functions in a model
 
 
@@ -128,8 +129,20 @@ class Body:
 
     def integers(self, attribute: str) -> ir.Value:
         """The integer list that the caller gives as ``attribute``."""
-        told = ir.RefAttr("value_ints", attribute, ir.AttributeType.INTS)
-        self.extend([ir.Node("", "Constant", [], [told])])
+        return self._told("value_ints", attribute, ir.AttributeType.INTS)
+
+    def told_number(self, attribute: str) -> ir.Value:
+        """The number that the caller gives as ``attribute``."""
+        return self._told("value_float", attribute, ir.AttributeType.FLOAT)
+
+    def over_rows(self, op: str, x: ir.Value) -> ir.Value:
+        """ReduceMax or ReduceMean ``op`` of ``x`` over its last dimension, which stays, of size 1."""
+        if self.opset >= _REDUCTION_AXES_SINCE:
+            return self.add(op, x, self.add("Constant", value_ints=[-1]), keepdims=1)
+        return self.add(op, x, axes=[-1], keepdims=1)
+
+    def _told(self, name: str, attribute: str, kind: ir.AttributeType) -> ir.Value:
+        self.extend([ir.Node("", "Constant", [], [ir.RefAttr(name, attribute, kind)])])
         return self.nodes[-1].outputs[0]
 
 

@@ -11,8 +11,6 @@ from converter.cpukernel.work import Work
 from converter.graph.step import Step
 from converter.passes.rewriting import replace_output
 
-_AXES_ARE_AN_INPUT = 18  # of ReduceMean, since this opset
-
 
 class Normalise(Step):
     """Let ``bf16kit::AddLayerNorm…`` and ``…RmsNorm…`` do the normalisations of ``work``; define each as a function.
@@ -87,12 +85,6 @@ def _layer_norm(body: Body, x: ir.Value, *weights: ir.Value) -> ir.Value:
 
 
 def _root_mean_square(body: Body, x: ir.Value, scale: ir.Value) -> ir.Value:
-    squares = body.add("Mul", x, x)
-    if body.opset >= _AXES_ARE_AN_INPUT:
-        mean = body.add("ReduceMean", squares, body.add("Constant", value_ints=[-1]), keepdims=1)
-    else:
-        mean = body.add("ReduceMean", squares, axes=[-1], keepdims=1)
-    told = ir.RefAttr("value_float", "epsilon", ir.AttributeType.FLOAT)
-    body.extend([ir.Node("", "Constant", [], [told])])
-    root = body.add("Sqrt", body.add("Add", mean, body.nodes[-1].outputs[0]))
+    mean = body.over_rows("ReduceMean", body.add("Mul", x, x))
+    root = body.add("Sqrt", body.add("Add", mean, body.told_number("epsilon")))
     return body.add("Mul", body.add("Div", x, root), scale)
