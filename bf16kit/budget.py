@@ -121,6 +121,15 @@ class Budget:
             return 0.0 if measured == 0 else math.inf
         return measured / bound
 
+    def measured(self, name: str, ratio: float) -> float | None:
+        """What was measured to give this :meth:`ratio`; None where that does not tell."""
+        bound = self.bound(name)
+        if bound is None or not math.isfinite(ratio) or (ratio == 0 and _metric(name) == "sqnr_db"):
+            return None
+        if ratio > 0 and bound == (1.0 if name == "top1_agreement" else 0.0) and _metric(name) != "sqnr_db":
+            return None
+        return _tighter(name, bound, ratio)
+
 
 def _metric(name: str) -> str:
     return name.partition(".")[0]

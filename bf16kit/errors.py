@@ -103,6 +103,10 @@ class NotFound(RequestError):
     """No such model, or no such version."""
 
 
+class AlreadyExists(RequestError):
+    """What was to be made has a name that is taken."""
+
+
 class Unavailable(RequestError):
     """The model is loading or unloading, or the server is draining: then ``reason`` is the metrics' word for it."""
 

@@ -12,27 +12,33 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bf16kit.artifact import Artifact
 from bf16kit.entries import Segment
 from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
 from bf16kit.runtime.externaldata import CopiedTensors, Regions
-from bf16kit.runtime.ownmemory import own_memory
 from bf16kit.runtime.rebuilt import VIRTUAL_FILE, Weights
 from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.runtime.weightstore import OWN, WeightStore
 from bf16kit.tensors import BY_ONNX
 
 
 @contextmanager
 def copied(
-    artifact: Artifact, graph: Path, scratch: Path | None = None, given: Collection[str] = ()
+    artifact: Artifact,
+    graph: Path,
+    scratch: Path | None = None,
+    given: Collection[str] = (),
+    store: WeightStore = OWN,
 ) -> Iterator[Weights]:
     """The weights of ``graph``, one of the artifact's, for a session that is opened within the block.
 
-    Those whose names are ``given``, which nothing may read but the kernel, are in memory that the session reads. The
-    others are in a temporary file in ``scratch`` (None: the system's directory), on a disk or in memory, that has no
-    name afterwards; where there is no room for one, ONNX Runtime takes all from memory, twice as much of it meanwhile.
+    Those whose names are ``given``, which nothing may read otherwise than as they lie, are in the memory of ``store``.
+    The others are in a temporary file in ``scratch`` (None: the system's directory), on a disk or in memory, that has
+    no name afterwards; where there is no room for one, ONNX Runtime takes all from memory, twice as much of it
+    meanwhile.
     """
     tensors = CopiedTensors(graph, given)
     if not tensors.file.size and not tensors.memory.size:
@@ -43,7 +49,7 @@ def copied(
             _fill(mapped, artifact, tensors.file)
             del mapped
             model = tensors.graph_at(path.name)
-            yield Weights(model, "in a temporary file", base_dir=path.parent, values=_values(artifact, tensors))
+            yield Weights(model, "in a temporary file", base_dir=path.parent, values=_values(artifact, tensors, store))
     except NoScratch as reason:
         tensors = CopiedTensors(graph)
         buffer = np.empty(tensors.file.size, np.uint8)
@@ -52,16 +58,27 @@ def copied(
         yield Weights(tensors.graph_at(VIRTUAL_FILE), where, files={VIRTUAL_FILE: buffer})
 
 
-def _values(artifact: Artifact, tensors: CopiedTensors) -> dict[str, Array]:
+def _values(artifact: Artifact, tensors: CopiedTensors, store: WeightStore) -> dict[str, Array]:
     if not tensors.memory.size:
         return {}
-    memory = own_memory(tensors.memory.size)
-    _fill(memory, artifact, tensors.memory)
+
+    def fill(memory: NDArray[np.uint8]) -> None:
+        _fill(memory, artifact, tensors.memory)
+        artifact.verify()  # what was read is still what it was, before anybody else gets it
+
+    memory = store.get(_key(artifact, tensors.memory), tensors.memory.size, fill)
     found: dict[str, Array] = {}
     for tensor, start in tensors.given():
         dtype, shape = BY_ONNX[tensor.data_type].numpy, tuple(tensor.dims)
         found[tensor.name] = memory[start : start + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
     return found
+
+
+def _key(artifact: Artifact, regions: Regions) -> str:
+    """Equal for equal bytes, whatever the artifact is called: what is where, by the digests of the files."""
+    files = artifact.manifest.files
+    parts = (f"{files[r.location].sha256} {r.offset} {r.nbytes} {start}" for r, start in regions)
+    return "\n".join(parts)
 
 
 def _fill(place: Array, artifact: Artifact, regions: Regions) -> None:

@@ -22,7 +22,7 @@ from bf16kit.errors import ConfigError
 from bf16kit.tensors import BY_NAME
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 DOMAIN = "bf16kit"
 LIBRARY = Path(__file__).with_name("_bf16kernel.so")
@@ -68,14 +68,32 @@ def kernel_for(model: Path | bytes) -> Kernel:
     return available(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
 
 
-def weights_of(model: Path | bytes) -> frozenset[str]:
-    """The bfloat16 initializers of the ONNX graph ``model`` that the library's operators read, and nothing else."""
+def read_as_stored(model: Path | bytes, *, kernel: bool) -> frozenset[str]:
+    """The initializers of the ONNX graph ``model`` that are read where they lie, and never folded, widened or packed
+    into something else: bfloat16 ones of the library's operators, where the ``kernel`` runs them, and bfloat16 and
+    float32 tables in which a ``Gather`` looks rows up that are not the same at each run."""
     graph = _parsed(model).graph
-    read: dict[bool, set[str]] = {True: set(), False: {output.name for output in graph.output}}
+    constant = _constant(graph)
+    ours, tables, others = set[str](), set[str](), {output.name for output in graph.output}
     for node in _all(graph.node):
-        read[node.domain == DOMAIN].update(node.input)
-    held = {tensor.name for tensor in graph.initializer if tensor.data_type == BY_NAME["bfloat16"].onnx}
-    return frozenset(held & read[True] - read[False])
+        for position, name in enumerate(node.input):
+            is_table = (node.domain, node.op_type, position) == ("", "Gather", 0) and node.input[1] not in constant
+            (ours if node.domain == DOMAIN else tables if is_table else others).add(name)
+    if not kernel:
+        others |= ours
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    bf16 = {name for name in ours | tables if types.get(name) == BY_NAME["bfloat16"].onnx}
+    fp32 = {name for name in tables - ours if types.get(name) == BY_NAME["float32"].onnx}
+    return frozenset((bf16 | fp32) - others)
+
+
+def _constant(graph: GraphProto) -> set[str]:
+    """Names of what is the same at each run: ONNX Runtime may compute it when it opens a session."""
+    found = {tensor.name for tensor in graph.initializer} - {edge.name for edge in graph.input}
+    for node in graph.node:
+        if found.issuperset(filter(None, node.input)):
+            found.update(node.output)
+    return found
 
 
 def available(*, rounds: bool = False) -> Kernel:

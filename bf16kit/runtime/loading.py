@@ -14,6 +14,7 @@ from bf16kit.heap import give_back
 from bf16kit.manifest import ProfileEntry
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime.weightstore import OWN, WeightStore
 from bf16kit.tensors import TensorSpec
 
 AUTO = "auto"
@@ -22,13 +23,19 @@ REFERENCE = "reference"
 
 
 def load(
-    artifact: Artifact, profile: str, *, device: str = CPU, threads: int | None = None, scratch: Path | None = None
+    artifact: Artifact,
+    profile: str,
+    *,
+    device: str = CPU,
+    threads: int | None = None,
+    scratch: Path | None = None,
+    weights: WeightStore = OWN,
 ) -> Runtime:
     """The artifact's ``profile`` (cpu, cpu-bf16, cuda or torchscript) loaded on ``device``, its accumulation probed.
 
     ``threads`` is the number that works on one run on the CPU; None is one per available processor. A session maps its
-    weights from the artifact's files, or, of one opened with ``copies``, from a temporary file in ``scratch`` (None:
-    the system's directory): what becomes of the artifact afterwards is then nothing to it.
+    weights from the artifact's files, or, of one opened with ``copies``, has them in ``weights`` and in a temporary
+    file in ``scratch`` (None: the system's directory): what becomes of the artifact afterwards is then nothing to it.
 
     Raises :class:`ArtifactError` when the artifact has no such profile, :class:`ConfigError` for a device the profile
     is not for, :class:`DeviceUnavailable` or :class:`RuntimeFailure` when it cannot be loaded there, for one by an ONNX
@@ -48,26 +55,27 @@ def load(
         return TorchScriptRuntime(path, inputs, outputs, device=device, threads=threads)
     from bf16kit.runtime.copied import copied
     from bf16kit.runtime.externaldata import check_locations
-    from bf16kit.runtime.kernel import kernel_for, weights_of
+    from bf16kit.runtime.kernel import kernel_for, read_as_stored
     from bf16kit.runtime.onnx import OnnxRuntime
     from bf16kit.runtime.rebuilt import Weights
     from bf16kit.runtime.session import check_version
 
     check_version(profile, entry.requires)
     check_locations(path, artifact.manifest.files)
-    given = weights_of(path) if artifact.copies and device == CPU and kernel_for(path).path else ()
-    with copied(artifact, path, scratch, given) if artifact.copies else nullcontext(Weights(path, "")) as weights:
+    given = read_as_stored(path, kernel=bool(kernel_for(path).path)) if artifact.copies and device == CPU else ()
+    mapped = nullcontext(Weights(path, ""))
+    with copied(artifact, path, scratch, given, weights) if artifact.copies else mapped as found:
         runtime = OnnxRuntime(
-            weights.model,
+            found.model,
             inputs,
             outputs,
             device=device,
             profile=profile,
             precision=entry.precision,
             threads=threads,
-            files=weights.files,
-            values=weights.values,
-            base_dir=weights.base_dir,
+            files=found.files,
+            values=found.values,
+            base_dir=found.base_dir,
             name=entry.graph,
         )
     if profile == "cpu-bf16" and runtime.info.accumulation != "fp32":

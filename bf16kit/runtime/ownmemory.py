@@ -12,6 +12,8 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
+from bf16kit.sealedmemory import no_room
+
 LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone
 
@@ -25,7 +27,7 @@ def own_memory(size: int) -> NDArray[np.uint8]:
         # Python's default is memory that is shared, which has large pages only where the administrator says so.
         mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {error.strerror}") from error
+        raise no_room(size, error) from error
     whole = np.frombuffer(mapping, np.uint8)
     start = -whole.ctypes.data % LARGE_PAGE
     large = size // LARGE_PAGE * LARGE_PAGE

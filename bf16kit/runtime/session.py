@@ -70,7 +70,8 @@ def open_session(
     ``spin`` lets them wait busily between operators. ``external`` holds arrays for initializers whose external data
     file does not exist, ``files`` the bytes of whole files that do not, for a model given as bytes; ONNX Runtime copies
     both, so nothing refers to them afterwards. ``values`` are initializers that the session reads where they are, and
-    keeps; the file that the graph names for them must exist, and is not read: only the kernel may use them.
+    keeps; the file that the graph names for them must exist, and is not read: only what reads them as they lie may use
+    them, and ONNX Runtime folds none of them.
     ``base_dir`` is where a model given as bytes finds its external data. ``library`` holds custom operators
     (:mod:`bf16kit.runtime.kernel`). Without ``optimise`` every operator runs as the graph says, none fused, folded or
     dropped. Without ``pack`` products read their weights where they lie: otherwise each is copied once, in the order

@@ -1,0 +1,34 @@
+"""Figures as JSON: for programs, with the same names as in the code."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's own types; floats that are not finite become the strings ``"inf"``, ``"-inf"``, ``"nan"``."""
+    if isinstance(value, BaseModel):
+        return plain(value.model_dump(mode="json"))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def dumps(value: Any) -> str:
+    """``value`` as JSON text: keys sorted, indented by one space, ASCII, so that no name is obeyed by a terminal."""
+    return json.dumps(plain(value), sort_keys=True, indent=1, allow_nan=False)

@@ -1,0 +1,143 @@
+"""Drift against its budget: of each output, of each sample, and the verdict on each profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bf16kit.budget import METRICS, Budget
+from bf16kit.drift import DriftSummary
+from bf16kit.manifest import Manifest
+from bf16kit.measurements import Measurements
+
+
+@dataclass(frozen=True, slots=True)
+class DriftRow:
+    """One bound, or one metric without a bound, of one output in one profile.
+
+    ``metric`` is a metric's name, or a quantile's as ``relative_l2.p99``. ``judged`` is held against ``bound``, which
+    is None where the budget has none; it is ``measured`` but for top1_agreement, whose sampling error is granted.
+    ``used`` is drift ÷ budget: over 1 is over budget.
+    """
+
+    profile: str
+    output: str
+    metric: str
+    measured: float
+    judged: float
+    worst: float | None
+    bound: float | None
+    used: float | None
+    within: bool
+    emulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether one profile keeps to the budget, in one sentence; ``tightest`` is the bound it comes nearest to."""
+
+    profile: str
+    within: bool
+    emulated: bool
+    samples: int
+    source: str
+    tightest: DriftRow | None
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSeries:
+    """The relative_l2 of each sample of one output, of ``measured`` in all; ``bounds`` are the budget's by name."""
+
+    profile: str
+    output: str
+    emulated: bool
+    measured: int
+    values: tuple[float, ...]
+    bounds: tuple[tuple[str, float], ...]
+
+    def index(self, row: int) -> int:
+        """Which sample is in ``row`` of ``values``."""
+        return row * self.measured // len(self.values)
+
+
+def drift_rows(manifest: Manifest) -> Iterator[DriftRow]:
+    """Every metric measured at conversion and every quantile bounded, in the order of profiles, outputs and metrics."""
+    budget = Budget.from_dict(manifest.budget)
+    for profile, entry in sorted(manifest.drift.items()):
+        for output, metrics in sorted(entry.outputs.items()):
+            yield from rows_of(profile, output, DriftSummary(entry.samples, metrics), budget, entry.emulated)
+
+
+def rows_of(profile: str, output: str, summary: DriftSummary, budget: Budget, emulated: bool) -> Iterator[DriftRow]:
+    """The rows of one output, in the order of the metrics."""
+    over = {breach.metric for breach in budget.breaches(output, summary)}
+    names = {*METRICS, *budget.as_dict()}
+    for name in sorted(names, key=lambda name: (METRICS.index(name.partition(".")[0]), name)):
+        judged, measured = summary.judged(name), summary.measured(name)
+        if judged is None or measured is None:
+            continue
+        bound = budget.bound(name)
+        used = None if bound is None else budget.ratio(name, judged)
+        worst = summary.stats.get(name, {}).get("worst")
+        yield DriftRow(profile, output, name, measured, judged, worst, bound, used, name not in over, emulated)
+
+
+def verdicts(manifest: Manifest, rows: Sequence[DriftRow]) -> Iterator[Verdict]:
+    """The verdict on each profile that was measured."""
+    for profile, entry in sorted(manifest.drift.items()):
+        own = [row for row in rows if row.profile == profile]
+        within, tightest = all(row.within for row in own), tightest_of(own)
+        how = "emulated on the CPU, on" if entry.emulated else "measured on"
+        sentence = (
+            f"{profile} is {'within' if within else 'over'} budget: {_closest(tightest)};"
+            f" {how} {entry.samples} sample{'' if entry.samples == 1 else 's'} of {entry.source}"
+        )
+        yield Verdict(profile, within, entry.emulated, entry.samples, entry.source, tightest, sentence)
+
+
+def tightest_of(rows: Iterable[DriftRow]) -> DriftRow | None:
+    """The row that uses most of its bound, one over budget before all others; None when nothing is bounded."""
+    return max((row for row in rows if row.used is not None), key=lambda r: (not r.within, r.used or 0.0), default=None)
+
+
+def share(used: float) -> str:
+    """Drift ÷ budget for people."""
+    if not math.isfinite(used):
+        return "∞ ×"
+    if 0 < used < 0.005:
+        return "< 1%"
+    if used < 10:
+        return f"{used:.0%}"
+    return f"{used:.3g} ×" if used < 1000 else f"{used:,.0f} ×"
+
+
+def share_of_budget(used: float) -> str:
+    """The same in words: a percentage *of* the budget, or so many times the budget."""
+    said = share(used)
+    return f"{said} {'of ' if said.endswith('%') else ''}the budget"
+
+
+def sample_series(manifest: Manifest, measured: Measurements) -> Iterator[SampleSeries]:
+    """Drift by sample, in the order of profiles and outputs."""
+    bounds = tuple((name, bound) for name, bound in manifest.budget.items() if name.partition(".")[0] == "relative_l2")
+    for profile, entry in sorted(measured.profiles.items()):
+        drift = manifest.drift.get(profile)
+        for output, columns in sorted(entry.outputs.items()):
+            yield SampleSeries(
+                profile=profile,
+                output=output,
+                emulated=drift is not None and drift.emulated,
+                measured=columns.measured,
+                values=tuple(columns.relative_l2),
+                bounds=bounds,
+            )
+
+
+def _closest(row: DriftRow | None) -> str:
+    if row is None or row.used is None or row.bound is None:
+        return "nothing is bounded"
+    floor = row.metric.partition(".")[0] in ("top1_agreement", "sqnr_db")
+    allowed = f"at least {row.bound:.3g} is asked for" if floor else f"at most {row.bound:.3g} is allowed"
+    return f"{row.metric} of {row.output} is {row.measured:.3g}, {allowed} ({share_of_budget(row.used)})"
