@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from bf16kit import __version__, errors
+from bf16kit.text import printable
 from bf16kit.wording import without_long_words
-from converter.report.text import printable
 
 if TYPE_CHECKING:
     from converter.options import Options
@@ -232,7 +232,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON for pro
 @_debug
 def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     """Show what ARTIFACT holds: verdict, plan, sizes, drift, digests."""
-    from converter.report import document
+    from bf16kit import document
     from converter.report.inspect import describe, record
 
     _say(document.dumps(record(artifact)) if as_json else describe(artifact))
@@ -252,9 +252,9 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
 @_debug
 def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_json: bool, debug: bool) -> None:
     """Check every digest of ARTIFACT, then its drift from the fp32 reference against its budget."""
+    from bf16kit import document
     from bf16kit.runtime import kernel
     from converter.proof.verify import verify as verify_artifact
-    from converter.report import document
 
     kernel.chosen()
     verified = verify_artifact(artifact, samples, profiles)

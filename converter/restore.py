@@ -20,8 +20,9 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.manifest import CheckpointEntry
 from bf16kit.tensors import BY_NAME
+from bf16kit.text import size
 from converter.model import Array
-from converter.process.progress import Progress, size
+from converter.process.progress import Progress
 
 _SAFETENSORS_NAMES = {
     "bool": "BOOL",

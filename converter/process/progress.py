@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import IO, Protocol
 
+from bf16kit.text import size
+
 _INTERVAL = 5.0  # seconds between plain lines
-_UNITS = ("kB", "MB", "GB", "TB")
 
 Advance = Callable[[int], None]
 
@@ -103,14 +103,6 @@ def on(stream: IO[str]) -> Iterator[Progress]:
         return
     with Bar(stream) as bar:
         yield bar
-
-
-def size(count: float) -> str:
-    """A number of bytes for people: ``90.9 MB``."""
-    if count < 1000:
-        return f"{count:.0f} bytes"
-    power = min(int(math.log10(count) // 3), len(_UNITS))
-    return f"{count / 1000**power:.1f} {_UNITS[power - 1]}"
 
 
 def _amount(done: int, total: int | None) -> str:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
+from bf16kit.document import plain
 from bf16kit.errors import ConversionError, RuntimeFailure, UsageError
 from bf16kit.measurements import MARGIN_DB, MOST_LAYERS, DiagnosisEntry, LayerEntry, Layers, thin
+from bf16kit.text import table
 from converter.graph.operators import WEIGHTED
 from converter.model import Feeds
 from converter.plan.profiles import PROFILES
@@ -20,9 +22,7 @@ from converter.proof import remedy, samples
 from converter.proof.explain import layer, reference, trace
 from converter.proof.keeping import Late, never
 from converter.proof.probing import Graph
-from converter.report.document import plain
 from converter.report.layers import series
-from converter.report.text import table
 
 _FEEDS = 2  # samples on which a conversion measures its layers: they vary little between samples
 

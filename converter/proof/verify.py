@@ -9,17 +9,17 @@ from typing import Any
 
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
+from bf16kit.document import plain
 from bf16kit.errors import ArtifactError, BudgetExceeded, UsageError
 from bf16kit.runtime.loading import load_reference
+from bf16kit.text import table
+from bf16kit.verdicts import DriftRow, rows_of
 from converter.model import Feeds
 from converter.process.memory import release
 from converter.proof import measure, samples
 from converter.proof.certify import how, run_profile
 from converter.proof.judging import breaches
-from converter.report.document import plain
-from converter.report.drifts import DriftRow, rows_of
 from converter.report.inspect import DRIFT, drift_cells
-from converter.report.text import table
 
 VERSION = 1  # of what `verify --json` writes
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from bf16kit.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry, ProfileEntry, Source, SpecEntry
 from bf16kit.measurements import Measurements
 from bf16kit.panels import WIDTH
-from converter.report.drifts import DriftRow, SampleSeries, Verdict, drift_rows, sample_series, verdicts
+from bf16kit.text import listed
+from bf16kit.verdicts import DriftRow, SampleSeries, Verdict, drift_rows, sample_series, verdicts
 from converter.report.islands import (
     Island,
     IslandGroup,
@@ -21,7 +22,6 @@ from converter.report.islands import (
 )
 from converter.report.layers import LayerSeries, layer_series
 from converter.report.spans import Span, spans
-from converter.report.text import listed
 
 WITHOUT_RESIDUAL = ("weights.bf16", "weights.fp32")
 

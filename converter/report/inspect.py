@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.artifact import Artifact
+from bf16kit.document import plain
 from bf16kit.manifest import ProfileEntry
 from bf16kit.tensors import describe as describe_shape
-from converter.process.progress import size
-from converter.report.document import plain
-from converter.report.drifts import DriftRow, share
+from bf16kit.text import size, table
+from bf16kit.verdicts import DriftRow, share
 from converter.report.figures import Figures, figures
-from converter.report.text import table
 
 VERSION = 1  # of what `inspect --json` writes
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from bf16kit.measurements import MARGIN_DB, MOST_DB, DiagnosisEntry, LayerEntry, Layers, Measurements
-from converter.report.text import listed
+from bf16kit.text import listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ from bf16kit.artifact import Artifact
 from bf16kit.manifest import FileEntry, Manifest, PlanEntry
 from bf16kit.measurements import Measurements
 from bf16kit.tensors import describe as describe_shape
-from converter.process.progress import size
+from bf16kit.text import printable, size
+from bf16kit.verdicts import share
 from converter.report import plots
-from converter.report.drifts import share
 from converter.report.figures import Figures, figures
 from converter.report.inspect import drift, needs
 from converter.report.layers import called
-from converter.report.text import printable
 
 NAME = "report.html"
 ROWS = 200  # of a table; a model of 50,000 nodes must stay a page that a browser opens

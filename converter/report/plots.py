@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from bf16kit.measurements import MARGIN_DB, MOST_DB
-from converter.process.progress import size
-from converter.report.drifts import SampleSeries
+from bf16kit.text import size
+from bf16kit.verdicts import SampleSeries
 from converter.report.figures import Sizes
 from converter.report.layers import LayerSeries, called, shortfall
 from converter.report.spans import HIGHEST, LOWEST, NORMAL, Span
