@@ -1,7 +1,11 @@
-"""``bf16-serve``: the command line. Everything heavy is imported after the arguments are known to be right."""
+"""``bf16-serve``: the command line. Everything heavy is imported after the arguments are known to be right.
+
+Without a command it serves. Commands take the server's options after their name: ``bf16-serve check --repository …``.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -11,21 +15,34 @@ from typing import TYPE_CHECKING
 import click
 
 from bf16kit.errors import Bf16kitError
+from service.commands.bench import bench
+from service.commands.check import check
+from service.commands.list import list_models
 
 if TYPE_CHECKING:
-    from service.app import Ending
+    from service.process.stop import Ending
 
 EXIT_UNCLEAN = 1  # requests were cut off when the time to drain was over
 EXIT_USAGE = 2
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    invoke_without_command=True,
+    subcommand_metavar="[COMMAND]",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.option("--repository", metavar="DIRECTORY", help="Directory of <model>/<version>/ artifacts.")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--grpc-port", type=int, help="Port of the inference protocol; 0 = any.  [default: 8001]")
 @click.option("--http-port", type=int, help="Port of /metrics, /livez, /readyz and the status page.  [default: 8002]")
 @click.option("--device", help="auto, cpu, or cuda:N.  [default: auto]")
-@click.option("--workers", type=int, help="Worker processes; only 1 in this version.  [default: 1]")
+@click.option("--workers", type=int, help="Processes that share the gRPC port.  [default: 1]")
+@click.option(
+    "--model-control",
+    type=click.Choice(["none", "poll", "explicit"]),
+    help="Models as at the start, as the repository changes, or as clients load and unload.  [default: none]",
+)
+@click.option("--load-model", multiple=True, metavar="NAME", help="With explicit control, load at the start; * = all.")
 @click.option("--tls-certificate", metavar="FILE", help="PEM certificate (chain) of both ports; with --tls-key.")
 @click.option("--tls-key", metavar="FILE", help="Its key.")
 @click.option("--tls-client-ca", metavar="FILE", help="Clients must show a certificate of this authority.")
@@ -43,13 +60,19 @@ EXIT_USAGE = 2
     envvar="BF16KIT_CONFIG",
     help="server.yaml: any flag as a key (grpc_port: 8001), and more: see docs/operations.md.",
 )
-def main(file: Path | None, **flags: object) -> None:
+@click.pass_context
+def main(context: click.Context, /, file: Path | None, **flags: object) -> None:
     """Serve bf16 artifacts over gRPC (Open Inference Protocol v2), with Prometheus metrics.
 
     Every flag is also an environment variable: BF16KIT_GRPC_PORT and so on. A flag beats the environment, which beats
     server.yaml, which beats the default. SIGTERM drains and ends the server; a second one ends it at once.
     Exit code 1: some requests were not answered in time.
     """
+    if context.invoked_subcommand is not None:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without ÷ or – is no reason to fail
+            sys.stdout.reconfigure(errors="backslashreplace")
+        _refuse_misplaced(context)
+        return
     try:
         ending = _serve(file, flags)
     except Bf16kitError as error:
@@ -60,6 +83,21 @@ def main(file: Path | None, **flags: object) -> None:
         # down around it.
         logging.shutdown()
         os._exit(0 if ending.answered else EXIT_UNCLEAN)
+
+
+def _refuse_misplaced(context: click.Context) -> None:
+    """An option before a command's name would be the server's, and the command would not hear of it."""
+    for parameter in main.params:
+        if parameter.name and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"{parameter.opts[0]} stands before the command; give it after {context.invoked_subcommand}"
+            )
+
+
+# What a server may be started with may be checked.
+check.params.extend(main.params)
+for _command in (check, list_models, bench):
+    main.add_command(_command)
 
 
 def _serve(file: Path | None, flags: dict[str, object]) -> Ending:

@@ -1,149 +1,24 @@
 """The contract between the transport (gRPC) and the core (models, batching, metrics), importing neither.
 
-The transport turns wire messages into :class:`Request` and :class:`Reply` into wire messages. The core owns everything
+The transport turns wire messages into :class:`~service.request.Request` and
+:class:`~service.request.Reply` into wire messages. The core owns everything
 between. Errors cross as :mod:`bf16kit.errors`; ``service.transport.status`` maps them to gRPC codes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import Array as Array
 from bf16kit.tensors import TensorSpec
+from service.request import Claim, Observation, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
-
-#: Why something was refused before any model was asked: the metrics' words, and no others. Those with ``http_`` are the
-#: HTTP port's, ``unauthenticated`` and ``forbidden`` are both ports'.
-REFUSALS = (
-    "in_flight",  # as many requests are at work as may be
-    "connection_share",  # this connection has as many of them as it may have
-    "model_share",  # and this model
-    "bytes",  # the messages at work are as large as they may be together
-    "streams",  # as many streams are open as may be
-    "watches",  # as many health watches are open as may be
-    "reflection",  # as many reflection streams
-    "control",  # as many calls for health and metadata
-    "too_slow",  # the client kept the server waiting, in sending or in taking, for too long
-    "draining",  # the server is shutting down
-    "unauthenticated",  # no token, or one that is not known; no client certificate where one is needed
-    "forbidden",  # a token without the scope that this needs
-    "http_connections",  # a connection was closed to make room for another
-    "http_busy",  # too many different pages were asked for at once
-    "http_timeout",  # a request did not come within its time
-    "http_malformed",  # what came was no request, too large, or of a method that this port does not answer
-    "other",
-)
-
-
-class Cancellation:
-    """The client has left: a flag that the transport raises once, and callbacks for those who wait.
-
-    A callback runs once, on whatever thread raises the flag, or at once where it is up already; it must not block.
-    """
-
-    __slots__ = ("_callbacks", "_lock", "cancelled")
-
-    def __init__(self) -> None:
-        self.cancelled = False
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-
-    def cancel(self) -> None:
-        with self._lock:
-            self.cancelled = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self.cancelled:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def unsubscribe(self, callback: Callable[[], None]) -> None:
-        """Forget ``callback``; no matter whether it has run, or was ever known."""
-        with self._lock, contextlib.suppress(ValueError):
-            self._callbacks.remove(callback)
-
-
-@dataclass(slots=True)
-class Request:
-    """One client's work. ``feeds`` are already of the model's dtypes and checked against its inputs.
-
-    ``rows`` is the size of the batch axis (1 for a model without one), ``deadline`` is in :func:`time.monotonic`
-    seconds, ``outputs`` are names in the order wanted (``None`` = all of them), ``priority`` is 1 for the most urgent,
-    0 for the model's default. A ``patient`` one waits for a place in a full queue, where others are refused.
-
-    ``timings`` is stamped by whoever spends the time, whatever becomes of the request; None while it has neither waited
-    nor run.
-    """
-
-    feeds: dict[str, Array]
-    rows: int = 1
-    outputs: tuple[str, ...] | None = None
-    deadline: float | None = None
-    cancellation: Cancellation | None = None
-    priority: int = 0
-    patient: bool = False
-    timings: Timings | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Where the time of one request went, in seconds. The last three are those of its batch, whole; of one that ran
-    and failed, ``compute_infer`` is all of it."""
-
-    queue: float = 0.0
-    compute_input: float = 0.0
-    compute_infer: float = 0.0
-    compute_output: float = 0.0
-
-    def queued(self, seconds: float) -> Timings:
-        """The same with this queue time."""
-        return Timings(seconds, self.compute_input, self.compute_infer, self.compute_output)
-
-    @property
-    def compute(self) -> float:
-        return self.compute_input + self.compute_infer + self.compute_output
-
-
-@dataclass(slots=True)
-class Reply:
-    """Outputs by name, in the order asked for, and which precision made them.
-
-    ``precision`` is :attr:`~bf16kit.runtime.RuntimeInfo.precision` of what ran the batch.
-    """
-
-    outputs: dict[str, Array]
-    precision: str
-
-
-class Observation(NamedTuple):
-    """What became of one request: made once, when it is over; the metrics, the statistics and the log all read this.
-
-    ``model`` and ``version`` are those that were asked, or, where there are none, what the client named. ``code`` is a
-    gRPC code's name; ``seconds`` are those from the request's arrival to its encoded answer.
-    """
-
-    model: str
-    version: str
-    request_id: str  # the client's own
-    code: str
-    seconds: float
-    timings: Timings | None = None  # None: it was refused before it waited or ran
-
-    @property
-    def answered(self) -> bool:
-        return self.code == "OK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +30,40 @@ class Bounds:
 
     dims: Mapping[str, int] = field(default_factory=dict)
     response_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What the numbers of a model's tensors stand for, as its owner says, by the tensors' names.
+
+    ``labels`` are those of an output's classes, the first for index 0; ``formats`` how inputs hold images.
+    """
+
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    formats: Mapping[str, Literal["NCHW", "NHWC"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """What may wait: requests, and the seconds that one is expected to."""
+
+    max_requests: int = 128
+    max_wait_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How a model's requests wait, and which of its versions are served, as its owner says.
+
+    ``by_level`` has the bounds of single levels of priority, ``bounds`` those of all others. ``versions`` is how many
+    of the newest are served, or which; None: all of them.
+    """
+
+    bounds: QueueBounds = QueueBounds()
+    priority_levels: int = 0
+    default_level: int = 1
+    by_level: Mapping[int, QueueBounds] = field(default_factory=dict)
+    versions: int | tuple[int, ...] | None = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +132,21 @@ class Model(Protocol):
     @property
     def bounds(self) -> Bounds: ...
     @property
+    def meaning(self) -> Meaning: ...
+    @property
+    def scheduling(self) -> Scheduling: ...
+    @property
     def info(self) -> RuntimeInfo: ...
+    @property
+    def golden(self) -> str:
+        """How it answered the golden samples before it was ready, for people."""
+        ...
+
+    @property
+    def budget(self) -> Mapping[str, float]:
+        """The bounds on drift in force, by name: :meth:`bf16kit.budget.Budget.as_dict`."""
+        ...
+
     @property
     def statistics(self) -> Statistics: ...
 
@@ -232,6 +155,13 @@ class Model(Protocol):
 
         Raises :class:`~bf16kit.errors.RequestError` (refused: the text is for the caller) or
         :class:`~bf16kit.errors.RuntimeFailure` (failed: the text is for the log).
+        """
+        ...
+
+    def claim(self) -> Claim | None:
+        """The right to run a request now, where that is expected to take less than waking another thread would.
+
+        None where it would not, or where the model is at work. Never blocks.
         """
         ...
 
@@ -251,7 +181,7 @@ class Slot(Protocol):
     def state(self) -> State: ...
     @property
     def reason(self) -> str:
-        """Why nothing answers here, for people; empty when the slot is ready."""
+        """For people: why nothing answers here or, of a slot that is ready, why nothing newer does; else empty."""
         ...
 
     @property
@@ -271,7 +201,8 @@ class Registry(Protocol):
     def live(self) -> bool: ...
     @property
     def ready(self) -> bool:
-        """At least one model, all of them ready, and not draining."""
+        """All models ready that it was started with, one of them at least where it needs any, and not draining. What is
+        added to a server that is ready does not make it less so."""
         ...
 
     def acquire(self, name: str, version: str) -> AbstractContextManager[Model]:

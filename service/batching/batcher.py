@@ -21,11 +21,13 @@ from bf16kit.errors import (
     Overloaded,
     RequestError,
 )
+from service.batching.claim import IdleClaim, Quickness
 from service.batching.gather import gather, signature, split, wanted
 from service.batching.policy import BatchObserver, BatchPolicy
 from service.batching.queue import Job, Queue
 from service.batching.waiting import LEFT, TOO_LATE, Waiting, invalid, unloading, until, why_over, word
-from service.contract import Array, Reply, Request, Timings
+from service.contract import Array
+from service.request import Reply, Request, Timings
 
 # Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
 Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
@@ -49,6 +51,7 @@ class Batcher:
         self._room = threading.Condition(self._lock)  # a place in the queue, for those that wait for one
         self._idle = policy.instances
         self._paced = -math.inf
+        self._quickness = Quickness()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-executor-{i}", daemon=True)
@@ -93,10 +96,22 @@ class Batcher:
         if self._policy.batches and request.rows > self._policy.max_rows:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
         level = self._level(request.priority)
-        if self._inline and self._claim_idle():
+        claimed = isinstance(request.claim, IdleClaim) and request.claim.use(self.release)
+        if claimed or (self._inline and self._claim_idle()):
             return self._run_inline(request, arrived)
         job = self._enqueue(request, arrived, level)
         return self._outcome(job)
+
+    def claim(self) -> IdleClaim | None:
+        """See :meth:`service.contract.Model.claim`."""
+        return IdleClaim(self.release) if self._inline and self._quickness.quick and self._claim_idle() else None
+
+    def release(self) -> None:
+        """A run is over, or will not be."""
+        with self._lock:
+            self._idle += 1
+            if len(self._queue):
+                self._wake.notify()
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
@@ -115,19 +130,15 @@ class Batcher:
             self._idle -= 1
             return True
 
-    def _release(self) -> None:
-        with self._lock:
-            self._idle += 1
-            if len(self._queue):
-                self._wake.notify()
-
     def _run_inline(self, request: Request, arrived: float) -> Reply:
+        busy = time.thread_time()
         try:
             try:
                 outputs, precision = self._run(request.feeds, request.outputs)
             finally:
                 ended = time.monotonic()
-                timings = request.timings = Timings(compute_infer=ended - arrived)
+                timings = request.timings = Timings(0.0, 0.0, ended - arrived, 0.0, arrived, arrived, request.rows)
+                self._quickness.observe(time.thread_time() - busy)
             if ended - self._paced > _PACE_S:
                 self._paced = ended
                 self._observe(self._shape(request), request.rows, timings.compute_infer)
@@ -135,7 +146,7 @@ class Batcher:
         except InputRefused as error:
             raise invalid(error) from error
         finally:
-            self._release()
+            self.release()
         return Reply(outputs, precision)
 
     def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
@@ -176,7 +187,7 @@ class Batcher:
         now = time.monotonic()
         over = why_over(request, now) if request.patient else None  # it may have waited for long
         if over is not None:
-            job.work.stamp(now - job.arrived)
+            job.work.stamp(job.arrived, now)
             self._observer.rejected(word(over))
             raise over
         try:
@@ -221,7 +232,7 @@ class Batcher:
             try:
                 self._execute(batch)
             finally:
-                self._release()
+                self.release()
 
     def _next_batch(self) -> list[_Job]:
         """Blocks until there is one; empty when the batcher is closed."""
@@ -247,7 +258,7 @@ class Batcher:
 
     def _left(self, job: _Job, why: RequestError, now: float) -> None:
         """A job has left the queue without having run."""
-        job.work.stamp(now - job.arrived)
+        job.work.stamp(job.arrived, now)
         self._observer.queued(-1)
         self._observer.rejected(word(why))
 
@@ -263,7 +274,7 @@ class Batcher:
                 self._run_together(part, taken)
             except Exception as error:  # noqa: BLE001 - whatever it was belongs to the clients; this thread must live on
                 if len(part) == 1:
-                    part[0].work.stamp(taken - part[0].arrived, time.monotonic() - begun)
+                    part[0].work.stamp(part[0].arrived, taken, begun, time.monotonic())
                     part[0].work.fail(invalid(error) if isinstance(error, InputRefused) else error)
                     continue
                 living = self._still_wanted(part)
@@ -279,7 +290,7 @@ class Batcher:
             if over is None:
                 living.append(job)
             else:
-                job.work.stamp(now - job.arrived)
+                job.work.stamp(job.arrived, now)
                 self._observer.rejected(word(over))
                 job.work.fail(over)
         return living
@@ -293,10 +304,10 @@ class Batcher:
         ran = time.monotonic()
         parts = split(outputs, requests, self._policy.axis)
         done = time.monotonic()
-        phases = Timings(0.0, gathered - begun, ran - gathered, done - ran)
         rows = sum(job.rows for job in batch)
+        phases = Timings(0.0, gathered - begun, ran - gathered, done - ran, begun=begun, rows=rows)
         self._observe(batch[0].shape, rows, done - begun)
         self._observer.executed(len(batch), rows, phases)
         for job, part in zip(batch, parts, strict=True):
-            job.work.request.timings = phases.queued(taken - job.arrived)
+            job.work.request.timings = phases.queued(job.arrived, taken)
             job.work.succeed(Reply(part, precision))

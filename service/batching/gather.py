@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bf16kit.errors import RuntimeFailure
-from service.contract import Array, Request
+from service.contract import Array
+from service.request import Request
 
 
 def signature(feeds: Mapping[str, Array], axis: int) -> tuple[object, ...]:

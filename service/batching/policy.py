@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.batching.queue import LevelPolicy, QueuePolicy
-from service.contract import Timings
+from service.request import Timings
 
 
 class BatchObserver(Protocol):

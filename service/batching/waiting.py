@@ -8,7 +8,7 @@ import time
 from typing import Literal
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, InputRefused, InvalidRequest, RequestError, Unavailable
-from service.contract import Reply, Request, Timings
+from service.request import Reply, Request, Timings
 
 TOO_LATE = "the deadline passed before the request ran"
 LEFT = "the client left before the request ran"
@@ -34,9 +34,10 @@ class Waiting:
         self._error = error
         self._done.release()
 
-    def stamp(self, queue_s: float, compute_s: float = 0.0) -> None:
-        """Say where the time of a request went that is about to fail."""
-        self.request.timings = Timings(max(0.0, queue_s), compute_infer=compute_s)
+    def stamp(self, arrived: float, left: float, begun: float = 0.0, ended: float = 0.0) -> None:
+        """Say where the time of a request went that is about to fail: in the queue, and in a run, if there was one."""
+        queue, compute = max(0.0, left - arrived), ended - begun
+        self.request.timings = Timings(queue, compute_infer=compute, arrived=arrived, begun=begun)
 
     def wait(self, timeout: float) -> bool:
         """Whether the outcome is there, after at most ``timeout`` seconds (−1: no limit)."""

@@ -24,8 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from bf16kit.errors import Bf16kitError
 from bf16kit.runtime import Runtime
 from bf16kit.wording import brief
-from service.contract import Array, Reply, Request
+from service.contract import Array
 from service.drift.comparison import Comparison, DriftObserver, copies, sample_of, size_of
+from service.request import Reply, Request
 
 _log = logging.getLogger(__name__)
 QUEUE_SIZE = 8
@@ -88,6 +89,85 @@ class TokenBucket:
             return True
 
 
+class Chooser:
+    """Chooses by chance which requests are measured, and copies what is measured of them."""
+
+    def __init__(
+        self, policy: ShadowPolicy, observer: ShadowObserver, batch_axis: int | None, draw: Callable[[], float]
+    ) -> None:
+        self._policy = policy
+        self._observer = observer
+        self._batch_axis = batch_axis
+        self._draw = draw
+        self._tokens = TokenBucket(policy.max_per_second)
+
+    def choose(self, request: Request, reply: Reply, hold: Callable[[int], bool]) -> Sample | None:
+        """The sample of a request that is chosen and for which there is room: ``hold`` takes so many bytes, or not."""
+        if self._draw() >= self._policy.rate or request.rows == 0:
+            return None
+        rows = min(request.rows, self._policy.max_rows) if self._batch_axis is not None else 1
+        if not self._tokens.take():
+            self._observer.sampled("dropped", rows)
+            return None
+        feeds = sample_of(request.feeds, rows, self._batch_axis)
+        outputs = sample_of(reply.outputs, rows, self._batch_axis)
+        nbytes = size_of(feeds) + size_of(outputs)
+        if not hold(nbytes):
+            self._observer.sampled("dropped", rows)
+            return None
+        return Sample(copies(feeds), copies(outputs), rows, nbytes)
+
+
+class Sampler(Protocol):
+    """What a model offers its answers to."""
+
+    def start(self) -> None: ...
+    def offer(self, request: Request, reply: Reply) -> None: ...
+    def stop(self) -> None: ...
+    def close(self, deadline: float = math.inf) -> bool: ...
+
+
+class Handing:
+    """A :class:`Sampler` that hands what it chooses to another process, which has the reference, and loads nothing.
+
+    ``hand`` is to return at once; it says later, to the observer, what became of a sample that was not measured.
+    """
+
+    def __init__(
+        self,
+        hand: Callable[[Sample, ShadowObserver], None],
+        policy: ShadowPolicy,
+        observer: ShadowObserver,
+        *,
+        batch_axis: int | None,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._hand = hand
+        self._most = policy.max_bytes
+        self._observer = observer
+        self._chooser = Chooser(policy, observer, batch_axis, draw)
+        self._closed = False
+
+    def start(self) -> None:
+        """There is nothing to load."""
+
+    def offer(self, request: Request, reply: Reply) -> None:
+        """See :meth:`Shadow.offer`."""
+        if self._closed:
+            return
+        sample = self._chooser.choose(request, reply, lambda nbytes: nbytes <= self._most)
+        if sample is not None:
+            self._hand(sample, self._observer)
+
+    def stop(self) -> None:
+        self._closed = True
+
+    def close(self, deadline: float = math.inf) -> bool:
+        """Nothing is at work here."""
+        self._closed = True
+        return True
+
+
 class Shadow:
     """:meth:`start` loads the reference in the background, once; :meth:`close` ends the thread."""
 
@@ -107,9 +187,8 @@ class Shadow:
         self._policy = policy
         self._observer = observer
         self._name = name
-        self._batch_axis = batch_axis
-        self._draw = draw
-        self._tokens = TokenBucket(policy.max_per_second)
+        self._chooser = Chooser(policy, observer, batch_axis, draw)
+        self._tokens = TokenBucket(policy.max_per_second)  # of samples that other processes have chosen
         self._queue: queue.Queue[Sample | None] = queue.Queue(QUEUE_SIZE)
         self._lock = threading.Lock()
         self._held = 0  # bytes of the samples that wait or are measured
@@ -122,23 +201,21 @@ class Shadow:
 
     def offer(self, request: Request, reply: Reply) -> None:
         """Choose by chance whether to measure this request; never blocks, never raises."""
-        if self._draw() >= self._policy.rate or request.rows == 0:
-            return
-        rows = min(request.rows, self._policy.max_rows) if self._batch_axis is not None else 1
-        if not self._tokens.take():
-            self._observer.sampled("dropped", rows)
-            return
-        feeds = sample_of(request.feeds, rows, self._batch_axis)
-        outputs = sample_of(reply.outputs, rows, self._batch_axis)
-        nbytes = size_of(feeds) + size_of(outputs)
-        if not self._hold(nbytes):
-            self._observer.sampled("dropped", rows)
-            return
+        sample = self._chooser.choose(request, reply, self._hold)
+        if sample is not None and not self._enqueue(sample):
+            self._observer.sampled("dropped", sample.rows)
+
+    def put(self, sample: Sample) -> bool:
+        """Measure what another process has chosen; False where there is no room for it, or no time."""
+        return self._tokens.take() and self._hold(sample.nbytes) and self._enqueue(sample)
+
+    def _enqueue(self, sample: Sample) -> bool:
         try:
-            self._queue.put_nowait(Sample(copies(feeds), copies(outputs), rows, nbytes))
+            self._queue.put_nowait(sample)
         except queue.Full:
-            self._hold(-nbytes)
-            self._observer.sampled("dropped", rows)
+            self._hold(-sample.nbytes)
+            return False
+        return True
 
     def stop(self) -> None:
         """Tell the thread to end after the sample it is at; does not wait for it."""

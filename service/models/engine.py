@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 from bf16kit.runtime import Runtime
@@ -9,7 +10,7 @@ from service.contract import Array
 
 
 class Engine:
-    """One runtime behind the batcher. Whoever adds a second one decides here, batch by batch, which of them answers."""
+    """The runtime behind the batcher. Whoever adds another one decides here, batch by batch, which of them answers."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -20,3 +21,32 @@ class Engine:
 
     def close(self) -> None:
         self._runtime.close()
+
+
+class SpreadEngine(Engine):
+    """A batch that begins while no other runs has all threads; one beside others runs on ``narrow``, which has few.
+
+    Threads that share a batch wait for each other at every operator, so where there is work for all cores, batches side
+    by side do more (docs/decisions/0052); a lone client's must not wait for company that does not come.
+    """
+
+    def __init__(self, runtime: Runtime, narrow: Runtime) -> None:
+        super().__init__(runtime)
+        self._narrow = narrow
+        self._lock = threading.Lock()
+        self._running = 0
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
+        """See :meth:`Engine.run`."""
+        with self._lock:
+            alone = self._running == 0
+            self._running += 1
+        try:
+            return (self._runtime if alone else self._narrow).run(feeds, outputs), self._runtime.info.precision
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def close(self) -> None:
+        super().close()
+        self._narrow.close()

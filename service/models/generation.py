@@ -4,46 +4,61 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from bf16kit.runtime import RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
-from service.contract import Bounds, Observation, Reply, Request, Timings
+from service.contract import Bounds, Meaning
 from service.drift.comparison import Comparison
-from service.drift.shadow import Shadow
-from service.models import loading
-from service.models.engine import Engine
+from service.drift.shadow import Handing, Sample, Sampler, Shadow, ShadowObserver
+from service.models.engine import Engine, SpreadEngine
 from service.models.lease import Leases
-from service.models.loading import Loaded, Opened
+from service.models.loading import Loaded
+from service.models.opening import Opened, baseline
 from service.models.policy import Serving
+from service.request import Claim, Observation, Reply, Request, Timings
 from service.telemetry.metrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
+Hand = Callable[[Sample, ShadowObserver], None]
 _MOMENT_S = 0.2  # what a thread that has nothing to do may need to end, even where no time is left
 
 
 class Generation:
     """See :class:`service.contract.Model`. It answers from :meth:`start` to :meth:`close`; ``metrics`` are its own."""
 
-    def __init__(self, name: str, version: int, loaded: Loaded, serving: Serving, metrics: ModelMetrics) -> None:
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        loaded: Loaded,
+        serving: Serving,
+        metrics: ModelMetrics,
+        hand: Hand | None = None,
+    ) -> None:
+        """``hand``: to the process that has the reference; None: it is loaded here."""
         opened, info = loaded.opened, loaded.info
         self.name = name
         self.version = version
         self.inputs, self.outputs = opened.inputs, opened.outputs
         self.batch_axis, self.max_batch_size = opened.batch_axis, opened.max_batch_size
         self.max_queue_delay_s = serving.max_queue_delay_ms / 1e3
-        self.instances = serving.instances
+        self.instances = loaded.instances
         self.bounds = Bounds(serving.max_dims, serving.max_response_bytes)
+        self.meaning = Meaning(serving.labels, serving.formats)
+        self.scheduling = serving.scheduling()
         self.info: RuntimeInfo = info
+        self.golden, self.budget = loaded.golden, opened.budget.as_dict()
         self.statistics = ModelStatistics(opened.weight_bytes)
         self.metrics = metrics
         self.leases = Leases()
-        self._engine = Engine(loaded.runtime)
+        self._engine = Engine(loaded.runtime) if loaded.narrow is None else SpreadEngine(loaded.runtime, loaded.narrow)
         self._batcher = self._new_batcher(serving)
-        self._shadow = self._new_shadow(opened, serving)
+        self._shadow = self._new_shadow(opened, serving, hand)
         metrics.opened(opened.weight_bytes, opened.outputs)
-        metrics.loaded(info, loading.baseline(opened.artifact.manifest, info.profile))
+        metrics.loaded(info, baseline(opened.artifact.manifest, info.profile))
 
     @property
     def label(self) -> str:
@@ -67,6 +82,10 @@ class Generation:
         if self._shadow is not None:
             self._shadow.offer(request, reply)
         return reply
+
+    def claim(self) -> Claim | None:
+        """See :meth:`service.contract.Model.claim`."""
+        return self._batcher.claim()
 
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Model.observe`."""
@@ -122,20 +141,27 @@ class Generation:
         )
         return Batcher(self._engine.run, policy, self, name=f"{self.name}-{self.version}")
 
-    def _new_shadow(self, opened: Opened, serving: Serving) -> Shadow | None:
+    def _new_shadow(self, opened: Opened, serving: Serving, hand: Hand | None) -> Sampler | None:
         if serving.shadow.rate == 0:
             return None
         if opened.artifact.manifest.reference is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
-        from bf16kit.runtime.loading import load_reference
+        if hand is not None:
+            return Handing(hand, serving.shadow, self.metrics, batch_axis=opened.batch_axis)
+        return new_shadow(self.label, opened, serving, self.metrics)
 
-        artifact = opened.artifact
-        return Shadow(
-            lambda: load_reference(artifact, threads=1, low_priority=True),
-            Comparison(opened.outputs, opened.batch_axis, opened.budget),
-            serving.shadow,
-            self.metrics,
-            name=self.label,
-            batch_axis=opened.batch_axis,
-        )
+
+def new_shadow(label: str, opened: Opened, serving: Serving, metrics: ModelMetrics) -> Shadow:
+    """What measures an artifact's answers by its fp32 reference, which there must be."""
+    from bf16kit.runtime.loading import load_reference
+
+    artifact = opened.artifact
+    return Shadow(
+        lambda: load_reference(artifact, threads=1, low_priority=True),
+        Comparison(opened.outputs, opened.batch_axis, opened.budget),
+        serving.shadow,
+        metrics,
+        name=label,
+        batch_axis=opened.batch_axis,
+    )

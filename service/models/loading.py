@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from bf16kit.artifact import Artifact, Golden
-from bf16kit.drift import METRICS, Budget, DriftSummary
 from bf16kit.errors import (
     ArtifactError,
     Bf16kitError,
@@ -22,44 +21,53 @@ from bf16kit.errors import (
     ConfigError,
     InvalidRequest,
     RuntimeFailure,
-    UsageError,
 )
-from bf16kit.manifest import MANIFEST, Manifest
+from bf16kit.manifest import MANIFEST
 from bf16kit.runtime import Runtime, RuntimeInfo, kernel
+from bf16kit.runtime.hardware import available_cpus
+from bf16kit.runtime.weightstore import OWN, Remembering, WeightStore
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief
 from service.contract import Array
 from service.drift.comparison import judge
 from service.models import choosing
+from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.choosing import Clock
-from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
+from service.models.opening import Opened, open_artifact
+from service.models.policy import AUTO, Serving
+from service.models.spreading import ROWS, Spread, spread_out
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A verified artifact, and what its manifest and ``serving.yaml`` say together."""
-
-    artifact: Artifact
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    batch_axis: int | None
-    max_batch_size: int
-    budget: Budget
-    weight_bytes: int
-    first_run_seconds: float  # the most that one run may take before it is ready
+_AGREED = "auto: as another worker of this server has measured"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runtime that has shown that it may answer. ``info`` says how it runs, and why it was chosen; ``summary`` the
-    same for the log."""
+    """A runtime that has shown that it may answer. ``info`` says how it runs, and why it was chosen; ``golden`` how it
+    answered the golden samples; ``summary`` all of that for the log."""
 
     opened: Opened
     runtime: Runtime
     info: RuntimeInfo
+    golden: str
     summary: str
+    instances: int = 1
+    narrow: Runtime | None = None  # for batches that run beside others, where that does more
+
+    def close(self) -> None:
+        """For one that does not come to be served."""
+        self.runtime.close()
+        if self.narrow is not None:
+            self.narrow.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a runtime is to run, the threads of one execution, and where its copied weights lie."""
+
+    device: str
+    threads: int | None
+    weights: WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +79,43 @@ class _Ready:
     verdict: str
 
 
-def load(path: Path, serving: Serving, *, device: str, threads: int | None, clock: Clock = time.perf_counter) -> Loaded:
-    """The whole gate. ``device`` is the server's ``--device``, ``threads`` what one execution may use (None = the
-    runtime's choice), ``clock`` what tells which profile is faster. Nothing is left behind by one that fails."""
+def load(
+    path: Path,
+    serving: Serving,
+    *,
+    device: str,
+    threads: int | None,
+    weights: WeightStore = OWN,
+    agreement: Agreement = OWN_CHOICE,
+    clock: Clock = time.perf_counter,
+) -> Loaded:
+    """The whole gate. ``device`` is the server's ``--device``, ``threads`` what one execution may use where
+    ``serving.yaml`` does not say (None = the runtime's choice), ``weights`` where copied weights lie, ``agreement``
+    what other processes serve, ``clock`` what tells which profile is faster. One that fails leaves nothing behind."""
     from bf16kit.runtime import loading
 
     opened = open_artifact(path, serving)
-    (first, *others), where = loading.choose_profiles(opened.artifact, serving.profile, device)
+    profiles, where = loading.choose_profiles(opened.artifact, serving.profile, device)
+    agreed = agreement.known() if len(profiles) > 1 else ""
+    first, *others = (agreed,) if agreed in profiles else profiles
     ready: dict[str, _Ready] = {}
     try:
-        ready[first] = _ready(opened, serving, first, where, threads)
-        why = [_try(ready, opened, serving, each, where, threads) for each in others]
+        if serving.instances == AUTO:
+            weights = Remembering(weights)
+        place = _Place(where, threads if serving.threads is None else serving.threads, weights)
+        ready[first] = _ready(opened, serving, first, place)
+        why = [_try(ready, opened, serving, each, place) for each in others]
         profile, words = _choose(ready, opened, clock)
-        opened.artifact.verify()  # once more: it may have been replaced meanwhile
+        if others:
+            profile, words = _settle(agreement, ready, profile, words)
+        elif agreed:
+            words = _AGREED
+        spread = _spread(ready[profile], opened, serving, profile, place, clock)
+        try:
+            opened.artifact.verify()  # once more: it may have been replaced meanwhile
+        except BaseException:
+            spread.close()
+            raise
     except BaseException:
         for each in ready.values():
             each.runtime.close()
@@ -93,14 +125,15 @@ def load(path: Path, serving: Serving, *, device: str, threads: int | None, cloc
         each.runtime.close()
     info = replace(chosen.runtime.info, choice="; ".join(filter(None, [words, *why])))
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
-    return Loaded(opened, chosen.runtime, info, f"{_describe(info)}; {batches}; {chosen.verdict}")
+    summary = "; ".join(filter(None, [_describe(info), batches, spread.why, chosen.verdict]))
+    return Loaded(opened, chosen.runtime, info, chosen.verdict, summary, spread.instances, spread.narrow)
 
 
-def _ready(opened: Opened, serving: Serving, profile: str, device: str, threads: int | None) -> _Ready:
+def _ready(opened: Opened, serving: Serving, profile: str, place: _Place) -> _Ready:
     """``profile`` loaded, warmed up and judged by its golden samples."""
     from bf16kit.runtime import loading
 
-    runtime = loading.load(opened.artifact, profile, device=device, threads=threads)
+    runtime = loading.load(opened.artifact, profile, device=place.device, threads=place.threads, weights=place.weights)
     try:
         golden = golden_of(opened.artifact, profile)
         warm_up(runtime, opened, serving.warmup, golden)
@@ -110,15 +143,13 @@ def _ready(opened: Opened, serving: Serving, profile: str, device: str, threads:
         raise
 
 
-def _try(
-    ready: dict[str, _Ready], opened: Opened, serving: Serving, profile: str, device: str, threads: int | None
-) -> str:
+def _try(ready: dict[str, _Ready], opened: Opened, serving: Serving, profile: str, place: _Place) -> str:
     """Add ``profile`` to those ``ready``; or say why it does not come into question. None of that fails a model."""
     native = kernel.multiplies_bf16()
     why = choosing.passed_over(opened.artifact.manifest, profile, opened.budget, native=native)
     if not why:
         try:
-            ready[profile] = _ready(opened, serving, profile, device, threads)
+            ready[profile] = _ready(opened, serving, profile, place)
         except BudgetExceeded as error:
             why = str(error)
         except Bf16kitError as error:  # what a runtime says is for the log, not for whoever asks over the network
@@ -141,36 +172,31 @@ def _choose(ready: Mapping[str, _Ready], opened: Opened, clock: Clock) -> tuple[
     return choosing.fastest(*choosing.medians({name: run(each.runtime) for name, each in ready.items()}, clock=clock))
 
 
-def open_artifact(path: Path, serving: Serving) -> Opened:
-    """Raises ArtifactError (damaged, no artifact, of a newer schema) or ConfigError (serving.yaml asks too much)."""
-    artifact = Artifact.open(path, copies=serving.weights == "copied")
-    manifest = artifact.manifest
-    inputs = tuple(entry.spec() for entry in manifest.inputs)
-    outputs = tuple(entry.spec() for entry in manifest.outputs)
-    _check_dims(serving, inputs)
-    axis = manifest.batch_axis if _share_batch_dimension((*inputs, *outputs), manifest.batch_axis) else None
-    return Opened(
-        artifact=artifact,
-        inputs=inputs,
-        outputs=outputs,
-        batch_axis=axis,
-        max_batch_size=_max_batch_size(serving, axis),
-        budget=_budget(artifact).override(serving.budget),
-        weight_bytes=sum(tensor.bytes for tensor in manifest.tensors if tensor.file.startswith("weights.")),
-        first_run_seconds=serving.first_run_seconds,
+def _settle(agreement: Agreement, ready: Mapping[str, _Ready], profile: str, words: str) -> tuple[str, str]:
+    """What was chosen here, or by another process before. Raises RuntimeFailure where that does not run here."""
+    settled = agreement.settle(profile)
+    if settled == profile:
+        return profile, words
+    if settled not in ready:
+        raise RuntimeFailure(
+            f"another worker of this server serves profile {settled}, which does not run in this one; name a profile in"
+            " serving.yaml"
+        )
+    return settled, _AGREED
+
+
+def _spread(chosen: _Ready, opened: Opened, serving: Serving, profile: str, place: _Place, clock: Clock) -> Spread:
+    """How many batches run at once: as ``serving`` says, or as is measured here."""
+    if serving.instances != AUTO:
+        return Spread(serving.instances)
+    rows = min(opened.max_batch_size, ROWS) or 1
+    return spread_out(
+        chosen.runtime,
+        lambda threads: _ready(opened, serving, profile, replace(place, threads=threads)).runtime,
+        _feeds(opened, rows, chosen.golden),
+        place.threads or available_cpus(),
+        clock=clock,
     )
-
-
-def baseline(manifest: Manifest, profile: str) -> dict[str, dict[str, float]]:
-    """The drift measured at conversion, by output and metric: the statistic that a budget bounds, as it was counted."""
-    entry = manifest.drift.get(profile)
-    if entry is None:
-        return {}
-    summaries = {output: DriftSummary(entry.samples, stats) for output, stats in entry.outputs.items()}
-    return {
-        output: {metric: value for metric in METRICS if (value := summary.measured(metric)) is not None}
-        for output, summary in summaries.items()
-    }
 
 
 def warm_up(runtime: Runtime, opened: Opened, rows: Sequence[int], golden: Golden | None) -> None:
@@ -235,13 +261,6 @@ def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[s
     return outputs
 
 
-def _budget(artifact: Artifact) -> Budget:
-    try:
-        return Budget.from_dict(artifact.manifest.budget)
-    except UsageError as error:
-        raise ArtifactError(f"{artifact.path / MANIFEST}: {error}") from None
-
-
 def _describe(info: RuntimeInfo) -> str:
     path = f", kernel {info.kernel}" if info.kernel else ""
     note = f" ({info.note})" if info.note else ""
@@ -250,33 +269,6 @@ def _describe(info: RuntimeInfo) -> str:
         f"{info.backend} on {info.device}, profile {info.profile}, precision {info.precision},"
         f" accumulation {info.accumulation}{path}{note}{choice}"
     )
-
-
-def _share_batch_dimension(specs: Sequence[TensorSpec], axis: int | None) -> bool:
-    """Whether every input and output has the same free dimension at ``axis``: what concatenating and splitting need."""
-    if axis is None or not all(len(spec.shape) > axis for spec in specs):
-        return False
-    names = {spec.shape[axis] for spec in specs}
-    return len(names) == 1 and isinstance(names.pop(), str)
-
-
-def _check_dims(serving: Serving, inputs: Sequence[TensorSpec]) -> None:
-    free = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
-    for name in serving.max_dims:
-        if name not in free:
-            known = f"those of its inputs are {', '.join(free)}" if free else "its inputs have none"
-            raise ConfigError(f"serving.yaml bounds dimension {name!r} (max_dims), which is no free one: {known}")
-
-
-def _max_batch_size(serving: Serving, axis: int | None) -> int:
-    asked = serving.max_batch_size
-    if axis is not None:
-        return DEFAULT_MAX_BATCH_SIZE if asked is None else asked
-    if asked:
-        raise ConfigError(
-            f"serving.yaml asks for max_batch_size {asked}, but this artifact declares no batch axis; leave it out"
-        )
-    return 0
 
 
 def _feeds(opened: Opened, rows: int, golden: Golden | None) -> Mapping[str, Array]:

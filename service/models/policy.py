@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from bf16kit.errors import ConfigError
 from service.batching.queue import LevelPolicy
+from service.contract import QueueBounds, Scheduling
 from service.drift.shadow import ShadowPolicy
 from service.process.config import explain, read_mapping
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32
+AUTO = 0  # instances: how "auto" is kept
+_LARGEST_FILE, _LARGEST_LABELS = 1 << 20, 16 << 20  # bytes
 
 
 class _Part(BaseModel):
@@ -90,7 +103,8 @@ class Serving(_Part):
     priority_queue_policy: dict[PositiveInt, LevelBounds] = {}  # bounds of single levels
     max_dims: dict[str, PositiveInt] = {}  # the largest sizes of free dimensions, by name
     max_response_bytes: Annotated[int, Field(ge=1, le=2_000_000_000)] = 256 << 20  # protobuf holds 2 GiB
-    instances: Annotated[int, Field(ge=1, le=64)] = 1  # batches running at once
+    instances: Annotated[int, Field(ge=0, le=64)] = 1  # batches running at once; AUTO: as measured when it is loaded
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of one execution; None = the server's --threads
     profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript"] = "auto"
     version_policy: VersionPolicy = VersionPolicy(latest=1)
     # Mapped ones are shared with the page cache; whoever changes their file in place ends the server or its answers.
@@ -99,7 +113,20 @@ class Serving(_Part):
     warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none
     shadow: ShadowPolicy = ShadowPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
+    labels: dict[str, tuple[str, ...]] = {}  # of an output's classes: in the file the name of a file of lines
+    formats: dict[str, Literal["NCHW", "NHWC"]] = {}  # of inputs that are images: told to clients, and no more
     budget: dict[str, float | None] = {}  # replaces single bounds of the manifest's budget; null = no bound
+
+    @field_validator("instances", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        if value == 0 and value is not False:
+            raise ValueError("give 1 to 64, or auto")
+        return AUTO if value == "auto" else value
+
+    @field_serializer("instances")
+    def _instances(self, value: int) -> int | str:
+        return "auto" if value == AUTO else value
 
     @model_validator(mode="after")
     def _levels_exist(self) -> Serving:
@@ -113,6 +140,17 @@ class Serving(_Part):
         """The bounds of every level of priority, the most urgent first; one where there are no priorities."""
         return tuple(self._level(number) for number in range(1, max(self.priority_levels, 1) + 1))
 
+    def scheduling(self) -> Scheduling:
+        """The same for whoever asks, and which versions are served."""
+        levels = dict(enumerate(self.levels(), 1))
+        return Scheduling(
+            QueueBounds(self.max_queue_size, self.max_queue_ms / 1e3),
+            self.priority_levels,
+            self.default_priority_level,
+            {n: QueueBounds(levels[n].max_requests, levels[n].max_wait_s) for n in self.priority_queue_policy},
+            self.version_policy.latest or self.version_policy.specific,
+        )
+
     def _level(self, number: int) -> LevelPolicy:
         own = self.priority_queue_policy.get(number, LevelBounds())
         wait_ms = self.max_queue_ms if own.max_queue_ms is None else own.max_queue_ms
@@ -124,8 +162,38 @@ def load_serving(model_dir: Path) -> Serving:
     file = model_dir / FILE_NAME
     if not os.path.lexists(file):  # a dangling link, say of a volume, is an error and not a wish for the defaults
         return Serving()
+    try:
+        _check_plain(file, f"{file}:", _LARGEST_FILE)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     content = read_mapping(file)
+    if isinstance(labels := content.get("labels"), dict):
+        content["labels"] = {output: _read_labels(file, str(output), name) for output, name in labels.items()}
     try:
         return Serving(**content)
     except ValidationError as error:
         raise ConfigError(explain(error, Serving, str(file))) from None
+
+
+def _read_labels(serving: Path, output: str, name: object) -> tuple[str, ...]:
+    """The lines of the file ``name`` beside ``serving.yaml``, without empty ones at its end."""
+    key = f"{serving}: 'labels.{output}'"
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ConfigError(f"{key} is {name!r}: give the name of a file in the model's directory, of a label per line")
+    file = serving.with_name(name)
+    try:
+        _check_plain(file, f"{key}: {name}", _LARGEST_LABELS)
+        return tuple(file.read_text("utf-8").rstrip().splitlines())
+    except OSError as error:
+        raise ConfigError(f"{key}: {name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {name} is not UTF-8") from None
+
+
+def _check_plain(file: Path, what: str, largest: int) -> None:
+    """Before it is opened: nobody may ever write into a pipe, and a device may have no end."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{what} is not a plain file")
+    if found.st_size > largest:
+        raise ConfigError(f"{what} has more than {largest} bytes, the most that it may have")

@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
+from bf16kit.runtime.weightstore import OWN, WeightStore
+from service.drift.shadow import Sample, ShadowObserver
 from service.models import loading
-from service.models.generation import Generation
+from service.models.agreement import OWN_CHOICE, Agreement
+from service.models.generation import Generation, Hand
 from service.models.plan import Plan, Wish
 from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
@@ -25,6 +29,8 @@ from service.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
 UNLOAD_SECONDS = 30.0  # how long the requests of a generation that is unloaded may still take
+#: To the process that has the references, with the model's name and what was loaded.
+HandPlanned = Callable[[str, Plan, Sample, ShadowObserver], None]
 Slots = Mapping[str, Mapping[int, Slot]]
 _STOPPING = "the server is shutting down; try another"
 
@@ -48,13 +54,22 @@ class Reconciler:
         *,
         device: str = "auto",
         threads: int | None = None,
+        weights: WeightStore = OWN,
         unload_seconds: float = UNLOAD_SECONDS,
+        ready_when_empty: bool = False,
+        hand: HandPlanned | None = None,
+        agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
     ) -> None:
         self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
+        self.leaving: tuple[Slot, ...] = ()  # whose last requests are at work
+        self._ready_when_empty = ready_when_empty
         self._metrics = metrics
         self._changed = changed
         self._device = device
         self._threads = threads
+        self._weights = weights
+        self._hand = hand
+        self._agree = agree
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -67,11 +82,20 @@ class Reconciler:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def ready(self) -> bool:
+        """What was added when all else was ready is not waited for: neither a slow load nor a directory that is half
+        copied may take from clients what serves them."""
+        slots = [slot for versions in self.slots.values() for slot in versions.values()]
+        if not self._ready_when_empty and not any(slot.state == "ready" for slot in slots):
+            return False
+        return all(slot.state == "ready" for slot in slots if slot.awaited)
+
     def want(self, wish: Wish) -> Future[None]:
         """Ask for a model to be served as ``wish`` says. Versions that are not known yet are ``loading`` at once.
 
-        The future ends when it is so. It fails with Unavailable where a version cannot be loaded (its slot has the
-        reason), where the server is shut down, and where the opposite was wanted before the thread came to it.
+        The future ends when it is so. It fails with Unavailable where a version cannot be loaded (and says why), where
+        the server is shut down, and where the opposite was wanted before the thread came to it.
         """
         told = self._ask(wish)
         assert told is not None  # noqa: S101 - for the type checker
@@ -175,50 +199,61 @@ class Reconciler:
         """Versions are loaded before others of their model are unloaded, and where none of them can be loaded what is
         served stays."""
         slots = self.slots.get(wish.name, {})
-        failed = [plan.version for plan in wish.plans if not self._serve(slots[plan.version], plan)]
+        tried = {plan.version: self._serve(slots[plan.version], plan) for plan in wish.plans}
+        failed = {version: reason for version, reason in tried.items() if reason}
         if self._closed:
             raise Unavailable(_STOPPING)
         if len(failed) < len(wish.plans) or not wish.plans:
             self._unload(wish)
         if failed:
-            which = ", ".join(map(str, failed))
-            raise Unavailable(f"model {wish.name!r}: version {which} cannot be loaded; the server's log says why")
+            which = "; ".join(f"version {version} cannot be loaded: {reason}" for version, reason in failed.items())
+            raise Unavailable(f"model {wish.name!r}: {which}")
 
-    def _serve(self, slot: Slot, plan: Plan) -> bool:
-        """Load what ``plan`` says and let it answer; whether it does now."""
-        if self._closed or slot.serves(plan):
-            return not self._closed
+    def _serve(self, slot: Slot, plan: Plan) -> str:
+        """Load what ``plan`` says and let it answer; why it does not, or empty."""
+        if self._closed:
+            return _STOPPING
+        if slot.serves(plan):
+            slot.keep()
+            return ""
         slot.begin(plan)
         begun = time.monotonic()
         try:
             if plan.broken:
                 raise ConfigError(plan.broken)
-            loaded = loading.load(plan.path, plan.serving, device=self._device, threads=self._threads)
+            loaded = loading.load(
+                plan.path,
+                plan.serving,
+                device=self._device,
+                threads=self._threads,
+                weights=self._weights,
+                agreement=self._agree(plan),
+            )
             replaced = self._publish(slot, plan, loaded, begun)
         except Bf16kitError as error:
-            slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
+            reason = slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
         except Exception:  # noqa: BLE001 - a bug in loading one model must not take the others down
             _log.exception("%s: loading failed unexpectedly", slot.label)
-            slot.fail("an unexpected error, see the server's log")
+            reason = slot.fail("an unexpected error, see the server's log")
         else:
             self._changed()
             self._advise(slot.label, loaded.runtime.info)
             if replaced is not None:
                 replaced.close(time.monotonic() + self._unload_seconds)
-            return True
+            return ""
         self._changed()
-        return False
+        return reason
 
     def _publish(self, slot: Slot, plan: Plan, loaded: loading.Loaded, begun: float) -> Generation | None:
         """What was loaded takes the place of what the slot holds, which is returned."""
         with self._lock:
             if self._closed:
-                loaded.runtime.close()
+                loaded.close()
                 raise Unavailable("the server was shut down before it was loaded")
             replaced = slot.model
             if replaced is not None:
                 slot.series = self._metrics.add(slot.name, slot.version)
-            model = Generation(slot.name, slot.version, loaded, plan.serving, slot.series)
+            model = Generation(slot.name, slot.version, loaded, plan.serving, slot.series, self._hand_of(slot, plan))
             model.start()
             seconds = time.monotonic() - begun
             model.metrics.ready(True, seconds)
@@ -226,6 +261,9 @@ class Reconciler:
             _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
             slot.publish(model, plan)
             return replaced
+
+    def _hand_of(self, slot: Slot, plan: Plan) -> Hand | None:
+        return None if self._hand is None else partial(self._hand, slot.name, plan)
 
     def _unload(self, wish: Wish) -> None:
         """Unload every version of the model that is not wished for."""
@@ -237,12 +275,14 @@ class Reconciler:
             kept = {version: slot for version, slot in slots.items() if slot not in gone}
             self.slots = {name: held for name, held in {**self.slots, wish.name: kept}.items() if held}
             models = [slot.withdraw("unloaded") for slot in gone]
+            self.leaving = tuple(gone)
         self._changed()
         for slot, model in zip(gone, models, strict=True):
             if model is not None:
                 model.close(time.monotonic() + self._unload_seconds)
             self._metrics.remove(slot.series)
             _log.info("%s is unloaded", slot.label)
+        self.leaving = ()
 
     def _wanted(self, wish: Wish) -> frozenset[int]:
         """The versions of ``wish``, and of a newer wish that waits: those have slots already."""
@@ -250,11 +290,12 @@ class Reconciler:
         return wish.versions if newer is None else wish.versions | newer.wish.versions
 
     def _add_slots(self, wish: Wish) -> None:
-        known = self.slots.get(wish.name, {})
-        new = {v: Slot(wish.name, v, self._metrics.add(wish.name, v)) for v in wish.versions if v not in known}
+        known, awaited = self.slots.get(wish.name, {}), self._thread.ident is None or not self.ready
+        versions = [version for version in wish.versions if version not in known]
+        new = {v: Slot(wish.name, v, self._metrics.add(wish.name, v), awaited=awaited) for v in versions}
         if new:
-            versions = dict(sorted({**known, **new}.items()))
-            self.slots = dict(sorted({**self.slots, wish.name: versions}.items()))
+            all_of_it = dict(sorted({**known, **new}.items()))
+            self.slots = dict(sorted({**self.slots, wish.name: all_of_it}.items()))
 
     def _start_shadows(self) -> None:
         """Once nothing is left to load: a reference must delay no model."""

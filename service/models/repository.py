@@ -1,93 +1,79 @@
-"""The model repository, ``<model>/<version>/``: what is in it is wanted, and every request asks here for its model."""
+"""The models that are served: every request asks here for its own."""
 
 from __future__ import annotations
 
-import logging
 import math
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
-from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from bf16kit.errors import InvalidRequest, NotFound, Unavailable
+from bf16kit.runtime.weightstore import OWN, WeightStore
 from bf16kit.wording import quoted
+from service.models.agreement import OWN_CHOICE, Agreement
+from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
-from service.models.policy import Serving, load_serving
-from service.models.reconciler import UNLOAD_SECONDS, Reconciler, Slots
+from service.models.reconciler import UNLOAD_SECONDS, HandPlanned, Reconciler, Slots
 from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
 
-_log = logging.getLogger(__name__)
-# Names become metric labels, health services and log lines.
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-_LONGEST_VERSION = 18  # digits: what fits 64 bits
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
-_VERSION_NAME = re.compile(rf"[1-9][0-9]{{0,{_LONGEST_VERSION - 1}}}")
 
 
 class Repository:
-    """See :class:`service.contract.Registry`. :meth:`scan`, then :meth:`start`; :meth:`drain`, then :meth:`close`."""
+    """See :class:`service.contract.Registry`. Models are asked for by :meth:`want` and :meth:`desire`, before or after
+    :meth:`start`; :meth:`drain`, then :meth:`close`.
+
+    ``ready_when_empty``: nothing need be asked for, as where models are loaded and unloaded over the network.
+    ``agree``: about the profile of a plan, with other processes of the server.
+    ``hand``: the fp32 references are in another process, which samples of live requests are handed to.
+    """
 
     def __init__(
         self,
-        root: Path,
         metrics: Metrics,
         *,
         device: str = "auto",
         threads: int | None = None,
+        weights: WeightStore = OWN,
         unload_seconds: float = UNLOAD_SECONDS,
+        ready_when_empty: bool = False,
+        hand: HandPlanned | None = None,
+        agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
     ) -> None:
-        self._root = root
         self._callbacks: list[Callable[[], None]] = []
         self._stopping = self._retired = False
         self._reconciler = Reconciler(
-            metrics, self._notify, device=device, threads=threads, unload_seconds=unload_seconds
+            metrics,
+            self._notify,
+            device=device,
+            threads=threads,
+            weights=weights,
+            unload_seconds=unload_seconds,
+            ready_when_empty=ready_when_empty,
+            hand=hand,
+            agree=agree,
         )
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
-    def scan(self) -> None:
-        """Want what the directory holds: new models appear as ``loading``, those that are gone are unloaded.
-
-        Raises ConfigError when the root cannot be listed.
-        """
-        try:
-            directories = [d for d in sorted(self._root.iterdir()) if d.is_dir() and not d.name.startswith(".")]
-        except OSError as error:
-            raise ConfigError(f"repository {self._root}: cannot be listed: {error.strerror}") from None
-        wishes = [wish for directory in directories if (wish := _wish(directory)) is not None]
-        if not wishes:
-            _log.warning(
-                "repository %s is empty: serving, but not ready; put artifacts under <model>/<version>/ and restart",
-                self._root,
-            )
-        self._reconciler.desire(wishes)
-
     def start(self) -> None:
-        """Load the models one after another, by name and version, on a thread of their own."""
+        """Load what is wanted, one model after another, on a thread of their own."""
         self._reconciler.start()
 
-    def load(self, name: str) -> Future[None]:
-        """Serve what the directory of model ``name`` holds now; what is unchanged is left alone.
-
-        The future ends when it is served, or fails with Unavailable. Raises NotFound where there is no such model.
-        """
-        wish = _wish(self._root / name) if _MODEL_NAME.fullmatch(name) else None
-        if wish is None:
-            raise NotFound(f"the repository has no model {quoted(name)}")
+    def want(self, wish: Wish) -> Future[None]:
+        """See :meth:`Reconciler.want`."""
+        if self._stopping:
+            refused: Future[None] = Future()
+            refused.set_exception(Unavailable("the server is shutting down; try another", "draining"))
+            return refused
         return self._reconciler.want(wish)
 
-    def unload(self, name: str) -> Future[None]:
-        """Serve model ``name`` no more; the future ends when its last request is answered and its memory free.
-
-        Raises NotFound for a model that is not served.
-        """
-        if name not in self._slots:
-            raise NotFound(f"unknown model {quoted(name)}")
-        return self._reconciler.want(Wish(name))
+    def desire(self, wishes: Iterable[Wish]) -> Mapping[str, Future[None]]:
+        """See :meth:`Reconciler.desire`; nothing is begun any more when the server stops."""
+        return {} if self._stopping else self._reconciler.desire(wishes)
 
     def retire(self) -> None:
         """From now on not ready, so that load balancers send no more; whoever still comes is answered."""
@@ -112,10 +98,7 @@ class Repository:
 
     @property
     def ready(self) -> bool:
-        if self._stopping or self._retired:
-            return False
-        slots = self.models()
-        return bool(slots) and all(slot.state == "ready" for slot in slots)
+        return not (self._stopping or self._retired) and self._reconciler.ready
 
     def acquire(self, name: str, version: str) -> Lease[Generation]:
         while True:
@@ -161,6 +144,10 @@ class Repository:
     def models(self) -> list[Slot]:
         return [slot for versions in self._slots.values() for slot in versions.values()]
 
+    def leaving(self) -> Sequence[Slot]:
+        """What has been unpublished, and answers its last requests."""
+        return self._reconciler.leaving
+
     def versions(self, name: str) -> list[int]:
         return [version for version, slot in self._slots.get(name, {}).items() if slot.state == "ready"]
 
@@ -178,42 +165,6 @@ class Repository:
             callback()
 
 
-def _wish(directory: Path) -> Wish | None:
-    """What a model's directory asks for; None where it is no model's, which the log says."""
-    name, versions = directory.name, _versions_in(directory)
-    if not _MODEL_NAME.fullmatch(name):
-        _log.warning("%s is passed over: a model's name has letters, digits and . _ + - only", directory)
-        return None
-    if not versions:
-        _log.warning("%s is passed over: it has no version directory (a positive integer)", directory)
-        return None
-    serving, broken = Serving(), ""
-    try:
-        serving = load_serving(directory)
-        versions = serving.version_policy.choose(versions)
-    except ConfigError as error:
-        broken, versions = str(error), versions[-1:]
-    paths = [(version, directory / str(version)) for version in versions]
-    return Wish(name, tuple(Plan(version, path, serving, _stamp(path), broken) for version, path in paths))
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes when the artifact is replaced: an artifact is published by one rename, its manifest with it."""
-    try:
-        seen = (path / "manifest.json").stat()
-    except OSError:
-        return ()
-    return seen.st_ino, seen.st_size, seen.st_mtime_ns
-
-
-def _versions_in(directory: Path) -> list[int]:
-    try:
-        return sorted(int(d.name) for d in directory.iterdir() if _VERSION_NAME.fullmatch(d.name) and d.is_dir())
-    except OSError as error:
-        _log.warning("%s cannot be listed: %s", directory, error.strerror)
-        return []
-
-
 def _parse_version(version: str) -> int | None:
     if version == "":
         return None
@@ -221,7 +172,7 @@ def _parse_version(version: str) -> int | None:
         raise InvalidRequest(
             f"model_version {quoted(version)} is not an integer ≥ 0; leave it empty for the newest version"
         )
-    return int(version) if len(version) <= _LONGEST_VERSION else 10**_LONGEST_VERSION  # Python limits long numbers
+    return int(version) if len(version) <= LONGEST_VERSION else 10**LONGEST_VERSION  # Python limits long numbers
 
 
 def _preference(slot: Slot) -> tuple[int, int]:

@@ -27,7 +27,11 @@ class ServerConfig(BaseSettings):
     grpc_port: Port = 8001
     http_port: Port = 8002
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    workers: int = 1
+    workers: int = Field(default=1, ge=1, le=64)  # processes that share the gRPC port
+
+    model_control: Literal["none", "poll", "explicit"] = "none"
+    poll_seconds: float = Field(default=15.0, ge=1, le=86_400)  # between two looks at the repository
+    load_model: tuple[str, ...] = ()  # that explicit control starts with; "*" alone: all
 
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
     max_in_flight: int = Field(default=256, ge=1)  # requests; more than this are refused at the door
@@ -47,6 +51,10 @@ class ServerConfig(BaseSettings):
     drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # below the 30 s that Kubernetes waits before it kills
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
+    trace_exporter: Literal["none", "otlp"] = "none"
+    trace_endpoint: str = Field(default="", pattern=r"^(https?://[!-~]+)?$")  # of a collector; "": as OTEL_… says
+    trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
+    change_settings: bool = False  # of log and traces, by RPC; they can be read in any case
 
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
     tls_key: Path | None = None
@@ -55,6 +63,11 @@ class ServerConfig(BaseSettings):
     token_free: tuple[Literal["health", "reflection"], ...] = ("health",)  # what needs no token on the gRPC port
     grpc_socket: Path | None = None  # a Unix socket to listen on as well
     compress: bool = False  # responses, for clients that take gzip
+
+    shared_memory: bool = False  # clients of this machine may register parts of /dev/shm
+    shared_memory_prefix: str = Field(default="bf16kit", pattern=r"^[^/\x00]*$")  # of the names of its files
+    shared_memory_max_regions: int = Field(default=1024, ge=1, le=16_384)
+    shared_memory_max_bytes: int = Field(default=1 << 30, ge=1)  # of all regions together
 
     http_max_connections: int = Field(default=256, ge=8, le=65_536)
     http_request_seconds: float = Field(default=5.0, gt=0, le=3_600)  # for a whole request to come, TLS included
@@ -88,16 +101,26 @@ class ServerConfig(BaseSettings):
             )
         return self
 
-    @field_validator("workers")
-    @classmethod
-    def _one_worker(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("only 1 worker process is supported in this version; start with --workers 1")
-        return value
+    @model_validator(mode="after")
+    def _start_up_models(self) -> Self:
+        if self.load_model and self.model_control != "explicit":
+            raise ValueError(f"load_model is given with model_control {self.model_control}; it needs explicit")
+        if "*" in self.load_model and len(self.load_model) > 1:
+            raise ValueError("load_model has * beside other names; * alone loads all")
+        return self
+
+    @model_validator(mode="after")
+    def _workers_share_ports_only(self) -> Self:
+        if self.workers > 1 and self.grpc_socket is not None:
+            raise ValueError(
+                f"grpc_socket is given with workers {self.workers}; processes cannot share a Unix socket: leave it out,"
+                " or start with 1 worker"
+            )
+        return self
 
 
 def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:
-    """The configuration from all four sources; a flag that is ``None`` was not given.
+    """The configuration from all four sources; a flag that is ``None``, or without values, was not given.
 
     Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
     """
@@ -116,7 +139,7 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
             return init_settings, env_settings, InitSettingsSource(settings_cls, written)
 
     try:
-        config = Layered(**{key: value for key, value in flags.items() if value is not None})
+        config = Layered(**{key: value for key, value in flags.items() if value not in (None, ())})
     except ValidationError as error:
         raise ConfigError(explain(error, ServerConfig, _where(error, file))) from None
     if not config.repository.is_dir():
@@ -137,7 +160,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8; 2001-99-99 is no date
         raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}

@@ -8,14 +8,15 @@ import os
 import re
 import sys
 import time
+from collections.abc import Set
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 Format = Literal["text", "json"]
 
 #: What an event may carry besides its message, given through ``extra``. Nothing else of a record is written: a payload
 #: or a secret that someone attaches to one does not reach the log.
-FIELDS = ("model", "version", "request_id", "code", "incident")
+FIELDS = ("model", "version", "request_id", "code", "incident", "trace_id", "worker")
 FIGURES = ("total_s", "queue_s", "compute_s")  # the same, in seconds: numbers in JSON
 _LONGEST_FIELD = 256  # characters: request ids are the clients'
 # What a terminal obeys instead of showing it, and what joins or turns text around (Unicode's bidirectional controls).
@@ -63,14 +64,40 @@ class JsonLine(logging.Formatter):
 FORMATS: dict[Format, type[logging.Formatter]] = {"text": OneLine, "json": JsonLine}
 
 
-def configure(level: str, kind: Format = "text") -> None:
-    """Send everything from ``level`` (a name) up to standard error."""
+def configure(level: str, kind: Format = "text", worker: int | None = None) -> None:
+    """Send everything from ``level`` (a name) up to standard error. One of several processes says which ``worker`` it
+    is, in every event."""
     handler = logging.StreamHandler(sys.stderr)
+    if worker is not None:
+        _mark(worker)
     handler.setFormatter(FORMATS[kind]())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     silence_grpc()
+
+
+def adjust(levels: Set[int], kind: Format) -> None:
+    """Change what :func:`configure` has set: from now on, write events of these levels alone in this format.
+
+    What is above ERROR is written with it.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, OneLine | JsonLine):
+            handler.setFormatter(FORMATS[kind]())
+            handler.filters[:] = [lambda record: min(record.levelno, logging.ERROR) in levels]
+    logging.getLogger().setLevel(min(levels, default=logging.CRITICAL + 1))
+
+
+def _mark(worker: int) -> None:
+    made = logging.getLogRecordFactory()
+
+    def make(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = made(*arguments, **named)
+        record.worker = worker
+        return record
+
+    logging.setLogRecordFactory(make)
 
 
 def silence_grpc() -> None:

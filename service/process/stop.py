@@ -1,4 +1,4 @@
-"""The signal to stop: set from anywhere, signal handlers included."""
+"""How a server starts and ends: whom it tells, and the signal to stop, set from anywhere, handlers included."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import contextlib
 import os
 import select
 import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+Started = Callable[[int, int], None]  # told the gRPC port and the HTTP port
+
+
+class Ending(NamedTuple):
+    """How the server ended."""
+
+    answered: bool  # every request that was accepted
+    freed: bool  # every thread: none is still loading or running a model
 
 
 class Stop:

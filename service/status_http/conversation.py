@@ -23,7 +23,11 @@ _HEADERS = [
     ("Server", "bf16kit"),
     ("Cache-Control", "no-store"),
     ("X-Content-Type-Options", "nosniff"),
-    ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'"),
+    (
+        "Content-Security-Policy",  # nothing from elsewhere, no script, in nobody's frame
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'",
+    ),
 ]
 
 

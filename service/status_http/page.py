@@ -1,92 +1,225 @@
-"""The status page: which models are served, how they really run, and why one is not ready. Everything is escaped."""
+"""The status page: what a person asks of a server, in the order of asking. It needs nothing from elsewhere and runs no
+script; everything that comes from elsewhere is escaped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
 
-from bf16kit.tensors import BY_NAME, TensorSpec, describe
-from service.contract import Duration, Model, Registry, Slot
+from bf16kit.wording import brief
+from service.status_http import amounts
+from service.status_http.markup import code, details, figure, table
+from service.status_http.section import latency, model_section
+from service.status_http.style import STYLE
+from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, ServerView
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .8rem .3rem 0;
-vertical-align: top; border-bottom: 1px solid #ddd; } th { font-weight: 600; white-space: nowrap; width: 12rem; }
-.ready { color: #06672d; } .loading { color: #8a5a00; } .unavailable { color: #a40e26; }
-@media (prefers-color-scheme: dark) { body { background: #181a1b; color: #ddd; } th, td { border-color: #444; }
-a { color: #8ab4f8; } .ready { color: #6fcf97; } .loading { color: #f2c94c; } .unavailable { color: #ff7b88; } }
-"""
-
-
-def status_page(registry: Registry) -> str:
-    """The whole page, as HTML that needs nothing from elsewhere."""
-    slots = registry.models()
-    state = "ready" if registry.ready else "unavailable"
-    words = "ready" if registry.ready else "not ready"
-    body = "\n".join(_slot(slot) for slot in slots) if slots else _EMPTY
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>bf16kit: {words}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f'<h1>bf16kit server: <span class="{state}">{words}</span></h1>\n{body}\n'
-        '<p><a href="/metrics">metrics</a> · <a href="/livez">livez</a> · <a href="/readyz">readyz</a></p>\n'
-        "</body>\n</html>\n"
-    )
-
+REFRESH_SECONDS = 10
+MOST_SECTIONS = 100
+_MOST_REASONS = 20
+_LONGEST_REASON = 300  # characters, where the reason stands among others
 
 _EMPTY = (
-    "<p>The repository is empty. Put artifacts under <code>&lt;model&gt;/&lt;version&gt;/</code>"
-    " (<code>bf16-convert checkpoint</code> writes them there) and restart the server.</p>"
+    "<section>\n<h2>No models</h2>\n<p>Nothing is served. Put artifacts under"
+    " <code>&lt;model&gt;/&lt;version&gt;/</code> (<code>bf16-convert checkpoint</code> writes them there) and restart"
+    " the server; with <code>--model-control poll</code> it looks again by itself, and with <code>explicit</code>"
+    " clients load what lies there.</p>\n</section>"
+)
+_ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Ccircle cx='8' cy='8' r='7' fill='%23{colour}'/%3E%3C/svg%3E"
 )
 
 
-def _slot(slot: Slot) -> str:
-    state, model = slot.state, slot.model
-    rows = [_row("state", f'<span class="{escape(state)}">{escape(state)}</span>')]
-    if state == "unavailable":
-        rows.append(_row("reason", escape(slot.reason)))
-    if model is not None:
-        rows += _running(model)
-        rows += [_row("inputs", _specs(model.inputs)), _row("outputs", _specs(model.outputs))]
-    table = "\n".join(rows)
-    return f"<h2>{escape(slot.name)} · version {slot.version}</h2>\n<table>\n{table}\n</table>"
+def status_page(server: ServerView, *, refreshing: bool = False) -> str:
+    """The whole page. One that is ``refreshing`` loads itself again every :data:`REFRESH_SECONDS`: only for readers who
+    asked for that, because it takes the place away from those who listen."""
+    detailed = _detailed(server.models)
+    anchors = {id(model): f"m{at}" for at, model in enumerate(detailed)}
+    sections = [model_section(model, anchors[id(model)]) for model in detailed]
+    left = len(server.models) - len(detailed)
+    if left:
+        sections.append(f"<p>{left:,} more models, in order, are in the table above and in /status.json.</p>")
+    overview = _models(server, anchors) if len(server.models) > 1 else ""
+    body = [_verdict(server, anchors), _figures(server), overview, *(sections or [_EMPTY]), _door(server)]
+    words = "ready" if server.ready else "not ready"
+    return "\n".join(
+        [
+            _head(words, server.ready, refreshing),
+            "<body>",
+            '<a class="skip" href="#main">Skip to content</a>',
+            _header(server, refreshing),
+            '<main id="main" tabindex="-1">',
+            *filter(None, body),
+            "</main>",
+            _footer(server),
+            "</body>",
+            "</html>\n",
+        ]
+    )
 
 
-def _running(model: Model) -> list[str]:
-    info, seen = model.info, model.statistics.snapshot()
-    how = f"{info.backend} on {info.device}, profile {info.profile}"
-    numerics = f"precision {info.precision}, accumulation {info.accumulation}"
-    if info.kernel:
-        numerics += f", kernel {info.kernel}"
-    batching = f"up to {model.max_batch_size} rows" if model.max_batch_size else "off"
-    done = f"{seen.success.count} answered, {seen.fail.count} refused or failed, {seen.execution_count} batches"
-    rows = [_row("runtime", escape(how)), _row("numerics", escape(numerics))]
-    if info.choice:
-        rows.append(_row("profile", escape(info.choice)))
-    if info.note:
-        rows.append(_row("note", escape(info.note)))
-    return [
-        *rows,
-        _row("weights", _size(seen.weight_bytes)),
-        _row("batching", batching),
-        _row("requests", done),
-        _row("mean times", f"queue {_mean_ms(seen.queue)}, compute {_mean_ms(seen.compute_infer)}"),
-    ]
+def _detailed(models: tuple[ModelView, ...]) -> list[ModelView]:
+    """Those with a section of their own: all, or the first of those that need looking at most."""
+    if len(models) <= MOST_SECTIONS:
+        return list(models)
+
+    def calm(model: ModelView) -> tuple[bool, float, int]:
+        answered = 0 if model.recent is None else model.recent.counts.answered
+        return model.state == "ready", -(model.drift_ratio or 0.0), -answered
+
+    chosen = {id(model) for model in sorted(models, key=calm)[:MOST_SECTIONS]}
+    return [model for model in models if id(model) in chosen]
 
 
-def _row(head: str, cell: str) -> str:
-    """``cell`` is HTML already; ``head`` is ours."""
-    return f'<tr><th scope="row">{head}</th><td>{cell}</td></tr>'
+def _head(words: str, ready: bool, refreshing: bool) -> str:
+    refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n' if refreshing else ""
+    icon = _ICON.format(colour="1e8e3e" if ready else "b3261e")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'{refresh}<meta name="color-scheme" content="light dark">\n<link rel="icon" href="{icon}">\n'
+        f"<title>bf16-serve: {words}</title>\n<style>{STYLE}</style>\n</head>"
+    )
 
 
-def _specs(specs: Iterable[TensorSpec]) -> str:
-    return "<br>".join(escape(f"{s.name}: {BY_NAME[s.dtype].oip} {describe(s.shape)}") for s in specs)
+def _header(server: ServerView, refreshing: bool) -> str:
+    workers = "" if server.workers == 1 else f", {server.workers} workers"
+    again = (
+        '<li><a href="/">Stop refreshing</a></li>'
+        if refreshing
+        else f'<li><a href="/">Refresh</a></li>\n<li><a href="/watch">Refresh every {REFRESH_SECONDS} s</a></li>'
+    )
+    return (
+        "<header>\n<div>\n<h1>bf16-serve</h1>\n"
+        f'<p class="muted">Version {escape(server.version)}, gRPC on port {server.grpc_port}{workers}, up for'
+        f" {amounts.duration(server.uptime_seconds)}, seen at {_time(server.at)}</p>\n</div>\n"
+        f'<nav aria-label="Pages">\n<ul class="links">\n{again}\n<li><a href="/metrics">Metrics</a></li>\n'
+        '<li><a href="/status.json">JSON</a></li>\n</ul>\n</nav>\n</header>'
+    )
 
 
-def _size(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+def _time(at: str) -> str:
+    return f'<time datetime="{escape(at)}">{escape(at.partition("T")[2][:8])} UTC</time>'
 
 
-def _mean_ms(duration: Duration) -> str:
-    return f"{duration.ns / duration.count / 1e6:.2f} ms" if duration.count else "–"
+# --- whether it is well -----------------------------------------------------------------------------------------------
+
+
+def _verdict(server: ServerView, anchors: dict[int, str]) -> str:
+    waits = server.waits_for
+    drifting = [model for model in server.models if (model.drift_ratio or 0.0) > 1]
+    bad = not server.ready or bool(drifting)
+    mark = f'<span class="mark{" no" if bad else ""}" aria-hidden="true">{"✗" if bad else "✓"}</span>'
+    items = [_item(model, anchors, _state(model)) for model in waits]
+    items += [_item(model, anchors, f"drifts: {amounts.share(model.drift_ratio)} of its budget") for model in drifting]
+    left = [f"<li>and {len(items) - _MOST_REASONS} more</li>"] if len(items) > _MOST_REASONS else []
+    listed = "\n".join(["<ul>", *items[:_MOST_REASONS], *left, "</ul>\n"]) if items else ""
+    return (
+        f'<section class="verdict{" bad" if bad else ""}" aria-labelledby="verdict">\n'
+        f'<h2 id="verdict">{mark} {_headline(server, len(drifting))}</h2>\n{listed}</section>'
+    )
+
+
+def _headline(server: ServerView, drifting: int) -> str:
+    models = amounts.plural(len(server.models), "model")
+    if server.ready:
+        over = f", and {amounts.plural(drifting, 'model')} over the drift budget" if drifting else ""
+        return f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{over}"
+    if not server.models:
+        return "Not ready: there are no models"
+    waits = len(server.waits_for)
+    if not waits:
+        return "Not ready: every model is, and the server starts or stops"
+    return f"Not ready: {waits:,} of {models} {'does' if waits == 1 else 'do'} not answer"
+
+
+def _item(model: ModelView, anchors: dict[int, str], words: str) -> str:
+    anchor = anchors.get(id(model))
+    name = escape(model.label) if anchor is None else f'<a href="#{anchor}">{escape(model.label)}</a>'
+    mark = '<span class="mark wait" aria-hidden="true">…</span>' if model.state == "loading" else _NO
+    return f"<li>{mark} {name}: {escape(words)}</li>"
+
+
+def _state(model: ModelView) -> str:
+    reason = "" if model.reason == model.state else f": {brief(model.reason, _LONGEST_REASON)}"
+    return f"{model.state}{reason}"
+
+
+_NO = '<span class="mark no" aria-hidden="true">✗</span>'
+
+
+# --- all of it in numbers ---------------------------------------------------------------------------------------------
+
+
+def _figures(server: ServerView) -> str:
+    seen = [model.recent for model in server.models if model.recent is not None]
+    answered = sum(recent.per_second(recent.counts.answered) for recent in seen)
+    waiting, in_flight = sum(recent.queue_depth for recent in seen), sum(recent.in_flight for recent in seen)
+    slowest = max((p99 for recent in seen if (p99 := recent.request.p99) is not None), default=None)
+    rejected = sum(sum(recent.counts.rejected.values()) for recent in seen) + sum(server.door.recent.values())
+    worst = max((ratio for model in server.models if (ratio := model.drift_ratio) is not None), default=None)
+    ready = len(server.models) - len(server.waits_for)
+    return "\n".join(
+        [
+            '<dl class="figures">',
+            figure("Models ready", f"{ready:,} of {len(server.models):,}", over=ready < len(server.models)),
+            figure("Answered/s", amounts.number(answered), "all models"),
+            figure("Highest p99", latency(slowest), "latency of a request"),
+            figure("In flight", f"{in_flight:,}", f"{waiting:,} of them in a queue"),
+            figure("Rejected", f"{rejected:,}", f"in the last {amounts.duration(WINDOW_SECONDS)}"),
+            figure("Highest drift", amounts.share(worst), "of a budget", over=(worst or 0.0) > 1),
+            "</dl>",
+        ]
+    )
+
+
+def _door(server: ServerView) -> str:
+    """What was refused before a model was asked."""
+    recent, total = server.door.recent, server.door.total
+    if not total:
+        return ""
+    rows = [(code(reason), f"{recent.get(reason, 0):,}", f"{count:,}") for reason, count in total.items()]
+    columns = ("reason", f"last {amounts.duration(WINDOW_SECONDS)}", "since the start")
+    body = table("Before a model was asked", columns, rows)
+    return f"<section>\n{details(f'Refused at the door: {sum(total.values()):,}', body)}\n</section>"
+
+
+def _models(server: ServerView, anchors: dict[int, str]) -> str:
+    columns = ("model", "version", "state", "drift", "p99", "answered/s", "queue", "profile")
+    rows = [_model(model, anchors.get(id(model))) for model in server.models]
+    body = table(
+        f"Of the last {amounts.duration(WINDOW_SECONDS)}; drift as a share of its budget",
+        columns,
+        rows,
+        words=3,
+        wide=4,
+    )
+    return f'<section aria-labelledby="models">\n<h2 id="models">Models</h2>\n{body}\n</section>'
+
+
+def _model(model: ModelView, anchor: str | None) -> tuple[str, ...]:
+    recent, ratio = model.recent, model.drift_ratio
+    name = escape(model.name)
+    if anchor is not None:
+        name = f'<a href="#{anchor}" aria-label="{escape(model.label)}">{name}</a>'
+    drift = f'<span class="over">{amounts.share(ratio)}</span>' if (ratio or 0.0) > 1 else amounts.share(ratio)
+    return (
+        name,
+        str(model.version),
+        f'<span class="state {escape(model.state)}">{escape(model.state)}</span>',
+        drift,
+        amounts.NONE if recent is None else latency(recent.request.p99),
+        amounts.NONE if recent is None else amounts.number(recent.per_second(recent.counts.answered)),
+        amounts.NONE if recent is None else f"{recent.queue_depth:,}",
+        escape(model.running.profile) if model.running is not None else amounts.NONE,
+    )
+
+
+def _footer(server: ServerView) -> str:
+    return (
+        "<footer>\n<p>Counts and percentiles are of the last"
+        f" {amounts.duration(WINDOW_SECONDS)}, pictures of the last {amounts.duration(SPAN_SECONDS)}. A percentile"
+        " is read from a histogram’s buckets and at most a factor of 2.5 off; means are exact.</p>\n"
+        '<p>Probes: <a href="/livez">/livez</a>, <a href="/readyz">/readyz</a> on port'
+        f" {server.http_port}.</p>\n</footer>"
+    )

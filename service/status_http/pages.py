@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
 
 from service.contract import Registry
 from service.process.tokens import TokenFile
 from service.status_http.page import status_page
-from service.telemetry.metrics import Metrics
+from service.status_http.views import ServerView
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -36,8 +37,15 @@ class Route:
 Routes = Mapping[str, Route]
 
 
-def routes(registry: Registry, metrics: Metrics) -> Routes:
-    """``/metrics``, ``/livez``, ``/readyz`` and ``/``."""
+class Scraped(Protocol):
+    """See :class:`service.telemetry.metrics.Metrics`."""
+
+    def expose(self, accept: str = "") -> tuple[bytes, str]: ...
+
+
+def routes(registry: Registry, metrics: Scraped, look: Callable[[], ServerView]) -> Routes:
+    """``/metrics``, ``/livez`` and ``/readyz``; what ``look`` sees, for people at ``/`` and ``/watch``, for programs at
+    ``/status.json``."""
 
     def scrape(accept: str) -> Page:
         body, content_type = metrics.expose(accept)
@@ -50,14 +58,26 @@ def routes(registry: Registry, metrics: Metrics) -> Routes:
         return _probe(registry.ready, "ready")
 
     def people(_: str) -> Page:
-        return Page(HTTPStatus.OK, "text/html; charset=utf-8", status_page(registry).encode("utf-8", "replace"))
+        return _html(status_page(look()))
+
+    def watchers(_: str) -> Page:
+        return _html(status_page(look(), refreshing=True))
+
+    def programs(_: str) -> Page:
+        return Page(HTTPStatus.OK, "application/json", look().as_json())
 
     return {
         "/metrics": Route(scrape),
         "/livez": Route(live, probe=True),
         "/readyz": Route(ready, probe=True),
+        "/status.json": Route(programs),
+        "/watch": Route(watchers),
         "/": Route(people),
     }
+
+
+def _html(page: str) -> Page:
+    return Page(HTTPStatus.OK, "text/html; charset=utf-8", page.encode("utf-8", "replace"))
 
 
 def text(status: HTTPStatus, words: str, *headers: tuple[str, str], refused: str = "") -> Page:

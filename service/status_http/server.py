@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import itertools
 import logging
 import socket
@@ -19,7 +18,7 @@ from concurrent.futures import Future
 from http import HTTPStatus
 from typing import Any
 
-from bf16kit.errors import ConfigError
+from service.process import ports
 from service.process.certificates import CertificateFiles
 from service.status_http.conversation import Asked, Conversation, Limits
 from service.status_http.pages import Access, Page, Routes, text
@@ -173,17 +172,6 @@ def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted sockets inherit it
-        return listener
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a domain name
-        raise ConfigError(_why_not_bound(host, port, error)) from None
-
-
-def _why_not_bound(host: str, port: int, error: OSError | UnicodeError) -> str:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use by another program; stop it, or choose another --http-port"
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return f"cannot listen on {host} port {port}: {reason}; check --host and --http-port"
+    listener = ports.listen(host, port, "--http-port", _BACKLOG)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted sockets inherit it
+    return listener

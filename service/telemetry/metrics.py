@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,14 +24,23 @@ from prometheus_client import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar as PrometheusExemplar
+from prometheus_client.samples import Sample, Timestamp
 
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from service.contract import REFUSALS, Observation
+from service.request import REFUSALS, Observation
 from service.telemetry import vocabulary as words
+from service.telemetry.whole import Exemplar, Family, Mode, Series
 
 _MODEL = ("model", "version")
+# Of the process' own gauges; the others are sums: a server's memory is that of all of its processes.
+_PROCESS_MODES: Mapping[str, Mode] = {
+    "process_start_time_seconds": "min",
+    "process_max_fds": "min",
+    "python_info": "max",
+}
 _Child = TypeVar("_Child", Counter, Gauge, Histogram)
 
 
@@ -40,13 +49,14 @@ class _Maker:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.modes: dict[str, Mode] = dict(_PROCESS_MODES)  # how several processes' gauges combine, by name
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=self._registry)
 
-    def gauge(self, name: str, text: str, *labels: str, mode: Literal["livesum", "livemin", "livemax"]) -> Gauge:
-        labelnames = (*_MODEL, *labels)
-        return Gauge(f"bf16kit_{name}", text, labelnames, registry=self._registry, multiprocess_mode=mode)
+    def gauge(self, name: str, text: str, *labels: str, mode: Mode) -> Gauge:
+        self.modes[f"bf16kit_{name}"] = mode
+        return Gauge(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=self._registry)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"bf16kit_{name}", text, (*_MODEL, *labels), registry=self._registry, buckets=buckets)
@@ -55,8 +65,7 @@ class _Maker:
 class _Families:
     """The metrics of design §8, registered once per process. Gauges say how several workers' values combine."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        make = _Maker(registry)
+    def __init__(self, make: _Maker) -> None:
         self._of_requests(make)
         self._of_models(make)
         self._of_drift(make)
@@ -71,19 +80,19 @@ class _Families:
         self.queue_seconds = histogram("queue_duration_seconds", "What a request waited for its batch.", words.SECONDS)
         self.compute_seconds = histogram("compute_duration_seconds", "What one batch took to run.", words.SECONDS)
         self.batch_rows = histogram("batch_rows", "Rows in one batch.", words.ROWS)
-        self.queue_depth = gauge("queue_depth", "Requests waiting for a batch.", mode="livesum")
-        self.in_flight = gauge("requests_in_flight", "Requests waiting or running.", mode="livesum")
+        self.queue_depth = gauge("queue_depth", "Requests waiting for a batch.", mode="sum")
+        self.in_flight = gauge("requests_in_flight", "Requests waiting or running.", mode="sum")
 
     def _of_models(self, make: _Maker) -> None:
         counter, gauge = make.counter, make.gauge
-        self.ready = gauge("model_ready", "1 when the model answers, else 0.", mode="livemin")
-        self.load_seconds = gauge("model_load_seconds", "From opening the artifact to ready.", mode="livemax")
-        self.weight_bytes = gauge("model_weight_bytes", "Stored weights that the model maps.", mode="livemax")
+        self.ready = gauge("model_ready", "1 when the model answers, else 0.", mode="min")
+        self.load_seconds = gauge("model_load_seconds", "From opening the artifact to ready.", mode="max")
+        self.weight_bytes = gauge("model_weight_bytes", "Stored weights that the model maps.", mode="max")
         self.info = gauge(
             "model_info", "1; how the model really runs, in the labels.",
-            "backend", "device", "profile", "precision", "accumulation", mode="livemax",
+            "backend", "device", "profile", "precision", "accumulation", mode="max",
         )  # fmt: skip
-        self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="livemax")
+        self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="max")
         self.fallback_transitions = counter("fallback_transitions_total", "Changes of precision.", "to")
 
     def _of_drift(self, make: _Maker) -> None:
@@ -97,9 +106,9 @@ class _Families:
         self.samples = counter("drift_samples_total", "Samples taken from live requests, by outcome.", "outcome")
         self.budget_ratio = gauge(
             "drift_budget_ratio", "Recent drift as a share of its budget; over 1 is a breach.",
-            "output", "metric", mode="livemax",
+            "output", "metric", mode="max",
         )  # fmt: skip
-        self.baseline = gauge("drift_baseline", "Drift measured at conversion.", "output", "metric", mode="livemax")
+        self.baseline = gauge("drift_baseline", "Drift measured at conversion.", "output", "metric", mode="max")
 
     def all(self) -> Iterable[Counter | Gauge | Histogram]:
         families: dict[str, Counter | Gauge | Histogram] = vars(self)
@@ -182,9 +191,10 @@ class ModelMetrics:
             series = self._requests[seen.code] = self._of(self._families.requests, seen.code)
         if series is not None:
             series.inc()
-        self._request_seconds.observe(seen.seconds)
+        exemplar = {"trace_id": seen.trace} if seen.trace else None
+        self._request_seconds.observe(seen.seconds, exemplar)
         if seen.timings is not None:
-            self._queue_seconds.observe(seen.timings.queue)
+            self._queue_seconds.observe(seen.timings.queue, exemplar)
 
     def rejected(self, reason: str) -> None:
         """``reason`` is one of :data:`~service.telemetry.vocabulary.REJECTIONS`."""
@@ -224,7 +234,8 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = registry or CollectorRegistry()
-        self._families = _Families(self._registry)
+        maker = _Maker(self._registry)
+        self._modes, self._families = maker.modes, _Families(maker)
         self._models: dict[tuple[str, int], ModelMetrics] = {}
         refused = Counter(
             "bf16kit_refused_total",
@@ -233,6 +244,10 @@ class Metrics:
             registry=self._registry,
         )
         self._refused = {reason: refused.labels(reason) for reason in REFUSALS}
+        traced = Counter(
+            "bf16kit_traces_total", "Requests that were traced, by outcome.", ["outcome"], registry=self._registry
+        )
+        self._traced = {outcome: traced.labels(outcome) for outcome in words.TRACE_OUTCOMES}
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
 
@@ -257,17 +272,72 @@ class Metrics:
             for family in self._families.all():
                 family.remove_by_labels({"model": model, "version": str(version)})
 
+    def traced(self, outcome: words.TraceOutcome, traces: int) -> None:
+        """What became of requests that were traced."""
+        self._traced[outcome].inc(traces)
+
     def refused(self, reason: str) -> None:
         """Something was refused at the door; a reason that is none of :data:`REFUSALS` counts as ``other``."""
         self._refused.get(reason, self._refused["other"]).inc()
+
+    def samples(self, names: Iterable[str]) -> Iterator[Sample]:
+        """The samples of these names, as they are now: a fraction of what :meth:`expose` costs."""
+        for family in self._registry.restricted_registry(names).collect():
+            yield from family.samples
+
+    def snapshot(self, begins: str = "") -> list[Family]:
+        """Everything as it is now, of the metrics whose names begin so: to be added to other processes'."""
+        collected = _WithoutCreationTimes(self._registry).collect()
+        return [
+            _family(metric, self._modes.get(metric.name, "sum"))
+            for metric in collected
+            if metric.name.startswith(begins)
+        ]
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """The metrics as a scraper wants them (its Accept header), and their content type.
 
         An Accept header that makes no sense gets what one gets who sends none.
         """
-        encode, content_type = _encoder(accept)
-        return encode(_WithoutCreationTimes(self._registry)), content_type
+        return _encoded(_WithoutCreationTimes(self._registry), accept)
+
+
+def expose(families: Iterable[Family], accept: str = "") -> tuple[bytes, str]:
+    """The same of families that were added up."""
+    return _encoded(_Added(list(families)), accept)
+
+
+def _encoded(collector: Collector, accept: str) -> tuple[bytes, str]:
+    encode, content_type = _encoder(accept)
+    return encode(collector), content_type
+
+
+def _family(metric: Metric, mode: Mode) -> Family:
+    series = []
+    for sample in metric.samples:
+        told = sample.exemplar
+        exemplar = None if told is None else Exemplar(dict(told.labels), told.value, _seconds(told.timestamp))
+        series.append(Series(sample.name, dict(sample.labels), sample.value, exemplar))
+    return Family(metric.name, metric.type, metric.documentation, mode, series)
+
+
+def _seconds(timestamp: float | Timestamp | None) -> float | None:
+    return None if timestamp is None else float(timestamp)
+
+
+class _Added(Collector):
+    """Families, as the library wants them."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.text, family.kind)
+            for name, labels, value, told in family.series:
+                exemplar = None if told is None else PrometheusExemplar(told.labels, told.value, told.timestamp)
+                metric.add_sample(name, labels, value, exemplar=exemplar)
+            yield metric
 
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:

@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from service.contract import BatchStatistics, Duration, Observation, StatisticsSnapshot, Timings
+from service.contract import BatchStatistics, Duration, StatisticsSnapshot
+from service.request import Observation, Timings
 
 _SIZES_APART = 128  # rows; larger batches are counted with those up to the next power of two
 

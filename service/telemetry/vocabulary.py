@@ -23,6 +23,8 @@ CODES = (
 REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
 Outcome = Literal["measured", "dropped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
+TraceOutcome = Literal["exported", "dropped", "failed"]
+TRACE_OUTCOMES: tuple[TraceOutcome, ...] = ("exported", "dropped", "failed")
 # A sum that has met one infinity is infinite for good, so that no rate can be taken of it again.
 LARGEST_DRIFT = 1e9
 

@@ -131,8 +131,9 @@ class Held:
             self._add(nbytes - self._largest)
             self._largest = nbytes
 
-    def hold_answer(self, nbytes: int) -> None:
-        """So does the answer, which the client has yet to take. Raises as :meth:`Place.add`."""
+    def hold_more(self, nbytes: int) -> None:
+        """So do its answer, which the client has yet to take, and what it has in shared memory. Raises as
+        :meth:`Place.add`."""
         self._add(nbytes)
 
     def release(self) -> None:

@@ -6,18 +6,16 @@ Each class is what gRPC calls a behavior. It comes in by a :class:`~service.tran
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from service.contract import Cancellation
+from service.request import Cancellation, Claim
 from service.transport.admission import Held, Place
 from service.transport.arrival import Arrival
 from service.transport.status import Status
@@ -27,7 +25,7 @@ from service.wire.inflate import Inflater
 if TYPE_CHECKING:
     from service.transport.lane import Lane
 
-_READ_AHEAD_BYTES = 8 << 20  # of a stream's requests and answers: with more it reads on when a response was taken
+_SMALL = 4 << 10  # bytes of a request that may be read on gRPC's own thread
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
 
 
@@ -36,9 +34,11 @@ class Rpc:
     """One RPC: how its messages are read and written, and what answers it.
 
     ``answer`` takes the request and the call, and returns the response or a :class:`Status`. For a ``stream`` it takes
-    an iterator of :class:`StreamRequest`, and yields what it would return for each, in their order. For a ``watch`` it
-    takes the request, the call and a function that sends a response (or with None ends the stream), and returns at
-    once. ``reads`` False: the request says nothing, and is not waited for.
+    an iterator of :class:`~service.transport.streamcall.StreamRequest`, and yields what it would return for each, in
+    their order. For a ``watch`` it takes the request, the call and a function that sends a response (or with None ends
+    the stream), and returns at once. ``reads`` False: the request says nothing, and is not waited for. ``claim`` looks
+    at the bytes of a request on gRPC's own thread: with what it gives the request is answered there and then, which
+    must not take long.
     """
 
     inflate: Inflater
@@ -47,13 +47,7 @@ class Rpc:
     answer: Callable[..., Any]
     kind: Literal["unary", "stream", "watch"] = "unary"
     reads: bool = True
-
-
-class StreamRequest(NamedTuple):
-    """One message of a stream. ``hold_answer`` counts the bytes of its answer, as :meth:`Call.hold_answer` does."""
-
-    message: Any
-    hold_answer: Callable[[int], None]
+    claim: Callable[[bytes], Claim | None] | None = None
 
 
 class Call:
@@ -62,6 +56,7 @@ class Call:
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
+        self.claim: Claim | None = None
         self.context: Any = None
         self.experimental_thread_pool = lane.threads  # gRPC's name: where it runs the call
         self._rpc = rpc
@@ -78,6 +73,11 @@ class Call:
         return None if remaining > _NEVER else time.monotonic() + remaining
 
     @property
+    def streams(self) -> bool:
+        """Whether it has many requests."""
+        return self._rpc.kind == "stream"
+
+    @property
     def client(self) -> str:
         """Whose call it is: the connection that its place was taken for."""
         return self._place.client if self._place is not None else ""
@@ -90,10 +90,11 @@ class Call:
         self._aborted = True
         self.context.abort(status.code, status.details)
 
-    def hold_answer(self, nbytes: int) -> None:
-        """Count an answer of ``nbytes`` until the call ends. Raises Overloaded for want of room."""
+    def hold_more(self, nbytes: int) -> None:
+        """Count ``nbytes`` beside the message until the call ends: of its answer, or of what it has in shared memory.
+        Raises Overloaded for want of room."""
         if self._held is not None:
-            self._held.hold_answer(nbytes)
+            self._held.hold_more(nbytes)
 
     def admit(self, client: str) -> bool:
         """Take a place for ``client``; False when the call is refused, which :meth:`_check_admitted` then says."""
@@ -103,8 +104,8 @@ class Call:
             self._refused = error
         return self._refused is None
 
-    def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
-        """The call has its place. ``submit`` hands it to a thread; this is gRPC's own."""
+    def start(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
+        """The call has its place. ``submit`` hands it to a thread, ``run`` runs it on this one, which is gRPC's own."""
         self._arrival = arrival
         arrival.when_ended(self._ended)
         self._hand_over(arrival, submit)
@@ -184,13 +185,25 @@ class OneRequest(Call):
         super().__init__(rpc, lane)
         self._data: bytes | None = None
 
-    def start(self, arrival: Arrival, submit: Callable[[], object]) -> None:
+    def start(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
         if not self._rpc.reads:
-            return super().start(arrival, submit)
+            return super().start(arrival, submit, run)
         self._arrival = arrival
         arrival.when_ended(self._ended)
         self._waits(self._lane.receiving, self._expire)
-        return arrival.read(self.received, lambda: self._hand_over(arrival, submit))
+        return arrival.read(self.received, lambda: self._answer(arrival, submit, run))
+
+    def _answer(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
+        """The request is there: where its model is idle and quick, another thread would only be late."""
+        if self._rpc.claim is not None and self._data is not None and len(self._data) <= _SMALL:
+            self.claim = self._rpc.claim(self._data)
+        if self.claim is None:
+            self._hand_over(arrival, submit)
+            return
+        try:
+            run()
+        finally:
+            self.claim.give_back()
 
     def received(self, data: bytes) -> bytes:
         """gRPC's thread has the whole message. It is parsed on the call's own."""
@@ -249,64 +262,3 @@ class WatchCall(OneRequest):
             self._lane.sending.done(self)
 
         return send_in_time
-
-
-class StreamCall(Call):
-    """A behavior for gRPC: many requests, many responses."""
-
-    def __init__(self, rpc: Rpc, lane: Lane) -> None:
-        super().__init__(rpc, lane)
-        self._unanswered: deque[Held] = deque()  # in the order of the requests, which is that of the responses
-        self._fewer = threading.Condition()
-
-    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
-            place = self._check_admitted(context)
-            for response in self._rpc.answer(self._receive(messages, place), self):
-                if isinstance(response, Status):
-                    self.abort(response)
-                self._waits(self._lane.sending, self._expire)
-                yield response
-                self._lane.sending.done(self)
-                self._answered()
-        except grpc.RpcError:
-            raise
-        except Exception as error:
-            if self._aborted:
-                raise
-            self.abort(self._lane.status(error))
-
-    def _receive(self, messages: Iterator[bytes], place: Place) -> Iterator[StreamRequest]:
-        while True:
-            self._wait_for_room(place)
-            self._waits(self._lane.receiving, self._idle)
-            data = next(messages, None)
-            self._lane.receiving.done(self)
-            if data is None:
-                return
-            held = Held(place)
-            self._unanswered.append(held)
-            yield StreamRequest(self._parsed(data, held), held.hold_answer)
-
-    def _wait_for_room(self, place: Place) -> None:
-        """Read no further request while those that were read, and their answers, are too large: one alone may be."""
-        with self._fewer:
-            self._fewer.wait_for(lambda: self._over or place.nbytes < _READ_AHEAD_BYTES)
-
-    def _answered(self) -> None:
-        """The client has taken the response to the oldest request."""
-        self._unanswered.popleft().release()
-        with self._fewer:
-            self._fewer.notify_all()
-
-    def _ended(self) -> None:
-        super()._ended()
-        with self._fewer:
-            self._fewer.notify_all()
-
-    def _idle(self) -> None:
-        """Nothing has come for long: no fault of the client's as long as it waits for responses."""
-        if self._unanswered:
-            self._waits(self._lane.receiving, self._idle)
-        else:
-            self._expire()

@@ -15,6 +15,7 @@ from bf16kit.errors import Unsupported
 from bf16kit.protocol import inference_pb2 as pb
 from service.process.tokens import Scope
 from service.transport.call import Call, Rpc
+from service.transport.control import CHANGES, OFF, SETTINGS, ControlServicer
 from service.transport.credentials import Access, Metadata, Needs
 from service.transport.health import HealthServicer
 from service.transport.lane import Handler, Lane
@@ -29,13 +30,6 @@ SERVICE = "inference.GRPCInferenceService"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
-_REFUSED = {
-    "RepositoryModelLoad": "models are loaded from the repository when the server starts; restart it to load others",
-    "RepositoryModelUnload": "models stay loaded as long as the server runs; restart it without them",
-    "SystemSharedMemoryStatus": "shared memory is not supported; send tensors in raw_input_contents",
-    "SystemSharedMemoryRegister": "shared memory is not supported; send tensors in raw_input_contents",
-    "SystemSharedMemoryUnregister": "shared memory is not supported; send tensors in raw_input_contents",
-}
 _PROBES = ("ServerLive", "ServerReady", "ModelReady")
 _LARGEST_QUESTION = 64 << 10  # bytes of a request that holds no tensors
 _EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests say nothing
@@ -51,6 +45,7 @@ class Lanes:
     inference: Lane
     streams: Lane
     control: Lane
+    changes: Lane
     watches: Lane
     reflection: Lane
 
@@ -92,11 +87,11 @@ class Table:
         self._inflate_tensors = Inflater(max_message_bytes)
         self._inflate_question = Inflater(_LARGEST_QUESTION)
 
-    def handlers(self, servicer: InferenceServicer, health: HealthServicer) -> Handlers:
+    def handlers(self, servicer: InferenceServicer, control: ControlServicer, health: HealthServicer) -> Handlers:
         """A handler for every RPC; those of the inference service that are not served are refused with the reason."""
         paths: dict[str, Opener] = {}
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-            paths[f"/{SERVICE}/{method.name}"] = self._inference(method, servicer)
+            paths[f"/{SERVICE}/{method.name}"] = self._inference(method, servicer, control)
         lanes, probe = self._lanes, self._access.scope_of("health")
 
         def watch(request: Any, call: Call, send: Any) -> None:
@@ -112,22 +107,19 @@ class Table:
         )
         return Handlers(paths)
 
-    def _inference(self, method: Any, servicer: InferenceServicer) -> Opener:
+    def _inference(self, method: Any, servicer: InferenceServicer, control: ControlServicer) -> Opener:
         name, lanes = method.name, self._lanes
-        if name in _REFUSED:
-            refused = Unsupported(f"{name}: {_REFUSED[name]}")
-            return lambda metadata: lanes.control.refuse(refused, self._needs("manage"), metadata)
-        answer = getattr(servicer, name)
         if name == "ModelInfer":
-            return self._opener(lanes.inference, method, answer, "infer")
+            return self._opener(lanes.inference, method, servicer.ModelInfer, "infer", claim=servicer.claim)
         if name == "ModelStreamInfer":
-            return self._opener(lanes.streams, method, answer, "infer", kind="stream")
-        scope = self._access.scope_of("health") if name in _PROBES else "read"
-
-        def control(message: Any, call: Call) -> Any:
-            return answer(message)
-
-        return self._opener(lanes.control, method, control, scope, reads=name not in _EMPTY)
+            return self._opener(lanes.streams, method, servicer.ModelStreamInfer, "infer", kind="stream")
+        manages = name in OFF and name not in SETTINGS
+        scope = self._access.scope_of("health") if name in _PROBES else "manage" if manages else "read"
+        if not control.answers(name):
+            refused = Unsupported(f"{name}: {OFF[name]}")
+            return lambda metadata: lanes.control.refuse(refused, self._needs(scope), metadata)
+        lane = lanes.changes if name in CHANGES else lanes.control
+        return self._opener(lane, method, getattr(control, name), scope, reads=name not in _EMPTY)
 
     def _opener(self, lane: Lane, method: Any, answer: Any, scope: Scope | None, **more: Any) -> Opener:
         asks = scope != "infer"

@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2
 
 from bf16kit.errors import NotFound
 from bf16kit.wording import quoted
-from service.contract import Cancellation, Registry
+from service.contract import Registry
+from service.request import Cancellation
 from service.transport.senders import Senders
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING

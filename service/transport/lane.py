@@ -17,9 +17,10 @@ import grpc
 from bf16kit.errors import Forbidden, Overloaded, RequestError, Unauthenticated, Unavailable
 from service.transport.admission import Door
 from service.transport.arrival import find_arrival as find_arrival
-from service.transport.call import Call, Rpc, StreamCall, UnaryCall, WatchCall
+from service.transport.call import Call, Rpc, UnaryCall, WatchCall
 from service.transport.credentials import Metadata, Needs
 from service.transport.status import Status, StatusTable
+from service.transport.streamcall import StreamCall
 from service.transport.watchdog import Patience
 
 _REASONS: dict[type[Exception], str] = {
@@ -74,7 +75,7 @@ class _Admitting(ThreadPoolExecutor):
         try:
             if not call.admit(arrival.client):
                 return _INLINE.submit(fn, *args, **kwargs)
-            call.start(arrival, lambda: submit(fn, *args, **kwargs))
+            call.start(arrival, lambda: submit(fn, *args, **kwargs), lambda: fn(*args, **kwargs))
         except Exception:  # noqa: BLE001 -- see above
             _log.exception("a call cannot be started and is cancelled")
             call.give_up(arrival)

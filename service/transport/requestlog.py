@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from service.contract import Observation
+from service.request import Observation
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ def log_request(seen: Observation) -> None:
         "version": seen.version or None,
         "request_id": seen.request_id or None,
         "code": seen.code,
+        "trace_id": seen.trace or None,
         "total_s": seen.seconds,
         "queue_s": timings and timings.queue,
         "compute_s": timings and timings.compute,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +12,13 @@ import grpc
 
 from bf16kit.errors import ConfigError, Unavailable
 from service.contract import Registry
+from service.operations import Operations
+from service.process import ports
 from service.process.certificates import CertificateFiles
+from service.request import Tracer
 from service.transport.admission import ByteBudget, Door, FairShares
-from service.transport.credentials import Access, server_credentials
+from service.transport.control import ControlServicer
+from service.transport.credentials import Access, Needs, server_credentials
 from service.transport.handlers import SERVICE, Lanes, Table
 from service.transport.health import HealthServicer
 from service.transport.lane import Lane
@@ -25,8 +27,10 @@ from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
 from service.transport.turns import Turns
 from service.transport.watchdog import Patience, Watchdog
+from service.wire.memory import SharedMemory
 
 _CONTROL_CALLS = 128  # health checks, metadata, statistics at once
+_CHANGES = 32  # of the models served, that calls wait for
 _SLOW_CONTROL_CALLS = 8  # that may take longer than a moment to send what is a few bytes
 _REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
@@ -76,7 +80,7 @@ class TransportOptions:
 class Transport:
     """The server side of gRPC. :meth:`start` binds and serves; :meth:`stop` drains and may be called more than once.
 
-    ``refused`` is told of each refusal that is not a model's own, by one of :data:`~service.contract.REFUSALS`.
+    ``refused`` is told of each refusal that is not a model's own, by one of :data:`~service.request.REFUSALS`.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class Transport:
         options: TransportOptions,
         access: Access = Access(),  # noqa: B008 -- frozen: everybody may call everything
         certificates: CertificateFiles | None = None,
+        operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
+        tracer: Tracer | None = None,
     ) -> None:
         self._options = options
         self._statuses = StatusTable(grpc.StatusCode[options.overload])
@@ -97,6 +103,7 @@ class Transport:
         limit, budget = AdaptiveLimit(options.max_in_flight), ByteBudget(options.max_request_bytes)
         self._inference = Door(options.max_in_flight, "requests in flight", budget=budget, adaptive=limit)
         self._streams = Door(options.max_streams, "open streams", reason="streams", budget=budget)
+        self._changes = Door(_CHANGES, "loads and unloads of models", reason="control")
         self._servicer = InferenceServicer(
             registry,
             refused,
@@ -107,9 +114,12 @@ class Transport:
             stream_answerers=self._pool("grpc-stream", options.max_in_flight),
             turns=Turns(options.max_in_flight),
             stream_window=options.stream_window,
+            memory=SharedMemory(operations.regions, options.max_message_bytes),
+            tracer=tracer,
         )
+        self._control = ControlServicer(registry, operations, Needs(access.tokens, "manage"))
         handlers = Table(self._lanes(), access, self._statuses, options.max_message_bytes).handlers(
-            self._servicer, self._health
+            self._servicer, self._control, self._health
         )
         self._watchdog = Watchdog(self._patiences)
         # Each lane bounds its own calls: a bound on all of them would let one lane's calls shut out another's.
@@ -132,7 +142,7 @@ class Transport:
             if self._options.unix_socket:
                 self._server.add_insecure_port(f"unix:{self._options.unix_socket}")
         except RuntimeError:  # gRPC's own text names neither the cause nor the remedy
-            raise ConfigError(_why_not_bound(host, port)) from None
+            raise _why_not_bound(host, port) from None
         self._server.start()
         self._watchdog.start()
         return bound
@@ -150,6 +160,8 @@ class Transport:
             door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
         self._health.shut_down(min(grace, _LAST_WORDS_SECONDS))
         self._servicer.drain()
+        self._control.drain()
+        self._changes.wait_empty(min(until, time.monotonic() + _LAST_WORDS_SECONDS))
         if not self._empty(0.0):
             catch_up(until)
         self._server.stop(max(0.0, until - time.monotonic()) + _LAST_WORDS_SECONDS)  # it cancels later than we look
@@ -181,6 +193,7 @@ class Transport:
             inference=self._lane("grpc-infer", self._inference, receive, send, slow=slow),
             streams=self._lane("grpc-open-stream", self._streams, options.stream_idle_seconds, send),
             control=self._lane("grpc-control", control, receive, send, slow=_SLOW_CONTROL_CALLS),
+            changes=self._lane("grpc-change", self._changes, receive, send, slow=_SLOW_CONTROL_CALLS),
             watches=self._lane(
                 "grpc-watch",
                 watches,
@@ -272,15 +285,10 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _why_not_bound(host: str, port: int) -> str:
+def _why_not_bound(host: str, port: int) -> ConfigError:
     """Why ``host:port`` cannot be listened on, found by trying it once more with a plain socket."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return f"port {port} on {host} is in use by another program; stop it, or choose another --grpc-port"
-            return f"cannot listen on {_address(host, port)}: {error.strerror or error}; check --host and --grpc-port"
-    return f"cannot listen on {_address(host, port)}; check --host and --grpc-port"
+    try:
+        ports.listen(host, port, "--grpc-port").close()
+    except ConfigError as error:
+        return error
+    return ConfigError(f"cannot listen on {host} port {port}; check --host and --grpc-port")

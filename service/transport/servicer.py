@@ -1,4 +1,4 @@
-"""The RPCs of the Open Inference Protocol: decode and check, ask the core, encode."""
+"""The RPCs that run a model: decode and check, ask the core, encode."""
 
 # ruff: noqa: N802 -- methods are named as the protocol names its RPCs, and found by that name
 
@@ -11,20 +11,25 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable, Unsupported
+from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
-from service.contract import REFUSALS, Model, Observation, Registry, Reply, Request, Slot
+from service.contract import Model, Registry, Slot
+from service.request import REFUSALS, Claim, Observation, Reply, Request, Tracer
 from service.transport.admission import FairShares
-from service.transport.call import Call, StreamRequest
+from service.transport.call import Call
 from service.transport.limit import AdaptiveLimit
 from service.transport.requestlog import log_request
 from service.transport.status import Status, StatusTable
+from service.transport.streamcall import StreamRequest
 from service.transport.streams import OrderedAnswers
 from service.transport.turns import Line, Turns
-from service.wire import metadata
+from service.wire.memory import SharedMemory
 from service.wire.parameters import RequestParameters, check_request, wants_final_mark
 from service.wire.request import InferenceCodec
+from service.wire.skim import asked_model
 
+# What a small message may hold, and takes long: megabytes to read or write, 65,536 strings to make.
+_LONG = (b"shared_memory_region", b"classification")
 _UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
 _Answered = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 
@@ -47,6 +52,8 @@ class InferenceServicer:
         stream_answerers: Executor,
         turns: Turns,
         stream_window: int,
+        memory: SharedMemory = SharedMemory(),  # noqa: B008 -- frozen: it is off
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
@@ -58,6 +65,8 @@ class InferenceServicer:
         self._stream_answerers = stream_answerers
         self._turns = turns
         self._stream_window = stream_window
+        self._memory = memory
+        self._tracer = tracer
         self._clock = clock
         # Weak: a codec must not keep a model that was unloaded, nor be found again for the one loaded in its place.
         self._codecs: WeakKeyDictionary[Model, InferenceCodec] = WeakKeyDictionary()
@@ -73,7 +82,17 @@ class InferenceServicer:
     # --- inference --------------------------------------------------------------------------------------------------
 
     def ModelInfer(self, message: pb.ModelInferRequest, call: Call) -> pb.ModelInferResponse | Status:
-        return self._answer(message, call, call.started, call.hold_answer)
+        return self._answer(message, call, call.started, call.hold_more)
+
+    def claim(self, data: bytes) -> Claim | None:
+        """The right to answer the ModelInferRequest in ``data`` at once. Never blocks, and refuses nothing."""
+        name, version = asked_model(data)
+        if not name or any(word in data for word in _LONG):
+            return None
+        try:
+            return self._registry.get(name, version).claim()
+        except RequestError:
+            return None
 
     def ModelStreamInfer(
         self, requests: Iterator[StreamRequest], call: Call
@@ -83,7 +102,7 @@ class InferenceServicer:
         def answer(request: StreamRequest) -> _Answered:
             message: pb.ModelInferRequest = request.message
             try:
-                return message, self._answer(message, call, self._clock(), request.hold_answer, patient=True)
+                return message, self._answer(message, call, self._clock(), request.hold_more, patient=True)
             finally:
                 line.leave(message.model_name)
 
@@ -113,7 +132,7 @@ class InferenceServicer:
         message: pb.ModelInferRequest,
         call: Call,
         started: float,
-        hold_answer: Callable[[int], None],
+        hold_more: Callable[[int], None],
         *,
         patient: bool = False,
     ) -> pb.ModelInferResponse | Status:
@@ -127,9 +146,13 @@ class InferenceServicer:
                 codec = self._codec(model)
                 asked = check_request(message.parameters) if message.parameters else RequestParameters()
                 deadline = _earlier(deadline, asked.timeout, started)
-                request, dtypes = codec.decode(message, asked.priority, deadline, call.cancellation)
+                request, answers = codec.decode(message, asked.priority, deadline, call.cancellation, hold_more)
                 request.patient = patient
-                response = codec.encode(message.id, self._infer(model, request), dtypes, hold_answer)
+                request.claim = call.claim
+                reply = self._infer(model, request)
+                if answers.sinks and call.cancellation.cancelled:
+                    raise Cancelled("the client left before its shared memory was written to")  # it is for others now
+                response = codec.encode(message.id, reply, answers, hold_more)
             code = self._seen(call, ends)
             if not patient:
                 self._limit.answered((model.name, model.version), self._clock() - started)
@@ -139,7 +162,7 @@ class InferenceServicer:
             code = status.code
             return status
         finally:
-            self._observe(message, model, request, code, self._clock() - started)
+            self._observe(message, call, model, request, code, self._clock() - started)
 
     def _refusal(
         self, error: Exception, deadline: float | None, message: pb.ModelInferRequest, model: Model | None
@@ -173,66 +196,35 @@ class InferenceServicer:
     def _codec(self, model: Model) -> InferenceCodec:
         codec = self._codecs.get(model)
         if codec is None:
-            codec = self._codecs[model] = InferenceCodec(model)
+            codec = self._codecs[model] = InferenceCodec(model, self._memory)
         return codec
 
     def _observe(
         self,
         message: pb.ModelInferRequest,
+        call: Call,
         model: Model | None,
         request: Request | None,
         code: grpc.StatusCode,
         seconds: float,
     ) -> None:
-        """Tell whoever counts, and the log. A name that does not exist must not become a label: it is looked up."""
+        """Tell whoever counts, the log and the trace. A name must exist to become a label: it is looked up."""
         served: Model | Slot | None = model or self._find(message)
         name, version = _asked(message, served)
-        timings = None if request is None else request.timings
-        seen = Observation(name, version, message.id, code.name, seconds, timings)
+        timings, rows = (None, 0) if request is None else (request.timings, request.rows)
+        trace = None if self._tracer is None else self._tracer.sample(name, call.metadatum)
+        seen = Observation(name, version, message.id, code.name, seconds, timings, rows, trace.id if trace else "")
         if served is not None:
             served.observe(seen)
         log_request(seen)
+        if trace is not None:
+            trace.end("ModelStreamInfer" if call.streams else "ModelInfer", seen)
 
     def _find(self, message: pb.ModelInferRequest) -> Slot | None:
         try:
             return self._registry.find(message.model_name, message.model_version)
         except RequestError:
             return None
-
-    # --- health and metadata ----------------------------------------------------------------------------------------
-
-    def ServerLive(self, message: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        return pb.ServerLiveResponse(live=self._registry.live)
-
-    def ServerReady(self, message: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._registry.ready)
-
-    def ModelReady(self, message: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self._registry.is_ready(message.name, message.version))
-
-    def ServerMetadata(self, message: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        return metadata.server_metadata()
-
-    def ModelMetadata(self, message: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        model = self._registry.get(message.name, message.version)
-        return metadata.model_metadata(model, self._registry.versions(model.name))
-
-    def ModelConfig(self, message: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        return metadata.model_config(self._registry.get(message.name, message.version))
-
-    def ModelStatistics(self, message: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """Of every ready model; of every ready version of ``name``; or of the one version asked for."""
-        if message.version:
-            return metadata.model_statistics([self._registry.get(message.name, message.version)])
-        if message.name:
-            self._registry.find(message.name, "")  # raises NotFound for what does not exist
-        ready = (slot.model for slot in self._registry.models() if message.name in ("", slot.name))
-        return metadata.model_statistics(model for model in ready if model is not None)
-
-    def RepositoryIndex(self, message: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
-        if message.repository_name:
-            raise Unsupported("named repositories are not supported; leave repository_name empty")
-        return metadata.repository_index(self._registry.models(), message.ready)
 
 
 def _stream_response(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from bf16kit.errors import (
+    AlreadyExists,
     Bf16kitError,
     Cancelled,
     DeadlineExceeded,
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 CODES: Mapping[type[RequestError], StatusCode] = {
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
     NotFound: StatusCode.NOT_FOUND,
+    AlreadyExists: StatusCode.ALREADY_EXISTS,
     Unavailable: StatusCode.UNAVAILABLE,
     Overloaded: StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import cast
 
 import bf16kit
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, TensorSpec
-from service.contract import Duration, Model, Slot, StatisticsSnapshot
+from service.contract import Duration, Model, QueueBounds, Scheduling, StatisticsSnapshot
+from service.operations import Counted, Indexed, Region
 
 SERVER_NAME = "bf16kit"
 #: Only what is really there. perf_analyzer looks for ``statistics``.
-EXTENSIONS = ("model_configuration", "parameters", "statistics")
+EXTENSIONS = ("classification", "model_configuration", "parameters", "schedule_policy", "statistics")
 
 _ANY = -1
 _PLATFORMS = {"onnxruntime": "onnxruntime_onnx", "torchscript": "pytorch_libtorch"}
 _BACKENDS = {"onnxruntime": "onnxruntime", "torchscript": "pytorch"}
-_STATES = {"ready": "READY", "loading": "LOADING", "unavailable": "UNAVAILABLE"}
 
 
-def server_metadata() -> pb.ServerMetadataResponse:
-    """The server's name, version and the extensions of the protocol that it has."""
-    return pb.ServerMetadataResponse(name=SERVER_NAME, version=bf16kit.__version__, extensions=EXTENSIONS)
+def server_metadata(extensions: Sequence[str] = ()) -> pb.ServerMetadataResponse:
+    """The server's name, version and the extensions of the protocol that it has: ``extensions`` beside those that are
+    always there."""
+    return pb.ServerMetadataResponse(
+        name=SERVER_NAME, version=bf16kit.__version__, extensions=sorted({*EXTENSIONS, *extensions})
+    )
 
 
 def model_metadata(model: Model, versions: Iterable[int]) -> pb.ModelMetadataResponse:
@@ -52,33 +56,76 @@ def model_config(model: Model) -> pb.ModelConfigResponse:
         platform=_PLATFORMS.get(model.info.backend, model.info.backend),
         backend=_BACKENDS.get(model.info.backend, model.info.backend),
         max_batch_size=model.max_batch_size if batched else 0,
-        input=[pb.ModelInput(name=s.name, data_type=_data_type(s), dims=_dims(s, axis)) for s in model.inputs],
+        input=[_model_input(model, spec, axis) for spec in model.inputs],
         output=[pb.ModelOutput(name=s.name, data_type=_data_type(s), dims=_dims(s, axis)) for s in model.outputs],
         instance_group=[_instance_group(model)],
+        version_policy=_version_policy(model.scheduling.versions),
         parameters={key: pb.ModelParameter(string_value=value) for key, value in _properties(model).items()},
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=False),
     )
     if batched:
-        delay_us = round(model.max_queue_delay_s * 1e6)
-        config.dynamic_batching.CopyFrom(pb.ModelDynamicBatching(max_queue_delay_microseconds=delay_us))
+        config.dynamic_batching.CopyFrom(_dynamic_batching(model.scheduling, model.max_queue_delay_s))
     return pb.ModelConfigResponse(config=config)
 
 
-def model_statistics(models: Iterable[Model]) -> pb.ModelStatisticsResponse:
+def _version_policy(versions: int | tuple[int, ...] | None) -> pb.ModelVersionPolicy:
+    policy = pb.ModelVersionPolicy
+    if versions is None:
+        return policy(all=policy.All())
+    if isinstance(versions, int):
+        return policy(latest=policy.Latest(num_versions=versions))
+    return policy(specific=policy.Specific(versions=versions))
+
+
+def _dynamic_batching(how: Scheduling, delay_s: float) -> pb.ModelDynamicBatching:
+    return pb.ModelDynamicBatching(
+        max_queue_delay_microseconds=round(delay_s * 1e6),
+        priority_levels=how.priority_levels,
+        default_priority_level=how.default_level if how.priority_levels else 0,
+        default_queue_policy=_queue_policy(how.bounds),
+        priority_queue_policy={level: _queue_policy(bounds) for level, bounds in how.by_level.items()},
+    )
+
+
+def _queue_policy(bounds: QueueBounds) -> pb.ModelQueuePolicy:
+    """What would wait longer is refused when it comes, and not when it has waited. 0 is no bound."""
+    microseconds = 0 if bounds.max_wait_s == math.inf else round(bounds.max_wait_s * 1e6)
+    return pb.ModelQueuePolicy(
+        timeout_action=pb.ModelQueuePolicy.REJECT,
+        default_timeout_microseconds=microseconds,
+        allow_timeout_override=True,
+        max_queue_size=bounds.max_requests,
+    )
+
+
+def model_statistics(models: Iterable[Counted]) -> pb.ModelStatisticsResponse:
     """Counts and durations of each model, ready ones only: the others' device is not known yet."""
-    return pb.ModelStatisticsResponse(model_stats=[_statistics(m, m.statistics.snapshot()) for m in models])
+    return pb.ModelStatisticsResponse(model_stats=[_statistics(counted, counted.seen) for counted in models])
 
 
-def repository_index(slots: Iterable[Slot], ready_only: bool) -> pb.RepositoryIndexResponse:
-    """Every version with its state, and the reason where it is not ready."""
+def repository_index(lines: Iterable[Indexed], ready_only: bool) -> pb.RepositoryIndexResponse:
+    """Every version with its state and, where there is one, the reason for it."""
     index = pb.RepositoryIndexResponse.ModelIndex
     return pb.RepositoryIndexResponse(
         models=[
-            index(name=slot.name, version=str(slot.version), state=_STATES[slot.state], reason=slot.reason)
-            for slot in slots
-            if slot.state == "ready" or not ready_only
+            index(name=line.name, version=line.version, state=line.state, reason=line.reason)
+            for line in lines
+            if line.state == "READY" or not ready_only
         ]
     )
+
+
+def regions_status(regions: Iterable[Region]) -> pb.SystemSharedMemoryStatusResponse:
+    """Registered shared memory, by name."""
+    status = pb.SystemSharedMemoryStatusResponse.RegionStatus
+    return pb.SystemSharedMemoryStatusResponse(
+        regions={r.name: status(name=r.name, key=r.key, offset=r.offset, byte_size=r.byte_size) for r in regions}
+    )
+
+
+def _model_input(model: Model, spec: TensorSpec, axis: int | None) -> pb.ModelInput:
+    form = f"FORMAT_{model.meaning.formats.get(spec.name, 'NONE')}"
+    return pb.ModelInput(name=spec.name, data_type=_data_type(spec), dims=_dims(spec, axis), format=form)
 
 
 def _tensor_metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:
@@ -124,7 +171,7 @@ def _properties(model: Model) -> dict[str, str]:
     }
 
 
-def _statistics(model: Model, seen: StatisticsSnapshot) -> pb.ModelStatistics:
+def _statistics(model: Counted, seen: StatisticsSnapshot) -> pb.ModelStatistics:
     return pb.ModelStatistics(
         name=model.name,
         version=str(model.version),
@@ -154,8 +201,8 @@ def _statistics(model: Model, seen: StatisticsSnapshot) -> pb.ModelStatistics:
     )
 
 
-def _memory(model: Model, seen: StatisticsSnapshot) -> Sequence[pb.MemoryUsage]:
-    device, _, index = model.info.device.partition(":")
+def _memory(model: Counted, seen: StatisticsSnapshot) -> Sequence[pb.MemoryUsage]:
+    device, _, index = model.device.partition(":")
     kind = "GPU" if device == "cuda" else "CPU"
     return [pb.MemoryUsage(type=kind, id=int(index or 0), byte_size=seen.weight_bytes)] if seen.weight_bytes else ()
 

@@ -4,8 +4,8 @@
 |---|---|---|
 | timeout | int64 or uint64, microseconds | the request is not run later than this; 0 = no limit |
 | priority | int64 or uint64 | 1 = the most urgent, 0 = the model's default; ignored where it has no `priority_levels` |
-| sequence_id | int64, uint64 or string | checked and ignored: models are stateless |
-| sequence_start, sequence_end | bool | the same |
+| sequence_id | int64, uint64 or string | refused unless 0 or empty: models keep no state between requests |
+| sequence_start, sequence_end | bool | refused unless false |
 | binary_data_output, headers | bool; string | checked and ignored |
 | triton_enable_empty_final_response | bool | on a stream, marks each answer as the final one of its request |
 | any other triton_… | | refused: the prefix is reserved |
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from bf16kit.errors import InvalidRequest, Unsupported
+from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.wording import quoted
 
@@ -33,7 +34,9 @@ _REQUEST: Mapping[str, tuple[str, ...]] = {
     "headers": ("string_param",),
     "triton_enable_empty_final_response": ("bool_param",),
 }
-_SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+_REGION, _OFFSET, _BYTE_SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
+_CLASSES = "classification"
+_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 _RESERVED_PREFIX = "triton_"
 
 
@@ -43,6 +46,14 @@ class RequestParameters:
 
     timeout: float | None = None
     priority: int = 0
+
+
+class RegionPlace(NamedTuple):
+    """Bytes of a region of shared memory, as a request names them: nothing of it is checked yet."""
+
+    region: str
+    offset: int
+    byte_size: int
 
 
 def check_request(parameters: Parameters) -> RequestParameters:
@@ -56,6 +67,11 @@ def check_request(parameters: Parameters) -> RequestParameters:
             raise InvalidRequest(f"parameter {quoted(name)} is unknown, and names starting with 'triton_' are reserved")
         if allowed is not None and choice not in allowed:
             raise InvalidRequest(f"parameter {name!r} came as {choice}, expected {' or '.join(allowed)}")
+        if name in _SEQUENCE and getattr(value, choice):
+            raise InvalidRequest(
+                f"parameter {name!r}: models of this server keep no state between requests; send requests that do not"
+                " need one another, without sequence parameters"
+            )
     return RequestParameters(_natural("timeout", parameters) / 1e6 or None, _natural("priority", parameters))
 
 
@@ -65,28 +81,53 @@ def wants_final_mark(parameters: Parameters) -> bool:
     return name in parameters and parameters[name].bool_param
 
 
-def check_input(name: str, parameters: Parameters) -> None:
-    """Refuse an input that lies in shared memory; other parameters mean nothing here and are tolerated."""
-    for key in _SHARED_MEMORY:
-        if key in parameters:
-            raise Unsupported(f"input {name!r} lies in shared memory, which is not supported; send it in the request")
+def region_place(what: str, parameters: Parameters) -> RegionPlace | None:
+    """Where in shared memory ``what`` (an input or output, for messages) lies; None where it travels in the message."""
+    if _REGION not in parameters:
+        stray = next((key for key in (_OFFSET, _BYTE_SIZE) if key in parameters), None)
+        if stray is not None:
+            raise InvalidRequest(f"{what} has {stray!r} without {_REGION!r}")
+        return None
+    region = _expected(what, _REGION, parameters, "string_param").string_param
+    if _BYTE_SIZE not in parameters:
+        raise InvalidRequest(f"{what} has {_REGION!r} without {_BYTE_SIZE!r}")
+    byte_size = _integer(_expected(what, _BYTE_SIZE, parameters, *_INTEGER))
+    offset = _integer(_expected(what, _OFFSET, parameters, *_INTEGER)) if _OFFSET in parameters else 0
+    return RegionPlace(region, offset, byte_size)
 
 
 def output_datatype(name: str, native: str, parameters: Parameters) -> str:
-    """The datatype in which to answer output ``name``: its own, or the ``datatype`` asked for (BF16 for FP32)."""
-    for key in (*_SHARED_MEMORY, "classification"):
-        if key in parameters:
-            raise Unsupported(f"output {name!r} was asked for with {key!r}, which is not supported; leave it out")
+    """The datatype in which to answer output ``name``: its own, or the one asked for (BF16 or FP16 for FP32)."""
     if "datatype" not in parameters:
         return native
-    value = parameters["datatype"]
-    if value.WhichOneof("parameter_choice") != "string_param":
-        raise InvalidRequest(f"parameter 'datatype' of output {name!r} must be a string, for example 'BF16'")
-    asked = value.string_param
-    if asked == native or (asked == "BF16" and native == "FP32"):
+    asked = _expected(f"output {name!r}", "datatype", parameters, "string_param").string_param
+    if asked == native or (asked in ("BF16", "FP16") and native == "FP32"):
         return asked
-    also = " or BF16" if native == "FP32" else ""
+    also = ", BF16 or FP16" if native == "FP32" else ""
     raise InvalidRequest(f"output {name!r} was asked for as {quoted(asked)}, but can be had as {native}{also}")
+
+
+def class_count(name: str, parameters: Parameters) -> int:
+    """How many classes output ``name`` is to be answered with, in place of its values; 0 = its values."""
+    if _CLASSES not in parameters:
+        return 0
+    what = f"output {name!r}"
+    count = _integer(_expected(what, _CLASSES, parameters, *_INTEGER))
+    if count <= 0:
+        raise InvalidRequest(f"{what} was asked for with {count} classes, expected 1 or more")
+    for key in (_REGION, "datatype"):
+        if key in parameters:
+            raise InvalidRequest(f"{what} was asked for with {key!r} beside {_CLASSES!r}; leave one of them out")
+    return count
+
+
+def _expected(what: str, key: str, parameters: Parameters, *choices: str) -> pb.InferParameter:
+    """The parameter ``key`` of ``what``, if it is of one of these types."""
+    value = parameters[key]
+    choice = value.WhichOneof("parameter_choice")
+    if choice not in choices:
+        raise InvalidRequest(f"parameter {key!r} of {what} came as {choice}, expected {' or '.join(choices)}")
+    return value
 
 
 def _natural(name: str, parameters: Parameters) -> int:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from bf16kit.wording import quoted
-from service.contract import Cancellation, Model, Reply, Request
-from service.wire import parameters
+from service.contract import Model
+from service.request import Cancellation, Reply, Request
+from service.wire.answers import Answers, Sink
 from service.wire.bounds import BoundsCheck, item_size
-from service.wire.tensors import Array, decode_contents, decode_raw, encode_raw, widen, wire_dtype
+from service.wire.classes import top_classes
+from service.wire.memory import Hold, SharedMemory
+from service.wire.parameters import Parameters, RegionPlace, class_count, output_datatype, region_place
+from service.wire.tensors import (
+    Array,
+    check_raw_size,
+    decode_contents,
+    decode_raw,
+    encode_raw,
+    packed,
+    widen,
+    wire_dtype,
+)
 
 
 class InferenceCodec:
@@ -20,84 +33,117 @@ class InferenceCodec:
     Holds what the model is made of, never the model: an unloaded one must not be kept alive by its codec.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, memory: SharedMemory = SharedMemory()) -> None:  # noqa: B008 -- frozen: it is off
         self._name = model.name
         self._version = str(model.version)
         self._specs = model.inputs
         self._inputs = {spec.name: (spec, BY_NAME[spec.dtype]) for spec in model.inputs}
         self._outputs: Mapping[str, DType] = {spec.name: BY_NAME[spec.dtype] for spec in model.outputs}
+        self._all = Answers(self._outputs)
+        self._memory = memory
         self._batch_axis = model.batch_axis
         self._max_rows = model.max_batch_size
+        self._rows_first = model.max_batch_size > 0 and model.batch_axis == 0
+        self._labels = model.meaning.labels
         self._bounds = BoundsCheck(model)
 
     def decode(
-        self, message: pb.ModelInferRequest, priority: int, deadline: float | None, cancellation: Cancellation
-    ) -> tuple[Request, Mapping[str, DType]]:
-        """The request in ``message``, checked, and the datatypes to answer it in. ``deadline``: monotonic seconds.
+        self,
+        message: pb.ModelInferRequest,
+        priority: int,
+        deadline: float | None,
+        cancellation: Cancellation,
+        hold: Hold | None = None,
+    ) -> tuple[Request, Answers]:
+        """The request in ``message``, checked, and how to answer it. ``deadline``: monotonic seconds.
 
-        Raises :class:`InvalidRequest` naming the input, what came and what was expected.
+        ``hold`` is told the size of what is about to be read from shared memory. Raises :class:`InvalidRequest` naming
+        the input, what came and what was expected.
         """
-        dtypes, wanted = self._outputs, None
+        answers, wanted = self._all, None
         if message.outputs:
-            dtypes = self._answer_dtypes(message.outputs)
-            wanted = tuple(dtypes)
-        feeds = self._feeds(message)
+            answers = self._answers(message.outputs)
+            wanted = tuple(answers.dtypes)
+        feeds = self._feeds(message, hold)
         sizes = check_feeds(self._specs, feeds)
         rows = self._rows(feeds)
-        self._bounds.check_request(feeds, sizes, dtypes)
-        return Request(feeds, rows, wanted, deadline, cancellation, priority), dtypes
+        self._bounds.check_request(feeds, sizes, answers.dtypes)
+        return Request(feeds, rows, wanted, deadline, cancellation, priority), answers
 
     def encode(
-        self, request_id: str, reply: Reply, dtypes: Mapping[str, DType], hold: Callable[[int], None] | None = None
+        self, request_id: str, reply: Reply, answers: Answers, hold: Hold | None = None
     ) -> pb.ModelInferResponse:
-        """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``.
+        """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``, where it is
+        empty for one that goes into shared memory.
 
         ``hold`` is told the size of it before it is encoded, and may raise. Raises :class:`InvalidRequest` when it is
         larger than the model's answers may be.
         """
-        nbytes = sum(array.size * item_size(dtypes[name]) for name, array in reply.outputs.items())
+        dtypes, sinks, made = answers.dtypes, answers.sinks, reply.outputs
+        for name, count in answers.classes.items():
+            labels = self._labels.get(name, ())
+            made = {**made, name: top_classes(name, made[name], count, batched=self._rows_first, labels=labels)}
+        nbytes = sum(array.size * item_size(dtypes[name]) for name, array in made.items())
         self._bounds.check_answer(nbytes)
         if hold is not None:
             hold(nbytes)
         response = pb.ModelInferResponse(model_name=self._name, model_version=self._version, id=request_id)
         outputs, raw = response.outputs, response.raw_output_contents
-        for name, array in reply.outputs.items():
+        for name, array in made.items():
             dtype = dtypes[name]
-            outputs.add(name=name, datatype=dtype.oip, shape=array.shape)
-            raw.append(encode_raw(dtype, array))
+            output = outputs.add(name=name, datatype=dtype.oip, shape=array.shape)
+            if sinks and name in sinks:
+                sinks[name].fill(output, packed(dtype, array))
+                raw.append(b"")
+            else:
+                raw.append(encode_raw(dtype, array))
         return response
 
-    def _feeds(self, message: pb.ModelInferRequest) -> dict[str, Array]:
+    def _feeds(self, message: pb.ModelInferRequest, hold: Hold | None) -> dict[str, Array]:
         inputs, raw = message.inputs, message.raw_input_contents
         if raw and len(raw) != len(inputs):
-            raise InvalidRequest(
-                f"raw_input_contents has {len(raw)} entries for {len(inputs)} inputs; it holds one per input,"
-                " in their order, and is never mixed with contents"
-            )
+            _check_entries(message)
         feeds: dict[str, Array] = {}
-        for index, tensor in enumerate(inputs):
+        used = shared = 0
+        for tensor in inputs:
             name = tensor.name
             if name in feeds:
                 raise InvalidRequest(f"input {name!r} came twice")
-            feeds[name] = self._feed(name, tensor, raw[index] if raw else None)
+            if tensor.parameters and (place := region_place(f"input {quoted(name)}", tensor.parameters)) is not None:
+                shared += place.byte_size
+                self._memory.check_size(shared)
+                feeds[name] = self._feed(name, tensor, None, place, hold)
+            else:
+                feeds[name] = self._feed(name, tensor, raw[used] if raw else None)
+                used += 1
+        if raw and used != len(raw):
+            _check_entries(message)
         return feeds
 
-    def _feed(self, name: str, tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Array:
+    def _feed(
+        self,
+        name: str,
+        tensor: pb.ModelInferRequest.InferInputTensor,
+        raw: bytes | None,
+        place: RegionPlace | None = None,
+        hold: Hold | None = None,
+    ) -> Array:
         known = self._inputs.get(name)
         if known is None:
             raise InvalidRequest(f"unknown input {quoted(name)}; the model's inputs are {', '.join(self._inputs)}")
         spec, model_dtype = known
-        if tensor.parameters:
-            parameters.check_input(name, tensor.parameters)
         dtype = wire_dtype(spec, model_dtype, tensor.datatype)
         rank = len(tensor.shape)
         if rank != len(spec.shape):  # before anything is multiplied: a message has room for a million dimensions
             raise InvalidRequest(f"input {name!r} is of rank {rank}, expected {describe(spec.shape)}")
         shape = tuple(tensor.shape)
+        if place is not None:
+            check_raw_size(name, dtype, shape, place.byte_size)  # before it is read
+            raw = self._memory.read(f"input {name!r}", place, hold)
         if raw is None:
             array = decode_contents(name, dtype, shape, tensor.contents)
         elif tensor.HasField("contents"):
-            raise InvalidRequest(f"input {name!r} has contents beside raw_input_contents; use one of them")
+            raise InvalidRequest(f"input {name!r} has contents beside raw_input_contents or shared memory; use one")
         else:
             array = decode_raw(name, dtype, shape, raw)
         return array if dtype is model_dtype else widen(array)
@@ -114,9 +160,11 @@ class InferenceCodec:
             )
         return rows
 
-    def _answer_dtypes(self, outputs: Sequence[pb.ModelInferRequest.InferRequestedOutputTensor]) -> dict[str, DType]:
-        """The outputs asked for, in their order, and the datatype in which each is to be answered."""
+    def _answers(self, outputs: Sequence[pb.ModelInferRequest.InferRequestedOutputTensor]) -> Answers:
+        """The outputs asked for, in their order, and how each is to be answered."""
         dtypes: dict[str, DType] = {}
+        sinks: dict[str, Sink] = {}
+        classes: dict[str, int] = {}
         for output in outputs:
             name = output.name
             native = self._outputs.get(name)
@@ -126,5 +174,38 @@ class InferenceCodec:
                 )
             if name in dtypes:
                 raise InvalidRequest(f"output {name!r} was asked for twice")
-            dtypes[name] = BY_OIP[parameters.output_datatype(name, native.oip, output.parameters)]
-        return dtypes
+            dtypes[name] = native
+            if output.parameters:
+                dtypes[name] = BY_OIP[output_datatype(name, native.oip, output.parameters)]
+                self._add_ways(name, output.parameters, dtypes, sinks, classes)
+        return Answers(dtypes, sinks, classes)
+
+    def _add_ways(
+        self,
+        name: str,
+        parameters: Parameters,
+        dtypes: dict[str, DType],
+        sinks: dict[str, Sink],
+        classes: dict[str, int],
+    ) -> None:
+        """Note of an output whether it goes into shared memory, or is answered with classes."""
+        count = class_count(name, parameters)
+        if count:
+            if dtypes[name].oip in ("BYTES", "BOOL"):
+                raise InvalidRequest(
+                    f"output {name!r} is {dtypes[name].oip}, which has no classes: they are of numbers"
+                )
+            classes[name], dtypes[name] = count, BY_OIP["BYTES"]
+        place = region_place(f"output {name!r}", parameters)
+        if place is not None:
+            sinks[name] = Sink(place, self._memory.lease(f"output {name!r}", place))
+
+
+def _check_entries(message: pb.ModelInferRequest) -> None:
+    """Raises InvalidRequest unless there is a raw entry for each input that does not lie in shared memory."""
+    expected = sum(region_place(f"input {quoted(t.name)}", t.parameters) is None for t in message.inputs)
+    if len(message.raw_input_contents) != expected:
+        raise InvalidRequest(
+            f"raw_input_contents has {len(message.raw_input_contents)} entries for {expected} inputs; it holds one per"
+            " input, in their order, without those in shared memory, and is never mixed with contents"
+        )

@@ -23,7 +23,9 @@ _INTEGERS = 8 << 20  # in its shapes and contents: of one byte or more on the wi
 _INTEGER_BYTES = 16  # in memory: eight in the message, and as many in the array made of it
 _FIELD_BYTES = 100  # in memory, of what an empty one becomes
 _TEXT = 1 << 20  # bytes of a name, an id or any other text: Python copies and hashes it in one piece, again and again
+_MODEL_NAME, _MODEL_VERSION = 0x0A, 0x12  # ModelInferRequest's first two fields: their numbers, of texts
 _LONGEST_VARINT = 10  # bytes
+_MOST_LOOKED_AT = 64  # fields of a request whose model is asked for before it is parsed
 
 #: By number: messages, with what is known of them; texts, and integers that may be packed.
 _Known: TypeAlias = "Mapping[int, _Known | Literal['text', 'packed']]"
@@ -56,6 +58,45 @@ def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
             return parse(data)
 
     return bounded
+
+
+def asked_model(data: bytes) -> tuple[str, str]:
+    """The model and version that a ModelInferRequest names, where it begins with them as clients write it: protobuf's
+    libraries write fields in their order. Empty strings where it does not, or where it may name another behind."""
+    name, at = _short_text(data, 0, _MODEL_NAME)
+    version, at = _short_text(data, at, _MODEL_VERSION)
+    return (name, version) if name and _names_nothing(data, at) else ("", "")
+
+
+def _names_nothing(data: bytes, at: int) -> bool:
+    """Whether the fields from ``at`` on are certain to name no model or version: of two, protobuf takes the last. All
+    that a ModelInferRequest has are of a length, and small ones of one or two bytes' length."""
+    try:
+        for _ in range(_MOST_LOOKED_AT):
+            if at == len(data):
+                return True
+            tag, size = data[at], data[at + 1]
+            if tag & 7 != 2 or tag >= 0x80 or tag in (_MODEL_NAME, _MODEL_VERSION):
+                return False
+            at += 2
+            if size >= 0x80:
+                more, at = data[at], at + 1
+                if more >= 0x80:
+                    return False
+                size = size & 0x7F | more << 7
+            at += size
+    except IndexError:
+        pass
+    return False
+
+
+def _short_text(data: bytes, at: int, tag: int) -> tuple[str, int]:
+    """The text of less than 128 bytes in the field at ``at``, and where it ends; "" where another field is there."""
+    start = at + 2
+    if len(data) < start or data[at] != tag or data[at + 1] >= 0x80:
+        return "", at
+    end = start + data[at + 1]
+    return data[start:end].decode("utf-8", "replace"), end
 
 
 class _Skim:

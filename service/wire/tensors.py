@@ -62,16 +62,27 @@ def element_count(name: str, shape: Sequence[int]) -> int:
     return count
 
 
-def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
-    """The tensor in ``data``: a read-only view, except for BYTES (an object array of ``str``)."""
+def check_raw_size(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> int:
+    """The number of elements of ``shape``, if that is what ``nbytes`` may hold."""
     count = element_count(name, shape)
     if dtype.oip == "BYTES":
-        return _objects(name, _split_bytes(name, count, data), shape)
-    expected = count * dtype.numpy.itemsize
-    if len(data) != expected:
+        if count * _LENGTH > nbytes:
+            raise InvalidRequest(
+                f"input {name!r} has {nbytes} bytes, too few for {count} BYTES elements of at least {_LENGTH} each"
+            )
+    elif nbytes != count * dtype.numpy.itemsize:
         raise InvalidRequest(
-            f"input {name!r} has {len(data)} bytes, expected {expected} for {dtype.oip} of shape {list(shape)}"
+            f"input {name!r} has {nbytes} bytes, expected {count * dtype.numpy.itemsize} for {dtype.oip} of shape"
+            f" {list(shape)}"
         )
+    return count
+
+
+def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
+    """The tensor in ``data``: a read-only view, except for BYTES (an object array of ``str``)."""
+    count = check_raw_size(name, dtype, shape, len(data))
+    if dtype.oip == "BYTES":
+        return _objects(name, _split_bytes(name, count, data), shape)
     array = np.frombuffer(data, dtype.numpy).reshape(shape)
     if dtype.oip == "BOOL" and count and array.view(np.uint8).max() > 1:
         raise InvalidRequest(f"input {name!r} is BOOL and holds a byte that is neither 0 nor 1")
@@ -108,15 +119,30 @@ def widen(array: Array) -> Array:
 
 
 def encode_raw(dtype: DType, array: Array) -> bytes:
-    """The bytes of ``array`` as ``raw_output_contents`` wants them: row-major, or length-prefixed for BYTES.
-
-    An fp32 array for ``dtype`` BF16 is rounded to nearest, ties to even.
-    """
+    """The bytes of ``array`` as ``raw_output_contents`` wants them: row-major, or length-prefixed for BYTES."""
     if dtype.oip == "BYTES":
         return _join_bytes(array.ravel())
-    if dtype.oip == "BF16" and array.dtype == np.float32:
-        array = numerics.to_bf16(array)
-    return array.tobytes()
+    return _narrowed(dtype, array).tobytes()
+
+
+def packed(dtype: DType, array: Array) -> Array:
+    """The same bytes in an array: ``array`` itself, where they are its own."""
+    if dtype.oip == "BYTES":
+        return np.frombuffer(_join_bytes(array.ravel()), np.uint8)
+    return _narrowed(dtype, array)
+
+
+def _narrowed(dtype: DType, array: Array) -> Array:
+    """An fp32 array for ``dtype`` BF16 or FP16, rounded to nearest, ties to even; any other as it is.
+
+    What is too large becomes infinite, with its sign: from 65,520 on in FP16, from 3.396e38 on in BF16.
+    """
+    if dtype.oip not in ("BF16", "FP16") or array.dtype != np.float32:
+        return array
+    if dtype.oip == "BF16":
+        return numerics.to_bf16(array)
+    with np.errstate(over="ignore"):
+        return array.astype(np.float16)
 
 
 def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
@@ -131,11 +157,7 @@ def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
 
 
 def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:
-    """The ``count`` elements framed in ``data``. The bounds on them are checked before any is read."""
-    if count * _LENGTH > len(data):
-        raise InvalidRequest(
-            f"input {name!r} has {len(data)} bytes, too few for {count} BYTES elements of at least {_LENGTH} each"
-        )
+    """The ``count`` elements framed in ``data``, whose size has been checked against them."""
     if count > _MOST_STRINGS:
         raise InvalidRequest(f"input {name!r} has {count} BYTES elements, expected at most {_MOST_STRINGS}")
     elements = []

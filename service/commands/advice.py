@@ -1,0 +1,78 @@
+"""Which of the settings that were measured to serve with, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.commands.layouts import WORTH, Layout
+
+
+class Seen(NamedTuple):
+    """Rows per second and the p99 in seconds, as so many clients saw them."""
+
+    clients: int
+    rate: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout with its batches, and what clients saw of it. ``max_rows`` 0: no batching."""
+
+    layout: Layout
+    max_rows: int
+    seen: tuple[Seen, ...]
+
+    def best(self, target: float | None) -> Seen | None:
+        """The most rows per second, of those within ``target`` seconds."""
+        within = [each for each in self.seen if target is None or each.p99 <= target]
+        return max(within, key=lambda each: each.rate, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to serve with. ``reason`` is one sentence."""
+
+    layout: Layout
+    max_rows: int
+    at: Seen
+    reason: str
+
+
+def advise(candidates: Sequence[Candidate], target: float | None) -> Advice:
+    """The fewest instances of those within 3 % of the best rate that keeps to ``target`` seconds: they answer a lone
+    client soonest. Where nothing keeps to it, what comes nearest."""
+    reached = [(each, best) for each in candidates if (best := each.best(target)) is not None]
+    if not reached:
+        nearest, at = min(((each, min(each.seen, key=_p99)) for each in candidates), key=lambda pair: pair[1].p99)
+        why = f"nothing keeps to {_ms(target or 0)}: the nearest is {_told(nearest)}, p99 {_ms(at.p99)} at {_at(at)}"
+        return Advice(nearest.layout, nearest.max_rows, at, why)
+    most = max(best.rate for _, best in reached)
+    chosen, at = min((pair for pair in reached if pair[1].rate * WORTH >= most), key=lambda pair: pair[0].layout)
+    bound = "" if target is None else f" within {_ms(target)}"
+    why = f"{_told(chosen)} gave {at.rate:.4g} rows/s{bound} at {_at(at)}, p99 {_ms(at.p99)}"
+    others = [pair for pair in reached if pair[0] is not chosen]
+    if others:
+        other, least = max(others, key=lambda pair: pair[1].rate)
+        why += f"; the next best, {_told(other)}, {least.rate:.4g} ({least.rate / at.rate - 1:+.0%})"
+        if least.rate > at.rate:
+            why += ", less than 3 % more, which is not worth a lone client's latency"
+    return Advice(chosen.layout, chosen.max_rows, at, why)
+
+
+def _told(each: Candidate) -> str:
+    return each.layout.told() + (f" with batches of up to {each.max_rows}" if each.max_rows else "")
+
+
+def _at(seen: Seen) -> str:
+    return f"{seen.clients} client{'' if seen.clients == 1 else 's'}"
+
+
+def _p99(seen: Seen) -> float:
+    return seen.p99
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

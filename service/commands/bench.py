@@ -1,0 +1,75 @@
+"""``bf16-serve bench``: how fast a local model is on this machine, and the settings that serve it best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from service.commands import answer
+
+
+@click.command()
+@click.argument("model")
+@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Which.  [default: the newest to be served]")
+@answer.repository
+@answer.config_file
+@click.option("--device", help="auto, cpu, or cuda:N.  [default: as the server's]")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1, max=3600),
+    default=30.0,
+    show_default=True,
+    help="About how long to measure; longer where single runs are.",
+)
+@click.option("--rows", metavar="N,N,…", help="Batch sizes to look at.  [default: 1, 2, 4, … max_batch_size]")
+@click.option(
+    "--request-rows", type=click.IntRange(min=1), default=1, show_default=True, help="Rows of one client's request."
+)
+@click.option(
+    "--input", "shapes", multiple=True, metavar="NAME=SHAPE", help="The shape of an input, e.g. input_ids=1x128."
+)
+@click.option(
+    "--samples",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Inputs, .npz or .safetensors.  [default: the golden samples, or zeros]",
+)
+@click.option(
+    "--target-ms", type=click.FloatRange(min=0, min_open=True), help="The p99 latency that the suggestion keeps to."
+)
+@click.option(
+    "--write", is_flag=True, help="Write the suggestion into the model's serving.yaml, and show what changed."
+)
+@answer.as_json
+def bench(
+    model: str, repository: str | None, file: Path | None, device: str | None, as_json: bool, **given: object
+) -> None:
+    """Measure MODEL without a network, and suggest max_batch_size, instances and threads.
+
+    Three tables: the runtime alone, by profile and batch size; the runtime alone, in as many batches at once as a
+    layout (instances × threads) has; and 1, 2, 4, … 64 clients that wait for each answer, through the server's own
+    batcher. What is compared takes turns. Ctrl-C ends it, and nothing is written. Exit codes: 0; 1 the model cannot be
+    served; 2 wrong usage.
+    """
+    from bf16kit.runtime import kernel
+    from service.commands.benching import measure
+    from service.commands.measured import Options, text
+    from service.process.config import load_config
+    from service.process.heap import bound_heap
+    from service.process.logs import configure
+
+    bound_heap()
+    configure("error")
+    with answer.expected("bench"):
+        kernel.chosen()
+        config = load_config({"repository": repository, "device": device}, file)
+        options = Options.parse(model, config, **given)  # type: ignore[arg-type]  # click has checked them
+        found = measure(options)
+        if not as_json:
+            answer.say(text(found))
+        difference = found.write() if options.write else ""
+    if as_json:
+        answer.say_json(found.record())
+    elif options.write:
+        answer.say(difference or f"{found.file} says so already")

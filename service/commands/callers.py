@@ -1,0 +1,47 @@
+"""Threads that call at once, each again as soon as it is answered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from service.commands.turns import Turn
+
+
+def at_once(call: Callable[[], object], callers: int, rows: int) -> Callable[[float], Turn]:
+    """``callers`` threads of calls of ``rows`` rows each. What a call raises ends the turn and is raised here."""
+
+    def run(seconds: float) -> Turn:
+        took: list[list[float]] = [[] for _ in range(callers)]
+        failed: list[BaseException] = []
+        start = time.perf_counter()
+        stop = threading.Event()
+
+        def work(mine: list[float]) -> None:
+            try:
+                while True:
+                    began = time.perf_counter()
+                    call()
+                    now = time.perf_counter()
+                    mine.append(now - began)
+                    if now - start >= seconds or stop.is_set():
+                        return
+            except BaseException as error:  # noqa: BLE001 - for the thread that waits
+                failed.append(error)
+                stop.set()
+
+        threads = [threading.Thread(target=work, args=(mine,), daemon=True) for mine in took]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            stop.set()  # Ctrl-C comes to this thread alone
+        if failed:
+            raise failed[0]
+        calls = [second for mine in took for second in mine]
+        return Turn(calls, rows * len(calls), time.perf_counter() - start)
+
+    return run

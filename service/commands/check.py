@@ -1,0 +1,39 @@
+"""``bf16-serve check``: whether a server that is started like this would serve, and what keeps it from it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from service.commands import answer
+
+
+@click.command()
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--load/--no-load", default=True, help="Load each model, and run its golden samples, as a server does.")
+@click.option("--ports/--no-ports", default=True, help="See whether the ports are free: not so where a server runs.")
+@answer.as_json
+def check(models: tuple[str, ...], load: bool, ports: bool, as_json: bool, file: Path | None, **flags: object) -> None:
+    """Check configuration, TLS and token files, ports, and every model (or MODEL alone), with the code that serves.
+
+    Every option of the server is taken, as are its environment and server.yaml. One model is loaded at a time and freed
+    again. Exit codes: 0 all is well; 1 something is not, and the line says what; 2 wrong usage.
+    """
+    from service.commands.checking import Checks
+    from service.process.heap import bound_heap
+    from service.process.logs import configure
+
+    bound_heap()
+    configure("error")
+    checks = Checks(models, load=load, ports=ports)
+    with answer.expected("check"):
+        for finding in checks.run(flags, file):
+            if not as_json:
+                answer.say(finding.line())
+    if as_json:
+        answer.say_json({"version": 1, "ok": not checks.failed, "findings": checks.findings})
+    else:
+        answer.say(checks.summary())
+    sys.exit(answer.FAILED if checks.failed else 0)

@@ -1,0 +1,195 @@
+"""What `bf16-serve check` looks at, in the order in which a server would come to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from bf16kit.errors import Bf16kitError, ConfigError, NotFound
+from bf16kit.runtime import kernel
+from bf16kit.wording import brief, quoted
+from service.grpcport import open_tracing
+from service.models import loading
+from service.models.controller import Controller
+from service.models.directory import directories_in, wish_of
+from service.models.opening import open_artifact
+from service.models.plan import Plan, Wish
+from service.models.repository import Repository
+from service.process import ports
+from service.process.config import ServerConfig, load_config
+from service.process.credentials import certificates_of, tokens_of
+from service.process.tokens import SCOPES
+from service.process.validity import valid_until
+from service.regions.files import check_system
+from service.telemetry.metrics import Metrics
+
+_LONGEST = 1000  # characters of a reason, as in the server's log
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. ``note``: the server would start, and serve without it."""
+
+    subject: str
+    outcome: Literal["ok", "note", "failed"]
+    text: str
+
+    def line(self) -> str:
+        return f"{self.outcome:<7} {self.subject}: {self.text}"
+
+
+class Checks:
+    """One run of the command: :meth:`run` gives the findings as they are made and keeps them in ``findings``."""
+
+    def __init__(self, models: tuple[str, ...], *, load: bool, ports: bool) -> None:
+        self._models = models
+        self._load = load
+        self._ports = ports
+        self.findings: list[Finding] = []
+
+    @property
+    def failed(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.outcome == "failed"]
+
+    def run(self, flags: Mapping[str, Any], file: Path | None) -> Iterator[Finding]:
+        """Raises NotFound for a model asked for that the repository does not hold."""
+        for finding in self._all(flags, file):
+            self.findings.append(finding)
+            yield finding
+
+    def summary(self) -> str:
+        if not self.failed:
+            return "all is well"
+        return f"{len(self.failed)} of {len(self.findings)} failed: a server started like this would not serve it all"
+
+    def _all(self, flags: Mapping[str, Any], file: Path | None) -> Iterator[Finding]:
+        try:
+            config = load_config(flags, file)
+        except ConfigError as error:
+            yield Finding("configuration", "failed", str(error))
+            return
+        yield Finding("configuration", "ok", _sources(flags, file))
+        yield _attempt("CPU kernel", _kernel)
+        yield _attempt("TLS", lambda: _tls(config))
+        yield _attempt("tokens", lambda: _tokens(config))
+        yield _attempt("shared memory", lambda: _shared_memory(config))
+        if self._ports:
+            yield _attempt("gRPC port", lambda: _port(config.host, config.grpc_port, "--grpc-port"))
+            yield _attempt("HTTP port", lambda: _port(config.host, config.http_port, "--http-port"))
+        yield _attempt("traces", lambda: _traces(config))
+        yield _attempt("repository", lambda: _repository(config))
+        yield from self._all_models(config)
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def _all_models(self, config: ServerConfig) -> Iterator[Finding]:
+        """Those of the command line, or all: under explicit control, those too that may be asked for one day."""
+        try:
+            directories = {directory.name: directory for directory in directories_in(config.repository)}
+        except ConfigError:  # said of the repository
+            return
+        for name in self._models:
+            if name not in directories:
+                raise NotFound(f"the repository has no model {quoted(name)}; it has {', '.join(directories) or 'none'}")
+        for name in self._models or directories:
+            try:
+                wish = wish_of(directories[name])
+            except ConfigError as error:
+                yield Finding(f"model {name!r}", "failed" if self._models else "note", str(error))
+                continue
+            yield from self._versions(wish, config)
+
+    def _versions(self, wish: Wish, config: ServerConfig) -> Iterator[Finding]:
+        for plan in wish.plans:
+            subject = f"model {wish.name!r} version {plan.version}"
+            yield _attempt(subject, partial(self._version, plan, config))
+
+    def _version(self, plan: Plan, config: ServerConfig) -> str:
+        if plan.broken:
+            raise ConfigError(plan.broken)
+        if not self._load:
+            opened = open_artifact(plan.path, plan.serving)
+            return f"every digest matches; {len(opened.artifact.manifest.files)} files, not loaded"
+        loaded = loading.load(plan.path, plan.serving, device=config.device, threads=config.threads)
+        loaded.close()
+        probe = "" if loaded.info.accumulation == "fp32" else "; its sums are not known to be fp32"
+        return f"{loaded.summary}{probe}"
+
+
+def _attempt(subject: str, work: Callable[[], str]) -> Finding:
+    """Whatever goes wrong with one thing is a finding, and the others are looked at all the same."""
+    try:
+        return Finding(subject, "ok", work())
+    except Bf16kitError as error:
+        return Finding(subject, "failed", brief(error, _LONGEST))
+    except Exception as bug:  # noqa: BLE001 - the server would take it for a bug in loading, and serve the others
+        return Finding(subject, "failed", brief(f"unexpected {type(bug).__name__}: {bug}", _LONGEST))
+
+
+def _sources(flags: Mapping[str, Any], file: Path | None) -> str:
+    """Where it came from: what is nowhere said has its default."""
+    given = sum(value is not None for value in flags.values())
+    environment = sum(f"BF16KIT_{key}".upper() in os.environ for key in ServerConfig.model_fields)
+    return f"{given} flags, {environment} variables of the environment, {file or 'no server.yaml'}"
+
+
+def _kernel() -> str:
+    found = kernel.chosen()
+    return f"path {found.path}" if found.path else f"{found.note}: {found.advice}"
+
+
+def _tls(config: ServerConfig) -> str:
+    certificates = certificates_of(config)
+    if certificates is None:
+        return "off, both ports speak plain text"
+    ends = valid_until(certificates.current())
+    clients = ", clients show certificates" if certificates.asks_clients else ""
+    return f"{config.tls_certificate} fits its key and is valid until {ends:%Y-%m-%d %H:%M} UTC{clients}"
+
+
+def _tokens(config: ServerConfig) -> str:
+    return "none are asked for" if tokens_of(config) is None else f"{config.token_file}, of {', '.join(SCOPES)}"
+
+
+def _shared_memory(config: ServerConfig) -> str:
+    if not config.shared_memory:
+        return "off"
+    check_system()
+    return f"on, for files of /dev/shm whose names begin with {config.shared_memory_prefix!r}"
+
+
+def _port(host: str, port: int, flag: str) -> str:
+    with ports.listen(host, port, flag) as listener:
+        return f"{listener.getsockname()[1]} on {host} {'was' if port == 0 else 'is'} free"
+
+
+def _traces(config: ServerConfig) -> str:
+    _, tracing = open_tracing(config, Repository(Metrics()), lambda outcome, count: None)
+    return "off" if tracing is None else f"{config.trace_exporter}, one of {config.trace_rate} requests"
+
+
+def _repository(config: ServerConfig) -> str:
+    """Raises ConfigError where a server would end, or never be ready."""
+    controller = Controller(config.repository, _want, _desire, config.model_control, config.load_model)
+    controller.begin()
+    count = len(controller.wishes)
+    if not count and config.model_control != "explicit":
+        raise ConfigError(
+            f"{config.repository} has no model; put artifacts under <model>/<version>/, or it will not be ready"
+        )
+    later = {"poll": ", and others as they come", "explicit": ", and others as clients ask for them"}
+    return f"{config.repository}, {count} model{'s'[: count != 1]} at start{later.get(config.model_control, '')}"
+
+
+def _want(wish: Wish) -> Future[None]:
+    """What a reconciler would be told: nothing is loaded here but to check it."""
+    return Future()
+
+
+def _desire(wishes: Iterable[Wish]) -> None:
+    """The same of all models."""

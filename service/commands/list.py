@@ -1,0 +1,33 @@
+"""``bf16-serve list``: what a repository holds, and what of it would be served."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from service.commands import answer
+
+
+@click.command("list")
+@answer.repository
+@answer.config_file
+@answer.as_json
+def list_models(repository: str | None, file: Path | None, as_json: bool) -> None:
+    """List models and versions: which would be served, their profiles, sizes, and drift as it was measured.
+
+    Reads manifests and the names and sizes of files, never the weights: `check` looks at those. Exit codes: 0; 1 where
+    something in the repository cannot be served; 2 wrong usage.
+    """
+    from service.commands.listing import VERSION, read_repository, text
+    from service.process.config import load_config
+
+    with answer.expected("list"):
+        config = load_config({"repository": repository}, file)
+        rows = read_repository(config.repository)
+    if as_json:
+        answer.say_json({"version": VERSION, "repository": str(config.repository), "models": rows})
+    else:
+        answer.say(text(config.repository, rows))
+    sys.exit(answer.FAILED if any(row.problem for row in rows) else 0)

@@ -1,0 +1,152 @@
+"""The rows of `bf16-serve list`: every version of every model, from its manifest and its model's ``serving.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
+from bf16kit.drift import DriftSummary
+from bf16kit.errors import Bf16kitError, ConfigError
+from bf16kit.manifest import Manifest
+from bf16kit.text import size, table
+from bf16kit.verdicts import DriftRow, rows_of, share, tightest_of
+from bf16kit.wording import brief
+from service.models.directory import directories_in, versions_in, wish_of
+from service.models.opening import weight_bytes
+from service.models.policy import Serving
+
+VERSION = 1  # of what `list --json` writes
+_SHORT = 12  # digits of a digest that tell sources apart
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One way to run a version. ``tightest`` is the bound that its drift comes nearest to; None: never measured, or
+    nothing is bounded."""
+
+    name: str
+    format: str
+    verified: str
+    tightest: DriftRow | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One version of a model, or a directory that is no model's (version 0). ``why``: why it would not be served;
+    ``problem``: the same, where that is something to mend."""
+
+    model: str
+    version: int
+    served: bool
+    why: str = ""
+    problem: str = ""
+    profiles: tuple[Profile, ...] = ()
+    weight_bytes: int = 0
+    residual: bool = False
+    reference: bool = False
+    golden: bool = False
+    source: str = ""
+    source_sha256: str = ""
+    tools: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"model {self.model!r} version {self.version}" if self.version else repr(self.model)
+
+
+def read_repository(root: Path) -> list[Row]:
+    """By model and version; a damaged one has a row that says so. Raises ConfigError when ``root`` cannot be listed."""
+    return [row for directory in directories_in(root) for row in _model(directory)]
+
+
+def text(root: Path, rows: Sequence[Row]) -> str:
+    """A table, and below it why what is not served is not."""
+    if not rows:
+        return f"{root} has no model; put artifacts under <model>/<version>/"
+    columns = (
+        "model",
+        "version",
+        "served",
+        "drift ÷ budget",
+        "weights",
+        "residual",
+        "reference",
+        "source",
+        "made with",
+    )
+    told = [table(f"Models in {root}", columns, map(_cells, rows))]
+    told += [f"{row.label}: {row.why}" for row in rows if row.why]
+    return "\n".join(told)
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    served = "yes" if row.served else "NO" if row.problem else "no"
+    if not row.profiles:
+        return row.model, row.version or None, served, None, None, None, None, None, None
+    drift = ", ".join(f"{p.name} {_used(p.tightest)}" for p in row.profiles)
+    source = f"{row.source} {row.source_sha256[:_SHORT]}".strip()
+    made = f"bf16kit {row.tools['bf16kit']}" if "bf16kit" in row.tools else None
+    kept = ["yes" if has else "no" for has in (row.residual, row.reference)]
+    return row.model, row.version, served, drift, size(row.weight_bytes), *kept, source, made
+
+
+def _used(tightest: DriftRow | None) -> str:
+    if tightest is None or tightest.used is None:
+        return "?"
+    return share(tightest.used) if tightest.within else f"{share(tightest.used)} OVER"
+
+
+def _model(directory: Path) -> Iterator[Row]:
+    name = directory.name
+    try:
+        wish = wish_of(directory)
+    except ConfigError as error:
+        yield Row(name, 0, served=False, why=str(error))
+        return
+    chosen, any_plan = wish.versions, wish.plans[0]  # how a model is served is the same for all of its versions
+    for version in versions_in(directory):
+        if any_plan.broken:
+            yield Row(name, version, served=False, why=any_plan.broken, problem=any_plan.broken)
+        else:
+            yield _version(directory, version, any_plan.serving, served=version in chosen)
+
+
+def _version(directory: Path, version: int, serving: Serving, *, served: bool) -> Row:
+    try:
+        artifact = Artifact.open(directory / str(version), verify=False)
+        budget = Budget.from_dict(artifact.manifest.budget).override(serving.budget)
+    except Bf16kitError as error:
+        why = brief(error)
+        # One that is not asked for harms nobody.
+        return Row(directory.name, version, served=False, why=why, problem=why if served else "")
+    manifest = artifact.manifest
+    policy = serving.version_policy.model_dump(mode="json", exclude_none=True)
+    why = "" if served else f"version_policy is {', '.join(f'{key}: {value}' for key, value in policy.items())}"
+    return Row(
+        model=directory.name,
+        version=version,
+        served=served,
+        why=why,
+        profiles=tuple(_profiles(manifest, budget)),
+        weight_bytes=weight_bytes(manifest),
+        residual=any(tensor.residual is not None for tensor in manifest.tensors),
+        reference=manifest.reference is not None,
+        golden=manifest.golden is not None,
+        source=manifest.source.format,
+        source_sha256=manifest.source.sha256,
+        tools=dict(manifest.tools),
+    )
+
+
+def _profiles(manifest: Manifest, budget: Budget) -> Iterator[Profile]:
+    for name, entry in manifest.profiles.items():
+        drift = manifest.drift.get(name)
+        rows = [
+            row
+            for output, stats in (drift.outputs.items() if drift is not None else ())
+            for row in rows_of(name, output, DriftSummary(drift.samples if drift else 0, stats), budget, False)
+        ]
+        yield Profile(name, entry.format, entry.verified, tightest_of(rows))

@@ -1,0 +1,218 @@
+"""What `bf16-serve bench` was asked for, and what it measured: as text, as JSON, and as settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import UsageError
+from bf16kit.runtime.hardware import available_cpus
+from bf16kit.text import table
+from bf16kit.wording import quoted
+from service.commands.advice import Advice, Candidate, Seen, advise
+from service.commands.inputs import Inputs
+from service.commands.layouts import Layout
+from service.commands.servingfile import update
+from service.commands.turns import ROUNDS, Cell
+from service.models.loading import Loaded
+from service.models.plan import Plan
+from service.models.policy import FILE_NAME
+from service.process.config import ServerConfig
+
+VERSION = 1  # of what `bench --json` writes
+_STEADY = 1.5  # times the slowest turn, which the fastest is at most where nothing else uses the machine
+_MOST_ROWS = 65_536  # what serving.yaml takes
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for. ``rows`` empty: the powers of two up to the model's largest batch."""
+
+    model: str
+    config: ServerConfig
+    version: int | None
+    seconds: float
+    rows: tuple[int, ...]
+    request_rows: int
+    shapes: tuple[str, ...]
+    samples: Path | None
+    target: float | None  # seconds
+    write: bool
+
+    @classmethod
+    def parse(
+        cls,
+        model: str,
+        config: ServerConfig,
+        *,
+        version: int | None,
+        seconds: float,
+        rows: str | None,
+        request_rows: int,
+        shapes: tuple[str, ...],
+        samples: Path | None,
+        target_ms: float | None,
+        write: bool,
+    ) -> Options:
+        """Raises UsageError for ``rows`` that are no sizes."""
+        target = None if target_ms is None else target_ms / 1e3
+        sizes = () if rows is None else _sizes(rows)
+        return cls(model, config, version, seconds, sizes, request_rows, shapes, samples, target, write)
+
+
+@dataclass(slots=True)
+class Measured:
+    """The cells of all tables, and what follows from them."""
+
+    options: Options
+    plan: Plan
+    loaded: Loaded
+    inputs: Inputs
+    alone: dict[tuple[str, int], Cell] = field(default_factory=dict)  # by profile and rows
+    bare: dict[tuple[Layout, int], Cell] = field(default_factory=dict)  # by layout and rows
+    served: dict[tuple[Layout, int, int], Cell] = field(default_factory=dict)  # by layout, max_batch_size and clients
+    now: tuple[Layout, int] | None = None  # what the server does today; None: as measured at load (instances: auto)
+    passed: list[str] = field(default_factory=list)  # profiles that were not measured, and why
+
+    def write(self) -> str:
+        """Put the advice into serving.yaml; the difference, "" for none. Raises ConfigError."""
+        return update(self.file, self.changes())
+
+    @property
+    def file(self) -> Path:
+        return self.plan.path.parent / FILE_NAME
+
+    @property
+    def advice(self) -> Advice:
+        found: dict[tuple[Layout, int], list[Seen]] = {}
+        for (layout, rows, clients), cell in self.served.items():
+            found.setdefault((layout, rows), []).append(Seen(clients, cell.rate, cell.percentile(0.99)))
+        return advise([Candidate(*key, tuple(seen)) for key, seen in found.items()], self.options.target)
+
+    def changes(self) -> dict[str, int]:
+        """The keys of serving.yaml that say what the advice says."""
+        advice = self.advice
+        keys = {"max_batch_size": advice.max_rows} if self.batches else {}
+        return {**keys, "instances": advice.layout.instances} | (
+            {"threads": advice.layout.threads} if advice.layout.threads else {}
+        )
+
+    @property
+    def steady(self) -> bool:
+        """Whether the turns that the advice rests on are alike: without anything else at work they are."""
+        advice = self.advice
+        low, high = self.served[advice.layout, advice.max_rows, advice.at.clients].spread
+        return high <= _STEADY * low
+
+    @property
+    def batches(self) -> bool:
+        return self.loaded.opened.batch_axis is not None
+
+    def record(self) -> dict[str, Any]:
+        """The same for programs, see docs/json.md."""
+        return {
+            "version": VERSION,
+            "model": self.options.model,
+            "model_version": self.plan.version,
+            "device": self.loaded.info.device,
+            "profile": self.loaded.info.profile,
+            "choice": self.loaded.info.choice,
+            "cores": available_cpus(),
+            "inputs": {"origin": self.inputs.origin, "shapes": self.inputs.shapes},
+            "passed_over": self.passed,
+            "alone": [{"profile": name, "rows": rows} | _figures(c) for (name, rows), c in self.alone.items()],
+            "bare": [_layout(layout) | {"rows": rows} | _figures(c) for (layout, rows), c in self.bare.items()],
+            "served": [
+                _layout(layout) | {"max_batch_size": rows, "clients": clients} | _figures(cell)
+                for (layout, rows, clients), cell in self.served.items()
+            ],
+            "now": None if self.now is None else _layout(self.now[0]) | {"max_batch_size": self.now[1]},
+            "suggested": self.changes(),
+            "reason": self.advice.reason,
+            "steady": self.steady,
+        }
+
+
+def text(measured: Measured) -> str:
+    """The three tables, and the advice below them."""
+    info, advice = measured.loaded.info, measured.advice
+    label = f"model {measured.options.model!r} version {measured.plan.version}"
+    shapes = ", ".join(f"{name}{shape}" for name, shape in measured.inputs.shapes.items())
+    now = "instances: auto" if measured.now is None else _told(measured, *measured.now)
+    asked = measured.options.request_rows
+    return "\n".join(
+        [
+            f"{label} on {info.device}, {available_cpus()} cores; rows of {shapes}, {measured.inputs.origin}",
+            *([info.choice] if info.choice else []),
+            *measured.passed,
+            "",
+            table("The runtime alone, one run at a time", ("profile", "rows", *_CELL), _alone(measured)),
+            "",
+            table(f"{_LAYOUT} on {info.profile}, as many runs at once", ("layout", "rows", *_CELL), _bare(measured)),
+            "",
+            table(
+                f"{_LAYOUT} through the batcher, for clients that wait for each answer; rows of a request: {asked}",
+                ("layout", "max_batch_size", "clients", *_CELL),
+                _served(measured),
+            ),
+            "",
+            f"rates are medians of {ROUNDS} turns, and the slowest and the fastest of them; today: {now}",
+            f"suggested: {', '.join(f'{key}: {value}' for key, value in measured.changes().items())}",
+            f"because {advice.reason}",
+            *([] if measured.steady else [_UNSTEADY]),
+        ]
+    )
+
+
+_LAYOUT = "Instances × threads"
+_UNSTEADY = "the turns differ much: something else used the machine; measure again when it is quiet"
+_CELL = ("p50 ms", "p99 ms", "rows/s", "turns")
+
+
+def _cell(cell: Cell) -> tuple[object, ...]:
+    low, high = cell.spread
+    return cell.percentile(0.5) * 1e3, cell.percentile(0.99) * 1e3, f"{cell.rate:.4g}", f"{low:.4g}…{high:.4g}"
+
+
+def _alone(measured: Measured) -> Iterator[tuple[object, ...]]:
+    return ((profile, rows, *_cell(cell)) for (profile, rows), cell in measured.alone.items())
+
+
+def _bare(measured: Measured) -> Iterator[tuple[object, ...]]:
+    return ((layout, rows, *_cell(cell)) for (layout, rows), cell in measured.bare.items())
+
+
+def _served(measured: Measured) -> Iterator[tuple[object, ...]]:
+    return ((layout, rows, clients, *_cell(cell)) for (layout, rows, clients), cell in measured.served.items())
+
+
+def _told(measured: Measured, layout: Layout, max_rows: int) -> str:
+    return f"{layout.told()}, max_batch_size {max_rows}" if measured.batches else layout.told()
+
+
+def _layout(layout: Layout) -> dict[str, int | None]:
+    return {"instances": layout.instances, "threads": layout.threads or None}
+
+
+def _figures(cell: Cell) -> dict[str, Any]:
+    low, high = cell.spread
+    return {
+        "p50_ms": cell.percentile(0.5) * 1e3,
+        "p99_ms": cell.percentile(0.99) * 1e3,
+        "rows_per_s": cell.rate,
+        "slowest": low,
+        "fastest": high,
+        "calls": sum(len(turn.took) for turn in cell.turns),
+    }
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(size) for size in text.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1 or sizes[-1] > _MOST_ROWS:
+        raise UsageError(f"--rows {quoted(text)}: expected sizes of 1 to {_MOST_ROWS} with commas between, as 1,8,32")
+    return sizes

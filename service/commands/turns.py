@@ -1,0 +1,71 @@
+"""Measurements that take turns, so that a machine's good and bad moments are everybody's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+ROUNDS = 5
+
+
+class Turn(NamedTuple):
+    """What one turn gave: the seconds that each call took, the rows of all of them, and the seconds of the turn."""
+
+    took: list[float]
+    rows: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Cell:
+    """Something that is measured: ``run`` measures for about so many seconds."""
+
+    run: Callable[[float], Turn]
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Rows per second, the median of the turns."""
+        return statistics.median(self._rates)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The slowest and the fastest turn."""
+        return min(self._rates), max(self._rates)
+
+    def percentile(self, share: float) -> float:
+        """Of the seconds of all calls; of few calls, the p99 is the slowest of them."""
+        took = sorted(second for turn in self.turns for second in turn.took)
+        return took[min(len(took) - 1, int(share * len(took)))]
+
+    @property
+    def _rates(self) -> list[float]:
+        return [turn.rows / turn.seconds for turn in self.turns]
+
+
+def take_turns(cells: Sequence[Cell], seconds: float, done: Callable[[], object], rounds: int = ROUNDS) -> None:
+    """Measure every cell ``rounds`` times, for ``seconds`` in all; every other round goes the other way round."""
+    each = seconds / max(1, len(cells) * rounds)
+    for turn in range(rounds):
+        for cell in cells if turn % 2 == 0 else reversed(cells):
+            cell.turns.append(cell.run(each))
+            done()
+
+
+def repeat(call: Callable[[], object], rows: int) -> Callable[[float], Turn]:
+    """Calls one after the other, of ``rows`` rows each."""
+
+    def run(seconds: float) -> Turn:
+        took, start = [], time.perf_counter()
+        while True:
+            began = time.perf_counter()
+            call()
+            now = time.perf_counter()
+            took.append(now - began)
+            if now - start >= seconds:
+                return Turn(took, rows * len(took), now - start)
+
+    return run

@@ -1,0 +1,99 @@
+"""The gRPC port as the configuration says: the transport around a registry."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import ConfigError
+from service.contract import Registry
+from service.models.repository import Repository
+from service.operations import MODEL_CONTROL, Operations, ReadOnly, Settings
+from service.process.config import ServerConfig
+from service.process.credentials import Credentials
+from service.process.stop import Ending
+from service.request import Tracer
+from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.vocabulary import TraceOutcome
+from service.transport.credentials import Access
+from service.transport.server import Transport, TransportOptions
+
+if TYPE_CHECKING:
+    from service.telemetry.tracing import Tracing
+
+
+def build_transport(
+    config: ServerConfig,
+    registry: Registry,
+    refused: Callable[[str], None],
+    credentials: Credentials,
+    operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
+    tracer: Tracer | None = None,
+) -> Transport:
+    """Not started yet. Several workers share the port."""
+    access = Access(credentials.tokens, frozenset(config.token_free))
+    options = transport_options(config)
+    return Transport(registry, refused, options, access, credentials.certificates, operations, tracer)
+
+
+def open_tracing(
+    config: ServerConfig, registry: Registry, counted: Callable[[TraceOutcome, int], None]
+) -> tuple[TraceSettings, Tracing | None]:
+    """Which requests are traced, and by what, not started yet; None where traces go nowhere. Raises ConfigError."""
+    exports = config.trace_exporter != "none" and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
+    settings = TraceSettings(exports=exports, rate=config.trace_rate, find=lambda model: registry.find(model, ""))
+    if not exports:
+        return settings, None
+    try:
+        from service.telemetry.tracing import Otlp, Tracing
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        raise ConfigError("trace_exporter: otlp needs OpenTelemetry: pip install 'bf16kit[otel]'") from None
+    return settings, Tracing(settings, Otlp(config.trace_endpoint), counted)
+
+
+def guarded(config: ServerConfig, settings: Settings) -> Settings:
+    """``settings`` as clients may have them."""
+    return settings if config.change_settings else ReadOnly(settings, "start with change_settings: true")
+
+
+def extensions(config: ServerConfig) -> tuple[str, ...]:
+    """Of the protocol, as they are on."""
+    memory = ("system_shared_memory",) if config.shared_memory else ()
+    return ("logging", "trace", *memory, *(MODEL_CONTROL if config.model_control == "explicit" else ()))
+
+
+def drain(repository: Repository, transport: Transport, seconds: float) -> Ending:
+    """No new work, and what is at work finishes within ``seconds``."""
+    until = time.monotonic() + seconds
+    repository.drain()
+    answered = transport.stop(seconds)
+    freed = repository.close(max(1.0, until - time.monotonic()))
+    return Ending(answered, freed and answered)
+
+
+def transport_options(config: ServerConfig) -> TransportOptions:
+    """What of the configuration concerns the transport."""
+    return TransportOptions(
+        host=config.host,
+        port=config.grpc_port,
+        unix_socket=str(config.grpc_socket or ""),
+        compress=config.compress,
+        max_connections=config.max_connections,
+        max_in_flight=config.max_in_flight,
+        max_streams=config.max_streams,
+        max_watches=config.max_watches,
+        max_message_bytes=config.max_message_bytes,
+        max_request_bytes=config.max_request_bytes,
+        receive_seconds=config.receive_seconds,
+        send_seconds=config.send_seconds,
+        stream_idle_seconds=config.stream_idle_seconds,
+        keepalive_seconds=config.keepalive_seconds,
+        max_connection_idle_seconds=config.max_connection_idle_seconds,
+        max_connection_age_seconds=config.max_connection_age_seconds,
+        overload=config.overload_status,
+        share_port=config.workers > 1,
+    )

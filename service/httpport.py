@@ -1,0 +1,52 @@
+"""The HTTP port as the configuration says: probes, metrics and the status page. It knows nothing of gRPC."""
+
+from __future__ import annotations
+
+import logging
+
+from service.process.config import ServerConfig
+from service.process.credentials import Credentials
+from service.status_http.conversation import Limits
+from service.status_http.pages import Access, Routes
+from service.status_http.server import HttpServer
+from service.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials: Credentials) -> HttpServer:
+    """Bound, and not serving yet. Raises ConfigError for a port in use."""
+    return HttpServer(
+        config.host,
+        config.http_port,
+        pages,
+        limits=http_limits(config),
+        access=Access(credentials.tokens, client_certificate=config.tls_client_ca is not None),
+        certificates=credentials.certificates,
+        refused=metrics.refused,
+    )
+
+
+def http_limits(config: ServerConfig) -> Limits:
+    """What of the configuration concerns the HTTP port."""
+    return Limits(
+        connections=config.http_max_connections,
+        request_seconds=config.http_request_seconds,
+        idle_seconds=config.http_idle_seconds,
+        answer_seconds=config.http_idle_seconds,
+        header_bytes=config.http_max_header_bytes,
+    )
+
+
+def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:
+    """Where to reach the server."""
+    _log.info(
+        "gRPC on %s port %d; metrics and status page on %s://%s:%d/",
+        config.host,
+        grpc_port,
+        "https" if config.tls_certificate else "http",
+        config.host,
+        http_port,
+    )
+    if config.token_file and not config.tls_certificate and config.host not in ("127.0.0.1", "::1", "localhost"):
+        _log.warning("tokens pass over the network unencrypted: give tls_certificate and tls_key, or put TLS in front")

@@ -1,0 +1,65 @@
+"""What a client's ``ModelConfig`` says of a model's inputs and outputs: it has to be so, for it cannot be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import AliasGenerator, BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactError, InvalidRequest
+from bf16kit.manifest import SpecEntry
+from bf16kit.tensors import BY_NAME
+from bf16kit.wording import quoted
+
+
+class Tensor(BaseModel):
+    """An input or an output, as ModelConfig shows it; names in camelCase are as good."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, alias_generator=AliasGenerator(validation_alias=to_camel)
+    )
+
+    name: str
+    data_type: str = ""
+    dims: tuple[int, ...] | None = None
+    format: Literal["FORMAT_NONE", "FORMAT_NCHW", "FORMAT_NHWC"] = "FORMAT_NONE"  # of an input: it can be changed
+    label_filename: Literal[""] = ""
+    optional: Literal[False] = False
+
+
+class Described(NamedTuple):
+    """What was said of all of them."""
+
+    input: Sequence[Tensor]
+    output: Sequence[Tensor]
+
+    def check(self, artifact: Path) -> None:
+        """Raises InvalidRequest naming the field that is not so. What cannot be read is for the loading to tell."""
+        if not self.input and not self.output:
+            return
+        try:
+            manifest = Artifact.open(artifact, verify=False).manifest
+        except (OSError, ArtifactError):
+            return
+        for field, told, have in (("input", self.input, manifest.inputs), ("output", self.output, manifest.outputs)):
+            by_name = {entry.name: entry for entry in have}
+            for tensor in told:
+                _check(field, tensor, by_name.get(tensor.name), manifest.batch_axis)
+
+
+def _check(field: str, tensor: Tensor, entry: SpecEntry | None, batch_axis: int | None) -> None:
+    what = f"load parameter 'config': {field} {quoted(tensor.name)}"
+    if entry is None:
+        raise InvalidRequest(f"{what} is none of the model's")
+    oip = BY_NAME[entry.dtype].oip
+    kind = "TYPE_STRING" if oip == "BYTES" else f"TYPE_{oip}"
+    if tensor.data_type not in ("", kind):
+        raise InvalidRequest(f"{what} has data_type {quoted(tensor.data_type)}, the model's is {kind}")
+    dims = tuple(dim if isinstance(dim, int) else -1 for dim in entry.shape)
+    known = [dims] if batch_axis != 0 else [dims[1:], dims]  # batched, the first dimension is left out
+    if tensor.dims is not None and tensor.dims not in known:
+        raise InvalidRequest(f"{what} has dims {list(tensor.dims)[:16]}, the model's are {list(known[0])}")

@@ -1,0 +1,164 @@
+"""The model repository on disk, ``<model>/<version>/``: which models lie there, and what each of them asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from bf16kit.errors import ConfigError, NotFound
+from bf16kit.manifest import MANIFEST
+from bf16kit.wording import quoted
+from service.models.plan import Plan, Wish
+from service.models.policy import Serving, load_serving
+
+# Names become metric labels, health services and log lines.
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+LONGEST_VERSION = 18  # digits: what fits 64 bits
+_VERSION_NAME = re.compile(rf"[1-9][0-9]{{0,{LONGEST_VERSION - 1}}}")
+Change = Callable[[Serving], Serving]
+
+
+class Seen(NamedTuple):
+    """What a directory's models ask for, by name, and why others were passed over."""
+
+    wishes: dict[str, Wish]
+    notes: list[str]
+
+
+class Directory:
+    """Reads only. Nothing is kept: every method looks anew."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def names(self) -> list[str]:
+        """Of the models, whether or not they can be served. Raises ConfigError when the root cannot be listed."""
+        return [d.name for d in directories_in(self.root) if _MODEL_NAME.fullmatch(d.name) and _may_be_model(d)]
+
+    def holds(self, name: str) -> bool:
+        return _MODEL_NAME.fullmatch(name) is not None and _may_be_model(self.root / name)
+
+    def has_version(self, name: str, version: int) -> bool:
+        return (self.root / name / str(version)).is_dir()
+
+    def wish(self, name: str, change: Change | None = None) -> Wish:
+        """What model ``name`` asks for, its ``serving.yaml`` changed by ``change``. Raises NotFound."""
+        if not self.holds(name):
+            raise NotFound(f"the repository has no model {quoted(name)}")
+        return wish_of(self.root / name, change)
+
+    def look(self, earlier: Mapping[str, Wish] | None = None) -> Seen:
+        """All models. With ``earlier``, what was wanted before, versions without a manifest are on their way, or are
+        being replaced: they stay what they were. So does a model whose directory cannot be read.
+
+        Raises ConfigError when the root cannot be listed.
+        """
+        seen = Seen({}, [])
+        for directory in directories_in(self.root):
+            name = directory.name
+            before = None if earlier is None else earlier.get(name, Wish(name))
+            try:
+                wish = wish_of(directory) if before is None else _finished(directory, before)
+            except OSError as error:
+                seen.notes.append(f"{directory} cannot be read now: {error.strerror}")
+                wish = before or Wish(name)
+            except ConfigError as error:
+                seen.notes.append(str(error))
+                continue
+            if wish.plans:
+                seen.wishes[name] = wish
+        return seen
+
+
+def directories_in(root: Path) -> list[Path]:
+    """Where the models of a repository are, by name. Raises ConfigError when ``root`` cannot be listed."""
+    try:
+        return [d for d in sorted(root.iterdir()) if d.is_dir() and not d.name.startswith(".")]
+    except OSError as error:
+        raise ConfigError(f"repository {root}: cannot be listed: {error.strerror}") from None
+
+
+def versions_in(directory: Path) -> list[int]:
+    """The versions in a model's directory, ascending, whatever they hold. Raises ConfigError where it is unreadable."""
+    try:
+        return _versions_in(directory)
+    except OSError as error:
+        raise ConfigError(f"{directory} is passed over: it cannot be listed: {error.strerror}") from None
+
+
+def wish_of(directory: Path, change: Change | None = None) -> Wish:
+    """What a model's directory asks for, its ``serving.yaml`` changed by ``change``. Raises ConfigError where it is no
+    model's, and is passed over."""
+    return _wish(directory, _check(directory, versions_in(directory)), change)
+
+
+def _finished(directory: Path, before: Wish) -> Wish:
+    """The same of the versions that are there as a whole, or were wanted before: those stay what they were for as long
+    as they have no manifest. Raises OSError when the directory cannot be listed."""
+    wanted = {plan.version: plan for plan in before.plans}
+    versions = _check(directory, _versions_in(directory))
+    there = [version for version in versions if version in wanted or stamp_of(directory / str(version))]
+    if not there:
+        raise ConfigError(f"{directory} is passed over: none of its versions has a {MANIFEST} yet")
+    wish = _wish(directory, there)
+    plans = (plan if plan.finished else wanted.get(plan.version, plan) for plan in wish.plans)
+    return Wish(wish.name, tuple(plans))
+
+
+def _check(directory: Path, versions: list[int]) -> list[int]:
+    if not _MODEL_NAME.fullmatch(directory.name):
+        raise ConfigError(f"{directory} is passed over: a model's name has letters, digits and . _ + - only")
+    if not versions:
+        raise ConfigError(f"{directory} is passed over: it has no version directory (a positive integer)")
+    return versions
+
+
+def _wish(directory: Path, versions: list[int], change: Change | None = None) -> Wish:
+    serving, broken = Serving(), ""
+    try:
+        serving = load_serving(directory) if change is None else change(load_serving(directory))
+        versions = serving.version_policy.choose(versions)
+    except ConfigError as error:
+        broken, versions = str(error), versions[-1:]
+    return Wish(directory.name, tuple(_plan(directory, version, serving, broken) for version in versions))
+
+
+def _plan(directory: Path, version: int, serving: Serving, broken: str = "") -> Plan:
+    path = directory / str(version)
+    return Plan(version, path, serving, stamp_of(path), broken)
+
+
+def stamp_of(path: Path) -> str:
+    """Changes when a file of the artifact is replaced, grows or shrinks; empty where there is no manifest."""
+    digest, manifest = hashlib.sha256(), False
+    try:
+        for file in sorted(path.iterdir()):
+            seen, name = _stat(file), file.name
+            digest.update(f"{name}\0{seen.st_ino} {seen.st_size} {seen.st_mtime_ns}\0".encode(errors="replace"))
+            manifest = manifest or name == MANIFEST
+    except OSError:  # gone meanwhile: the next look will tell
+        return ""
+    return digest.hexdigest() if manifest else ""
+
+
+def _stat(path: Path) -> os.stat_result:
+    """Of the file that a link leads to, or of the link that leads nowhere."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return path.lstat()
+
+
+def _may_be_model(directory: Path) -> bool:
+    try:
+        return bool(_versions_in(directory))
+    except OSError:
+        return False
+
+
+def _versions_in(directory: Path) -> list[int]:
+    return sorted(int(d.name) for d in directory.iterdir() if _VERSION_NAME.fullmatch(d.name) and d.is_dir())

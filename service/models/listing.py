@@ -1,0 +1,24 @@
+"""Which models the server knows, and what they have done: where one process serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.models.controller import Controller
+from service.models.repository import Repository
+from service.operations import Indexed, RegistryModels
+
+
+class Listing(RegistryModels):
+    """See :class:`service.operations.Models`: also what lies in the repository and is not served."""
+
+    def __init__(self, repository: Repository, controller: Controller) -> None:
+        super().__init__(repository)
+        self._repository = repository
+        self._controller = controller
+
+    def index(self) -> Sequence[Indexed]:
+        served = super().index()
+        known = {(line.name, line.version) for line in served}
+        leaving = [Indexed(slot.name, str(slot.version), "UNLOADING") for slot in self._repository.leaving()]
+        return self._controller.index([*served, *(line for line in leaving if (line.name, line.version) not in known)])

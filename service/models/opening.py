@@ -1,0 +1,112 @@
+"""An artifact opened to be served: its files checked, and what its manifest and ``serving.yaml`` say together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bf16kit.artifact import Artifact
+from bf16kit.drift import METRICS, Budget, DriftSummary
+from bf16kit.errors import (
+    ArtifactError,
+    ConfigError,
+    UsageError,
+)
+from bf16kit.manifest import MANIFEST, Manifest
+from bf16kit.tensors import TensorSpec
+from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A verified artifact, and what its manifest and ``serving.yaml`` say together."""
+
+    artifact: Artifact
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batch_axis: int | None
+    max_batch_size: int
+    budget: Budget
+    weight_bytes: int
+    first_run_seconds: float  # the most that one run may take before it is ready
+
+
+def open_artifact(path: Path, serving: Serving) -> Opened:
+    """Raises ArtifactError (damaged, no artifact, of a newer schema) or ConfigError (serving.yaml asks too much)."""
+    artifact = Artifact.open(path, copies=serving.weights == "copied")
+    manifest = artifact.manifest
+    inputs = tuple(entry.spec() for entry in manifest.inputs)
+    outputs = tuple(entry.spec() for entry in manifest.outputs)
+    _check_dims(serving, inputs)
+    _check_meaning(serving, inputs, outputs)
+    axis = manifest.batch_axis if _share_batch_dimension((*inputs, *outputs), manifest.batch_axis) else None
+    return Opened(
+        artifact=artifact,
+        inputs=inputs,
+        outputs=outputs,
+        batch_axis=axis,
+        max_batch_size=_max_batch_size(serving, axis),
+        budget=_budget(artifact).override(serving.budget),
+        weight_bytes=weight_bytes(manifest),
+        first_run_seconds=serving.first_run_seconds,
+    )
+
+
+def weight_bytes(manifest: Manifest) -> int:
+    """Of the tensors that every profile reads, as they are stored."""
+    return sum(tensor.bytes for tensor in manifest.tensors if tensor.file.startswith("weights."))
+
+
+def baseline(manifest: Manifest, profile: str) -> dict[str, dict[str, float]]:
+    """The drift measured at conversion, by output and metric: the statistic that a budget bounds, as it was counted."""
+    entry = manifest.drift.get(profile)
+    if entry is None:
+        return {}
+    summaries = {output: DriftSummary(entry.samples, stats) for output, stats in entry.outputs.items()}
+    return {
+        output: {metric: value for metric in METRICS if (value := summary.measured(metric)) is not None}
+        for output, summary in summaries.items()
+    }
+
+
+def _budget(artifact: Artifact) -> Budget:
+    try:
+        return Budget.from_dict(artifact.manifest.budget)
+    except UsageError as error:
+        raise ArtifactError(f"{artifact.path / MANIFEST}: {error}") from None
+
+
+def _share_batch_dimension(specs: Sequence[TensorSpec], axis: int | None) -> bool:
+    """Whether every input and output has the same free dimension at ``axis``: what concatenating and splitting need."""
+    if axis is None or not all(len(spec.shape) > axis for spec in specs):
+        return False
+    names = {spec.shape[axis] for spec in specs}
+    return len(names) == 1 and isinstance(names.pop(), str)
+
+
+def _check_dims(serving: Serving, inputs: Sequence[TensorSpec]) -> None:
+    free = dict.fromkeys(dim for spec in inputs for dim in spec.shape if isinstance(dim, str))
+    for name in serving.max_dims:
+        if name not in free:
+            known = f"those of its inputs are {', '.join(free)}" if free else "its inputs have none"
+            raise ConfigError(f"serving.yaml bounds dimension {name!r} (max_dims), which is no free one: {known}")
+
+
+def _check_meaning(serving: Serving, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    for key, named, specs in (("labels", serving.labels, outputs), ("formats", serving.formats, inputs)):
+        known = [spec.name for spec in specs]
+        for name in named:
+            if name not in known:
+                raise ConfigError(f"serving.yaml has {key} for {name!r}; the model has {', '.join(known)}")
+
+
+def _max_batch_size(serving: Serving, axis: int | None) -> int:
+    asked = serving.max_batch_size
+    if axis is not None:
+        return DEFAULT_MAX_BATCH_SIZE if asked is None else asked
+    if asked:
+        raise ConfigError(
+            f"serving.yaml asks for max_batch_size {asked}, but this artifact declares no batch axis; leave it out"
+        )
+    return 0

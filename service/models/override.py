@@ -1,0 +1,228 @@
+"""A ``ModelConfig`` in JSON, as clients send it with a load, laid over what ``serving.yaml`` says.
+
+What it names is changed and all else stays. What has no counterpart here is refused by name, for it would be ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasGenerator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from bf16kit.errors import InvalidRequest
+from bf16kit.wording import brief, quoted
+from service.models.described import Described, Tensor
+from service.models.plan import Wish
+from service.models.policy import Serving
+from service.process.config import explain
+
+_MICROSECONDS = 1e-3  # in milliseconds
+#: What ModelConfig answers with, and says how the model came out: sent back it means nothing.
+_TOLD = ("precision", "accumulation", "kernel", "device", "note", "choice")
+_WHERE = "load parameter 'config'"
+_UNSET: tuple[Any, ...] = (None, "", 0, [], {})  # what protobuf's printers write of a field that was never set
+
+
+def _unsent(value: Any) -> Any:
+    if value in _UNSET:
+        return None
+    raise ValueError("is not supported")
+
+
+def _no_truth(value: Any) -> Any:
+    if isinstance(value, bool):  # Python takes it for 0 or 1
+        raise PydanticCustomError("no_number", "Expected a number")
+    return value
+
+
+_Nothing = Annotated[None, BeforeValidator(_unsent)]
+#: What is out of its key's range is for serving.yaml's own bounds.
+_Number = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=1 << 63)]
+
+
+class _Part(BaseModel):
+    """Names are those of Triton's model_config.proto, as they stand there or in camelCase."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, alias_generator=AliasGenerator(validation_alias=to_camel)
+    )
+
+
+class _Latest(_Part):
+    num_versions: _Number = 1
+
+
+class _Specific(_Part):
+    versions: tuple[_Number, ...] = Field(min_length=1)
+
+
+class _All(_Part):
+    pass
+
+
+class _VersionPolicy(_Part):
+    latest: _Latest | None = None
+    all: _All | None = None
+    specific: _Specific | None = None
+
+    def serving(self) -> dict[str, Any]:
+        given = {
+            "latest": None if self.latest is None else self.latest.num_versions,
+            "specific": None if self.specific is None else self.specific.versions,
+            "all": None if self.all is None else True,
+        }
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class _QueuePolicy(_Part):
+    timeout_action: Literal["REJECT", 0] = "REJECT"
+    default_timeout_microseconds: _Number = 0
+    allow_timeout_override: bool = True
+    max_queue_size: _Number = 0
+
+    def serving(self) -> dict[str, Any]:
+        """0 is Triton's word for no bound of its own."""
+        bounds: dict[str, Any] = {}
+        if self.max_queue_size:
+            bounds["max_queue_size"] = self.max_queue_size
+        if self.default_timeout_microseconds:
+            bounds["max_queue_ms"] = self.default_timeout_microseconds * _MICROSECONDS
+        return bounds
+
+
+class _DynamicBatching(_Part):
+    preferred_batch_size: _Nothing = None
+    max_queue_delay_microseconds: _Number | None = None
+    preserve_ordering: _Nothing = None
+    priority_levels: _Number | None = None
+    default_priority_level: _Number | None = None
+    default_queue_policy: _QueuePolicy = _QueuePolicy()
+    priority_queue_policy: dict[_Number, _QueuePolicy] | None = None
+
+    def serving(self) -> dict[str, Any]:
+        changes = self.default_queue_policy.serving()
+        if self.max_queue_delay_microseconds is not None:
+            changes["max_queue_delay_ms"] = self.max_queue_delay_microseconds * _MICROSECONDS
+        if self.priority_levels is not None:
+            changes["priority_levels"] = self.priority_levels
+        if self.default_priority_level:
+            changes["default_priority_level"] = self.default_priority_level
+        if self.priority_queue_policy is not None:
+            changes["priority_queue_policy"] = {n: each.serving() for n, each in self.priority_queue_policy.items()}
+        return changes
+
+
+class _InstanceGroup(_Part):
+    """Which device it is, is the server's to say (``--device``)."""
+
+    name: str = ""
+    kind: Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"] = "KIND_AUTO"
+    count: _Number | None = None
+    gpus: tuple[_Number, ...] = ()
+
+
+class _Transactions(_Part):
+    decoupled: _Nothing = None
+
+
+class _Parameter(_Part):
+    string_value: str = ""
+
+
+class _ModelConfig(_Part):
+    """What can be changed, and what the server says itself of a model, which clients send back."""
+
+    name: str = ""
+    platform: Literal["", "onnxruntime_onnx", "pytorch_libtorch"] = ""
+    backend: Literal["", "onnxruntime", "pytorch"] = ""
+    input: tuple[Tensor, ...] = ()
+    output: tuple[Tensor, ...] = ()
+    model_transaction_policy: _Transactions = _Transactions()
+    version_policy: _VersionPolicy | None = None
+    max_batch_size: _Number | None = None
+    dynamic_batching: _DynamicBatching | None = None
+    instance_group: tuple[_InstanceGroup, ...] = Field(default=(), max_length=1)
+    parameters: dict[str, _Parameter] = {}
+
+    def serving(self) -> dict[str, Any]:
+        """The keys of ``serving.yaml`` that it speaks of."""
+        changes: dict[str, Any] = {}
+        if self.version_policy is not None:
+            changes["version_policy"] = self.version_policy.serving()
+        if self.max_batch_size is not None:
+            changes["max_batch_size"] = self.max_batch_size
+        formats = {each.name: each.format.removeprefix("FORMAT_") for each in self.input}
+        if formats := {name: form for name, form in formats.items() if form != "NONE"}:
+            changes["formats"] = formats
+        if self.dynamic_batching is not None:
+            changes |= self.dynamic_batching.serving()
+        for group in self.instance_group:  # one at most
+            if group.count is not None:
+                changes["instances"] = group.count
+            if group.kind == "KIND_GPU":
+                changes["profile"] = "cuda"
+        if "profile" in self.parameters:
+            changes["profile"] = self.parameters["profile"].string_value
+        return changes
+
+
+class Override:
+    """What ``config`` makes of model ``model``. Raises InvalidRequest naming the field, as its methods do."""
+
+    def __init__(self, model: str, config: str) -> None:
+        parsed = _parse(model, config)
+        self._changes = parsed.serving()
+        self._described = Described(parsed.input, parsed.output)
+
+    def change(self, serving: Serving) -> Serving:
+        """``serving.yaml`` as it is with the changes."""
+        changes = {**serving.model_dump(exclude_unset=True), **self._changes}
+        changes["formats"] = {**serving.formats, **self._changes.get("formats", {})}
+        try:
+            return Serving.model_validate(changes)
+        except ValidationError as error:
+            raise InvalidRequest(brief(explain(error, Serving, _WHERE))) from None
+
+    def check(self, wish: Wish) -> None:
+        """Hold what is wanted against what was said of it."""
+        for plan in wish.plans:
+            if plan.broken:
+                raise InvalidRequest(f"model {wish.name!r} cannot be served so: {plan.broken}")
+            self._described.check(plan.path)
+
+
+def _parse(model: str, config: str) -> _ModelConfig:
+    try:
+        written = json.loads(config)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{_WHERE}: is not JSON: give a ModelConfig, as the RPC of that name shows it") from None
+    if not isinstance(written, dict):
+        raise InvalidRequest(f"{_WHERE}: expected an object, a ModelConfig")
+    unknown = [key for key, value in written.items() if key not in _KNOWN and value not in _UNSET]
+    if unknown:
+        raise InvalidRequest(f"{_WHERE}: {quoted(unknown[0])} is not supported; what can be changed is {_CHANGEABLE}")
+    try:
+        parsed = _ModelConfig.model_validate({key: value for key, value in written.items() if key in _KNOWN})
+    except ValidationError as error:
+        raise InvalidRequest(brief(f"{_WHERE}: {_explained(error)}")) from None
+    if parsed.name not in ("", model):
+        raise InvalidRequest(f"{_WHERE}: its name is {quoted(parsed.name)}, the model's is {quoted(model)}")
+    for key in parsed.parameters:
+        if key != "profile" and key not in _TOLD:
+            raise InvalidRequest(f"{_WHERE}: parameter {quoted(key)} is not supported; there is 'profile'")
+    return parsed
+
+
+def _explained(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    field = quoted(".".join(map(str, first["loc"])))
+    if first["type"] in ("extra_forbidden", "value_error"):
+        return f"{field} is not supported"
+    return f"{field} is {quoted(str(first['input']))}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+_KNOWN = {name for field in _ModelConfig.model_fields for name in (field, to_camel(field))}
+_CHANGEABLE = "version_policy, max_batch_size, dynamic_batching, instance_group, parameters['profile']"

@@ -1,0 +1,92 @@
+"""What of the log may be changed while the server runs, under the names that Triton has for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from bf16kit.errors import InvalidRequest
+from bf16kit.wording import quoted
+from service.process.logs import Format, adjust
+
+_log = logging.getLogger(__name__)
+#: Triton's words for a format, and our own, which means no other. A line of text has its times as ISO 8601 has them.
+_FORMATS: Mapping[str, Format] = {"ISO8601": "text", "text": "text", "json": "json"}
+_NAMES: Mapping[Format, str] = {"text": "ISO8601", "json": "json"}
+_LARGEST_LEVEL = 2**32 - 1  # of Triton's uint32
+_Value = bool | int | str
+
+
+class LogSettings:
+    """See :class:`service.operations.Settings`. ``level`` and ``kind`` are what :func:`~service.process.logs.configure`
+    was given, to which a setting without a value goes back.
+
+    ``log_verbose_level`` of 1 or more is DEBUG, with a line for each request; the other levels are on and off, each by
+    itself.
+    """
+
+    def __init__(self, level: str, kind: Format) -> None:
+        number = logging.getLevelNamesMapping()[level.upper()]
+        self._defaults: dict[str, _Value] = {
+            "log_file": "",  # none: standard error
+            "log_info": number <= logging.INFO,
+            "log_warning": number <= logging.WARNING,
+            "log_error": number <= logging.ERROR,
+            "log_verbose_level": int(number <= logging.DEBUG),
+            "log_format": _NAMES[kind],
+        }
+        self._values = dict(self._defaults)
+        self._lock = threading.Lock()
+
+    def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
+        """See :meth:`service.operations.Settings.update`; there are none of a model."""
+        if model:
+            raise InvalidRequest("the log's settings are the server's; leave the model's name out")
+        with self._lock:
+            wanted = self._values | {name: self._checked(name, values) for name, values in changes.items()}
+            if wanted != self._values:
+                told = ", ".join(f"{name}={wanted[name]}" for name in wanted if wanted[name] != self._values[name])
+                _log.warning("the log's settings are changed: %s", told)  # as long as it is certain to be written
+                self._values = wanted
+                adjust(_levels(wanted), _FORMATS[str(wanted["log_format"])])
+            return {name: (value,) for name, value in wanted.items()}
+
+    def _checked(self, name: str, values: Sequence[_Value]) -> _Value:
+        """The value that ``name`` shall have."""
+        default = self._defaults.get(name)
+        if default is None:
+            raise InvalidRequest(f"unknown log setting {quoted(name)}; there are {', '.join(self._defaults)}")
+        if len(values) > 1:
+            raise InvalidRequest(f"{name} has {len(values)} values; give one, or none for its default, {default!r}")
+        value = values[0] if values else default
+        if name == "log_file":
+            if value != default:
+                raise InvalidRequest("log_file cannot be changed over the network; send standard error to a file")
+        elif name == "log_format":
+            return _format(value, str(default))
+        elif isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name} is {quoted(str(value))}; give true or false (bool_param)")
+        elif isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_LEVEL:
+            raise InvalidRequest(f"{name} is {quoted(str(value))}; give 0 (off) or more (uint32_param)")
+        return value
+
+
+def _format(value: _Value, default: str) -> str:
+    if value == "default":
+        return default
+    if not isinstance(value, str) or value not in _FORMATS:
+        raise InvalidRequest(f"log_format is {quoted(str(value))}; give default, {', '.join(_FORMATS)}")
+    return _NAMES[_FORMATS[value]]
+
+
+def _levels(values: Mapping[str, _Value]) -> frozenset[int]:
+    """The levels that are written."""
+    named = {
+        logging.DEBUG: "log_verbose_level",
+        logging.INFO: "log_info",
+        logging.WARNING: "log_warning",
+        logging.ERROR: "log_error",
+    }
+    return frozenset(level for level, name in named.items() if values[name])

@@ -1,0 +1,83 @@
+"""Listening on a port, keeping one for processes that share it, and why it cannot be done: in words that name the flag
+to change."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from types import TracebackType
+from typing import Self
+
+from bf16kit.errors import ConfigError
+
+
+def listen(host: str, port: int, flag: str, backlog: int = 1) -> socket.socket:
+    """A socket that listens; ``port`` 0 takes any free one. Raises ConfigError naming ``flag``, e.g. --grpc-port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=backlog)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that cannot be a domain name
+        raise ConfigError(_why(host, port, flag, error)) from None
+
+
+class ReservedPort:
+    """A port that is this server's for as long as the context lasts, and that its processes share (SO_REUSEPORT).
+
+    Nobody listens here: the kernel gives connections to those who do. Another program is refused the port as long as it
+    does not ask to share it, too, and one that has it already is found at once. Raises ConfigError for it.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._held: list[socket.socket] = []
+        self.port = port
+        try:
+            addresses = dict.fromkeys(
+                (family, address)
+                for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            )
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(_why(host, port, "--grpc-port", error)) from None
+        failed: OSError | None = None
+        for family, address in addresses:
+            try:
+                self._hold(family, (address[0], self.port, *address[2:]))
+            except OSError as error:  # of a name's several addresses this machine may lack one, as gRPC allows
+                failed = error
+        if failed is not None and (failed.errno == errno.EADDRINUSE or not self._held):
+            self.close()
+            raise ConfigError(_why(host, port, "--grpc-port", failed))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave it to whoever wants it."""
+        for each in self._held:
+            each.close()
+
+    def _hold(self, family: int, address: tuple[object, ...]) -> None:
+        held = socket.socket(family, socket.SOCK_STREAM)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as gRPC listens: [::] is every address
+        # Connections that were closed a moment ago keep nobody away; whoever listens does. Then the port is to be
+        # shared, and no longer with those who would only like to have it after us.
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError:
+            held.close()
+            raise
+        self._held.append(held)
+        self.port = int(held.getsockname()[1])
+
+
+def _why(host: str, port: int, flag: str, error: OSError | UnicodeError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use by another program; stop it, or choose another {flag}"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return f"cannot listen on {host} port {port}: {reason}; check --host and {flag}"

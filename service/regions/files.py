@@ -1,0 +1,105 @@
+"""A file of shared memory, which its client may change, shrink or remove at any moment.
+
+The client's memory is never touched by this program's own instructions: beyond the end of a file that has been shrunk
+they are answered with SIGBUS, which ends the process. The kernel copies in both directions, and says how far it came.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+import weakref
+from pathlib import Path
+
+from bf16kit.errors import ConfigError, InvalidRequest
+from bf16kit.tensors import Array
+
+# Not through links, not waiting for the other end of a pipe, and not for processes that are started later.
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+MOST_AT_ONCE = 0x7FFFF000  # bytes: Linux transfers no more in one call
+
+
+class SharedFile:
+    """``byte_size`` bytes from ``offset`` on of the file that ``descriptor`` has open, which it takes over and closes
+    when nobody refers to this any more. Raises InvalidRequest where the file has not so many.
+    """
+
+    def __init__(self, descriptor: int, offset: int, byte_size: int) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        size = os.fstat(descriptor).st_size
+        if offset + byte_size > size:
+            raise InvalidRequest(
+                f"{byte_size} bytes from offset {offset} end beyond the {size} bytes of the shared memory"
+            )
+        self.descriptor = descriptor
+        self._offset = offset
+        self._mapped, self._address = _map(descriptor, offset, byte_size)
+
+    def is_of(self, descriptor: int) -> bool:
+        """Whether that is the same file."""
+        return os.path.sameopenfile(self.descriptor, descriptor)
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """A copy of ``nbytes`` from ``at`` on; fewer where the file ends."""
+        return os.pread(self.descriptor, nbytes, self._offset + at)
+
+    def write(self, at: int, data: Array) -> int:
+        """Copy contiguous ``data`` to ``at``; returns how many bytes there was room for. The file never grows."""
+        if os.fstat(self.descriptor).st_size < self._offset + at + data.nbytes:  # the rest of its last page is memory
+            return 0
+        return _copy(data.ctypes.data, self._address + at, data.nbytes)
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor of a plain file with one name: another may be one that is not allowed. Raises OSError."""
+    descriptor = os.open(path, _FLAGS)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EPERM, "not a plain file with one name")
+    return descriptor
+
+
+def check_system() -> None:
+    """Raises :class:`ConfigError` where this process may not copy as :meth:`SharedFile.write` does."""
+    source, target = ctypes.c_char(b"1"), ctypes.c_char(b"0")
+    if _copy(ctypes.addressof(source), ctypes.addressof(target), 1) != 1:
+        raise ConfigError(
+            "shared_memory needs the system call process_vm_writev, which is not allowed here: allow it in the"
+            " container's seccomp profile, or leave shared_memory out"
+        )
+
+
+def _map(descriptor: int, offset: int, byte_size: int) -> tuple[object, int]:
+    """The mapping, which ends when it is forgotten, and the address of ``offset`` in it."""
+    before = offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        mapped = mmap.mmap(descriptor, before + byte_size, offset=offset - before)
+    except (ValueError, OSError):  # it has been shrunk since it was looked at; or addresses have run out
+        raise InvalidRequest(f"{byte_size} bytes from offset {offset} of the shared memory cannot be mapped") from None
+    return mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + before
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_process_vm_writev = ctypes.CDLL(None, use_errno=True).process_vm_writev
+_process_vm_writev.restype = ctypes.c_ssize_t
+_process_vm_writev.argtypes = (
+    ctypes.c_int,
+    ctypes.POINTER(_Span),
+    ctypes.c_ulong,
+    ctypes.POINTER(_Span),
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+
+
+def _copy(source: int, target: int, nbytes: int) -> int:
+    """Have the kernel copy within this process; returns how many bytes it did, where the rest has no memory."""
+    done = _process_vm_writev(os.getpid(), _Span(source, nbytes), 1, _Span(target, nbytes), 1, 0)
+    return max(int(done), 0)

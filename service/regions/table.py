@@ -1,0 +1,169 @@
+"""The regions of shared memory that are registered, by name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from bf16kit.tensors import Array
+from bf16kit.wording import quoted
+from service.operations import Region
+from service.regions.files import MOST_AT_ONCE, SharedFile, open_plain
+
+DIRECTORY = Path("/dev/shm")  # noqa: S108 -- it is where POSIX shared memory lies
+_LONGEST_NAME = 255  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class RegionLimits:
+    """``prefix`` begins the name of every file that may be registered; the bytes are those of all regions together."""
+
+    prefix: str
+    regions: int = 1024
+    nbytes: int = 1 << 30
+
+
+class _Registered(NamedTuple):
+    region: Region
+    file: SharedFile
+
+
+class RegionSlice:
+    """See :class:`service.operations.RegionSlice`. It keeps its file open, registered or not."""
+
+    __slots__ = ("_at", "_byte_size", "_file", "_name")
+
+    def __init__(self, name: str, file: SharedFile, at: int, byte_size: int) -> None:
+        self._name = name
+        self._file = file
+        self._at = at
+        self._byte_size = byte_size
+
+    def read(self) -> bytes:
+        data = self._file.read(self._at, self._byte_size)
+        if len(data) < self._byte_size:
+            raise self._shrunk()
+        return data
+
+    def write(self, data: Array) -> None:
+        if data.nbytes > self._byte_size:
+            raise InvalidRequest(
+                f"{data.nbytes} bytes do not fit into the {self._byte_size} from offset {self._at} of shared memory"
+                f" region {quoted(self._name)}; ask for more of them"
+            )
+        if data.nbytes and self._file.write(self._at, np.ascontiguousarray(data)) < data.nbytes:
+            raise self._shrunk()
+
+    def _shrunk(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"shared memory region {quoted(self._name)} has been shrunk since it was registered, or its file system is"
+            " full; register it again"
+        )
+
+
+class RegionTable:
+    """See :class:`service.operations.Regions`."""
+
+    def __init__(self, limits: RegionLimits, directory: Path = DIRECTORY) -> None:
+        self._limits = limits
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._registered: dict[str, _Registered] = {}
+
+    def register(self, region: Region) -> None:
+        self._check_new(region.name)
+        self._add(region, self._open(region))
+
+    def adopt(self, region: Region, descriptor: int) -> None:
+        """Register what another process has registered, of the file that it has open; ``descriptor`` stays the
+        caller's. Done already, it is not done again."""
+        known = self._registered.get(region.name)
+        if known is not None and known.region == region and known.file.is_of(descriptor):
+            return
+        self._add(region, SharedFile(os.dup(descriptor), region.offset, region.byte_size))
+
+    def descriptor(self, name: str) -> int:
+        """Of this region's file, for as long as it is registered."""
+        return self._find(name).file.descriptor
+
+    def unregister(self, name: str) -> None:
+        with self._lock:
+            if name:
+                self._registered.pop(name, None)  # as Triton: what is not there need not go
+            else:
+                self._registered.clear()
+
+    def status(self, name: str) -> Sequence[Region]:
+        if name:
+            return [self._find(name).region]
+        with self._lock:
+            return [known.region for _, known in sorted(self._registered.items())]
+
+    def lease(self, name: str, offset: int, byte_size: int) -> RegionSlice:
+        region, file = self._find(name)
+        if offset < 0 or byte_size < 0 or offset + byte_size > region.byte_size:
+            raise InvalidRequest(
+                f"{byte_size} bytes from offset {offset} are not within shared memory region {quoted(name)} of"
+                f" {region.byte_size} bytes"
+            )
+        if byte_size > MOST_AT_ONCE:
+            raise InvalidRequest(f"{byte_size} bytes of shared memory are too many for one tensor, of {MOST_AT_ONCE}")
+        return RegionSlice(name, file, offset, byte_size)
+
+    def _find(self, name: str) -> _Registered:
+        known = self._registered.get(name)
+        if known is None:
+            raise NotFound(f"unknown shared memory region {quoted(name)}; register it first")
+        return known
+
+    def _open(self, region: Region) -> SharedFile:
+        if not 0 < len(region.name) <= _LONGEST_NAME:
+            raise InvalidRequest(f"a shared memory region needs a name of 1 to {_LONGEST_NAME} characters")
+        if region.byte_size <= 0 or region.offset < 0:
+            raise InvalidRequest(
+                f"shared memory region {quoted(region.name)} has {region.byte_size} bytes from offset {region.offset},"
+                " expected one or more from 0 or more"
+            )
+        file = region.key.removeprefix("/")  # as shm_open takes it
+        if not file.startswith(self._limits.prefix) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise self._not_usable(region)
+        try:
+            descriptor = open_plain(self._directory / file)
+        except (OSError, UnicodeEncodeError):  # why, is nobody's business who has no rights to the file
+            raise self._not_usable(region) from None
+        return SharedFile(descriptor, region.offset, region.byte_size)
+
+    def _not_usable(self, region: Region) -> InvalidRequest:
+        return InvalidRequest(
+            f"shared memory key {quoted(region.key)} cannot be used: expected a plain file in {self._directory} that"
+            f" the server may read and write, its name beginning with {self._limits.prefix!r} (shared_memory_prefix)"
+        )
+
+    def _check_new(self, name: str) -> None:
+        if name in self._registered:
+            raise AlreadyExists(f"shared memory region {quoted(name)} is registered already; unregister it first")
+
+    def _add(self, region: Region, file: SharedFile) -> None:
+        with self._lock:
+            self._check_new(region.name)
+            if len(self._registered) >= self._limits.regions:
+                raise Overloaded(
+                    f"{self._limits.regions} shared memory regions are registered, which is the limit"
+                    " (shared_memory_max_regions); unregister some",
+                    "regions",
+                )
+            taken = sum(known.region.byte_size for known in self._registered.values())
+            if taken + region.byte_size > self._limits.nbytes:
+                raise Overloaded(
+                    f"{taken} bytes of shared memory are registered, and {region.byte_size} more are over the limit of"
+                    f" {self._limits.nbytes} (shared_memory_max_bytes); unregister some",
+                    "regions",
+                )
+            self._registered[region.name] = _Registered(region, file)

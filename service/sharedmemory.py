@@ -1,0 +1,29 @@
+"""The regions of shared memory that clients may register, as the configuration says."""
+
+from __future__ import annotations
+
+import logging
+
+from service.process.config import ServerConfig
+from service.regions.files import check_system
+from service.regions.table import RegionLimits, RegionTable
+
+_log = logging.getLogger(__name__)
+
+
+def open_regions(config: ServerConfig) -> RegionTable | None:
+    """None where shared memory is off. Raises ConfigError where the system does not let us use it."""
+    if not config.shared_memory:
+        return None
+    check_system()
+    prefix = config.shared_memory_prefix
+    _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
+    if not prefix:
+        _log.warning("shared_memory_prefix is empty: clients may register all that this user may read and write there")
+    return new_table(config)
+
+
+def new_table(config: ServerConfig) -> RegionTable:
+    """One more, for another process of a server that has one."""
+    limits = (config.shared_memory_prefix, config.shared_memory_max_regions, config.shared_memory_max_bytes)
+    return RegionTable(RegionLimits(*limits))

@@ -1,0 +1,64 @@
+"""A line without axes, a point per tick: inline SVG in the page's colours, whose label says its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+_HEIGHT = 40
+_TOP = 2  # room for the line's own width
+Words = Callable[[float | None], str]
+Point = tuple[int, int]
+
+
+def sparkline(
+    name: str, span: str, points: Sequence[float | None], words: Words, *, length: int, bound: float | None = None
+) -> str:
+    """``points``, the oldest first, end at the right edge; there is room for ``length`` of them. A dashed line is drawn
+    at ``bound``; ``words`` is how one value is said.
+
+    There is a gap where there is no value. Nothing is drawn where there is none at all, and the words say so.
+    """
+    points = points[-length:]
+    known = [value for value in points if value is not None]
+    if not known:
+        return f'<p class="spark none">{escape(name)}: nothing to draw yet</p>'
+    top = max(max(known), bound or 0.0) or 1.0
+    said = f"{name}, {span}: last {words(known[-1])}, least {words(min(known))}, most {words(max(known))}"
+    runs = _runs(points, length - len(points), top)
+    limit = "" if bound is None else f'<path class="limit" d="M0 {_y(bound, top)}H{length - 1}"/>'
+    return (
+        f'<svg class="spark" viewBox="0 0 {length - 1} {_HEIGHT}" preserveAspectRatio="none" role="img"'
+        f' aria-label="{escape(said)}"><path class="trace" d="{"".join(map(_path, runs))}"/>{limit}</svg>'
+    )
+
+
+def _runs(points: Sequence[float | None], first: int, top: float) -> list[list[Point]]:
+    """The points between gaps, from ``first`` on; those in the midst of a level stretch are left out."""
+    runs: list[list[Point]] = [[]]
+    for x, value in enumerate(points, first):
+        run = runs[-1]
+        if value is None:
+            if run:
+                runs.append([])
+            continue
+        y = _y(value, top)
+        if len(run) > 1 and run[-1][1] == run[-2][1] == y:
+            run.pop()
+        run.append((x, y))
+    return [run for run in runs if run]
+
+
+def _y(value: float, top: float) -> int:
+    return _HEIGHT - round((_HEIGHT - _TOP) * min(value / top, 1.0))
+
+
+def _path(run: Sequence[Point]) -> str:
+    """Up from the ground, along the points and down: line and area in one. The steps are relative, which is shorter."""
+    (x, y), *rest = run
+    steps, at = "", (x, y)
+    for point in rest:
+        across, down = point[0] - at[0], point[1] - at[1]
+        steps += f"{'l' if not steps else ' '}{across}{'' if down < 0 else ' '}{down}"
+        at = point
+    return f"M{x} {_HEIGHT}V{y}{steps}V{_HEIGHT}"

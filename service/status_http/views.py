@@ -1,0 +1,154 @@
+"""What the status page says, as plain values: whoever knows them can show the page, and it can be sent as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import bf16kit
+from bf16kit.tensors import BY_NAME, TensorSpec, describe
+from service.contract import Model, Registry, Slot
+from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, Door, History, Recent
+
+WINDOW_SECONDS = TICK_SECONDS * WINDOW_TICKS
+SPAN_SECONDS = TICK_SECONDS * TICKS
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How a model runs. The fields up to ``note`` are those of :class:`bf16kit.runtime.RuntimeInfo`."""
+
+    backend: str
+    device: str
+    profile: str
+    choice: str
+    precision: str
+    accumulation: str
+    kernel: str
+    note: str
+    golden: str
+    weight_bytes: int
+    max_batch_size: int
+    max_queue_delay_seconds: float
+    instances: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    budget: Mapping[str, float]
+
+    @classmethod
+    def of(cls, model: Model) -> Running:
+        info = model.info
+        return cls(
+            backend=info.backend,
+            device=info.device,
+            profile=info.profile,
+            choice=info.choice,
+            precision=info.precision,
+            accumulation=info.accumulation,
+            kernel=info.kernel,
+            note=info.note,
+            golden=model.golden,
+            weight_bytes=model.statistics.snapshot().weight_bytes,
+            max_batch_size=model.max_batch_size,
+            max_queue_delay_seconds=model.max_queue_delay_s,
+            instances=model.instances,
+            inputs=tuple(map(_described, model.inputs)),
+            outputs=tuple(map(_described, model.outputs)),
+            budget=model.budget,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One version of a model. ``running`` is None where nothing answers, ``recent`` where nothing was counted."""
+
+    name: str
+    version: int
+    state: str
+    reason: str
+    running: Running | None = None
+    recent: Recent | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ·\u00a0version\u00a0{self.version}"
+
+    @property
+    def drift_ratio(self) -> float | None:
+        """The highest recent drift ÷ budget; None where none was measured."""
+        if self.recent is None:
+            return None
+        return max((ratio for metrics in self.recent.ratios.values() for ratio in metrics.values()), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """A server and its models, at one moment."""
+
+    at: str  # the moment, in UTC
+    version: str
+    uptime_seconds: float
+    workers: int
+    grpc_port: int
+    http_port: int
+    ready: bool
+    models: tuple[ModelView, ...]
+    door: Door
+
+    @property
+    def waits_for(self) -> tuple[ModelView, ...]:
+        """The models that keep the server from being ready."""
+        return tuple(model for model in self.models if model.state != "ready")
+
+    def as_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), allow_nan=False).encode()
+
+
+class Status:
+    """Looks at a registry and a history. ``clock`` is in seconds since the epoch."""
+
+    def __init__(
+        self, registry: Registry, history: History, *, workers: int = 1, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._registry = registry
+        self._history = history
+        self._workers = workers
+        self._clock = clock
+        self._begun = time.monotonic()
+        self._ports = 0, 0
+
+    def listening(self, grpc_port: int, http_port: int) -> None:
+        """The ports are known."""
+        self._ports = grpc_port, http_port
+
+    def look(self) -> ServerView:
+        """The server as it is now."""
+        now = self._clock()
+        recent, door = self._history.read()
+        slots = self._registry.models()
+        models = tuple(_view(slot, recent.get((slot.name, str(slot.version)))) for slot in slots)
+        return ServerView(
+            at=datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+            version=bf16kit.__version__,
+            uptime_seconds=round(time.monotonic() - self._begun, 1),
+            workers=self._workers,
+            grpc_port=self._ports[0],
+            http_port=self._ports[1],
+            ready=self._registry.ready,
+            models=models,
+            door=door,
+        )
+
+
+def _view(slot: Slot, recent: Recent | None) -> ModelView:
+    model, reason = slot.model, slot.reason
+    running = None if model is None else Running.of(model)
+    return ModelView(slot.name, slot.version, slot.state, reason, running, recent)
+
+
+def _described(spec: TensorSpec) -> str:
+    return f"{spec.name}: {BY_NAME[spec.dtype].oip} {describe(spec.shape)}"

@@ -1,0 +1,154 @@
+"""Several processes' metrics as one server's: counters and histograms are summed, gauges combined as each of them says.
+
+A process tells everything it counts, again and again; the newest counts. Of one that has died its counters stay, or a
+restart would take back what was told before, and its gauges go. Nothing here knows Prometheus' library.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
+
+Mode = Literal["sum", "min", "max"]
+_MERGE: Mapping[Mode, Callable[[float, float], float]] = {"sum": lambda a, b: a + b, "min": min, "max": max}
+
+
+class Exemplar(NamedTuple):
+    """A single observation that a histogram's bucket points to."""
+
+    labels: dict[str, str]
+    value: float
+    timestamp: float | None
+
+
+class Series(NamedTuple):
+    """One value; ``name`` is the sample's, as of a histogram's bucket."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+    exemplar: Exemplar | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.name, *(part for label in sorted(self.labels.items()) for part in label))
+
+    @property
+    def model(self) -> tuple[str, str] | None:
+        """The model and version that it is of."""
+        labels = self.labels
+        return (labels["model"], labels["version"]) if "model" in labels and "version" in labels else None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All series of one metric. ``kind`` is Prometheus' type, ``mode`` how several processes' gauges combine."""
+
+    name: str
+    kind: str
+    text: str
+    mode: Mode
+    series: Sequence[Series] = field(default_factory=tuple)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it only grows while its process lives."""
+        return self.kind in ("counter", "histogram")
+
+    def as_json(self) -> list[Any]:
+        return [self.name, self.kind, self.text, self.mode, self.series]
+
+    @classmethod
+    def from_json(cls, told: Sequence[Any]) -> Self:
+        series = []
+        for name, labels, value, exemplar in told[4]:
+            series.append(Series(name, labels, value, None if exemplar is None else Exemplar(*exemplar)))
+        return cls(told[0], told[1], told[2], told[3], series)
+
+
+class Whole:
+    """``wanted`` says which models and versions are served: of others nothing stays once no process has them."""
+
+    def __init__(self, wanted: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self._latest: dict[str, Mapping[str, Family]] = {}  # by process, then by name
+        self._kept: dict[tuple[str, ...], tuple[Family, Series]] = {}  # what was counted by those that are gone
+
+    def update(self, process: str, families: Iterable[Family]) -> None:
+        """What ``process`` has counted until now. A counter that begins anew keeps what it had."""
+        newest = {family.name: family for family in families}
+        with self._lock:
+            for name, family in self._latest.get(process, {}).items():
+                if family.counts:
+                    now = newest.get(name)
+                    self._keep(family, {} if now is None else {each.key: each.value for each in now.series})
+            self._latest[process] = newest
+
+    def lost(self, process: str) -> None:
+        """It has died: what it counted stays."""
+        with self._lock:
+            for family in self._latest.pop(process, {}).values():
+                if family.counts:
+                    self._keep(family, {})
+
+    def forget(self, model: str) -> None:
+        """It was loaded anew: what is gone was counted by what it was before."""
+        with self._lock:
+            self._drop(lambda key: key is not None and key[0] == model)
+
+    def families(self) -> list[Family]:
+        """The whole server's, in the order in which they were first told."""
+        with self._lock:
+            live = {each.model for families in self._latest.values() for f in families.values() for each in f.series}
+            stay = live | {None} | set(self._wanted())
+            self._drop(lambda key: key not in stay)
+            merged: dict[str, _Merged] = {}
+            for family, series in self._kept.values():
+                merged.setdefault(family.name, _Merged(family)).add(series)
+            for families in self._latest.values():
+                for family in families.values():
+                    into = merged.setdefault(family.name, _Merged(family))
+                    for each in family.series:
+                        into.add(each)
+            return [each.family() for each in merged.values()]
+
+    def samples(self, names: Iterable[str]) -> Iterator[Series]:
+        """The series of these samples' names."""
+        wanted = set(names)
+        for family in self.families():
+            yield from (series for series in family.series if series.name in wanted)
+
+    def _keep(self, family: Family, now: Mapping[tuple[str, ...], float]) -> None:
+        """Keep what ``family`` had and ``now`` has not: of a series that fell, or went. Called with the lock held."""
+        for series in family.series:
+            key = series.key
+            if series.value and now.get(key, 0.0) < series.value:
+                _, before = self._kept.get(key, (family, series._replace(value=0.0)))
+                self._kept[key] = family, series._replace(value=before.value + series.value)
+
+    def _drop(self, which: Callable[[tuple[str, str] | None], bool]) -> None:
+        self._kept = {key: kept for key, kept in self._kept.items() if not which(kept[1].model)}
+
+
+class _Merged:
+    """One family of the whole server, being put together."""
+
+    def __init__(self, like: Family) -> None:
+        self._like = like
+        self._merge = _MERGE["sum" if like.counts else like.mode]
+        self._series: dict[tuple[str, ...], Series] = {}
+
+    def add(self, series: Series) -> None:
+        before = self._series.get(series.key)
+        if before is not None:
+            exemplars = [each for each in (before.exemplar, series.exemplar) if each is not None]
+            newest = max(exemplars, key=lambda each: each.timestamp or 0.0, default=None)
+            series = Series(series.name, series.labels, self._merge(before.value, series.value), newest)
+        self._series[series.key] = series
+
+    def family(self) -> Family:
+        like = self._like
+        return Family(like.name, like.kind, like.text, like.mode, list(self._series.values()))

@@ -1,0 +1,181 @@
+"""The RPCs of the inference service that run no model: liveness, readiness, metadata, statistics, the repository."""
+
+# ruff: noqa: N802 -- methods are named as the protocol names its RPCs, and found by that name
+
+from __future__ import annotations
+
+from copy import copy
+
+from bf16kit.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.wording import quoted
+from service.contract import Registry
+from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Settings
+from service.transport.call import Call
+from service.transport.changes import Changes
+from service.transport.credentials import Needs
+from service.wire import metadata, settings
+from service.wire.repository import check_repository, check_unload, load_config
+
+_NOTHING = Needs(None, None)
+
+_NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"  # begins as Triton's
+_NO_MEMORY = "shared memory is off; start with shared_memory: true, or send tensors in raw_input_contents"
+#: Why an RPC is refused that this server does not answer, and what to do instead.
+OFF = {
+    "RepositoryModelLoad": _NOT_EXPLICIT,
+    "RepositoryModelUnload": _NOT_EXPLICIT,
+    "SystemSharedMemoryStatus": _NO_MEMORY,
+    "SystemSharedMemoryRegister": _NO_MEMORY,
+    "SystemSharedMemoryUnregister": _NO_MEMORY,
+    "CudaSharedMemoryStatus": _NO_MEMORY,
+    "CudaSharedMemoryRegister": "CUDA shared memory is not supported; use system shared memory or raw_input_contents",
+    "CudaSharedMemoryUnregister": _NO_MEMORY,
+    "TraceSetting": "tracing cannot be changed while the server runs; set it when starting",
+    "LogSettings": "the log cannot be changed while the server runs; set log_level when starting",
+}
+#: Which of the :class:`Operations` answers an RPC, where it is on.
+_PARTS = {
+    "RepositoryModelLoad": "control",
+    "RepositoryModelUnload": "control",
+    "SystemSharedMemoryStatus": "regions",
+    "SystemSharedMemoryRegister": "regions",
+    "SystemSharedMemoryUnregister": "regions",
+    "CudaSharedMemoryStatus": "regions",
+    "CudaSharedMemoryUnregister": "regions",
+    "TraceSetting": "traces",
+    "LogSettings": "logs",
+}
+#: RPCs that wait for what may take minutes: they come in by a lane of their own.
+CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
+#: RPCs that read and change in one: the scope ``read`` lets a call in, and a change is looked at again.
+SETTINGS = ("TraceSetting", "LogSettings")
+
+
+class ControlServicer:
+    """One method per RPC, named as in the protocol, with the request and its call."""
+
+    def __init__(self, registry: Registry, operations: Operations, manage: Needs = _NOTHING) -> None:
+        """``manage`` is what a call has to bring that changes settings."""
+        self._registry = registry
+        self._operations = operations
+        self._models = operations.models or RegistryModels(registry)
+        self._changes = Changes()
+        self._manage = manage
+
+    def answers(self, rpc: str) -> bool:
+        """Whether this server answers ``rpc``, or refuses it with the words of :data:`OFF`."""
+        part = _PARTS.get(rpc)
+        return rpc not in OFF if part is None else getattr(self._operations, part) is not None
+
+    def drain(self) -> None:
+        """Let no call wait any longer for a model."""
+        self._changes.drain()
+
+    def ServerLive(self, message: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=self._registry.live)
+
+    def ServerReady(self, message: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._registry.ready)
+
+    def ModelReady(self, message: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=self._registry.is_ready(message.name, message.version))
+
+    def ServerMetadata(self, message: pb.ServerMetadataRequest, call: Call) -> pb.ServerMetadataResponse:
+        return metadata.server_metadata(self._operations.extensions)
+
+    def ModelMetadata(self, message: pb.ModelMetadataRequest, call: Call) -> pb.ModelMetadataResponse:
+        model = self._registry.get(message.name, message.version)
+        return metadata.model_metadata(model, self._registry.versions(model.name))
+
+    def ModelConfig(self, message: pb.ModelConfigRequest, call: Call) -> pb.ModelConfigResponse:
+        return metadata.model_config(self._registry.get(message.name, message.version))
+
+    def ModelStatistics(self, message: pb.ModelStatisticsRequest, call: Call) -> pb.ModelStatisticsResponse:
+        """Of every ready model; of every ready version of ``name``; or of the one version asked for."""
+        return metadata.model_statistics(self._models.statistics(message.name, message.version))
+
+    def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: Call) -> pb.RepositoryIndexResponse:
+        check_repository(message.repository_name)
+        return metadata.repository_index(self._models.index(), message.ready)
+
+    def RepositoryModelLoad(self, message: pb.RepositoryModelLoadRequest, call: Call) -> pb.RepositoryModelLoadResponse:
+        """Answered when the model is served."""
+        check_repository(message.repository_name)
+        name = message.model_name
+        try:
+            change = self._control.load(name, load_config(message.parameters))
+            self._changes.wait(change, call, f"loading model {quoted(name)}")
+        except (InvalidRequest, NotFound, Unavailable) as error:
+            told = copy(error)  # others may wait for the same one
+            told.args = (f"failed to load {quoted(name)}: {error}",)  # Triton's words, which clients look for
+            raise told from None
+        return pb.RepositoryModelLoadResponse()
+
+    def RepositoryModelUnload(
+        self, message: pb.RepositoryModelUnloadRequest, call: Call
+    ) -> pb.RepositoryModelUnloadResponse:
+        """Answered when the last of its requests are."""
+        check_repository(message.repository_name)
+        check_unload(message.parameters)
+        name = message.model_name
+        self._changes.wait(self._control.unload(name), call, f"unloading model {quoted(name)}")
+        return pb.RepositoryModelUnloadResponse()
+
+    @property
+    def _control(self) -> ModelControl:
+        if self._operations.control is None:
+            raise Unsupported("models cannot be loaded over the network")  # never: answers() has said so
+        return self._operations.control
+
+    def TraceSetting(self, message: pb.TraceSettingRequest, call: Call) -> pb.TraceSettingResponse:
+        changes = settings.trace_changes(message)
+        return settings.trace_response(self._update(self._operations.traces, call, changes, message.model_name))
+
+    def LogSettings(self, message: pb.LogSettingsRequest, call: Call) -> pb.LogSettingsResponse:
+        return settings.log_response(self._update(self._operations.logs, call, settings.log_changes(message)))
+
+    def _update(
+        self, found: Settings | None, call: Call, changes: settings.Settings, model: str = ""
+    ) -> settings.Settings:
+        if found is None:
+            raise Unsupported("there are no such settings")  # never: answers() has said so
+        if changes:
+            self._manage.check(call.context.invocation_metadata())
+        return found.update(changes, model)
+
+    def SystemSharedMemoryStatus(
+        self, message: pb.SystemSharedMemoryStatusRequest, call: Call
+    ) -> pb.SystemSharedMemoryStatusResponse:
+        return metadata.regions_status(self._regions.status(message.name))
+
+    def SystemSharedMemoryRegister(
+        self, message: pb.SystemSharedMemoryRegisterRequest, call: Call
+    ) -> pb.SystemSharedMemoryRegisterResponse:
+        self._regions.register(Region(message.name, message.key, message.offset, message.byte_size))
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    def SystemSharedMemoryUnregister(
+        self, message: pb.SystemSharedMemoryUnregisterRequest, call: Call
+    ) -> pb.SystemSharedMemoryUnregisterResponse:
+        self._regions.unregister(message.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    def CudaSharedMemoryStatus(
+        self, message: pb.CudaSharedMemoryStatusRequest, call: Call
+    ) -> pb.CudaSharedMemoryStatusResponse:
+        """There are none. perf_analyzer unregisters all of both kinds before it begins with either."""
+        if message.name:
+            raise NotFound(f"unknown CUDA shared memory region {quoted(message.name)}")
+        return pb.CudaSharedMemoryStatusResponse()
+
+    def CudaSharedMemoryUnregister(
+        self, message: pb.CudaSharedMemoryUnregisterRequest, call: Call
+    ) -> pb.CudaSharedMemoryUnregisterResponse:
+        return pb.CudaSharedMemoryUnregisterResponse()
+
+    @property
+    def _regions(self) -> Regions:
+        if self._operations.regions is None:
+            raise Unsupported(_NO_MEMORY)
+        return self._operations.regions

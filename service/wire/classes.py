@@ -1,0 +1,38 @@
+"""The classification extension: an output's largest values, as ``value:index`` strings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from bf16kit import numerics
+from bf16kit.errors import InvalidRequest
+from bf16kit.tensors import Array
+
+_MOST = 1 << 16  # strings of one answer: each is some 100 bytes in memory
+
+
+def top_classes(name: str, array: Array, count: int, *, batched: bool, labels: Sequence[str] = ()) -> Array:
+    """The ``count`` largest values of each row, the largest first, as Triton writes them: ``0.913240:7``, and where
+    that index has a label ``0.913240:7:tabby``.
+
+    ``batched``: a row is all that belongs to one index of the first axis; otherwise the whole array is one row, and the
+    result has one dimension less. Of equal values the first comes first; NaN comes last.
+    """
+    if array.dtype == numerics.BF16:
+        array = numerics.to_fp32(array)
+    rows = array.reshape(len(array), math.prod(array.shape[1:])) if batched else array.reshape(1, array.size)
+    count = min(count, rows.shape[1])
+    if len(rows) * count > _MOST:
+        raise InvalidRequest(f"output {name!r} would have {len(rows) * count} classes, expected at most {_MOST}")
+    whole = rows.dtype.kind in "iu"
+    form = "%d" if whole else "%f"
+    answer = np.empty((len(rows), count), np.object_)
+    for row, values in enumerate(rows):  # one at a time: their order takes twice the memory that they do
+        falling = ~values if whole else -values  # ~ turns the order of integers, and never overflows
+        for column, index in enumerate(np.argsort(falling, kind="stable")[:count]):
+            label = f":{labels[index]}" if index < len(labels) else ""
+            answer[row, column] = f"{form % values[index]}:{index}{label}"
+    return answer if batched else answer[0]

@@ -1,0 +1,46 @@
+"""What clients say beside the name of a model that is to be loaded or unloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bf16kit.errors import InvalidRequest, Unsupported
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.wording import quoted
+
+Parameters = Mapping[str, pb.ModelRepositoryParameter]
+_FILE = "file:"
+
+
+def check_repository(name: str) -> None:
+    """There is one, and it has no name."""
+    if name:
+        raise Unsupported("named repositories are not supported; leave repository_name empty")
+
+
+def load_config(parameters: Parameters) -> str | None:
+    """The parameter ``config`` of a load. Raises InvalidRequest for any other, naming it."""
+    for name, parameter in parameters.items():
+        if name.startswith(_FILE):
+            raise InvalidRequest(
+                f"load parameter {quoted(name)}: files are not taken over the network; put the artifact into the"
+                " repository, and load it from there"
+            )
+        if name != "config":
+            raise InvalidRequest(f"load parameter {quoted(name)} is not known; there is 'config'")
+        _check_kind(f"load parameter {name!r}", parameter, "string_param")
+    return parameters["config"].string_param if "config" in parameters else None
+
+
+def check_unload(parameters: Parameters) -> None:
+    """Nothing depends on another model here, so ``unload_dependents`` changes nothing. Raises as above."""
+    for name, parameter in parameters.items():
+        if name != "unload_dependents":
+            raise InvalidRequest(f"unload parameter {quoted(name)} is not known; there is 'unload_dependents'")
+        _check_kind(f"unload parameter {name!r}", parameter, "bool_param")
+
+
+def _check_kind(what: str, parameter: pb.ModelRepositoryParameter, kind: str) -> None:
+    given = parameter.WhichOneof("parameter_choice")
+    if given != kind:
+        raise InvalidRequest(f"{what} came as {given or 'nothing'}, expected {kind}")

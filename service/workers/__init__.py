@@ -1,0 +1,1 @@
+"""Several processes that serve together, and what they share."""

@@ -1,0 +1,91 @@
+"""What a worker is asked that concerns all of them: handed to the supervisor, which answers for the whole server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from bf16kit.errors import Unavailable
+from service.contract import Registry
+from service.operations import Counted, Indexed, RegistryModels, Setting, Settings
+from service.workers.channel import Body
+from service.workers.statistics import from_json
+
+Ask = Callable[[str, Mapping[str, Any]], Future[Body]]
+_PATIENCE_SECONDS = 30.0  # what is asked here takes no time; the supervisor gives up on a worker before
+
+
+class AskedModels(RegistryModels):
+    """See :class:`service.operations.Models`: which are there is known here, what they did is everybody's."""
+
+    def __init__(self, registry: Registry, ask: Ask) -> None:
+        super().__init__(registry)
+        self._ask = ask
+
+    def index(self) -> Sequence[Indexed]:
+        return [Indexed(*line) for line in _answer(self._ask("index", {}))["lines"]]
+
+    def statistics(self, name: str, version: str) -> Sequence[Counted]:
+        found = super().statistics(name, version)
+        whole = from_json(_answer(self._ask("statistics", {}))["statistics"])
+        return [replace(each, seen=whole.get((each.name, each.version), each.seen)) for each in found]
+
+
+class AskedControl:
+    """See :class:`service.operations.ModelControl`."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def load(self, name: str, config: str | None = None) -> Future[None]:
+        return _nothing(self._ask("load", {"name": name, "config": config}))
+
+    def unload(self, name: str) -> Future[None]:
+        return _nothing(self._ask("unload", {"name": name}))
+
+
+class AskedSettings:
+    """See :class:`service.operations.Settings`. ``what``: which of them."""
+
+    def __init__(self, own: Settings, what: str, ask: Ask) -> None:
+        self._own = own
+        self._what = what
+        self._ask = ask
+
+    def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
+        if not changes:
+            return self._own.update({}, model)
+        told = {name: list(values) for name, values in changes.items()}
+        answer = _answer(self._ask("settings", {"what": self._what, "changes": told, "model": model}))
+        return settings_from_json(answer["settings"])
+
+
+def settings_from_json(told: Mapping[str, Sequence[Setting]]) -> dict[str, tuple[Setting, ...]]:
+    """Settings that came as JSON."""
+    return {name: tuple(values) for name, values in told.items()}
+
+
+def _answer(told: Future[Body]) -> Body:
+    try:
+        return told.result(_PATIENCE_SECONDS)
+    except TimeoutError:
+        raise Unavailable("the server's supervisor has not answered in time; try again") from None
+
+
+def _nothing(told: Future[Body]) -> Future[None]:
+    """The same, without an answer."""
+    done: Future[None] = Future()
+
+    def finish(over: Future[Body]) -> None:
+        error = over.exception()
+        if not done.set_running_or_notify_cancel():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    told.add_done_callback(finish)
+    return done

@@ -1,0 +1,152 @@
+"""What operators change while several workers serve: told to all of them, or to none.
+
+Models are changed one after another, as one process would. The first worker to try a change is the only one to fail
+where it cannot be made; the others serve what they served. Where another cannot follow, all go back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from bf16kit.errors import Bf16kitError, Unavailable
+from service.models.plan import Wish
+from service.workers.fleet import Fleet
+from service.workers.peer import ENDED
+
+_log = logging.getLogger(__name__)
+_AT_ONCE_SECONDS = 20.0  # for what takes a worker no time: one that does not answer is killed before
+
+
+class ModelChanges:
+    """:meth:`want` and :meth:`desire` are the reconciler's, for all workers. ``changed`` is told the name of a model
+    that all of them have loaded anew, or unloaded."""
+
+    def __init__(self, fleet: Fleet, changed: Callable[[str], None] = lambda model: None) -> None:
+        self._fleet = fleet
+        self._told_changed = changed
+        self._failed: dict[str, Wish] = {}  # what one worker has tried and could not, whose slots say why
+        self._thread = ThreadPoolExecutor(1, "changes")
+
+    def want(self, wish: Wish) -> Future[None]:
+        """Ends when every worker serves ``wish``; one that dies meanwhile is told when it is started again."""
+        return self._thread.submit(self._fulfil, wish)
+
+    def desire(self, wishes: Iterable[Wish]) -> None:
+        """Want these models and no others. Before any worker runs, they are what all of them start with."""
+        wanted, before = {wish.name: wish for wish in wishes}, self._fleet.wishes
+        if not self._fleet.running:
+            self._fleet.change(wanted)
+            return
+        for name in sorted({*before, *wanted}):
+            wish = wanted.get(name, Wish(name))
+            if wish != before.get(name, Wish(name)) or self._failed.get(name, wish) != wish:
+                self.want(wish).add_done_callback(_note)
+
+    def close(self) -> None:
+        """What is being done goes on; nothing more is begun."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _fulfil(self, wish: Wish) -> None:
+        before = self._fleet.wishes
+        after = {**before, wish.name: wish} if wish.plans else {n: w for n, w in before.items() if n != wish.name}
+        if wish.plans:
+            self._fleet.change(before, trying=wish)
+            try:
+                first = self._try(wish, before.get(wish.name))
+            finally:
+                self._fleet.change(before)
+        else:
+            first = ""
+        self._failed.pop(wish.name, None)
+        self._fleet.change(after)  # who is started from now on begins with it
+        others = [name for name in self._fleet.running if name != first]
+        failed = self._all(others, wish)
+        if failed is not None and wish.plans:
+            self._fleet.change(before)
+            self._all(self._fleet.running, before.get(wish.name, Wish(wish.name)))
+            raise failed
+        if wish != before.get(wish.name):
+            self._told_changed(wish.name)
+
+    def _try(self, wish: Wish, before: Wish | None) -> str:
+        """Have one worker load it, whose name is returned. Raises what it met, and has it serve what it did."""
+        first = next(iter(self._fleet.running), None)
+        if first is None:
+            raise Unavailable("no worker of this server is running; try again")
+        try:
+            self._fleet.ask_one(first, "want", {"wish": wish.to_json()}).result()
+        except Bf16kitError:
+            self._failed[wish.name] = wish
+            if before is not None and not _serves_as_before(wish, before):
+                self._all([first], before)
+            raise
+        return first
+
+    def _all(self, names: Iterable[str], wish: Wish) -> Bf16kitError | None:
+        """What one of these met that goes on running; one that has died will be told anyway."""
+        asked = {name: self._fleet.ask_one(name, "want", {"wish": wish.to_json()}) for name in names}
+        wait(asked.values())
+        for name, told in asked.items():
+            error = told.exception()
+            if isinstance(error, Bf16kitError) and not died(error):
+                _log.error("%s: model %r: %s", name, wish.name, error)
+                return error
+        return None
+
+
+class SettingsOfAll:
+    """The ``logs`` and ``traces`` of all workers, and of those to come."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lock = threading.Lock()  # all hear of changes in their order
+        # What was asked, not what came of it: what a model has none of its own for stays the server's.
+        self._changed: dict[str, dict[str, Any]] = {}
+
+    def update(self, what: str, changes: Mapping[str, Any], model: str) -> Mapping[str, Any]:
+        """Change them, and return what they are then. Raises what a worker says of a change that is wrong, which the
+        others say as well."""
+        with self._lock:
+            asked = self._fleet.ask("settings", {"what": what, "changes": changes, "model": model})
+            done, late = wait(asked.values(), _AT_ONCE_SECONDS)
+            errors = [error for told in done if (error := told.exception()) is not None and not died(error)]
+            if errors:
+                raise errors[0]
+            answers = [told.result() for told in done if told.exception() is None]
+            if late or not answers:
+                raise Unavailable("a worker of this server did not answer; try again")
+            now: Mapping[str, Any] = answers[0]["settings"]
+            name = f"{what} {model}"
+            changed = self._changed.setdefault(name, {})
+            changed |= changes
+            body = {"what": what, "changes": dict(changed), "model": model}
+            self._fleet.remember("settings", name, body)
+            for worker, told in asked.items():
+                if (
+                    told.exception() is not None
+                ):  # another may have been started in its place before this was remembered
+                    self._fleet.ask_one(worker, "settings", body)
+            return now
+
+
+def _serves_as_before(wish: Wish, before: Wish) -> bool:
+    """Whether a worker that could not fulfil ``wish`` serves what it did: it has nothing new, and all that it had."""
+    new = [plan for plan in wish.plans if plan not in before.plans]
+    return len(new) == 1 and (len(wish.plans) == 1 or all(plan in wish.plans for plan in before.plans))
+
+
+def died(error: BaseException) -> bool:
+    """Whether it says that a worker ended before it answered, or had not begun."""
+    return isinstance(error, Unavailable) and error.reason == ENDED
+
+
+def _note(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        _log.error("%s", error)

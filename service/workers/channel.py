@@ -1,0 +1,107 @@
+"""Messages between the processes of one server: JSON of bounded length over a socket pair, open files beside it.
+
+A message is its length in bytes and the number of its files, four bytes each, then a JSON object. Files travel as
+``SCM_RIGHTS``. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LONGEST = 64 << 20  # bytes of one message; tensors travel in files
+MOST_FILES = 64
+_HEAD = struct.Struct("!II")
+_ANCILLARY = socket.CMSG_SPACE(MOST_FILES * array.array("i").itemsize)
+
+Body = dict[str, Any]
+
+
+class Channel:
+    """One end. One thread may send while another receives; two must not do the same."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, body: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+        """Blocks until the system has taken all of it. ``files`` are descriptors, which stay the caller's.
+
+        Raises OSError once the other end is closed, ValueError for a message that is too long.
+        """
+        text = json.dumps(body, separators=(",", ":")).encode()
+        if len(text) > LONGEST or len(files) > MOST_FILES:
+            raise ValueError(
+                f"a message of {len(text)} bytes and {len(files)} files is over {LONGEST} and {MOST_FILES}"
+            )
+        head = _HEAD.pack(len(text), len(files))
+        # Files belong to the first byte of what is sent with them, so they go with the head.
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        sent = self._end.sendmsg([head, text], rights)
+        for part in (head, text):
+            self._end.sendall(memoryview(part)[sent:])
+            sent = max(0, sent - len(part))
+
+    def receive(self) -> tuple[Body, list[int]] | None:
+        """The next message, and its files, which are the caller's to close; None once the other end is closed.
+
+        Raises ConnectionError for bytes that are no message.
+        """
+        files: list[int] = []
+        try:
+            head = self._exactly(_HEAD.size, files)
+            if head is None:
+                return None
+            length, count = _HEAD.unpack(head)
+            if length > LONGEST or count > MOST_FILES:
+                raise ConnectionError(f"a message of {length} bytes and {count} files is none of ours")
+            text = self._exactly(length, files)
+            if text is None:
+                return None
+            body = json.loads(text)
+            if not isinstance(body, dict) or len(files) != count:
+                raise ConnectionError(f"a message with {len(files)} of {count} files is none of ours")
+        except BaseException as error:
+            close_all(files)
+            if isinstance(error, (ValueError, OSError)) and not isinstance(error, ConnectionError):
+                raise ConnectionError(f"what came is no message: {error}") from None
+            raise
+        return body, files
+
+    def close(self) -> None:
+        """Both directions: whoever waits in :meth:`receive`, here or there, sees the end."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Give the descriptor back, once no thread uses it any more."""
+        self._end.close()
+
+    def _exactly(self, size: int, files: list[int]) -> bytes | None:
+        """So many bytes, and the files that came with them appended; None at the end of the stream."""
+        read = bytearray()
+        while len(read) < size:
+            part, rights, flags, _ = self._end.recvmsg(size - len(read), _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, data in rights:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    numbers = array.array("i")
+                    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                    files += numbers
+            if flags & socket.MSG_CTRUNC:
+                raise ConnectionError("files of a message were lost: too many are open here")
+            if not part:
+                return None
+            read += part
+        return bytes(read)
+
+
+def close_all(files: Sequence[int]) -> None:
+    """Close descriptors that a message brought."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.close(file)

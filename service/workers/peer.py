@@ -1,0 +1,209 @@
+"""Another process of this server, at the other end of a channel: it is told things, asked things, and asks itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from bf16kit.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
+from service.workers.channel import Body, Channel, close_all
+
+_log = logging.getLogger(__name__)
+_WAITING = 4096  # messages that are not sent yet; a process that leaves more unread is taken for dead
+_ANSWER = "answer"  # the kind of message that answers another
+ENDED = "ended"  # the reason of an Unavailable: a process that was asked has ended, or has not begun
+_INTERNAL = "an unexpected error; the server's log has it"
+#: Errors that keep their class between processes; what is none of them arrives as a RuntimeFailure.
+_KNOWN: list[type[Bf16kitError]] = [ConfigError, RuntimeFailure, *RequestError.__subclasses__()]
+_ERRORS = {each.__name__: each for each in _KNOWN}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What came. ``files`` are closed when its handler has returned: who keeps one duplicates it."""
+
+    body: Body
+    files: tuple[int, ...] = ()
+
+
+Answer = Mapping[str, Any] | Future[Body] | None
+Handler = Callable[[Message], Answer]
+
+
+class Peer:
+    """:meth:`start` begins to read and to send; ``ended``, called once on the reading thread, says that it is over.
+
+    ``handlers`` answer what the other side tells or asks, by its kind, in the order in which it came, on the thread
+    that reads: they must not block. One that needs time answers with a future.
+    """
+
+    def __init__(self, channel: Channel, name: str, handlers: Mapping[str, Handler], ended: Callable[[], None]) -> None:
+        self.name = name
+        self._channel = channel
+        self._handlers = handlers
+        self._ended = ended
+        self._outgoing: queue.Queue[tuple[Body, list[int]] | None] = queue.Queue(_WAITING)
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[Body]] = {}
+        self._number = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=work, name=f"{name}-{what}", daemon=True)
+            for work, what in ((self._read, "reader"), (self._write, "writer"))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> None:
+        """Send without waiting; nothing happens once it is over. ``files`` are duplicated and stay the caller's."""
+        self._send({"kind": kind, "body": {} if body is None else body}, files)
+
+    def ask(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> Future[Body]:
+        """The same with an answer, or the error that the other side met; Unavailable when it ends before."""
+        told: Future[Body] = Future()
+        with self._lock:
+            if self._closed:
+                told.set_exception(self._gone())
+                return told
+            self._number += 1
+            number = self._number
+            self._asked[number] = told
+        self._send({"kind": kind, "body": {} if body is None else body, "ask": number}, files)
+        return told
+
+    def close(self) -> None:
+        """End it, from any thread. Questions that are not answered yet fail."""
+        with self._lock:
+            self._closed = True
+            asked, self._asked = self._asked, {}
+        self._channel.close()
+        with contextlib.suppress(queue.Full):
+            self._outgoing.put_nowait(None)
+        for told in asked.values():
+            told.set_exception(self._gone())
+
+    def _gone(self) -> Unavailable:
+        return Unavailable(f"{self.name} of this server has ended; try again", ENDED)
+
+    def _send(self, message: Body, files: Sequence[int]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            kept = [os.dup(file) for file in files]
+            try:
+                self._outgoing.put_nowait((message, kept))
+                return
+            except queue.Full:
+                close_all(kept)
+        _log.error("%s reads nothing of what it is sent, and is given up", self.name)
+        self.close()
+
+    # --- the threads --------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while (waiting := self._outgoing.get()) is not None:
+            message, files = waiting
+            try:
+                self._channel.send(message, files)
+            except OSError:
+                self.close()
+            except ValueError:
+                _log.exception("%s cannot be told %r", self.name, message.get("kind"))
+                self.close()
+            finally:
+                close_all(files)
+            if self._closed:
+                break
+
+    def _read(self) -> None:
+        try:
+            while (received := self._channel.receive()) is not None:
+                body, files = received
+                try:
+                    self._handle(body, tuple(files))
+                finally:
+                    close_all(files)
+        except ConnectionError as error:
+            _log.debug("%s: %s", self.name, error)
+        except Exception:  # noqa: BLE001 -- whoever waits for the other side must be told that nothing comes any more
+            _log.exception("%s cannot be heard any more", self.name)
+        finally:
+            self.close()
+            self._release()
+            self._ended()
+
+    def _release(self) -> None:
+        """Give back what is open here, once nobody sends any more."""
+        self._threads[1].join()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left = self._outgoing.get_nowait()
+                close_all(() if left is None else left[1])
+        self._channel.release()
+
+    def _handle(self, message: Body, files: tuple[int, ...]) -> None:
+        kind, number = str(message.get("kind")), message.get("ask")
+        if kind == _ANSWER:
+            self._answered(message)
+            return
+        try:
+            if kind not in self._handlers:
+                raise Unavailable(f"nothing answers {kind!r} here")
+            answer = self._handlers[kind](Message(message["body"], files))
+        except Exception as error:  # noqa: BLE001 -- one message that fails must not end the conversation
+            self._reply(number, kind, error=error)
+            return
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda done: self._reply_later(number, kind, done))
+        else:
+            self._reply(number, kind, answer)
+
+    def _reply_later(self, number: int | None, kind: str, done: Future[Body]) -> None:
+        error = done.exception()
+        self._reply(number, kind, None if error else done.result(), error)
+
+    def _reply(
+        self, number: int | None, kind: str, body: Mapping[str, Any] | None = None, error: BaseException | None = None
+    ) -> None:
+        if error is not None and not isinstance(error, Bf16kitError):
+            _log.error("%s: %r failed", self.name, kind, exc_info=error)
+        elif error is not None and number is None:  # nobody waits to be told
+            _log.warning("%s", error)
+        if number is not None:
+            told = {"body": body or {}} if error is None else {"error": error_as_json(error)}
+            self._send({"kind": _ANSWER, "to": number, **told}, ())
+
+    def _answered(self, message: Body) -> None:
+        with self._lock:
+            told = self._asked.pop(message.get("to", -1), None)
+        if told is None:
+            return
+        if "error" in message:
+            told.set_exception(error_from_json(message["error"]))
+        else:
+            told.set_result(message["body"])
+
+
+def error_as_json(error: BaseException) -> Body:
+    """What of an error may travel: nothing of a bug's text."""
+    if not isinstance(error, Bf16kitError):
+        return {"error": RuntimeFailure.__name__, "text": _INTERNAL}
+    known = next((each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS), RuntimeFailure.__name__)
+    return {"error": known, "text": str(error), "reason": getattr(error, "reason", "")}
+
+
+def error_from_json(told: Mapping[str, str]) -> Bf16kitError:
+    """The same error again, of its class."""
+    error = _ERRORS.get(told.get("error", ""), RuntimeFailure)(told.get("text", ""))
+    if told.get("reason"):
+        error.reason = told["reason"]  # type: ignore[attr-defined]
+    return error

@@ -1,0 +1,119 @@
+"""Shared memory that clients register with one worker, and use with every one.
+
+The supervisor's table is the one that counts. It opens their files, and hands them down to all workers; one that is
+started anew is told all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+from bf16kit.errors import Unavailable
+from service.operations import Region
+from service.regions.table import RegionSlice, RegionTable
+from service.workers.channel import Body
+from service.workers.peer import Handler, Message, Peer
+
+_PATIENCE_SECONDS = 10.0  # for all workers to answer: each opens a file
+
+
+class FleetRegions:
+    """The supervisor's side. ``peers`` gives the workers that run."""
+
+    def __init__(self, table: RegionTable, peers: Callable[[], Sequence[Peer]]) -> None:
+        self.lock = threading.Lock()  # held over a change and telling it: each worker hears of changes in their order
+        self._table = table
+        self._peers = peers
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """What workers ask."""
+        return {"register": self._register, "unregister": self._unregister}
+
+    def tell_all(self, peer: Peer) -> None:
+        """To a worker that has just been started. Called with the lock held since it was."""
+        for region in self._table.status(""):
+            peer.tell("adopt", asdict(region), [self._table.descriptor(region.name)])
+
+    def _register(self, message: Message) -> Future[Body]:
+        region = Region(**message.body)
+        with self.lock:
+            self._table.register(region)
+            files = [self._table.descriptor(region.name)]
+            asked = [peer.ask("adopt", message.body, files) for peer in self._peers()]
+        return _gathered(asked, lambda: self._forget(region.name))
+
+    def _unregister(self, message: Message) -> Future[Body]:
+        return _gathered(self._forget(message.body["name"]))
+
+    def _forget(self, name: str) -> list[Future[Body]]:
+        with self.lock:
+            self._table.unregister(name)
+            return [peer.ask("forget", {"name": name}) for peer in self._peers()]
+
+
+class WorkerRegions:
+    """A worker's side: see :class:`service.operations.Regions`. ``ask`` asks the supervisor."""
+
+    def __init__(self, table: RegionTable, ask: Callable[[str, Mapping[str, Any]], Future[Body]]) -> None:
+        self._table = table
+        self._ask = ask
+
+    def register(self, region: Region) -> None:
+        self._wait("register", asdict(region))
+
+    def unregister(self, name: str) -> None:
+        self._wait("unregister", {"name": name})
+
+    def status(self, name: str) -> Sequence[Region]:
+        return self._table.status(name)
+
+    def lease(self, name: str, offset: int, byte_size: int) -> RegionSlice:
+        return self._table.lease(name, offset, byte_size)
+
+    def adopt(self, message: Message) -> None:
+        """The supervisor has this region, and here is its file."""
+        self._table.adopt(Region(**message.body), message.files[0])
+
+    def forget(self, message: Message) -> None:
+        """The supervisor has it no more."""
+        self._table.unregister(message.body["name"])
+
+    def _wait(self, kind: str, body: Mapping[str, Any]) -> None:
+        try:
+            self._ask(kind, body).result(_PATIENCE_SECONDS)
+        except TimeoutError:
+            raise Unavailable("not all processes of this server answer; try again") from None
+
+
+def _gathered(asked: Sequence[Future[Body]], undo: Callable[[], object] = lambda: None) -> Future[Body]:
+    """Done when all are, with the first error of any, after ``undo``. Workers that have ended have no say: the next
+    ones are told everything."""
+    done: Future[Body] = Future()
+    lock, left = threading.Lock(), len(asked)
+
+    def finish() -> None:
+        errors = [error for each in asked if (error := each.exception()) and not isinstance(error, Unavailable)]
+        if errors:
+            undo()
+            done.set_exception(errors[0])
+        else:
+            done.set_result({})
+
+    def count(each: Future[Body]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            over = not left
+        if over:
+            finish()
+
+    if not asked:
+        finish()
+    for each in asked:
+        each.add_done_callback(count)
+    return done

@@ -1,0 +1,102 @@
+"""A worker's registry: it answers from its own models, and tells of the whole server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from service.contract import Model, Registry, Slot, State
+from service.request import Observation
+from service.workers.view import View
+
+
+class Sight:
+    """The newest view of the whole server, as the supervisor has told it: asking for it costs no message."""
+
+    def __init__(self) -> None:
+        self.now = View()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def change(self, view: View) -> None:
+        self.now = view
+        for callback in self._callbacks:
+            callback()
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeSlot:
+    """A slot of this worker, in the state that all of them together are in."""
+
+    own: Slot
+    state: State
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def version(self) -> int:
+        return self.own.version
+
+    @property
+    def model(self) -> Model | None:
+        return self.own.model
+
+    def observe(self, seen: Observation) -> None:
+        self.own.observe(seen)
+
+
+class WholeRegistry:
+    """See :class:`service.contract.Registry`. A request is answered by what this worker has, ready elsewhere or not;
+    whoever asks what is ready is told of all workers, for his next connection may come to any of them."""
+
+    def __init__(self, own: Registry, sight: Sight) -> None:
+        self._own = own
+        self._sight = sight
+
+    @property
+    def live(self) -> bool:
+        return self._own.live
+
+    @property
+    def ready(self) -> bool:
+        return self._sight.now.ready and self._own.ready
+
+    def acquire(self, name: str, version: str) -> AbstractContextManager[Model]:
+        return self._own.acquire(name, version)
+
+    def get(self, name: str, version: str) -> Model:
+        return self._own.get(name, version)
+
+    def find(self, name: str, version: str) -> Slot:
+        return self._own.find(name, version)
+
+    def is_ready(self, name: str, version: str) -> bool:
+        if not self._own.is_ready(name, version):
+            return False
+        found = self._own.find(name, version)
+        whole = self._sight.now.slots.get((found.name, found.version))
+        return whole is not None and whole.state == "ready"
+
+    def models(self) -> Sequence[Slot]:
+        return [self._whole(slot) for slot in self._own.models()]
+
+    def versions(self, name: str) -> list[int]:
+        return self._own.versions(name)
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        self._own.subscribe(callback)
+        self._sight.subscribe(callback)
+
+    def _whole(self, slot: Slot) -> Slot:
+        if slot.state != "ready":
+            return slot
+        whole = self._sight.now.slots.get((slot.name, slot.version))
+        return slot if whole is None else _WholeSlot(slot, whole.state, whole.reason)

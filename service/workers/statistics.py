@@ -1,0 +1,94 @@
+"""What models have done in all workers together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from service.contract import BatchStatistics, Duration, StatisticsSnapshot
+from service.workers.view import Key
+
+Told = Mapping[Key, StatisticsSnapshot]
+_DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+_PHASES = ("compute_input", "compute_infer", "compute_output")
+
+
+def as_json(seen: Told) -> list[list[Any]]:
+    """A line for each version."""
+    return [[name, version, asdict(each)] for (name, version), each in seen.items()]
+
+
+def from_json(told: Iterable[Any]) -> Told:
+    """What :func:`as_json` wrote."""
+    return {(name, version): _snapshot(each) for name, version, each in told}
+
+
+def add(a: StatisticsSnapshot, b: StatisticsSnapshot) -> StatisticsSnapshot:
+    """What both have done. They have the same weights."""
+    batches = {each.batch_size: each for each in a.batches}
+    for each in b.batches:
+        known = batches.get(each.batch_size)
+        batches[each.batch_size] = each if known is None else _add_batches(known, each)
+    return StatisticsSnapshot(
+        last_inference_ms=max(a.last_inference_ms, b.last_inference_ms),
+        inference_count=a.inference_count + b.inference_count,
+        execution_count=a.execution_count + b.execution_count,
+        **{name: _add(getattr(a, name), getattr(b, name)) for name in _DURATIONS},
+        batches=tuple(batches[size] for size in sorted(batches)),
+        weight_bytes=max(a.weight_bytes, b.weight_bytes),
+    )
+
+
+class WholeStatistics:
+    """Of workers that live the newest that each told, of those that died the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latest: dict[str, Told] = {}
+        self._kept: dict[Key, StatisticsSnapshot] = {}
+
+    def update(self, process: str, seen: Told) -> None:
+        """What ``process`` has done until now."""
+        with self._lock:
+            self._latest[process] = seen
+
+    def lost(self, process: str) -> None:
+        """It has died: what it did stays done."""
+        with self._lock:
+            for key, seen in self._latest.pop(process, {}).items():
+                self._kept[key] = add(self._kept.get(key, StatisticsSnapshot()), seen)
+
+    def forget(self, model: str) -> None:
+        """It was loaded anew, and begins anew."""
+        with self._lock:
+            self._kept = {key: seen for key, seen in self._kept.items() if key[0] != model}
+
+    def sum(self) -> Told:
+        """Every version that a worker has."""
+        with self._lock:
+            total: dict[Key, StatisticsSnapshot] = {}
+            for seen in self._latest.values():
+                for key, each in seen.items():
+                    total[key] = add(total.get(key, self._kept.get(key, StatisticsSnapshot())), each)
+            return total
+
+    def of(self, name: str, version: int) -> StatisticsSnapshot:
+        return self.sum().get((name, version), StatisticsSnapshot())
+
+
+def _add(a: Duration, b: Duration) -> Duration:
+    return Duration(a.count + b.count, a.ns + b.ns)
+
+
+def _add_batches(a: BatchStatistics, b: BatchStatistics) -> BatchStatistics:
+    return BatchStatistics(a.batch_size, *(_add(getattr(a, name), getattr(b, name)) for name in _PHASES))
+
+
+def _snapshot(told: Mapping[str, Any]) -> StatisticsSnapshot:
+    batches = tuple(
+        BatchStatistics(each["batch_size"], *(Duration(**each[name]) for name in _PHASES)) for each in told["batches"]
+    )
+    durations = {name: Duration(**told[name]) for name in _DURATIONS}
+    return StatisticsSnapshot(**{**told, **durations, "batches": batches})

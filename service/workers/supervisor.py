@@ -1,0 +1,201 @@
+"""The supervisor: it owns what is wanted, the HTTP port and the workers, and runs no model and no gRPC."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
+
+from bf16kit.errors import Unavailable
+from service.httpport import announce, open_http
+from service.models.controller import Controller
+from service.models.poll import Poll
+from service.operations import Indexed
+from service.process.config import ServerConfig
+from service.process.credentials import Credentials
+from service.process.logsettings import LogSettings
+from service.process.ports import ReservedPort
+from service.process.stop import Ending, Started, Stop
+from service.process.ticking import Ticking
+from service.status_http.pages import routes
+from service.status_http.views import Status
+from service.telemetry.history import NAMES, TICK_SECONDS, History
+from service.telemetry.metrics import Metrics
+from service.workers import agreements
+from service.workers.asking import settings_from_json
+from service.workers.changes import ModelChanges, SettingsOfAll
+from service.workers.channel import Body
+from service.workers.counting import Counting
+from service.workers.fleet import Fleet
+from service.workers.overview import Overview
+from service.workers.peer import Answer, Message
+from service.workers.shadowing import NAME as SHADOW
+from service.workers.shadowing import ShadowProcess
+from service.workers.statistics import as_json
+from service.workers.view import UNLOADING
+
+_log = logging.getLogger(__name__)
+_TEND_SECONDS = 0.1
+_ANSWERING = 8  # threads for what workers ask; loading a model holds none of them
+
+
+def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
+    """Serve with ``config.workers`` processes until ``stop`` is set, then drain them all.
+
+    Raises ConfigError for a port in use. The thread that calls this must live as long as the workers shall.
+    """
+    with ReservedPort(config.host, config.grpc_port) as port:
+        supervisor = Supervisor(config, port.port)
+        fleet, overview = supervisor.fleet, Overview(supervisor.fleet, supervisor.counting.statistics_of)
+        history = History(lambda: supervisor.counting.samples(NAMES))
+        status = Status(overview, history, workers=config.workers)
+        pages = routes(overview, supervisor.counting, status.look)
+        http = open_http(config, pages, supervisor.metrics, Credentials.of(config))
+        status.listening(port.port, http.port)
+        ticking = Ticking("history", TICK_SECONDS, history.tick)
+        try:
+            supervisor.start()
+            http.start()
+            announce(config, port.port, http.port)
+            started(port.port, http.port)
+            ticking.start()
+            while not stop.wait(_TEND_SECONDS):
+                supervisor.tend()
+            supervisor.stop()
+            return _drain(config, fleet)
+        finally:
+            supervisor.stop()
+            supervisor.shadow.close()
+            fleet.close()
+            ticking.stop()
+            http.close()
+
+
+class Supervisor:
+    """What workers ask it is answered for all of them."""
+
+    def __init__(self, config: ServerConfig, port: int) -> None:
+        self.metrics = Metrics()  # of this process
+        handlers: dict[str, Callable[[str, Message], Answer]] = {
+            "counts": lambda worker, message: self.counting.hear(worker, message.body),
+            "statistics": self._later(lambda body: {"statistics": as_json(self.counting.statistics())}),
+            "index": self._later(lambda body: {"lines": self._index()}),
+            "load": self._later(lambda body: self.controller.load(body["name"], body["config"])),
+            "unload": self._later(lambda body: self.controller.unload(body["name"])),
+            "settings": self._later(self._settings),
+            agreements.KIND: agreements.Agreements().answer,
+            "sample": lambda worker, message: self.shadow.give(message),
+        }
+        self.fleet = Fleet(config, port, handlers=handlers, lost=lambda worker: self.counting.lost(worker))
+        self.counting = Counting(self.metrics, self._counts, lambda: self.fleet.view.slots)
+        self.shadow = ShadowProcess(
+            config,
+            lambda message: self.counting.hear(SHADOW, message.body),
+            lambda: self.counting.lost(SHADOW),
+        )
+        self._models = ModelChanges(self.fleet, self._changed)
+        self._settings_of_all = SettingsOfAll(self.fleet)
+        self._logs = LogSettings(config.log_level, config.log_format)
+        self.controller = Controller(
+            config.repository, self._models.want, self._models.desire, config.model_control, config.load_model
+        )
+        self.controller.begin()
+        self._poll = Poll(self.controller, config.poll_seconds) if config.model_control == "poll" else None
+        self._answering = ThreadPoolExecutor(_ANSWERING, "answering")
+
+    def start(self) -> None:
+        if self._poll is not None:
+            self._poll.start()
+
+    def stop(self) -> None:
+        """Change nothing any more."""
+        if self._poll is not None:
+            self._poll.stop()
+        self._models.close()
+        self._answering.shutdown(wait=False)
+
+    def tend(self) -> None:
+        """Keep all processes running."""
+        self.fleet.tend()
+        self.shadow.tend()
+
+    def _counts(self) -> dict[str, Future[Body]]:
+        asked = self.fleet.ask("counts")
+        if (peer := self.shadow.peer) is not None:
+            asked[SHADOW] = peer.ask("counts")
+        return asked
+
+    def _changed(self, model: str) -> None:
+        self.counting.forget(model)
+        self.shadow.forget(model)
+
+    def _index(self) -> list[list[str]]:
+        served = [
+            Indexed(
+                slot.name,
+                str(slot.version),
+                "UNLOADING" if slot.reason == UNLOADING else slot.state.upper(),
+                slot.reason,
+            )
+            for slot in self.fleet.view.slots.values()
+        ]
+        return [[line.name, line.version, line.state, line.reason] for line in self.controller.index(served)]
+
+    def _settings(self, body: Body) -> Body:
+        now = self._settings_of_all.update(body["what"], body["changes"], body["model"])
+        if body["what"] == "logs":
+            self._logs.update(settings_from_json(now))
+        return {"settings": now}
+
+    def _later(self, work: Callable[[Body], Any]) -> Callable[[str, Message], Answer]:
+        """An answer that takes a thread to find; where it is a future, no longer than until that is there."""
+
+        def answer(worker: str, message: Message) -> Future[Body]:
+            told: Future[Body] = Future()
+
+            def begin() -> None:
+                try:
+                    found = work(message.body)
+                except BaseException as error:  # noqa: BLE001 -- whoever asked is told
+                    told.set_exception(error)
+                    return
+                if isinstance(found, Future):
+                    found.add_done_callback(lambda done: _pass_on(done, told))
+                else:
+                    told.set_result(found)
+
+            try:
+                self._answering.submit(begin)
+            except RuntimeError:
+                told.set_exception(Unavailable("the server is shutting down; try another", "draining"))
+            return told
+
+        return answer
+
+
+def _pass_on(done: Future[Any], told: Future[Body]) -> None:
+    error = CancelledError() if done.cancelled() else done.exception()
+    if error is None:
+        told.set_result({})
+    else:
+        told.set_exception(error)
+
+
+def _drain(config: ServerConfig, fleet: Fleet) -> Ending:
+    """Not ready, then no new work, then what is at work finishes; the HTTP port answers to the last."""
+    if config.lame_duck_seconds:
+        _log.info("stopping: not ready, and at work for another %g s", config.lame_duck_seconds)
+        fleet.retire()
+        until = time.monotonic() + config.lame_duck_seconds
+        while time.monotonic() < until:  # a second signal ends the process at once, and the workers with it
+            time.sleep(min(_TEND_SECONDS, max(0.0, until - time.monotonic())))
+            fleet.tend()
+    begun = time.monotonic()
+    _log.info("draining for up to %g s", config.drain_seconds)
+    ending = fleet.drain(config.drain_seconds)
+    if not ending.answered:
+        _log.warning("requests were cut off: they were still at work after %g s", config.drain_seconds)
+    _log.info("stopped after %.2f s", time.monotonic() - begun)
+    return ending

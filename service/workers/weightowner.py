@@ -1,0 +1,235 @@
+"""Keeps the weights of models for the processes of one server: each copy once, as long as one of them uses it.
+
+A client (:class:`service.workers.weights.SharedWeights`) asks for a copy by key and size, with a socket of its own for
+this one use. Its answer is the copy, sealed memory whose descriptor goes with the message, or the word to fill it;
+others who ask meanwhile wait. Where the one that fills fails or dies, the next in turn is told to. The use ends with
+its socket, so a process that dies gives back all that it used; with the last use the copy goes.
+
+No weights are read here, and nothing is unpickled. What a client hands in is looked at before another one gets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+from bf16kit.sealedmemory import UnfitMemory, check
+
+_log = logging.getLogger(__name__)
+REQUEST = struct.Struct("!Q32s")  # size in bytes, sha256 of the key: with it, the socket of the use
+FILL, HERE, REFUSED, FILLED = b"fill", b"here", b"refused", b"filled"  # with HERE and FILLED: the memory
+MOST_BYTES = 64  # of a message that is not a request
+MOST_DESCRIPTORS = 4  # that are taken from a message; a proper one has one at most
+MOST_USES = 512  # at once, of all clients: each holds a descriptor or two here, and 1,024 are what most systems allow
+_SEQUENCED = socket.SOCK_SEQPACKET  # messages stay whole, and the end of the other side shows
+
+
+@dataclass(eq=False)
+class _Use:
+    socket: socket.socket
+    copy: _Copy
+
+
+@dataclass(eq=False)
+class _Copy:
+    """One copy of weights: being filled (``filler``), or there (``memory``, a descriptor)."""
+
+    key: tuple[int, bytes]
+    memory: int | None = None
+    filler: _Use | None = None
+    waiting: deque[_Use] = field(default_factory=deque)
+    users: set[_Use] = field(default_factory=set)
+
+
+class WeightOwner:
+    """Answers the clients that :meth:`connect` makes, on a thread of its own, from :meth:`start` to :meth:`close`."""
+
+    def __init__(self, *, most_uses: int = MOST_USES) -> None:
+        self._most_uses = most_uses
+        self._copies: dict[tuple[int, bytes], _Copy] = {}
+        self._uses: set[_Use] = set()
+        self._selector = selectors.DefaultSelector()
+        self._new: SimpleQueue[socket.socket | None] = SimpleQueue()  # None: the end
+        self._woken, self._wake = socket.socketpair()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        """The end for one client, which is to be handed to its process and then closed in this one."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, _SEQUENCED)
+        self._tell(ours)
+        return theirs
+
+    @property
+    def copies(self) -> int:
+        """How many copies there are, or are being filled."""
+        return len(self._copies)
+
+    @property
+    def uses(self) -> int:
+        """How many uses there are, those that wait included."""
+        return len(self._uses)
+
+    def close(self) -> None:
+        """Let go of everything. Clients keep what they have mapped, and copy for themselves what they ask for now."""
+        if self._closed:
+            return
+        self._closed = True
+        self._tell(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._selector.close()
+        self._woken.close()
+        self._wake.close()
+
+    def _tell(self, client: socket.socket | None) -> None:
+        self._new.put(client)
+        self._wake.send(b"\0")
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        clients: list[socket.socket] = []
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    key.data()
+                    continue
+                self._woken.recv(1)
+                client = self._new.get()
+                if client is None:
+                    self._let_go(clients)
+                    return
+                clients = [each for each in clients if each.fileno() >= 0] + [client]
+                self._watch(client, partial(self._request, client))
+
+    def _let_go(self, clients: list[socket.socket]) -> None:
+        for use in list(self._uses):
+            use.copy.waiting.clear()
+            self._end(use)
+        for client in clients:
+            client.close()
+
+    def _watch(self, watched: socket.socket, act: Callable[[], None]) -> None:
+        watched.setblocking(False)
+        self._selector.register(watched, selectors.EVENT_READ, act)
+
+    def _request(self, client: socket.socket) -> None:
+        """Take what a client asks for. One that asks for nothing that can be is not listened to any more."""
+        message, descriptors = _received(client, REQUEST.size)
+        if len(message) != REQUEST.size or len(descriptors) != 1:
+            _close_all(descriptors)
+            self._selector.unregister(client)
+            client.close()
+            return
+        try:
+            use_socket = socket.socket(fileno=descriptors[0])
+        except OSError:
+            _close_all(descriptors)
+            return
+        size, key = REQUEST.unpack(message)
+        if len(self._uses) >= self._most_uses:
+            _log.warning("weights of %d bytes are not shared: %d uses are the most", size, self._most_uses)
+            _send(use_socket, REFUSED)
+            use_socket.close()
+            return
+        copy = self._copies.setdefault((size, key), _Copy((size, key)))
+        use = _Use(use_socket, copy)
+        self._uses.add(use)
+        self._watch(use_socket, partial(self._heard, use))
+        copy.waiting.append(use)
+        self._serve(copy)
+
+    def _serve(self, copy: _Copy) -> None:
+        """Answer who waits for ``copy``: all of them once it is there, the first of them where nobody fills it."""
+        while copy.waiting and (copy.memory is not None or copy.filler is None):
+            use = copy.waiting.popleft()
+            if copy.memory is None:
+                copy.filler = use
+                answered = _send(use.socket, FILL)
+            else:
+                copy.users.add(use)
+                answered = _send(use.socket, HERE, copy.memory)
+            if not answered:
+                self._end(use)
+
+    def _heard(self, use: _Use) -> None:
+        """A use has ended, or its copy is filled."""
+        message, descriptors = _received(use.socket, MOST_BYTES)
+        copy = use.copy
+        if message != FILLED or copy.filler is not use or len(descriptors) != 1:
+            _close_all(descriptors)
+            self._end(use)
+            return
+        try:
+            check(descriptors[0], copy.key[0])
+        except UnfitMemory as error:
+            _log.warning("weights of %d bytes that a process filled are not shared: %s", copy.key[0], error)
+            _close_all(descriptors)
+            self._end(use)
+            return
+        copy.memory, copy.filler = descriptors[0], None
+        copy.users.add(use)
+        self._serve(copy)
+
+    def _end(self, use: _Use) -> None:
+        if use not in self._uses:
+            return
+        self._uses.remove(use)
+        self._selector.unregister(use.socket)
+        use.socket.close()
+        copy = use.copy
+        copy.users.discard(use)
+        with contextlib.suppress(ValueError):
+            copy.waiting.remove(use)
+        if copy.filler is use:
+            copy.filler = None
+            self._serve(copy)
+        if copy.filler is None and not copy.users and not copy.waiting:
+            if copy.memory is not None:
+                os.close(copy.memory)
+                copy.memory = None
+            self._copies.pop(copy.key, None)
+
+
+def _received(source: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """A message and the descriptors that came with it; nothing when the other side is gone."""
+    try:
+        message, descriptors, flags, _ = socket.recv_fds(source, most, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        return b"", []
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        _close_all(descriptors)
+        return b"", []
+    return message, descriptors
+
+
+def _send(to: socket.socket, message: bytes, descriptor: int | None = None) -> bool:
+    """Whether it could be sent at once: nothing is waited for, and a socket that is full has a peer that is lost."""
+    try:
+        if descriptor is None:
+            to.send(message)
+        else:
+            socket.send_fds(to, [message], [descriptor])
+    except OSError:
+        return False
+    return True
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,120 @@
+"""A worker's side of the weights that all processes of a server share: see :mod:`service.workers.weightowner`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.runtime.sharedmemory import filled, mapped
+from bf16kit.runtime.weightstore import OWN, Fill, WeightStore
+from bf16kit.sealedmemory import UnfitMemory, check
+from service.workers.weightowner import FILL, FILLED, HERE, MOST_BYTES, MOST_DESCRIPTORS, REFUSED, REQUEST
+
+_log = logging.getLogger(__name__)
+LEAST = 256 << 10  # bytes: fewer are not worth two descriptors in each process
+PATIENCE_S = 600.0  # that another process may take to fill what this one needs, too
+
+
+class SharedWeights:
+    """A :class:`~bf16kit.runtime.weightstore.WeightStore` whose copies are one for all clients of an owner.
+
+    ``owner`` is a socket of :meth:`WeightOwner.connect`. What cannot be shared, because the owner is gone or
+    refuses, or hands out what may not be used, or the system has no memory that can be shared, is copied for this
+    process alone, and so are fewer than ``LEAST`` bytes.
+    """
+
+    def __init__(self, owner: socket.socket, *, patience_s: float = PATIENCE_S, own: WeightStore = OWN) -> None:
+        self._owner = owner
+        self._patience_s = patience_s
+        self._own = own
+
+    def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
+        """See :class:`~bf16kit.runtime.weightstore.WeightStore`."""
+        if size < LEAST:
+            return self._own.get(key, size, fill)
+        try:
+            descriptor, use = self._shared(key, size, fill)
+        except _NotShared as reason:
+            _log.warning("%.0f MB of weights are copied for this process alone: %s", size / 1e6, reason)
+            return self._own.get(key, size, fill)
+        try:
+            mapping, memory = mapped(descriptor, size)
+        except BaseException:
+            use.close()
+            raise
+        finally:
+            os.close(descriptor)
+        # Whoever unloads a model need not say so, and may be ended: the use is over when nobody reads the memory. The
+        # collector may come to that anywhere, so it only closes a socket.
+        weakref.finalize(mapping, use.close).atexit = False
+        return memory
+
+    def _shared(self, key: str, size: int, fill: Fill) -> tuple[int, socket.socket]:
+        """The descriptor of the memory, and the socket that stands for its use."""
+        use, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            use.settimeout(self._patience_s)
+            with theirs:
+                self._ask(REQUEST.pack(size, hashlib.sha256(key.encode()).digest()), theirs)
+            answer, descriptors = _answer(use)
+            if answer == FILL and not descriptors:
+                return self._filled(use, size, fill), use
+            if answer == HERE and len(descriptors) == 1:
+                return _checked(descriptors[0], size), use
+            _close_all(descriptors)
+            raise _NotShared("the owner has as many uses as it takes" if answer == REFUSED else "the owner is gone")
+        except BaseException:
+            use.close()
+            raise
+
+    def _ask(self, request: bytes, use: socket.socket) -> None:
+        try:
+            socket.send_fds(self._owner, [request], [use.fileno()])
+        except OSError as error:
+            raise _NotShared(f"the owner is gone ({error.strerror})") from error
+
+    def _filled(self, use: socket.socket, size: int, fill: Fill) -> int:
+        try:
+            descriptor = filled(size, fill)
+        except OSError as error:
+            raise _NotShared(f"this system has no memory that can be shared ({error.strerror})") from error
+        try:
+            socket.send_fds(use, [FILLED], [descriptor])
+        except OSError as error:
+            _log.warning("%.0f MB of weights are not shared: the owner is gone (%s)", size / 1e6, error.strerror)
+        return descriptor
+
+
+class _NotShared(Exception):
+    """Why this process must have a copy of its own."""
+
+
+def _answer(use: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        flags = socket.MSG_CMSG_CLOEXEC
+        message, descriptors, _, _ = socket.recv_fds(use, MOST_BYTES, MOST_DESCRIPTORS, flags)
+    except TimeoutError:
+        raise _NotShared("another process has not filled them in time") from None
+    except OSError as error:
+        raise _NotShared(f"the owner is gone ({error.strerror})") from error
+    return message, descriptors
+
+
+def _checked(descriptor: int, size: int) -> int:
+    try:
+        check(descriptor, size)
+    except UnfitMemory as error:
+        os.close(descriptor)
+        raise _NotShared(f"what is shared may not be used: {error}") from error
+    return descriptor
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,265 @@
+"""A worker: the gRPC port and the models, as one process has them, led by a supervisor. ``python -m`` starts it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.errors import Bf16kitError, Unavailable
+from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
+from service.models.plan import Wish
+from service.models.repository import Repository
+from service.operations import Operations, Settings
+from service.process.config import ServerConfig
+from service.process.credentials import Credentials
+from service.process.heap import HeapTrimmer, bound_heap
+from service.process.logs import configure
+from service.process.logsettings import LogSettings
+from service.process.stop import Ending
+from service.process.ticking import Ticking
+from service.sharedmemory import new_table
+from service.telemetry.metrics import Metrics
+from service.workers.agreements import AskedAgreement
+from service.workers.asking import AskedControl, AskedModels, AskedSettings, settings_from_json
+from service.workers.channel import Body, Channel
+from service.workers.counting import TELL_SECONDS
+from service.workers.described import describe
+from service.workers.orphans import end_with, leave_signals_to_the_parent
+from service.workers.peer import ENDED, Message, Peer
+from service.workers.placement import threads_of
+from service.workers.regions import WorkerRegions
+from service.workers.registry import Sight, WholeRegistry
+from service.workers.shadowing import Hander
+from service.workers.statistics import as_json
+from service.workers.view import Report, SlotState, View
+from service.workers.weights import SharedWeights
+
+if TYPE_CHECKING:
+    from service.telemetry.tracing import Tracing
+
+_log = logging.getLogger(__name__)
+_LAST_WORDS_SECONDS = 5.0  # for the supervisor to take the last answer
+_LAST_TRACES_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
+_EXIT_WRONG = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    config: ServerConfig
+    patient: bool  # to listen when everything is loaded: others serve meanwhile
+    metrics: Metrics
+    repository: Repository
+    registry: WholeRegistry
+    operations: Operations
+    tracing: Tracing | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    seconds: float
+    done: Future[Body]
+
+
+class Worker:
+    """Hears what the supervisor says on one thread and does it on the main one: :meth:`run`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._starts: queue.SimpleQueue[_Start] = queue.SimpleQueue()
+        self._drains: queue.SimpleQueue[_Drain] = queue.SimpleQueue()
+        self._sight = Sight()
+        self._repository: Repository | None = None
+        self._regions: WorkerRegions | None = None  # from the start on, where shared memory is on
+        self._metrics: Metrics | None = None
+        self._settings: dict[str, Settings] = {}
+        self._listening = False
+        self._settled = threading.Event()  # nothing is being loaded
+        self._reporting = threading.Lock()
+        self._peer = Peer(
+            Channel(end),
+            "the supervisor",
+            {
+                "start": self._start,
+                "want": self._want,
+                "settings": self._set,
+                "counts": lambda message: self._counts(),
+                "view": self._look,
+                "ping": lambda message: None,
+                "retire": self._retire,
+                "drain": self._drain,
+                "adopt": self._adopt,
+                "forget": self._forget,
+            },
+            lambda: os._exit(1),  # nobody leads, and nobody may have the port: whoever comes next wants it
+        )
+
+    def run(self) -> None:
+        """Serve until told to drain. Never returns: threads may still be inside native code."""
+        self._peer.start()
+        start = self._starts.get()
+        try:
+            self._serve(start)
+        except Bf16kitError as error:
+            _log.error("%s", error)
+            os._exit(_EXIT_WRONG)
+
+    def _serve(self, start: _Start) -> None:
+        config, repository = start.config, start.repository
+        transport = build_transport(
+            config,
+            start.registry,
+            start.metrics.refused,
+            Credentials.of(config),
+            start.operations,
+            start.tracing,
+        )
+        repository.subscribe(self._report)
+        repository.start()
+        self._report()
+        while start.patient and not self._settled.wait(_LOOK_SECONDS) and self._drains.empty():
+            pass  # a connection that came here would be told that models are loading
+        transport.start()
+        self._listening = True
+        self._report()
+        if start.tracing is not None:
+            start.tracing.start()
+        heap, counting = HeapTrimmer(), Ticking("counting", TELL_SECONDS, self._tell_counts)
+        heap.start()
+        counting.start()
+        order = self._drains.get()
+        heap.stop()
+        ending = drain(repository, transport, order.seconds)
+        if start.tracing is not None:
+            start.tracing.close(_LAST_TRACES_SECONDS)
+        counting.stop()
+        self._tell_counts()
+        self._end(order, ending)
+
+    def _end(self, order: _Drain, ending: Ending) -> None:
+        order.done.set_result({"answered": ending.answered, "freed": ending.freed})
+        logging.shutdown()
+        time.sleep(_LAST_WORDS_SECONDS)  # the supervisor closes the channel when it has the answer, which ends this
+        os._exit(0)
+
+    def _report(self) -> None:
+        """Tell the supervisor what is here. Called on any thread; the last one tells the latest."""
+        repository = self._repository
+        if repository is None:
+            return
+        with self._reporting:
+            slots = []
+            for slot in repository.models():
+                model = slot.model
+                described = None if model is None else describe(model)
+                slots.append(SlotState(slot.name, slot.version, slot.state, slot.reason, described))
+            if any(slot.state == "loading" for slot in slots):
+                self._settled.clear()
+            else:
+                self._settled.set()
+            self._peer.tell("report", Report(self._listening, repository.ready, tuple(slots)).as_json())
+
+    # --- on the peer's thread -----------------------------------------------------------------------------------------
+
+    def _start(self, message: Message) -> None:
+        body, config, metrics = message.body, ServerConfig(**message.body["config"]), Metrics()
+        configure(config.log_level, config.log_format, worker=body["number"])
+        weights = SharedWeights(socket.socket(fileno=os.dup(message.files[0])))
+        repository = Repository(
+            metrics,
+            device=config.device,
+            threads=threads_of(config.threads, config.workers),
+            weights=weights,
+            ready_when_empty=config.model_control == "explicit",
+            hand=Hander(self._peer.ask).hand,
+            agree=lambda plan: AskedAgreement(plan, self._peer.ask),
+        )
+        repository.desire(Wish.from_json(wish) for wish in body["wishes"])
+        registry = WholeRegistry(repository, self._sight)
+        try:
+            traces, tracing = open_tracing(config, repository, metrics.traced)
+        except Bf16kitError as error:
+            _log.error("%s", error)
+            os._exit(_EXIT_WRONG)
+        if config.shared_memory:
+            self._regions = WorkerRegions(new_table(config), self._peer.ask)
+        self._settings = {"logs": LogSettings(config.log_level, config.log_format), "traces": traces}
+        self._repository, self._metrics = repository, metrics
+        operations = self._operations(config, registry)
+        self._starts.put(_Start(config, body["patient"], metrics, repository, registry, operations, tracing))
+
+    def _operations(self, config: ServerConfig, registry: WholeRegistry) -> Operations:
+        ask = self._peer.ask
+        return Operations(
+            models=AskedModels(registry, ask),
+            control=AskedControl(ask) if config.model_control == "explicit" else None,
+            regions=self._regions,
+            logs=guarded(config, AskedSettings(self._settings["logs"], "logs", ask)),
+            traces=guarded(config, AskedSettings(self._settings["traces"], "traces", ask)),
+            extensions=extensions(config),
+        )
+
+    def _want(self, message: Message) -> Any:
+        return self._served.want(Wish.from_json(message.body["wish"]))
+
+    def _set(self, message: Message) -> Body:
+        body, _ = message.body, self._served
+        now = self._settings[body["what"]].update(settings_from_json(body["changes"]), body["model"])
+        return {"settings": {name: list(values) for name, values in now.items()}}
+
+    def _counts(self) -> Body:
+        models = [model for slot in self._served.models() if (model := slot.model) is not None]
+        statistics = {(model.name, model.version): model.statistics.snapshot() for model in models}
+        assert self._metrics is not None  # noqa: S101 -- nothing is asked before the start
+        return {
+            "metrics": [family.as_json() for family in self._metrics.snapshot()],
+            "statistics": as_json(statistics),
+        }
+
+    def _tell_counts(self) -> None:
+        self._peer.tell("counts", self._counts())
+
+    @property
+    def _served(self) -> Repository:
+        if self._repository is None:
+            raise Unavailable("this worker is being started; try again", ENDED)  # it will be told what is wanted
+        return self._repository
+
+    def _look(self, message: Message) -> None:
+        self._sight.change(View.from_json(message.body))
+
+    def _adopt(self, message: Message) -> None:
+        if self._regions is not None:  # if not, it is told again after the start
+            self._regions.adopt(message)
+
+    def _forget(self, message: Message) -> None:
+        if self._regions is not None:
+            self._regions.forget(message)
+
+    def _retire(self, message: Message) -> None:
+        if self._repository is not None:
+            self._repository.retire()
+
+    def _drain(self, message: Message) -> Future[Any]:
+        done: Future[Any] = Future()
+        self._drains.put(_Drain(message.body["seconds"], done))
+        return done
+
+
+def main() -> None:
+    """``python -m service.workers.worker DESCRIPTOR PARENT``."""
+    leave_signals_to_the_parent()
+    end_with(int(sys.argv[2]))
+    bound_heap()
+    Worker(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()
