@@ -1,0 +1,42 @@
+"""Every check, in the order in which they are made: what does least harm first, what may kill a server last."""
+
+from __future__ import annotations
+
+from conformance.checks import (
+    calls,
+    classification,
+    control,
+    danger,
+    datatypes,
+    health,
+    inference,
+    memory,
+    memorytensors,
+    metadata,
+    parameters,
+    refusals,
+    server,
+    settings,
+    statistics,
+    streams,
+)
+from conformance.suite import collect
+
+CHECKS = collect(
+    server,
+    metadata,
+    inference,
+    datatypes,
+    refusals,
+    parameters,
+    streams,
+    statistics,
+    classification,
+    memory,
+    memorytensors,
+    settings,
+    health,
+    control,
+    calls,
+    danger,
+)

@@ -1,0 +1,46 @@
+"""What has ended servers: tried last, and only where the user says so (``--dangerous``)."""
+
+from __future__ import annotations
+
+import os
+
+from conformance.checks.regions import NEEDS, input_in, region
+from conformance.checks.sources import OIP
+from conformance.session import Session
+from conformance.suite import Level, Skipped, check, must
+
+_RULE = "Errors are indicated by the google.rpc.Status returned for the request: the server lives to return it."
+
+
+def _allowed(session: Session) -> None:
+    if not session.options.dangerous:
+        raise Skipped("it has ended servers; --dangerous tries it")
+
+
+@check("danger.classes-of-strings", Level.MUST, OIP, f"{_RULE} Classification of a BYTES output.", "classification")
+def classes_of_strings(session: Session) -> None:
+    _allowed(session)
+    model, name = session.with_output("BYTES")
+    request = session.request(model, outputs=[name])
+    request.outputs[0].parameters["classification"].int64_param = 1
+    answer = session.target.call("ModelInfer", request)
+    session.alive()
+    must(not answer.ok, "a refusal", answer, request)
+
+
+@check(
+    "danger.region-shrunk",
+    Level.MUST,
+    OIP,
+    f"{_RULE} A region whose memory was cut short after it was registered.",
+    NEEDS,
+)
+def region_shrunk(session: Session) -> None:
+    _allowed(session)
+    with region(session) as memory:
+        request = input_in(memory, offset=8192)
+        session.infer(request)
+        os.truncate(memory.path, 4096)
+        answer = session.target.call("ModelInfer", request)
+        session.alive()
+        must(not answer.ok, "a refusal", answer, request)

@@ -1,0 +1,145 @@
+"""Regions of shared memory that the checks make: real ones, in this machine's /dev/shm.
+
+So they are made of servers on the same machine alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+
+from conformance.checks.sources import SEEN, extension
+from conformance.models import Model
+from conformance.protocol import inference_pb2 as pb
+from conformance.session import Session
+from conformance.suite import Check, Code, Level, Skipped, must
+from conformance.target import Answer
+
+NEEDS = "system_shared_memory"
+SOURCE = extension(NEEDS)
+SIZE = 1 << 16  # bytes of each
+_DIRECTORY = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory lives on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A region of :data:`SIZE` bytes that exists, by its ``key``; registered or not under ``name``."""
+
+    session: Session
+    key: str
+
+    @property
+    def name(self) -> str:
+        return self.key.lstrip("/")
+
+    @property
+    def path(self) -> Path:
+        return _DIRECTORY / self.name
+
+    def register(self, offset: int = 0, byte_size: int = SIZE, key: str = "", name: str | None = None) -> Answer:
+        request = pb.SystemSharedMemoryRegisterRequest(
+            name=self.name if name is None else name, key=key or self.key, offset=offset, byte_size=byte_size
+        )
+        return self.session.target.call("SystemSharedMemoryRegister", request)
+
+    def unregister(self, name: str | None = None) -> Answer:
+        request = pb.SystemSharedMemoryUnregisterRequest(name=self.name if name is None else name)
+        return self.session.target.call("SystemSharedMemoryUnregister", request)
+
+    def status(self, name: str = "") -> Answer:
+        return self.session.target.call("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(name=name))
+
+    def write(self, data: bytes, offset: int = 0) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+
+@contextmanager
+def region(session: Session, *, registered: bool = True) -> Iterator[Memory]:
+    """A region, gone afterwards from the server and from the machine."""
+    if not session.options.same_host or not _DIRECTORY.is_dir():
+        raise Skipped("the server is not on this machine (or say --same-host)")
+    memory = Memory(session, f"/{session.options.region_prefix}{uuid4().hex[:12]}")
+    memory.path.write_bytes(bytes(SIZE))
+    try:
+        if registered:
+            answer = memory.register()
+            must(answer.ok, "the region to be registered", answer, memory.key)
+        yield memory
+    finally:
+        memory.unregister()
+        memory.path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor's place in a region, as the parameters say it."""
+
+    region: str
+    byte_size: int | None
+    offset: int | None = None
+
+    def put(
+        self, tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor
+    ) -> None:
+        tensor.parameters["shared_memory_region"].string_param = self.region
+        if self.byte_size is not None:
+            tensor.parameters["shared_memory_byte_size"].int64_param = self.byte_size
+        if self.offset is not None:
+            tensor.parameters["shared_memory_offset"].int64_param = self.offset
+
+
+def input_in(memory: Memory, place: Placed | None = None, offset: int = 0) -> pb.ModelInferRequest:
+    """A request whose inputs lie one after the other in the region; ``place`` is said of the first in place of its own.
+
+    Where any input lies in a region, the others do here too: none is raw.
+    """
+    session, at = memory.session, offset
+    request = session.request()
+    data = list(request.raw_input_contents)
+    if sum(map(len, data)) > SIZE // 4:
+        raise Skipped("the model's inputs are larger than the regions that are tried")
+    del request.raw_input_contents[:]
+    for number, (tensor, raw) in enumerate(zip(request.inputs, data, strict=True)):
+        memory.write(raw, at)
+        own = Placed(memory.name, len(raw), at if offset or number else None)
+        (place if place and not number else own).put(tensor)
+        at += len(raw)
+    return request
+
+
+def numbers_out(session: Session) -> tuple[Model, str, int]:
+    """An output of fixed element size of the model, and how many bytes one row of it has."""
+    outputs = session.outputs(session.request())
+    for name, array in outputs.items():
+        if array.dtype != np.object_ and 0 < array.nbytes <= SIZE // 4:
+            return session.model, name, array.nbytes
+    raise Skipped("no output of the model has elements of a fixed size")
+
+
+def at_region(
+    name: str, level: Level, source: str, rule: str, codes: list[Code], call: Callable[[Memory], Answer]
+) -> tuple[Check, ...]:
+    """Something of a region that must be refused, and by which status."""
+
+    def run(session: Session) -> None:
+        with region(session) as memory:
+            answer = call(memory)
+            must(not answer.ok, "a refusal", answer, name)
+
+    def status(session: Session) -> None:
+        with region(session) as memory:
+            answer = call(memory)
+            wanted = " or ".join(code.name for code in codes)
+            must(answer.code in codes, wanted, answer, name)
+
+    return (
+        Check(f"memory.{name}", level, source, rule, run, NEEDS),
+        Check(f"memory.{name}/status", Level.TRITON, SEEN, f"{rule} Which status.", status, NEEDS),
+    )

@@ -1,0 +1,11 @@
+"""Where rules are from."""
+
+OIP = "Open Inference Protocol, gRPC"
+SEEN = "Triton 2.51, as observed"
+GRPC = "gRPC"
+HEALTH = "gRPC health checking protocol"
+
+
+def extension(name: str) -> str:
+    """The document of one of Triton's extensions."""
+    return f"Triton's extension {name}"

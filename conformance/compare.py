@@ -1,0 +1,86 @@
+"""Several servers beside each other: ``python -m conformance.compare NAME=FILE.json[,FILE.json] …`` prints tables.
+
+Of several files for one server, from runs between which it was started again, the later count where they tried more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Run = Mapping[str, Mapping[str, Any]]  # a check's id → what ``--json`` says of it
+_MARKS = {"pass": "✓", "FAIL": "**✗**", "told": "told", "skip": "–"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables."""
+    runs = {name: _read(files) for name, _, files in (argument.partition("=") for argument in arguments)}
+    if not runs or not all(runs.values()):
+        sys.stderr.write("conformance.compare: expected NAME=FILE.json[,FILE.json] …, each from --json\n")
+        return 2
+    sys.stdout.write("\n".join([*_counts(runs), "", *_broken(runs), "", *_all(runs), ""]))
+    return 0
+
+
+def _read(files: str) -> Run:
+    run: dict[str, Mapping[str, Any]] = {}
+    for file in files.split(","):
+        for check in json.loads(Path(file).read_text())["checks"]:
+            if check["id"] not in run or check["outcome"] != "skip":
+                run[check["id"]] = check
+    return run
+
+
+def _counts(runs: Mapping[str, Run]) -> list[str]:
+    lines = ["| server | passed | MUST broken | TRITON broken | told | skipped |", "|---|---|---|---|---|---|"]
+    for name, run in runs.items():
+        seen = Counter(check["outcome"] for check in run.values())
+        broken = Counter(check["level"] for check in run.values() if check["outcome"] == "FAIL")
+        cells = (name, seen["pass"], broken["MUST"], broken["TRITON"], seen["told"], seen["skip"])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def _broken(runs: Mapping[str, Run]) -> list[str]:
+    """What broke a written rule, in the server's own words."""
+    lines = ["| written rule broken | by | what came |", "|---|---|---|"]
+    for name, run in runs.items():
+        for id, check in run.items():
+            if check["outcome"] == "FAIL" and check["level"] == "MUST":
+                came = f"expected {check['expected']}; came {check['came']}"
+                lines.append(f"| `{id}`: {check['rule']} | {name} | {_cell(came)} |")
+    return lines
+
+
+def _all(runs: Mapping[str, Run]) -> list[str]:
+    """A row for each rule; the status and the text of a refusal stand beside it."""
+    lines = ["| rule | level | " + " | ".join(runs) + " |", "|---|---|" + "---|" * len(runs)]
+    first = next(iter(runs.values()))
+    for id, check in first.items():
+        if "/" not in id:
+            cells = [_mark(run, id) for run in runs.values()]
+            lines.append(f"| `{id}` {_cell(check['rule'], 400)} | {check['level']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _mark(run: Run, id: str) -> str:
+    mark = _MARKS[run[id]["outcome"]]
+    status, text = run.get(f"{id}/status"), run.get(f"{id}/text")
+    if run[id]["outcome"] == "pass" and status is not None:
+        mark += " **status**" if status["outcome"] == "FAIL" else ""
+        mark += " text" if text is not None and text["outcome"] == "told" else ""
+    return mark
+
+
+def _cell(text: str, most: int = 120) -> str:
+    line = " ".join(text.split())
+    line = line if len(line) <= most else f"{line[:most]}…"
+    return line.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""The models of the server under test, as its metadata and configuration describe them, and inputs that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from conformance.protocol import inference_pb2 as pb
+from conformance.target import Target
+from conformance.wire import DATATYPES, Tensor, filled
+
+_ANY = 4  # elements along a dimension that may have any size
+
+
+class Usage(Exception):
+    """What the user asked for cannot be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the user said of an input: its shape, batch dimension included, and the values to repeat."""
+
+    shape: tuple[int, ...]
+    values: tuple[float, ...] = ()
+
+
+def given(text: str) -> tuple[str, Given]:
+    """``NAME=2,16``, ``NAME=2,16/101,2023,102`` or ``NAME=2,16/0..30000`` as a name and what is said of it."""
+    name, equals, rest = text.partition("=")
+    shape, _, values = rest.partition("/")
+    try:
+        sizes = tuple(int(size) for size in shape.split(",") if size)
+        low, dots, high = values.partition("..")
+        if dots:
+            step = max((float(high) - float(low)) / 7, 0)
+            numbers = tuple(float(low) + step * k for k in range(8))
+        else:
+            numbers = tuple(float(value) for value in values.split(",") if value)
+    except ValueError:
+        equals = ""
+    if not equals or not name or (sizes and min(sizes) < 0):
+        raise Usage(f"--input {text!r}: expected NAME=SHAPE or NAME=SHAPE/VALUES, as ids=1,8/101,2023 or x=2,16/0..1")
+    return name, Given(sizes, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model, its newest version. ``max_batch_size`` 0: its shapes have no batch dimension of Triton's kind."""
+
+    name: str
+    metadata: pb.ModelMetadataResponse
+    config: pb.ModelConfig | None = None
+    known: Mapping[str, Given] = field(default_factory=dict)
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.config.max_batch_size if self.config else 0
+
+    @property
+    def raw_only(self) -> bool:
+        """Whether it has an FP16 or BF16 input: its requests have no typed form, as raw and typed are never mixed."""
+        return any(DATATYPES[spec.datatype].field is None for spec in self.inputs)
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """The inputs that may be left out."""
+        return frozenset(tensor.name for tensor in self.config.input if tensor.optional) if self.config else frozenset()
+
+    @property
+    def inputs(self) -> Sequence[pb.ModelMetadataResponse.TensorMetadata]:
+        return self.metadata.inputs
+
+    @property
+    def outputs(self) -> Sequence[pb.ModelMetadataResponse.TensorMetadata]:
+        return self.metadata.outputs
+
+    def shape(self, name: str, rows: int = 1) -> tuple[int, ...]:
+        """A shape for an input: ``rows`` of it where the model batches."""
+        spec = next(tensor for tensor in self.inputs if tensor.name == name)
+        said = self.known.get(name)
+        open_sizes = (self._size(axis) if size < 0 else size for axis, size in enumerate(spec.shape))
+        sizes = said.shape if said and said.shape else tuple(open_sizes)
+        return (rows, *sizes[1:]) if self.max_batch_size > 0 and sizes else tuple(sizes)
+
+    def _size(self, axis: int) -> int:
+        """What to take where any size will do: what the user gave another input there, as the two often go together."""
+        for spec in self.inputs:
+            said = self.known.get(spec.name)
+            if said and axis < len(said.shape) and axis < len(spec.shape) and spec.shape[axis] < 0:
+                return said.shape[axis]
+        return _ANY
+
+    def feed(self, name: str, rows: int = 1) -> Tensor:
+        """A value for one input."""
+        spec = next(tensor for tensor in self.inputs if tensor.name == name)
+        said = self.known.get(name)
+        return filled(spec.datatype, self.shape(name, rows), said.values if said else None)
+
+    def feeds(self, rows: int = 1) -> dict[str, Tensor]:
+        """A value for every input."""
+        return {spec.name: self.feed(spec.name, rows) for spec in self.inputs}
+
+
+def discover(target: Target, names: Sequence[str], inputs: Mapping[str, Given]) -> list[Model]:
+    """The models called ``names``, or else those in the repository's index. Raises :class:`Usage`."""
+    if not names:
+        index = target.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+        if not index.ok:
+            raise Usage(f"the server does not list its models ({index}); name one with --model")
+        names = list(dict.fromkeys(m.name for m in index.message.models if m.state in ("READY", "")))
+        if not names:
+            raise Usage("the server lists no model that is ready; load one")
+    models = [_describe(target, name, inputs) for name in names]
+    found = [model for model in models if model is not None]
+    if not found:
+        raise Usage(f"the server gives no metadata of {', '.join(names)}")
+    return found
+
+
+def _describe(target: Target, name: str, inputs: Mapping[str, Given]) -> Model | None:
+    metadata = target.call("ModelMetadata", pb.ModelMetadataRequest(name=name))
+    if not metadata.ok or any(spec.datatype not in DATATYPES for spec in metadata.message.inputs):
+        return None
+    config = target.call("ModelConfig", pb.ModelConfigRequest(name=name))
+    model = Model(name, metadata.message, config.message.config if config.ok else None)
+    return replace(model, known={spec.name: inputs[spec.name] for spec in model.inputs if spec.name in inputs})
+
+
+def preference(model: Model) -> tuple[bool, bool, int, str]:
+    """Sorts models by how much of the protocol they can show: those that batch, with floats, with few inputs."""
+    floats = any(spec.datatype == "FP32" for spec in model.inputs)
+    return model.max_batch_size <= 1, not floats, len(model.inputs), model.name

@@ -1,0 +1,146 @@
+"""What came of a run: as a table in Markdown, as JUnit's XML, as JSON, and as lines to read."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from conformance.suite import Check, Level
+
+
+class Outcome(enum.Enum):
+    """How a check went. ``TOLD``: a rule of level SHOULD was broken."""
+
+    PASSED = "pass"
+    FAILED = "FAIL"
+    TOLD = "told"
+    SKIPPED = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A check, how it went, and the words to it. ``seconds``: how long it took."""
+
+    check: Check
+    outcome: Outcome
+    seconds: float
+    sent: str = ""
+    expected: str = ""
+    came: str = ""
+    why: str = ""
+
+    @property
+    def words(self) -> str:
+        """Why it was skipped, or what was broken."""
+        return self.why or (f"expected {self.expected}; came {self.came}" if self.expected else "")
+
+
+def failed(results: Sequence[Result]) -> bool:
+    """Whether the server broke a rule that counts."""
+    return any(result.outcome is Outcome.FAILED for result in results)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The counts in one line."""
+    seen = Counter(result.outcome for result in results)
+    levels = Counter(result.check.level for result in results if result.outcome is Outcome.FAILED)
+    which = f" ({levels[Level.MUST]} MUST, {levels[Level.TRITON]} TRITON)" if seen[Outcome.FAILED] else ""
+    seconds = sum(result.seconds for result in results)
+    return (
+        f"{seen[Outcome.PASSED]} passed, {seen[Outcome.FAILED]} failed{which}, {seen[Outcome.TOLD]} told,"
+        f" {seen[Outcome.SKIPPED]} skipped, of {len(results)} checks in {seconds:.1f} s"
+    )
+
+
+def lines(results: Sequence[Result], *, all_of_them: bool = False) -> str:
+    """The broken rules, each with what was sent, expected and came; and the summary."""
+    parts = []
+    for result in results:
+        head = f"{result.outcome.value}  {result.check.id}  [{result.check.level.value}]"
+        if result.outcome in (Outcome.FAILED, Outcome.TOLD):
+            parts.append(
+                f"{head}\n  rule      {result.check.rule} ({result.check.source})\n  sent      {_short(result.sent)}\n"
+                f"  expected  {result.expected}\n  came      {_short(result.came)}"
+            )
+        elif all_of_them:
+            parts.append(head + (f"  {result.why}" if result.why else ""))
+    return "\n".join([*parts, summary(results)])
+
+
+def table(results: Sequence[Result], server: str) -> str:
+    """A table in Markdown: a row for each check."""
+    rows = [
+        f"# Conformance of {server}\n\n{summary(results)}\n",
+        "| check | level | result | rule | what came |\n|---|---|---|---|---|",
+    ]
+    for result in results:
+        cells = (
+            f"`{result.check.id}`",
+            result.check.level.value,
+            result.outcome.value,
+            result.check.rule,
+            result.words,
+        )
+        rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def as_json(results: Sequence[Result], server: str) -> str:
+    """Everything, for programs: the server, and each check with its level, rule and outcome."""
+    checks = [
+        {
+            "id": result.check.id,
+            "level": result.check.level.value,
+            "source": result.check.source,
+            "rule": result.check.rule,
+            "extension": result.check.needs,
+            "outcome": result.outcome.value,
+            "sent": _short(result.sent, 2000),
+            "expected": result.expected,
+            "came": _short(result.came, 2000),
+            "why": result.why,
+        }
+        for result in results
+    ]
+    return json.dumps({"server": server, "checks": checks}, indent=1, ensure_ascii=False) + "\n"
+
+
+def junit(results: Sequence[Result], server: str) -> bytes:
+    """JUnit's XML: a case for each check, SHOULD's among the system output."""
+    counts = Counter(result.outcome for result in results)
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"conformance of {server}",
+        tests=str(len(results)),
+        failures=str(counts[Outcome.FAILED]),
+        errors="0",
+        skipped=str(counts[Outcome.SKIPPED]),
+    )
+    for result in results:
+        group, _, name = result.check.id.partition(".")
+        case = ElementTree.SubElement(suite, "testcase", classname=group, name=name, time=f"{result.seconds:.3f}")
+        text = _printable(f"{result.check.rule}\nsent: {_short(result.sent)}\n{result.words}")
+        if result.outcome is Outcome.FAILED:
+            ElementTree.SubElement(case, "failure", message=_printable(result.words)[:500]).text = text
+        elif result.outcome is Outcome.SKIPPED:
+            ElementTree.SubElement(case, "skipped", message=_printable(result.why))
+        elif result.outcome is Outcome.TOLD:
+            ElementTree.SubElement(case, "system-out").text = text
+    return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
+
+
+def _cell(text: str) -> str:
+    return " ".join(_short(text, 160).replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def _short(text: str, most: int = 600) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most]}… ({len(line)} characters)"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c in "\n\t" or c >= " " else "\N{REPLACEMENT CHARACTER}" for c in text)

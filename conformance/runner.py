@@ -1,0 +1,57 @@
+"""Makes checks one after the other and says how each went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from conformance.protocol import inference_pb2 as pb
+from conformance.reports import Outcome, Result
+from conformance.session import Session
+from conformance.suite import Check, Failed, Level, Skipped
+
+
+def chosen(checks: Iterable[Check], only: Sequence[str], without: Sequence[str]) -> list[Check]:
+    """Those whose id is one of ``only``, all where there is none; less those of ``without``. Both may have ``*``."""
+
+    def listed(check: Check, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(check.id, pattern) or fnmatchcase(check.id, f"{pattern}/*") for pattern in patterns)
+
+    return [check for check in checks if (not only or listed(check, only)) and not listed(check, without)]
+
+
+def run(
+    session: Session, checks: Iterable[Check], told: Callable[[Result], None] = lambda result: None
+) -> list[Result]:
+    """Make every check; one that needs an extension that the server does not declare is skipped."""
+    results = []
+    for check in checks:
+        result = _made(session, check)
+        told(result)
+        results.append(result)
+    return results
+
+
+def _made(session: Session, check: Check) -> Result:
+    if check.needs and check.needs not in session.extensions:
+        return Result(check, Outcome.SKIPPED, 0.0, why=f"the server does not declare {check.needs}")
+    if check.needs in session.closed:
+        return Result(
+            check, Outcome.SKIPPED, 0.0, why=f"it wants credentials (--metadata): {session.closed[check.needs]}"
+        )
+    started = time.monotonic()
+    try:
+        check.run(session)
+    except Skipped as skipped:
+        return Result(check, Outcome.SKIPPED, time.monotonic() - started, why=str(skipped))
+    except Failed as broken:
+        outcome = Outcome.TOLD if check.level is Level.SHOULD else Outcome.FAILED
+        return Result(check, outcome, time.monotonic() - started, broken.sent, broken.expected, broken.came)
+    return Result(check, Outcome.PASSED, time.monotonic() - started)
+
+
+def described(session: Session) -> str:
+    """The server's name and version, as it says them itself."""
+    answer = session.target.call("ServerMetadata", pb.ServerMetadataRequest())
+    return f"{answer.message.name} {answer.message.version}" if answer.ok else "a server without metadata"

@@ -1,0 +1,123 @@
+"""What a check is, and how it says that a server broke a rule."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import grpc
+from google.protobuf.message import Message
+
+if TYPE_CHECKING:
+    from conformance.session import Session
+
+Code = grpc.StatusCode
+
+
+class Level(enum.Enum):
+    """How binding a rule is. A server fails by MUST and TRITON alone."""
+
+    MUST = "MUST"  # written in the protocol, in the document of an extension that the server declares, or in gRPC's
+    TRITON = "TRITON"  # nowhere written, but what Triton is seen to do, so that its clients rely on it
+    SHOULD = "SHOULD"  # what makes a server pleasant; told, not counted
+
+
+class Failed(Exception):
+    """A rule was broken: what was sent, what was expected, what came."""
+
+    def __init__(self, expected: str, came: object, sent: object = "") -> None:
+        super().__init__(f"expected {expected}; came {came}")
+        self.expected = expected
+        self.came = str(came)
+        self.sent = str(sent)
+
+
+class Skipped(Exception):
+    """The check does not apply to this server, or cannot be made with its models; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One rule. ``needs`` is the extension it belongs to; ``source`` says where the rule is from."""
+
+    id: str
+    level: Level
+    source: str
+    rule: str
+    run: Callable[[Session], None]
+    needs: str = ""
+
+
+def check(
+    name: str, level: Level, source: str, rule: str, needs: str = ""
+) -> Callable[[Callable[[Session], None]], Check]:
+    """Makes a check of a function, which raises :class:`Failed` or :class:`Skipped` or returns."""
+    return lambda run: Check(name, level, source, rule, run, needs)
+
+
+def must(condition: object, expected: str, came: object, sent: object = "") -> None:
+    """Raise :class:`Failed` unless ``condition``."""
+    if not condition:
+        raise Failed(expected, came, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A message for an RPC, and the words of which a good refusal of it says at least one."""
+
+    message: Message
+    words: Sequence[str] = ()
+    rpc: str = "ModelInfer"
+
+
+def refusal(
+    name: str,
+    level: Level,
+    source: str,
+    rule: str,
+    codes: Iterable[Code],
+    ask: Callable[[Session], Question],
+    needs: str = "",
+) -> tuple[Check, ...]:
+    """What must be refused, as three checks of one call: that it is; by which status; naming what was wrong.
+
+    The protocol says only that a status other than OK tells of an error; which it is, is Triton's.
+    """
+    allowed = tuple(codes)
+
+    def refused(session: Session) -> None:
+        question, answer = session.asked(name, ask)
+        must(not answer.ok, f"{question.rpc} to be refused", answer, question.message)
+
+    def by_code(session: Session) -> None:
+        question, answer = session.asked(name, ask)
+        if answer.ok:
+            raise Skipped("it was answered, which is told of by the check before")
+        wanted = " or ".join(code.name for code in allowed)
+        must(answer.code in allowed, wanted, answer, question.message)
+
+    def by_text(session: Session) -> None:
+        question, answer = session.asked(name, ask)
+        if answer.ok or not question.words:
+            raise Skipped("there is no refusal to read" if answer.ok else "nothing in particular is to be named")
+        wanted = " or ".join(repr(word) for word in question.words)
+        must(any(word in answer.details for word in question.words), f"a text with {wanted}", answer, question.message)
+
+    return (
+        Check(name, level, source, rule, refused, needs),
+        Check(f"{name}/status", Level.TRITON, "Triton, as observed", f"{rule} Which status.", by_code, needs),
+        Check(f"{name}/text", Level.SHOULD, "good manners", f"{rule} The text names what was wrong.", by_text, needs),
+    )
+
+
+def collect(*modules: ModuleType) -> tuple[Check, ...]:
+    """Every check that is a module's own, in the order in which they are written."""
+    found: list[Check] = []
+    for module in modules:
+        for value in vars(module).values():
+            found.extend([value] if isinstance(value, Check) else [])
+            found.extend(v for v in value if isinstance(v, Check)) if isinstance(value, tuple) else None
+    return tuple(found)

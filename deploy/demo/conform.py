@@ -1,0 +1,45 @@
+"""``make conformance``: serve the demo's model and hold the server to the protocol; arguments go to the suite.
+
+Exit codes are the suite's: 0 conforms, 1 does not, 2 could not be tried.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from demo import DemoFailed, served
+from publish import MODEL
+
+ROOT = Path(__file__).parents[2]
+# Everything that is off by default: what a client can ask of a server is what is tried.
+OPEN = {
+    "BF16KIT_SHARED_MEMORY": "true",
+    "BF16KIT_CHANGE_SETTINGS": "true",
+    "BF16KIT_MODEL_CONTROL": "explicit",
+    "BF16KIT_LOAD_MODEL": '["*"]',
+}
+# Real tokens, beside ones for whatever else the model takes. Streams belong to the extension "sequence", of which
+# the server has nothing else, so it does not declare it.
+ASKED = (
+    "--input", "input_ids=1,8/101,7592,1010,2088,999,102", "--control", MODEL, "--region-prefix", "bf16kit_",
+    "--assume", "sequence",
+)  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Run the suite against a server of the demo's repository."""
+    try:
+        os.environ |= OPEN
+        with served() as (address, _):
+            command = [sys.executable, "-m", "conformance", address, "--model", MODEL, *ASKED, *arguments]
+            return subprocess.run(command, cwd=ROOT, check=False).returncode
+    except DemoFailed as failure:
+        print(f"conformance: {failure}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
