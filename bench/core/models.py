@@ -64,6 +64,11 @@ def write_mlp(file: Path, *sizes: int) -> Path:
         for name, width in (("x", widths[0]), ("y", widths[-1]))
     ]
     graph = helper.make_graph(nodes, "mlp", edges[:1], edges[1:], initializers)
+    return save(graph, file)
+
+
+def save(graph: onnx.GraphProto, file: Path) -> Path:
+    """``graph`` as an ONNX model of an opset that all servers know, in ``file``."""
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), file)
     return file
 

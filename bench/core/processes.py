@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,30 @@ class Server:
     started_s: float
 
     def cpu_seconds(self) -> float:
-        """User and system time the process has used so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """User and system time that the process and those it has started have used so far."""
+        return sum(_ticks(pid) for pid in _family(self.process.pid)) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the name: state, parent, … Nothing where the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _ticks(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def _family(pid: int) -> list[int]:
+    """``pid``, its children, and theirs."""
+    parents = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    family = [pid]
+    for member in family:
+        family += [child for child, fields in parents.items() if fields and int(fields[1]) == member]
+    return family
 
 
 @contextmanager
@@ -46,11 +67,37 @@ def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = Non
     environment = dict(os.environ) if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
     command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu", *flags]
     command += ["--grpc-port", str(port), "--http-port", str(http_port)]
+    with _running(command, port, log, environment) as server:
+        yield server
+
+
+@contextmanager
+def peer_server(
+    command: Callable[[list[int]], list[str]], log: Path, environment: Mapping[str, str], model: str
+) -> Iterator[Server]:
+    """Another server of the protocol, ``model`` ready. ``command`` is given ports for gRPC, HTTP and metrics."""
+    ports = _free_ports(3)
+    # MLServer leaves a directory of metrics where it is started.
+    with _running(command(ports), ports[0], log, environment, model, directory=log.parent) as server:
+        yield server
+
+
+@contextmanager
+def _running(
+    command: list[str],
+    port: int,
+    log: Path,
+    environment: Mapping[str, str],
+    model: str = "",
+    directory: Path | None = None,
+) -> Iterator[Server]:
     with log.open("w") as stream:
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, text=True, env=dict(environment), cwd=directory
+        )
     try:
-        _wait_until_ready(process, port, log)
+        _wait_until_ready(process, port, log, model)
         yield Server(process, port, time.perf_counter() - started)
     finally:
         _stop(process)
@@ -78,21 +125,24 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _wait_until_ready(process: subprocess.Popen[str], port: int, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[str], port: int, log: Path, model: str = "") -> None:
+    """``model``: it is to be ready as well, which a server may say before it is."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
     # A channel waits ever longer between attempts to connect; a start is timed more finely than that.
     options = [("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 20)]
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.SERVER_READY)
-        while not _says_ready(ask):
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+            wire.MODEL_READY if model else wire.SERVER_READY
+        )
+        while not _says_ready(ask, wire.ready_request(model) if model else b""):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"bf16-serve did not become ready:\n{log.read_text()[-4000:]}")
+                raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-4000:]}")
             time.sleep(_POLL_S)
 
 
-def _says_ready(ask: grpc.UnaryUnaryMultiCallable[bytes, bytes]) -> bool:
+def _says_ready(ask: grpc.UnaryUnaryMultiCallable[bytes, bytes], request: bytes) -> bool:
     try:
-        return wire.is_ready(ask(b"", timeout=1))
+        return wire.is_ready(ask(request, timeout=1))
     except grpc.RpcError:
         return False
 

@@ -1,8 +1,8 @@
 """The client process of the latency and throughput benchmarks, and the handle a benchmark holds on it.
 
-It sends the same serialised bytes again and again and never parses a reply. The benchmark writes one JSON command per
-line to its standard input and reads one JSON answer per line, so that blocks against two servers can take turns while
-both clients stay connected and warm.
+It sends the same serialised bytes again and again and never parses a reply. The benchmark writes these bytes and then
+one JSON command per line to its standard input, and reads one JSON answer per line. So blocks against two servers can
+take turns while both clients stay connected and warm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import grpc
 
 from bench.serving import wire
-from bench.serving.http2 import Connection
+from bench.serving.http2 import Connection, keep_open
 
 Transport = Literal["http2", "grpcio"]
 
@@ -52,8 +52,11 @@ class Client:
     """A client process for one server: start it with the serialised ``request``, leave it to end it."""
 
     def __init__(self, port: int, request: bytes) -> None:
-        command = [sys.executable, "-m", "bench.serving.client", str(port), request.hex()]
+        command = [sys.executable, "-m", "bench.serving.client", str(port)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        self._process.stdin.write(request.hex() + "\n")  # megabytes would not fit an argument
+        self._process.stdin.flush()
 
     def __enter__(self) -> Client:
         return self
@@ -67,9 +70,13 @@ class Client:
         """Percentiles over ``calls`` calls, each sent when the one before has been answered."""
         return Latency(**self._do("latency", calls=calls))
 
-    def load(self, in_flight: int, seconds: float, transport: Transport) -> Load:
-        """``in_flight`` calls kept open for ``seconds``, by :mod:`bench.serving.http2` or by grpcio's own client."""
-        return Load(**self._do("load", in_flight=in_flight, seconds=seconds, transport=transport))
+    def load(self, in_flight: int, seconds: float, transport: Transport, connections: int = 1) -> Load:
+        """``in_flight`` calls kept open for ``seconds``, by :mod:`bench.serving.http2` or by grpcio's own client.
+
+        Several ``connections`` are for servers of several processes: each of them belongs to one.
+        """
+        how = {"in_flight": in_flight, "seconds": seconds, "transport": transport, "connections": connections}
+        return Load(**self._do("load", **how))
 
     def _do(self, command: str, **arguments: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -92,12 +99,15 @@ class _Caller:
     def __init__(self, port: int, request: bytes) -> None:
         self._port = port
         self._request = request
-        # Without serialisers the call takes and gives bytes.
-        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.INFER)
+        self._calls = [self._connect()]
+
+    def _connect(self) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
+        """Without serialisers the call takes and gives bytes. Without a pool of its own it would share a connection."""
+        options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        return grpc.insecure_channel(f"127.0.0.1:{self._port}", options).unary_unary(wire.INFER)
 
     def latency(self, calls: int) -> dict[str, float]:
-        call, request, clock = self._call, self._request, time.perf_counter
+        call, request, clock = self._calls[0], self._request, time.perf_counter
         durations = []
         for _ in range(calls):
             started = clock()
@@ -106,46 +116,49 @@ class _Caller:
         durations.sort()
         return {"p50": durations[calls // 2], "p99": durations[calls * 99 // 100]}
 
-    def load(self, in_flight: int, seconds: float, transport: Transport) -> dict[str, float]:
+    def load(self, in_flight: int, seconds: float, transport: Transport, connections: int) -> dict[str, float]:
         run = self._over_http2 if transport == "http2" else self._over_grpcio
         cpu, started = _cpu_seconds(), time.perf_counter()
-        calls = run(in_flight, seconds)
+        calls = run(in_flight, seconds, connections)
         elapsed = time.perf_counter() - started
         return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu}
 
-    def _over_http2(self, in_flight: int, seconds: float) -> int:
-        expected = len(self._call(self._request))
-        connection = Connection(self._port, wire.INFER, self._request, expected)
+    def _over_http2(self, in_flight: int, seconds: float, connections: int) -> int:
+        expected = len(self._calls[0](self._request))
+        opened = [Connection(self._port, wire.INFER, self._request, expected) for _ in range(connections)]
         try:
-            return connection.run(in_flight, seconds)
+            return keep_open(opened, in_flight, seconds)
         finally:
-            connection.close()
+            for connection in opened:
+                connection.close()
 
-    def _over_grpcio(self, in_flight: int, seconds: float) -> int:
+    def _over_grpcio(self, in_flight: int, seconds: float, connections: int) -> int:
         """Futures: the callback of each sends the next. Cheaper than a thread per call, and no thread to wake."""
+        while len(self._calls) < connections:
+            self._calls.append(self._connect())
         deadline = time.perf_counter() + seconds
-        ended, failures, calls = threading.Semaphore(0), list[str](), [0]
+        ended, failures, answered = threading.Semaphore(0), list[str](), [0] * in_flight
 
-        def send() -> None:
-            self._call.future(self._request).add_done_callback(received)
+        def send(index: int) -> None:
+            call = self._calls[index % connections]
+            call.future(self._request).add_done_callback(lambda call: received(index, call))
 
-        def received(call: Any) -> None:
-            # Callbacks run on the channel's one thread, so counting needs no lock.
-            calls[0] += 1
+        def received(index: int, call: Any) -> None:
+            answered[index] += 1
             if call.code() is not grpc.StatusCode.OK:
                 failures.append(str(call.details()))
             if failures or time.perf_counter() >= deadline:
                 ended.release()
             else:
-                send()
+                send(index)
 
-        for _ in range(in_flight):
-            send()
+        for index in range(in_flight):
+            send(index)
         for _ in range(in_flight):
             ended.acquire()
         if failures:
             raise RuntimeError(f"a call failed: {failures[0]}")
-        return calls[0]
+        return sum(answered)
 
 
 def _cpu_seconds() -> float:
@@ -162,4 +175,4 @@ def _main(port: int, request: bytes) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), bytes.fromhex(sys.argv[2]))
+    _main(int(sys.argv[1]), bytes.fromhex(sys.stdin.readline()))

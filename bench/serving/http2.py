@@ -1,4 +1,4 @@
-"""A load generator that costs little: unary gRPC calls over one plain HTTP/2 connection, all of them the same bytes.
+"""A load generator that costs little: unary gRPC calls over plain HTTP/2 connections, all of them the same bytes.
 
 grpcio's client spends 130 to 250 µs of processor time per call, taken from the server on a machine they share; this one
 spends about 35 µs. It knows just enough of RFC 9113: every request is the same frames but for the stream's number,
@@ -7,10 +7,12 @@ and of a reply it checks that the stream ended after exactly the expected number
 
 from __future__ import annotations
 
+import selectors
 import socket
 import struct
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM = ACK = 1
@@ -39,20 +41,22 @@ class Connection:
         self._socket.sendall(PREFACE + settings() + window_update(LARGEST_WINDOW - 65535))
         self._buffer = bytearray()
 
-    def run(self, in_flight: int, seconds: float) -> int:
-        """Keep ``in_flight`` calls open for ``seconds``, then let the last ones end; the number of calls that ended."""
-        deadline = time.perf_counter() + seconds
-        done, open_calls = 0, in_flight
-        self._socket.sendall(b"".join(self._request() for _ in range(in_flight)))
-        while open_calls:
-            ended, answers = self._receive()
-            done += ended
-            again = ended if time.perf_counter() < deadline else 0
-            open_calls -= ended - again
-            answers += [self._request() for _ in range(again)]
-            if answers:
-                self._socket.sendall(b"".join(answers))
-        return done
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    def begin(self, calls: int) -> None:
+        """Open so many calls."""
+        self._socket.sendall(b"".join(self._request() for _ in range(calls)))
+
+    def go_on(self, deadline: float) -> tuple[int, int]:
+        """Take what has come, and before ``deadline`` open a call for each that ended: how many ended, were opened."""
+        ended, answers = self._receive()
+        again = ended if time.perf_counter() < deadline else 0
+        answers += [self._request() for _ in range(again)]
+        if answers:
+            self._socket.sendall(b"".join(answers))
+        return ended, again
 
     def close(self) -> None:
         self._socket.close()
@@ -104,6 +108,23 @@ class Connection:
         if received != self._reply_bytes:
             raise ConnectionError(f"a reply of {received} bytes, expected {self._reply_bytes}: the call failed")
         return 1
+
+
+def keep_open(connections: Sequence[Connection], in_flight: int, seconds: float) -> int:
+    """Keep ``in_flight`` calls open for ``seconds``, as many on each connection as on the next, then let the last ones
+    end; the number of calls that ended."""
+    deadline = time.perf_counter() + seconds
+    done, open_calls = 0, in_flight
+    with selectors.DefaultSelector() as chooser:
+        for index, connection in enumerate(connections):
+            chooser.register(connection, selectors.EVENT_READ, connection)
+            connection.begin(in_flight // len(connections) + (index < in_flight % len(connections)))
+        while open_calls:
+            for key, _ in chooser.select():
+                ended, again = key.data.go_on(deadline)
+                done += ended
+                open_calls -= ended - again
+    return done
 
 
 def request_headers(path: str, port: int, *more: tuple[str, str]) -> bytes:

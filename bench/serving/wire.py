@@ -13,6 +13,7 @@ from bf16kit.tensors import BY_NAME
 SERVICE = "inference.GRPCInferenceService"
 INFER = f"/{SERVICE}/ModelInfer"
 SERVER_READY = f"/{SERVICE}/ServerReady"
+MODEL_READY = f"/{SERVICE}/ModelReady"
 
 
 def infer_request(model: str, feeds: Mapping[str, NDArray[Any]]) -> bytes:
@@ -25,5 +26,10 @@ def infer_request(model: str, feeds: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def is_ready(reply: bytes) -> bool:
-    """Whether a serialised ServerReadyResponse says so."""
+    """Whether a serialised ServerReadyResponse or ModelReadyResponse says so."""
     return pb.ServerReadyResponse.FromString(reply).ready
+
+
+def ready_request(model: str) -> bytes:
+    """A serialised ModelReadyRequest."""
+    return pb.ModelReadyRequest(name=model).SerializeToString()
