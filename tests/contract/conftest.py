@@ -5,23 +5,18 @@ The clients see an address and nothing else of ours.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from artifacts import write_artifact, write_lookup, write_mlp
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from inprocess import running
 from onnx import helper
 
 from bf16kit.tensors import TensorSpec
-from service import app
-from service.process.config import ServerConfig
-from service.process.stop import Stop
+
+LOADED = ("types", "mlp", "lookup")
 
 
 def _write_types(target: Path) -> None:
@@ -70,28 +65,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def memory_address(repository: Path) -> Iterator[str]:
+    """Of one whose clients may register shared memory, of names that begin with "contract"."""
+    with running(repository, *LOADED, shared_memory=True, shared_memory_prefix="contract") as where:
+        yield where
+
+
+@pytest.fixture(scope="session")
 def address(repository: Path) -> Iterator[str]:
     """``host:port`` of a server whose models have loaded; one of them may not serve, being over its budget."""
-    stop, started = Stop(), SimpleQueue[int]()
-    config = ServerConfig(repository=repository, grpc_port=0, http_port=0, device="cpu", threads=1)
-    server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
-    server.start()
-    try:
-        where = f"127.0.0.1:{started.get(timeout=60)}"
-        for model in ("types", "mlp", "lookup"):
-            _await_serving(where, model)
+    with running(repository, *LOADED) as where:
         yield where
-    finally:
-        stop.set()
-        server.join(60)
-        stop.close()
-
-
-def _await_serving(address: str, model: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # its RPCs exist only once it is made
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service=model), timeout=60)
-        for answer in watch:
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                watch.cancel()
-                return

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from service.contract import REFUSALS
 from service.models.policy import Serving
 from service.process.config import ServerConfig
+from service.request import REFUSALS
 from service.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -212,11 +212,18 @@ def test_a_batch_too_large_is_refused_with_the_bound(client: Any) -> None:
 
 
 def test_reserved_parameters_are_accepted_and_bad_ones_refused(client: Any) -> None:
-    client.infer("types", types_inputs(), timeout=10_000_000, priority=1, sequence_id=7, sequence_start=True)
+    client.infer("types", types_inputs(), timeout=10_000_000, priority=1)
     client.infer("types", types_inputs(), parameters={"mine": "value", "number": 3})
     refused = refusal(lambda: client.infer("types", types_inputs(), timeout=-5))
     assert refused.status() == "StatusCode.INVALID_ARGUMENT"
     assert "'timeout'" in refused.message()
+
+
+def test_a_request_of_a_sequence_is_refused_and_not_answered_as_if_it_were_none(client: Any) -> None:
+    for sequence in ({"sequence_id": 7, "sequence_start": True}, {"sequence_id": "seven"}):
+        refused = refusal(lambda sequence=sequence: client.infer("types", types_inputs(), **sequence))
+        assert refused.status() == "StatusCode.INVALID_ARGUMENT"
+        assert "models of this server keep no state between requests" in refused.message()
 
 
 def test_an_input_that_the_model_cannot_run_on_is_the_clients_error(client: Any) -> None:
@@ -241,7 +248,26 @@ def test_management_and_shared_memory_are_unimplemented(client: Any) -> None:
         lambda: client.get_system_shared_memory_status(),
         lambda: client.unregister_system_shared_memory(),
         lambda: client.get_cuda_shared_memory_status(),
-        lambda: client.get_trace_settings(),
-        lambda: client.get_log_settings(),
     ):
         assert refusal(call).status() == "StatusCode.UNIMPLEMENTED"
+
+
+def test_log_settings_are_read_by_everybody_and_changed_by_nobody_who_was_not_let(client: Any) -> None:
+    before = client.get_log_settings(as_json=True)["settings"]
+    assert before["log_info"] == {"bool_param": True}
+    assert before["log_verbose_level"] == {"uint32_param": 0}
+    assert before["log_format"] == {"string_param": "ISO8601"}
+    refused = refusal(lambda: client.update_log_settings({"log_verbose_level": 1}))
+    assert refused.status() == "StatusCode.UNIMPLEMENTED"
+    assert "start with change_settings: true" in str(refused)
+    assert client.get_log_settings(as_json=True)["settings"] == before
+    assert {"logging", "trace"} <= set(client.get_server_metadata().extensions)
+
+
+def test_trace_settings_are_read_by_everybody_and_off(client: Any) -> None:
+    of_server = client.get_trace_settings(as_json=True)["settings"]
+    assert (of_server["trace_level"], of_server["trace_mode"]) == ({"value": ["OFF"]}, {"value": ["opentelemetry"]})
+    assert client.get_trace_settings("mlp", as_json=True)["settings"] == of_server
+    assert refusal(lambda: client.get_trace_settings("nobody")).status() == "StatusCode.NOT_FOUND"
+    refused = refusal(lambda: client.update_trace_settings("mlp", {"trace_rate": "1"}))
+    assert refused.status() == "StatusCode.UNIMPLEMENTED"

@@ -22,6 +22,7 @@ from bf16kit.runtime import kernel
 from bf16kit.runtime import loading as runtimes
 from converter.cli import run
 from service.models import loading
+from service.models.agreement import Agreement
 from service.models.loading import Loaded
 from service.models.policy import Serving
 
@@ -82,8 +83,26 @@ def turned(cpu: float, bf16: float) -> Callable[[], float]:
     return read
 
 
-def loaded(path: Path, clock: Callable[[], float] | None = None, **serving: object) -> Loaded:
+class Settled:
+    """Another worker chose ``profile``: before this one begins, or while it measures."""
+
+    def __init__(self, profile: str, *, before: bool) -> None:
+        self._profile = profile
+        self._before = before
+
+    def known(self) -> str:
+        return self._profile if self._before else ""
+
+    def settle(self, profile: str) -> str:
+        return self._profile
+
+
+def loaded(
+    path: Path, clock: Callable[[], float] | None = None, agreement: Agreement | None = None, **serving: object
+) -> Loaded:
     more: dict[str, Any] = {} if clock is None else {"clock": clock}
+    if agreement is not None:
+        more["agreement"] = agreement
     return loading.load(path, Serving.model_validate(serving), device="auto", threads=1, **more)
 
 
@@ -103,6 +122,35 @@ def test_auto_takes_the_faster_and_says_why(
     assert [each.info.profile for each in opened] == [*BOTH]
     assert still_open(opened) == [chosen]
     found.runtime.close()
+
+
+@pytest.mark.parametrize("chosen", BOTH)
+@pytest.mark.parametrize("before", [True, False])
+def test_what_another_worker_has_chosen_counts_whatever_is_measured_here(
+    chosen: str, before: bool, converted: Path, native: Native, opened: list[Any]
+) -> None:
+    native(True)
+    other = 1e-3 if chosen == "cpu" else 2e-3
+    found = loaded(converted, turned(2e-3, other), Settled(chosen, before=before))
+    assert found.info.profile == chosen
+    assert "another worker" in found.info.choice or (not before and "medians" in found.info.choice)
+    assert [each.info.profile for each in opened] == ([chosen] if before else [*BOTH])
+    assert still_open(opened) == [chosen]
+    found.runtime.close()
+
+
+def test_a_profile_of_another_worker_that_does_not_run_here_is_refused(
+    converted: Path, native: Native, opened: list[Any]
+) -> None:
+    """It would answer otherwise than the others."""
+    native(False)
+    with pytest.raises(RuntimeFailure, match="serves profile cpu-bf16, which does not run in this one"):
+        loaded(converted, agreement=Settled("cpu-bf16", before=False))
+    assert still_open(opened) == []
+
+
+def test_a_profile_that_is_named_needs_no_agreement(converted: Path, opened: list[Any]) -> None:
+    assert loaded(converted, agreement=Settled("cpu", before=True), profile="cpu-bf16").info.profile == "cpu-bf16"
 
 
 def test_one_that_the_processor_would_emulate_is_not_even_loaded(
@@ -239,7 +287,7 @@ def test_a_server_tells_which_profile_answers_and_why_wherever_it_is_asked(
     assert told["chosen"]["choice"].startswith("auto: ")
     assert told["chosen"]["choice"] in server.log
     assert html.escape(told["chosen"]["choice"]) in server.get("/")[1]
-    assert "profile cpu-bf16" in server.get("/")[1]
+    assert "<dt>Profile</dt><dd>cpu-bf16</dd>" in server.get("/")[1]
     labels = 'accumulation="fp32",backend="onnxruntime",device="cpu",model="named",precision="bf16",profile="cpu-bf16"'
     assert server.metric(f'bf16kit_model_info{{{labels},version="1"}}') == 1
     baseline = 'bf16kit_drift_baseline{metric="relative_l2",model="named",output="y",version="1"}'

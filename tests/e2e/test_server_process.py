@@ -101,7 +101,7 @@ def test_an_empty_repository_serves_is_not_ready_and_says_so(tmp_path: Path, ser
     assert server.get("/livez")[0] == 200
     assert server.get("/readyz")[0] == 503
     assert "is empty: serving, but not ready" in server.log
-    assert "The repository is empty" in server.get("/")[1]
+    assert "Nothing is served" in server.get("/")[1]
     with triton.InferenceServerClient(server.target) as client:
         assert client.is_server_live()
         assert not client.is_server_ready()
@@ -268,3 +268,25 @@ def test_environment_and_file_configure_it_too(tmp_path: Path, serve: Serve) -> 
     env = {**os.environ, "BF16KIT_REPOSITORY": str(repository), "BF16KIT_CONFIG": str(tmp_path / "server.yaml")}
     server = serve("--config", str(tmp_path / "server.yaml"), env={**env, "BF16KIT_LOG_LEVEL": "info"}).wait_ready()
     until(lambda: "'mlp' version 1 is ready" in server.log, what="the line in the log")
+
+
+def test_the_log_of_a_running_server_is_changed_by_a_plain_tritonclient(tmp_path: Path, serve: Serve) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    env = {**os.environ, "BF16KIT_CHANGE_SETTINGS": "true"}
+    server = serve("--repository", str(tmp_path), env=env).wait_ready()
+    infer(server.target, rows(1))
+    with triton.InferenceServerClient(server.target) as client:
+        client.update_log_settings({"log_verbose_level": 1, "log_format": "json"})
+        infer(server.target, rows(1))
+        until(lambda: "request answered" in server.log, what="the line of a request")
+        line = next(line for line in server.lines if "request answered" in line)
+        assert (json.loads(line)["level"], json.loads(line)["code"]) == ("debug", "OK")
+        with pytest.raises(triton.InferenceServerException, match="log_file cannot be changed over the network"):
+            client.update_log_settings({"log_file": str(tmp_path / "log")})
+        seen = client.update_log_settings({"log_verbose_level": 0, "log_format": "default"})
+    assert seen.settings["log_format"].string_param == "ISO8601"
+    infer(server.target, rows(1))
+    server.terminate()
+    assert server.exit_code() == 0
+    assert server.log.count("request answered") == 1
+    assert not (tmp_path / "log").exists()

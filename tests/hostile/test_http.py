@@ -43,7 +43,7 @@ def closed(peer: socket.socket) -> bool:
 
 
 def everything_answers(watched: Watched) -> None:
-    for page in ("/livez", "/readyz", "/metrics", "/"):
+    for page in ("/livez", "/readyz", "/metrics", "/status.json", "/"):
         begun = time.monotonic()
         assert watched.server.get(page)[0] == 200
         assert time.monotonic() - begun < 1, page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import socket
 import time
 from collections import deque
@@ -30,7 +31,7 @@ from watched import GROWTH
 pytestmark = pytest.mark.hostile
 
 
-RPCS = 18
+RPCS = 23
 CHECK = "/grpc.health.v1.Health/Check"
 PATIENCE_S = 30.0  # in which memory comes back: it is given back when there is nothing to do
 
@@ -49,7 +50,8 @@ def oracle(repository: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def target(repository: Path, oracle: Oracle) -> Iterator[Target]:
-    process = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0")
+    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_SHARED_MEMORY_PREFIX": "nobody-has-such-a-file"}
+    process = ServerProcess("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", env=env)
     try:
         target = Target(process.wait_ready())
         Volley(target.address, oracle, first=10**9).fire(500)  # heaps and threads, which are made once

@@ -12,7 +12,7 @@ from figures import amount
 from offered import INFER, Requests, wrong
 from waiting import until
 
-from bench.serving.http2 import Connection
+from bench.serving.http2 import Connection, keep_open
 from bench.serving.openloop import Offering, Outcome
 
 pytestmark = pytest.mark.hostile
@@ -31,7 +31,7 @@ def capacity(target: Target, requests: Requests) -> float:
     """Calls a second that a closed loop reaches, four at a time: few enough never to be refused."""
     connection = Connection(target.port, INFER, requests.messages[0], requests.reply_bytes)
     try:
-        return connection.run(4, _CALM_SECONDS) / _CALM_SECONDS
+        return keep_open([connection], 4, _CALM_SECONDS) / _CALM_SECONDS
     finally:
         connection.close()
 

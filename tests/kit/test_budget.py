@@ -117,3 +117,30 @@ class TestJudging:
     )
     def test_ratio_of_sqnr_is_of_noise_amplitudes(self, measured: float, ratio: float) -> None:
         assert Budget.parse(["sqnr_db=40"]).ratio("sqnr_db", measured) == pytest.approx(ratio)
+
+
+class TestMeasured:
+    @pytest.mark.parametrize(
+        ("name", "bound", "measured"),
+        [
+            ("relative_l2", 1.5e-2, 0.003),
+            ("top1_agreement", 0.99, 0.995),
+            ("sqnr_db", 30.0, 42.5),
+            ("max_abs", 2.0, 5.0),
+        ],
+    )
+    def test_it_is_what_gave_the_ratio(self, name: str, bound: float, measured: float) -> None:
+        budget = Budget({name: bound})
+        assert budget.measured(name, budget.ratio(name, measured)) == pytest.approx(measured)
+
+    def test_a_bound_that_allows_none_tells_only_that_there_was_none(self) -> None:
+        budget = Budget({"nonfinite": 0.0, "top1_agreement": 1.0})
+        assert budget.measured("nonfinite", 0.0) == 0
+        assert budget.measured("nonfinite", 1e9) is None
+        assert budget.measured("nonfinite", math.inf) is None
+        assert budget.measured("top1_agreement", 0.0) == 1
+        assert budget.measured("top1_agreement", 1e9) is None
+
+    def test_without_a_bound_or_noise_there_is_nothing_to_tell(self) -> None:
+        assert Budget({}).measured("relative_l2", 0.5) is None
+        assert Budget({"sqnr_db": 30.0}).measured("sqnr_db", 0.0) is None

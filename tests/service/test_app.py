@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serverprocess import ServerProcess
 
-from service.app import _http_limits, _transport_options
+from service.grpcport import transport_options
+from service.httpport import http_limits
 from service.process.config import ServerConfig
 from service.status_http.conversation import Limits
 from service.transport.server import TransportOptions
@@ -33,13 +34,13 @@ def test_every_option_of_the_transport_is_what_its_key_says(tmp_path: Path) -> N
     defaults = {name: value for name, value in asdict(TransportOptions()).items() if name not in NOT_CONFIGURED}
     others = {name: other_than(value, name) for name, value in defaults.items()}
     config = ServerConfig(repository=tmp_path, **{RENAMED.get(name, name): value for name, value in others.items()})
-    assert _transport_options(config) == TransportOptions(**others)
+    assert transport_options(config) == TransportOptions(**others)
 
 
 def test_the_defaults_of_the_keys_are_those_of_what_they_configure(tmp_path: Path) -> None:
     config = ServerConfig(repository=tmp_path)
-    assert _transport_options(config) == TransportOptions()
-    assert _http_limits(config) == Limits()
+    assert transport_options(config) == TransportOptions()
+    assert http_limits(config) == Limits()
 
 
 def test_every_limit_of_the_http_port_is_what_its_key_says(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_every_limit_of_the_http_port_is_what_its_key_says(tmp_path: Path) -> No
         http_idle_seconds=7,
         http_max_header_bytes=2048,
     )
-    assert _http_limits(config) == Limits(
+    assert http_limits(config) == Limits(
         connections=9, request_seconds=8, idle_seconds=7, answer_seconds=7, header_bytes=2048
     )
 

@@ -34,7 +34,7 @@ def test_help_answers_in_half_a_second_because_nothing_heavy_is_imported() -> No
     [
         (["--repository", "/no/such/place"], "'/no/such/place' is not a directory"),
         ([], "'repository' is missing"),
-        (["--repository", ".", "--workers", "2"], "only 1 worker process"),
+        (["--repository", ".", "--workers", "0"], "'workers' is 0"),
         (["--repository", ".", "--config", "/no/such/file"], "/no/such/file: cannot be read"),
         (["--grpc-port", "x"], "'x' is not a valid integer"),
     ],

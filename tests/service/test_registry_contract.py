@@ -14,13 +14,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from artifacts import write_mlp
+from controlled import Controlled
 from loopback import LoopbackModel, LoopbackRegistry
 from waiting import until
 
 from bf16kit.errors import InvalidRequest, NotFound, RequestError, Unavailable
-from service.contract import Registry, Request, State
+from service.contract import Registry, State
 from service.models import loading
-from service.models.repository import Repository
+from service.request import Request
 from service.telemetry.metrics import Metrics
 
 States = Mapping[tuple[str, int], State]
@@ -57,7 +58,7 @@ def loopback() -> Iterator[Make]:
 @pytest.fixture
 def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     held = threading.Event()
-    opened: list[Repository] = []
+    opened: list[Controlled] = []
 
     def build(states: States) -> World:
         for (name, version), state in states.items():
@@ -71,7 +72,7 @@ def production(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
             return load(path, *given, **more)
 
         monkeypatch.setattr(loading, "load", load_or_wait)
-        repository = Repository(tmp_path, Metrics(), device="cpu", threads=1)
+        repository = Controlled(tmp_path, Metrics(), device="cpu", threads=1)
         opened.append(repository)
         repository.scan()
         repository.start()

@@ -24,6 +24,34 @@ def find() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
 
 
+# The least contrast of any text with what is behind it (WCAG 2.2, 1.4.3), and the text that has it.
+_CONTRAST = """
+(() => {
+  const parsed = text => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
+  const light = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+    const s = rgb[i] / 255; return sum + weight * (s <= 0.04045 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4); }, 0);
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const found = parsed(getComputedStyle(element).backgroundColor);
+      if (found[3] > 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  let worst = [99, ""];
+  for (const element of document.querySelectorAll("body *")) {
+    if (["title", "desc"].includes(element.tagName)) continue;
+    if (![...element.childNodes].some(node => node.nodeType === 3 && node.data.trim())) continue;
+    const style = getComputedStyle(element);
+    const front = light(parsed(element instanceof SVGElement ? style.fill : style.color));
+    const back = light(behind(element));
+    const ratio = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, element.textContent.slice(0, 80)];
+  }
+  return worst;
+})()
+"""
+
+
 @dataclass
 class Page:
     """What was seen while a page loaded: requests beyond the file itself, and what went to the console or its log."""
@@ -100,10 +128,11 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
 
-    def open(self, path: Path) -> Page:
-        """Load the file at ``path`` and wait until all of it is there."""
+    def open(self, path: Path | str) -> Page:
+        """Load the file at ``path``, or what is at an address, and wait until all of it is there."""
+        address = path if isinstance(path, str) else path.as_uri()
         self._events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=address)
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
             self._events.append(self._next())
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -113,7 +142,7 @@ class Browser:
                 page.requests.append(event["params"]["request"]["url"])
             elif event.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
                 page.complaints.append(json.dumps(event["params"]))
-        page.requests.remove(path.as_uri())
+        page.requests.remove(address)
         return page
 
     def evaluate(self, expression: str) -> Any:
@@ -121,6 +150,25 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def least_contrast(self) -> tuple[float, str]:
+        """Of any text with what is behind it, and the text that has it."""
+        ratio, text = self.evaluate(_CONTRAST)
+        return ratio, text
+
+    def press(self, key: Literal["Tab", "Enter"]) -> None:
+        """Press a key and let it go."""
+        codes = {"Tab": 9, "Enter": 13}
+        more = {"text": "\r"} if key == "Enter" else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=codes[key])
+
+    def heard(self) -> list[tuple[str, str]]:
+        """What a screen reader is told of the page, in order: roles and names."""
+        nodes = self.call("Accessibility.getFullAXTree")["nodes"]
+        return [
+            (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node.get("ignored")
+        ]
 
     def screenshot(self, path: Path) -> None:
         """The whole page as a PNG, below the edge of the window as well."""

@@ -23,7 +23,9 @@ from bf16kit.tensors import BY_NAME, TensorSpec
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
-from service.contract import Array, Bounds, Duration, Observation, Reply, Request, State, StatisticsSnapshot, Timings
+from service.contract import Array, Bounds, Duration, Meaning, Scheduling, State, StatisticsSnapshot
+from service.operations import Operations
+from service.request import Claim, Observation, Reply, Request, Timings, Tracer
 from service.transport.handlers import SERVICE
 from service.transport.server import Transport, TransportOptions
 from service.wire.tensors import encode_raw
@@ -87,6 +89,8 @@ class LoopbackModel:
         state: State = "ready",
         info: RuntimeInfo = INFO,
         bounds: Bounds = Bounds(),  # noqa: B008 - frozen
+        meaning: Meaning = Meaning(),  # noqa: B008 - frozen
+        inline: bool = False,
     ) -> None:
         self.name = name
         self.version = version
@@ -97,7 +101,11 @@ class LoopbackModel:
         self.max_queue_delay_s = 0.002
         self.instances = 1
         self.info = info
+        self.golden = "golden samples within budget (y relative_l2 0.0017)"
+        self.budget: Mapping[str, float] = {"relative_l2": 0.015, "cosine_distance": 0.0005}
         self.bounds = bounds
+        self.meaning = meaning
+        self.scheduling = Scheduling()
         self.state: State = state
         self.reason = "" if state == "ready" else f"it is {state}"
         self.statistics = Counted()
@@ -105,7 +113,7 @@ class LoopbackModel:
         self.calls = 0
         self.seen: list[Request] = []
         self._run: Run = run or (lambda feeds: {"y": np.array(feeds["x"])})
-        policy = BatchPolicy(batch_axis, max_batch_size, levels=(LevelPolicy(max_queue),))
+        policy = BatchPolicy(batch_axis, max_batch_size, levels=(LevelPolicy(max_queue),), inline=inline)
         self.batcher = Batcher(self._execute, policy, _Quiet(), name=name)
 
     @property
@@ -121,6 +129,9 @@ class LoopbackModel:
     def infer(self, request: Request) -> Reply:
         self.seen.append(request)
         return self.batcher.submit(request)
+
+    def claim(self) -> Claim | None:
+        return self.batcher.claim()
 
     def observe(self, seen: Observation) -> None:
         self.log.request(seen)
@@ -250,14 +261,21 @@ def _each(registry: LoopbackRegistry, do: Callable[[Batcher], object]) -> None:
 
 
 @contextmanager
-def serving(*models: LoopbackModel, **options: Any) -> Iterator[Served]:
+def serving(
+    *models: LoopbackModel,
+    tracer: Tracer | None = None,
+    operations: Operations = Operations(),  # noqa: B008 - frozen
+    **options: Any,
+) -> Iterator[Served]:
     """The transport over ``models``, on a free port; ``options`` are :class:`TransportOptions`."""
     registry, log = LoopbackRegistry(models), RequestLog()
     for model in models:
         model.log = log
         del model
     del models  # they may be replaced: what is left of them then is for the tests to see
-    transport = Transport(registry, log.refused, TransportOptions(port=0, **options))
+    transport = Transport(
+        registry, log.refused, TransportOptions(port=0, **options), operations=operations, tracer=tracer
+    )
     _each(registry, Batcher.start)
     port = transport.start()
     try:

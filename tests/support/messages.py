@@ -123,6 +123,8 @@ def _fill(rng: Random, message: Any) -> None:
                 _fill(rng, getattr(message, field.name)[text(rng)])
         elif field.message_type is not None:
             _fill(rng, getattr(message, field.name))
+        elif field.is_repeated:
+            getattr(message, field.name).extend(_value(rng, field) for _ in range(rng.randint(1, 3)))
         else:
             setattr(message, field.name, _value(rng, field))
 

@@ -7,27 +7,27 @@ import threading
 import time
 
 from bf16kit.errors import ConfigError
-from service import app
+from service import alone
 from service.cli import main
-from service.models.repository import Repository
+from service.models.controller import Controller
 
 PAUSE_S = 0.1
 
 
-class Scanning(Repository):
-    """Scans its directory over and over, as soon as it is started."""
+class Scanning(Controller):
+    """Wants what lies in its directory over and over, from the start."""
 
-    def start(self) -> None:
-        super().start()
+    def begin(self) -> None:
+        super().begin()
         threading.Thread(target=self._scan, name="scanning", daemon=True).start()
 
     def _scan(self) -> None:
         while True:
             with contextlib.suppress(ConfigError):
-                self.scan()
+                super().begin()
             time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":
-    setattr(app, "Repository", Scanning)  # noqa: B010 - the wiring's own name for it
+    setattr(alone, "Controller", Scanning)  # noqa: B010 - the wiring's own name for it
     main()

@@ -35,7 +35,7 @@ class Authority:
     def certificate(self) -> Path:
         return self.pair.certificate
 
-    def sign(self, name: str) -> Pair:
+    def sign(self, name: str, *, days: int = 30) -> Pair:
         """A pair for ``localhost`` and 127.0.0.1, or for a client."""
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         asked, extensions = self._directory / f"{name}.csr", self._directory / f"{name}.ext"
@@ -43,7 +43,7 @@ class Authority:
         _openssl(*_request(pair.key, name), "-out", str(asked))
         _openssl(
             "x509", "-req", "-in", str(asked), "-CA", str(self.pair.certificate), "-CAkey", str(self.pair.key),
-            "-CAcreateserial", "-days", "30", "-extfile", str(extensions), "-out", str(pair.certificate),
+            "-CAcreateserial", "-days", str(days), "-extfile", str(extensions), "-out", str(pair.certificate),
         )  # fmt: skip
         return pair
 

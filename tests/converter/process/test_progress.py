@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from converter.process.progress import Bar, Lines, Silent, on, size
+from converter.process.progress import Bar, Lines, Silent, on
 
 
 class Clock:
@@ -73,11 +73,3 @@ def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
     with Silent().step("anything", 1) as advance:
         advance(1)
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 bytes"), (1000, "1.0 kB"), (90_868_376, "90.9 MB"), (7e9, "7.0 GB"), (3e15, "3000.0 TB")],
-)
-def test_sizes_for_people(count: float, text: str) -> None:
-    assert size(count) == text

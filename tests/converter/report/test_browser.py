@@ -21,33 +21,6 @@ pytestmark = pytest.mark.skipif(browser.find() is None, reason="no Chromium on P
 Scheme = Literal["light", "dark"]
 PHONE, DESK = 360, 1200
 
-# The least contrast of any text with what is behind it (WCAG 2.2, 1.4.3), and the text that has it.
-CONTRAST = """
-(() => {
-  const parsed = text => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
-  const light = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
-    const s = rgb[i] / 255; return sum + weight * (s <= 0.04045 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4); }, 0);
-  const behind = element => {
-    for (; element; element = element.parentElement) {
-      const found = parsed(getComputedStyle(element).backgroundColor);
-      if (found[3] > 0) return found;
-    }
-    return [255, 255, 255];
-  };
-  let worst = [99, ""];
-  for (const element of document.querySelectorAll("body *")) {
-    if (["title", "desc"].includes(element.tagName)) continue;
-    if (![...element.childNodes].some(node => node.nodeType === 3 && node.data.trim())) continue;
-    const style = getComputedStyle(element);
-    const front = light(parsed(element instanceof SVGElement ? style.fill : style.color));
-    const back = light(behind(element));
-    const ratio = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
-    if (ratio < worst[0]) worst = [ratio, element.textContent.slice(0, 80)];
-  }
-  return worst;
-})()
-"""
-
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
@@ -76,7 +49,7 @@ def test_it_loads_alone_fits_the_window_and_can_be_read(
     assert seen.requests == []
     assert seen.complaints == []
     assert chromium.evaluate("document.documentElement.scrollWidth") == width
-    ratio, text = chromium.evaluate(CONTRAST)
+    ratio, text = chromium.least_contrast()
     assert ratio >= 4.5, text
     background = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(int(part) for part in background[4:-1].split(",")) < 3 * 128) == (scheme == "dark")

@@ -5,7 +5,7 @@ from pathlib import Path
 from small import publish_small
 
 from bf16kit.manifest import DriftEntry
-from converter.report.drifts import drift_rows
+from bf16kit.verdicts import drift_rows
 
 
 def test_the_table_shows_what_the_budget_judges_and_says_over_where_it_does(tmp_path: Path) -> None:

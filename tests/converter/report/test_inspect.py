@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -164,3 +167,10 @@ def test_measurements_that_break_the_rules_are_refused_by_name(cli: Cli, mlp: Ar
     manifest = mlp.manifest.model_copy(update={"files": mlp.manifest.files | {MEASUREMENTS: entry}})
     (tmp_path / "1" / "manifest.json").write_bytes(manifest.dumps())
     cli("inspect", tmp_path / "1").refused(2, "measurements.json: measurements of version None")
+
+
+def test_a_terminal_that_cannot_show_every_character_is_told_all_the_same(small: Artifact) -> None:
+    command = [str(Path(sys.executable).with_name("bf16-convert")), "inspect", str(small.path)]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert b"0.5" in done.stdout

@@ -9,8 +9,8 @@ import pytest
 import reported
 
 from bf16kit.measurements import DiagnosisEntry, LayerEntry, Layers, Ranges, RemedyEntry, ranges
+from bf16kit.verdicts import SampleSeries
 from converter.report import plots
-from converter.report.drifts import SampleSeries
 from converter.report.figures import Sizes
 from converter.report.layers import series
 from converter.report.spans import spans

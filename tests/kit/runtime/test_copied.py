@@ -14,16 +14,20 @@ import pytest
 import torch
 from architectures import Mlp
 from converting import MLP, ONNX_ONLY, process
-from onnx import TensorProto, helper
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, helper
 from peaks import measured_alone
 
 import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged
+from bf16kit.runtime import Array
 from bf16kit.runtime.copied import copied
-from bf16kit.runtime.kernel import DOMAIN, LIBRARY, weights_of
+from bf16kit.runtime.kernel import DOMAIN, LIBRARY, read_as_stored
 from bf16kit.runtime.loading import load, load_reference
 from bf16kit.runtime.ownmemory import LARGE_PAGE, own_memory
+from bf16kit.runtime.weightstore import OWN, Fill
+from bf16kit.tensors import TensorSpec
 
 KERNEL = pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -169,15 +173,103 @@ def test_a_session_that_outlives_its_runtime_still_has_its_weights(product: Arti
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], right)
 
 
-@KERNEL
-def test_what_something_else_reads_too_stays_in_the_file(tmp_path: Path) -> None:
+def test_what_something_else_reads_too_stays_in_the_file() -> None:
     """ONNX Runtime may fold it while it opens the session."""
     w = np.zeros((32, 32), ml_dtypes.bfloat16)
     ours = helper.make_node("MatMul", ["x", "w"], ["y"], domain=DOMAIN)
+    lookup = helper.make_node("Gather", ["w", "i"], ["row"])
     other = helper.make_node("Cast", ["w"], ["z"], to=TensorProto.FLOAT)
-    weights = [graphs.initializer("w", w)]
+    backwards = helper.make_node("Gather", ["i", "w"], ["row"])
     edges = [graphs.edge("x", ["rows", 32])], [graphs.edge("y", ["rows", 32])]
-    assert weights_of(graphs.model([ours], *edges, weights).SerializeToString()) == {"w"}
-    assert weights_of(graphs.model([ours, other], *edges, weights).SerializeToString()) == frozenset()
-    given_out = edges[0], [graphs.edge("w", [32, 32])]
-    assert weights_of(graphs.model([ours], *given_out, weights).SerializeToString()) == frozenset()
+
+    def given(nodes: list[NodeProto], weight: Array, *, kernel: bool = True, out: bool = False) -> frozenset[str]:
+        outputs = [graphs.edge("w", [32, 32])] if out else edges[1]
+        model = graphs.model(nodes, edges[0], outputs, [graphs.initializer("w", weight)])
+        return read_as_stored(model.SerializeToString(), kernel=kernel)
+
+    for nodes in ([ours], [lookup], [ours, lookup]):
+        assert given(nodes, w) == {"w"}
+        assert given([*nodes, other], w) == frozenset()
+        assert given(nodes, w, out=True) == frozenset()
+        assert given(nodes, w.astype(np.int8)) == frozenset()
+    assert given([backwards], w) == frozenset()
+    ids = helper.make_node("Constant", [], ["i"], value_ints=[1, 2])
+    reshaped = helper.make_node("Identity", ["i"], ["j"])
+    rows = helper.make_node("Gather", ["w", "j"], ["row"])
+    assert given([ids, reshaped, rows], w) == frozenset()
+    assert given([ours], w, kernel=False) == given([ours, lookup], w, kernel=False) == frozenset()
+    assert given([lookup], w, kernel=False) == {"w"}
+    assert given([lookup], w.astype(np.float32)) == {"w"}
+    assert given([ours], w.astype(np.float32)) == given([ours, lookup], w.astype(np.float32)) == frozenset()
+
+
+@pytest.mark.parametrize("how", ["as it is", "without the kernel"])
+def test_tables_are_read_from_the_store_and_answer_as_those_of_the_file(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "without the kernel":
+        monkeypatch.setenv("BF16KIT_KERNEL_PATH", "off")
+    lookup = [
+        helper.make_node("Gather", ["table", "ids"], ["row"]),
+        helper.make_node("Cast", ["row"], ["y"], to=TensorProto.FLOAT),
+    ]
+    edges = [graphs.edge("ids", ["n"], TensorProto.INT64)], [graphs.edge("y", ["n"])]
+    path = artifacts.write_artifact(
+        tmp_path / "lookup" / "1",
+        lambda weight: [helper.make_node("Gather", [weight("table"), "ids"], ["y"])],
+        {"table": np.linspace(-1, 1, 32 * WIDTH, dtype=np.float32).reshape(WIDTH, 32)},
+        [TensorSpec("ids", "int64", ("n",))],
+        [TensorSpec("y", "float32", ("n",))],
+        {},
+        kernel=graphs.model(lookup, *edges),
+    ).path
+    feeds = {"ids": np.arange(32 * WIDTH)}
+    right = load(Artifact.open(path), "cpu", threads=1).run(feeds)["y"]
+    assert len(np.unique(right)) > 1000
+    store = Kept()
+    runtime = load(Artifact.open(path, copies=True), "cpu", threads=1, scratch=tmp_path, weights=store)
+    np.testing.assert_array_equal(runtime.run(feeds)["y"], right)
+    assert store.sizes == [32 * WIDTH * 2]
+
+
+class Kept:
+    """A store that remembers what it was asked for, and what it was filled with."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.sizes: list[int] = []
+
+    def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
+        self.keys.append(key)
+        self.sizes.append(size)
+        return OWN.get(key, size, fill)
+
+
+@KERNEL
+def test_the_key_of_a_copy_is_what_is_in_it(tmp_path: Path) -> None:
+    """Whatever the artifact is called, and only as long as its bytes and where they go are the same."""
+    store = Kept()
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        path = artifacts.write_product(tmp_path / name / "1", width=WIDTH, seed=seed).path
+        load(Artifact.open(path, copies=True), "cpu", threads=1, scratch=tmp_path, weights=store)
+    first, same, other = store.keys
+    assert first == same != other
+
+
+@KERNEL
+def test_weights_that_changed_before_they_were_copied_are_damaged_and_nobody_gets_them(
+    product: Artifact, tmp_path: Path
+) -> None:
+    with (product.path / "weights.bf16").open("r+b") as file:
+        file.write(bytes(64))
+    kept: list[NDArray[np.uint8]] = []
+
+    class Store:
+        def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
+            memory = OWN.get(key, size, fill)
+            kept.append(memory)
+            return memory
+
+    with pytest.raises(ArtifactDamaged, match=r"weights\.bf16: its sha256 is"):
+        load(product, "cpu", threads=1, scratch=tmp_path, weights=Store())
+    assert not kept

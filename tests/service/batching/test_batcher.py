@@ -22,7 +22,8 @@ from bf16kit.errors import (
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
-from service.contract import Array, Cancellation, Reply, Request, Timings
+from service.contract import Array
+from service.request import Cancellation, Reply, Request, Timings
 
 
 class Heard:
@@ -409,6 +410,91 @@ def test_inline_failures_reach_the_caller_and_free_the_runtime(make: Make) -> No
     with pytest.raises(RuntimeFailure):
         bench.call(-1.0).result(20)
     assert values(bench.call(1.0)) == [2.0]
+
+
+def quick(bench: Bench) -> Bench:
+    """One that has been seen to be: whatever this machine's first runs took."""
+    for _ in range(200):
+        values(bench.call(1.0))
+        if (claim := bench.batcher.claim()) is not None:
+            claim.give_back()
+            return bench
+    raise AssertionError("no run was quick")
+
+
+def test_a_quick_model_that_is_idle_can_be_claimed_once_per_instance(make: Make) -> None:
+    batcher = quick(make(inline=True, instances=2)).batcher
+    first, second = batcher.claim(), batcher.claim()
+    assert first is not None
+    assert second is not None
+    assert batcher.claim() is None
+    first.give_back()
+    first.give_back()  # a second time is nothing
+    assert batcher.claim() is not None
+    assert batcher.claim() is None
+
+
+def test_nothing_can_be_claimed_of_what_is_unknown_slow_at_work_or_closed(make: Make) -> None:
+    assert make(inline=True).batcher.claim() is None  # unknown: nothing has run
+    slow = make(inline=True)
+    slow.run.meanwhile = lambda: spend(2e-3)
+    for _ in range(20):
+        values(slow.call(1.0))
+    assert slow.batcher.claim() is None
+    at_work = quick(make(inline=True))
+    held = at_work.hold()
+    assert at_work.batcher.claim() is None
+    at_work.run.gate.set()
+    values(held)
+    closed = quick(make(inline=True))
+    closed.batcher.close()
+    assert closed.batcher.claim() is None
+    executors = make()
+    values(executors.call(1.0))
+    assert executors.batcher.claim() is None
+
+
+def spend(seconds: float) -> None:
+    """This thread's own time: what it waits for does not count."""
+    begun = time.thread_time()
+    while time.thread_time() < begun + seconds:
+        pass
+
+
+def test_a_claim_lets_its_request_run_and_is_then_over(make: Make) -> None:
+    bench = quick(make(inline=True))
+    claim = bench.batcher.claim()
+    waiting = bench.queue(1.0)  # the runtime is not idle: it is claimed
+    assert values(bench.call(3.0, claim=claim)) == [6.0]
+    assert values(waiting) == [2.0]  # it was told that the runtime is idle again
+    assert claim is not None
+    claim.give_back()  # nothing: the request has used it
+    until(bench.batcher.claim)  # once the thread that answered the other has said that it is done
+    assert bench.batcher.claim() is None
+
+
+def test_a_claim_that_is_given_back_wakes_who_waits(make: Make) -> None:
+    bench = quick(make(inline=True))
+    claim = bench.batcher.claim()
+    waiting = bench.queue(1.0)
+    assert claim is not None
+    claim.give_back()
+    assert values(waiting) == [2.0]
+
+
+def test_a_claim_of_another_generation_is_worth_nothing(make: Make) -> None:
+    """The model was replaced between the claim and its request."""
+    old, new = quick(make(inline=True)), make(inline=True)
+    claim = old.batcher.claim()
+    held = new.hold()
+    waiting = new.queue(1.0, claim=claim)
+    assert not waiting.done()
+    new.run.gate.set()
+    assert (values(held), values(waiting)) == ([0.0], [2.0])
+    assert old.batcher.claim() is None
+    assert claim is not None
+    claim.give_back()
+    assert old.batcher.claim() is not None
 
 
 def test_only_executors_run_when_inline_is_off(make: Make) -> None:

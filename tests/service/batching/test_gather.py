@@ -5,7 +5,7 @@ import pytest
 
 from bf16kit.errors import RuntimeFailure
 from service.batching.gather import gather, signature, split, wanted
-from service.contract import Request
+from service.request import Request
 
 
 def request(rows: int, outputs: tuple[str, ...] | None = None, start: float = 0.0) -> Request:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
-from service.contract import Observation, Request
 from service.models import loading
 from service.models.generation import Generation
 from service.models.policy import load_serving
+from service.request import Observation, Request
 from service.telemetry.metrics import Metrics
 
 

@@ -9,6 +9,7 @@ import pytest
 from artifacts import write_artifact, write_endless, write_mlp, write_product
 from onnx import helper
 from safetensors.numpy import save_file
+from waiting import until
 
 from bf16kit.digests import Digests
 from bf16kit.drift import DriftSummary, SampleDrift
@@ -17,7 +18,8 @@ from bf16kit.manifest import DriftEntry
 from bf16kit.runtime.loading import load
 from bf16kit.tensors import TensorSpec
 from service.models import loading
-from service.models.loading import Loaded, Opened, baseline, check_golden, golden_of, open_artifact, warm_up
+from service.models.loading import Loaded, check_golden, golden_of, warm_up
+from service.models.opening import Opened, baseline, open_artifact
 from service.models.policy import Serving
 
 
@@ -78,6 +80,15 @@ def test_a_bound_of_a_dimension_that_is_not_there_is_an_error(tmp_path: Path, wi
         opened(tmp_path / "mlp" / "1", max_dims={"seq": 4})
     with pytest.raises(ConfigError, match="its inputs have none"):
         opened(without_batch_axis, max_dims={"seq": 4})
+
+
+def test_labels_and_formats_are_of_tensors_that_there_are(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "mlp" / "1")
+    opened(tmp_path / "mlp" / "1", labels={"y": ("a", "b")}, formats={"x": "NCHW"})
+    with pytest.raises(ConfigError, match="has labels for 'x'; the model has y"):
+        opened(tmp_path / "mlp" / "1", labels={"x": ("a", "b")})
+    with pytest.raises(ConfigError, match="has formats for 'y'; the model has x"):
+        opened(tmp_path / "mlp" / "1", formats={"y": "NCHW"})
 
 
 def test_a_batch_axis_that_an_output_does_not_share_is_not_used(tmp_path: Path) -> None:
@@ -199,3 +210,23 @@ def test_a_graph_that_never_ends_is_stopped(tmp_path: Path) -> None:
     write_endless(tmp_path / "endless" / "1")
     with pytest.raises(RuntimeFailure, match=r"cpu\.onnx, run for the first time: .* was not done after 0\.2 s"):
         whole_gate(tmp_path / "endless" / "1", first_run_seconds=0.2)
+
+
+def test_threads_of_serving_yaml_beat_those_of_the_server(tmp_path: Path) -> None:
+    """A session of four threads has three of its own; the calling thread is the fourth."""
+    path = write_mlp(tmp_path / "mlp" / "1").path
+
+    def threads() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir()}
+
+    def starts(count: int, serving: Serving, server: int | None) -> None:
+        before = threads()
+        loaded = loading.load(path, serving, device="cpu", threads=server)
+        # Those that hash files end by themselves.
+        until(lambda: len(threads() - before) == count, 20, f"{count} threads more")
+        loaded.runtime.close()
+
+    loading.load(path, Serving(), device="cpu", threads=1).runtime.close()  # what libraries start once
+    starts(3, Serving(threads=4), 1)
+    starts(0, Serving(threads=1), 4)
+    starts(3, Serving(), 4)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,10 @@ def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None
         ("fallback: {policy: fp32}", "the only policy is 'none'"),
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
         ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
-        ("instances: 0", "'instances' is 0"),
+        ("instances: 0", "'instances' is 0: give 1 to 64, or auto"),
+        ("instances: 65", "'instances' is 65"),
+        ("instances: many", "'instances' is 'many'"),
+        ("threads: 0", "'threads' is 0"),
         ("max_dims: {seq: 0}", r"'max_dims\.seq' is 0"),
         ("max_response_bytes: 3000000000", "'max_response_bytes' is 3000000000"),
         ("max_queue_delay_ms: -1", "'max_queue_delay_ms' is -1"),
@@ -56,6 +60,60 @@ def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text)
+
+
+def test_labels_are_the_lines_of_a_file_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("tabby cat\nt\u00eate\n\nlast\n\n")
+    found = load(tmp_path, "labels: {logits: classes.txt}\nformats: {image: NHWC}\n")
+    assert found.labels == {"logits": ("tabby cat", "t\u00eate", "", "last")}
+    assert found.formats == {"image": "NHWC"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.txt", r"serving\.yaml: 'labels\.y': none\.txt cannot be read"),
+        ("../classes.txt", r"'labels\.y' is '\.\./classes\.txt': give the name of a file in the model's directory"),
+        ("/etc/passwd", "give the name of a file in the model's directory"),
+        ("5", r"'labels\.y' is 5: give the name of a file"),
+        ("latin.txt", r"'labels\.y': latin\.txt is not UTF-8"),
+        ("large.txt", r"'labels\.y': large\.txt has more than 16777216 bytes"),
+    ],
+)
+def test_labels_that_cannot_be_read_are_an_error(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"t\xeate\n")
+    with (tmp_path / "large.txt").open("wb") as large:
+        large.truncate((16 << 20) + 1)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, f"labels: {{y: {name}}}")
+
+
+@pytest.mark.parametrize("text", ["a: 2001-99-99\n", "a: " + "[" * 5000], ids=["no date", "too deep"])
+def test_a_file_that_the_parser_chokes_on_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"serving\.yaml: is not YAML"):
+        load(tmp_path, text)
+
+
+def test_what_is_no_plain_file_is_never_opened(tmp_path: Path) -> None:
+    """A pipe would keep the thread for good that looks at the repository, and a device fill the memory."""
+    os.mkfifo(tmp_path / "serving.yaml")
+    with pytest.raises(ConfigError, match=r"serving\.yaml: is not a plain file"):
+        load_serving(tmp_path)
+    (tmp_path / "serving.yaml").unlink()
+    (tmp_path / "serving.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"serving\.yaml: is not a plain file"):
+        load_serving(tmp_path)
+    (tmp_path / "serving.yaml").unlink()
+    os.mkfifo(tmp_path / "classes.txt")
+    with pytest.raises(ConfigError, match=r"'labels\.y': classes\.txt is not a plain file"):
+        load(tmp_path, "labels: {y: classes.txt}")
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "serving.yaml").open("wb") as large:
+        large.truncate((1 << 20) + 1)
+    with pytest.raises(ConfigError, match=r"serving\.yaml: has more than 1048576 bytes"):
+        load_serving(tmp_path)
 
 
 def test_the_version_policy_chooses_among_what_is_there() -> None:

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 from artifacts import write_mlp
+from controlled import Controlled
 from waiting import until
 
 from bf16kit.errors import NotFound, Unavailable
 from bf16kit.runtime import loading as runtime_loading
-from service.contract import Request
 from service.models import loading
 from service.models.generation import Generation
 from service.models.plan import Wish
 from service.models.reconciler import Reconciler
-from service.models.repository import Repository
+from service.request import Request
 from service.telemetry.metrics import Metrics
 
 QUIET = "shadow: {rate: 0}\nversion_policy: all\n"
@@ -71,9 +71,9 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, metrics: Metrics) -> Iterator[Repository]:
+def repository(tmp_path: Path, metrics: Metrics) -> Iterator[Controlled]:
     """Empty and started."""
-    repository = Repository(tmp_path, metrics, device="cpu", threads=1, unload_seconds=30.0)
+    repository = Controlled(tmp_path, metrics, device="cpu", threads=1, unload_seconds=30.0)
     repository.start()
     yield repository
     repository.close()
@@ -86,8 +86,12 @@ def put(root: Path, name: str = "m", version: int = 1, *, serving: str = QUIET, 
     (root / name / "serving.yaml").write_text(serving, "utf-8")
 
 
-def states(repository: Repository) -> dict[tuple[str, int], str]:
+def states(repository: Controlled) -> dict[tuple[str, int], str]:
     return {(slot.name, slot.version): slot.state for slot in repository.models()}
+
+
+def is_ready(repository: Controlled) -> bool:
+    return repository.ready
 
 
 def rows_run(metrics: Metrics) -> float | None:
@@ -99,7 +103,7 @@ def rows_run(metrics: Metrics) -> float | None:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def test_loading_a_model_waits_until_it_is_ready(tmp_path: Path, repository: Repository) -> None:
+def test_loading_a_model_waits_until_it_is_ready(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path)
     with pytest.raises(NotFound):
         repository.get("m", "")
@@ -110,7 +114,7 @@ def test_loading_a_model_waits_until_it_is_ready(tmp_path: Path, repository: Rep
 def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path, metrics: Metrics, loads: Held) -> None:
     for name, version in (("b", 1), ("a", 10), ("a", 9), ("c", 1)):
         put(tmp_path, name, version)
-    repository = Repository(tmp_path, metrics, device="cpu", threads=1)
+    repository = Controlled(tmp_path, metrics, device="cpu", threads=1)
     repository.scan()
     repository.start()
     until(lambda: set(states(repository).values()) == {"ready"})
@@ -119,19 +123,19 @@ def test_models_are_loaded_one_after_another_by_name_and_version(tmp_path: Path,
 
 
 def test_a_model_that_cannot_be_loaded_fails_its_future_and_leaves_the_others_alone(
-    tmp_path: Path, repository: Repository
+    tmp_path: Path, repository: Controlled
 ) -> None:
     put(tmp_path, "good")
     put(tmp_path, "bad", spoil=0.5)
     bad, good = repository.load("bad"), repository.load("good")
-    with pytest.raises(Unavailable, match="version 1 cannot be loaded; the server's log says why"):
+    with pytest.raises(Unavailable, match="version 1 cannot be loaded: golden samples are over the drift budget"):
         bad.result(60)
     good.result(60)
     assert states(repository) == {("bad", 1): "unavailable", ("good", 1): "ready"}
 
 
 def test_a_bug_while_loading_leaves_the_others_alone(
-    tmp_path: Path, repository: Repository, loads: Held, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path)
     real, loads.real = loads.real, lambda *given, **more: 1 / 0
@@ -144,7 +148,7 @@ def test_a_bug_while_loading_leaves_the_others_alone(
 
 
 def test_loading_what_is_unchanged_does_nothing_and_what_has_failed_is_tried_again(
-    tmp_path: Path, repository: Repository, loads: Held
+    tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
     put(tmp_path, "m")
     put(tmp_path, "bad", spoil=0.5)
@@ -160,19 +164,19 @@ def test_loading_what_is_unchanged_does_nothing_and_what_has_failed_is_tried_aga
 
 
 @pytest.mark.parametrize("name", ["nobody", "", "..", "../m", "/", "m/1"])
-def test_what_is_no_model_of_the_repository_is_not_found(tmp_path: Path, repository: Repository, name: str) -> None:
+def test_what_is_no_model_of_the_repository_is_not_found(tmp_path: Path, repository: Controlled, name: str) -> None:
     put(tmp_path)
     with pytest.raises(NotFound):
         repository.load(name)
-    with pytest.raises(NotFound):
-        repository.unload(name)
+    repository.unload(name).result(60)
+    assert not repository.models()
 
 
 # --- replacing --------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_artifact_takes_the_place_of_the_old_one_whose_requests_are_answered_first(
-    tmp_path: Path, repository: Repository, metrics: Metrics
+    tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
     put(tmp_path)
     repository.load("m").result(60)
@@ -194,7 +198,7 @@ def test_a_new_artifact_takes_the_place_of_the_old_one_whose_requests_are_answer
     assert states(repository) == {("m", 1): "ready"}
 
 
-def test_while_it_is_replaced_a_model_always_answers(tmp_path: Path, repository: Repository) -> None:
+def test_while_it_is_replaced_a_model_always_answers(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path)
     repository.load("m").result(60)
     ended = threading.Event()
@@ -220,7 +224,7 @@ def test_while_it_is_replaced_a_model_always_answers(tmp_path: Path, repository:
 
 
 def test_what_cannot_be_loaded_never_replaces_what_answers(
-    tmp_path: Path, repository: Repository, metrics: Metrics, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, repository: Controlled, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path)
     repository.load("m").result(60)
@@ -231,14 +235,16 @@ def test_what_cannot_be_loaded_never_replaces_what_answers(
     (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1", "utf-8")
     assert isinstance(repository.load("m").exception(60), Unavailable)
     assert repository.get("m", "") is model
-    assert repository.find("m", "").reason == ""
+    assert (repository.find("m", "").state, repository.ready) == ("ready", True)
+    assert "what should replace it: " in repository.find("m", "").reason
+    assert "unknown key 'max_batch'" in repository.find("m", "").reason
     assert rows_run(metrics) == 1
     assert b'bf16kit_model_ready{model="m",version="1"} 1.0' in metrics.expose()[0]
     assert caplog.text.count("goes on answering as it was loaded before") == 2
 
 
 def test_a_version_goes_when_a_newer_one_answers_and_stays_while_none_does(
-    tmp_path: Path, repository: Repository
+    tmp_path: Path, repository: Controlled
 ) -> None:
     latest = "version_policy: {latest: 1}\nshadow: {rate: 0}"
     put(tmp_path, version=1, serving=latest)
@@ -252,7 +258,7 @@ def test_a_version_goes_when_a_newer_one_answers_and_stays_while_none_does(
 
 
 def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
-    tmp_path: Path, repository: Repository, loads: Held
+    tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
     put(tmp_path, version=1)
     repository.load("m").result(60)
@@ -270,11 +276,76 @@ def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
     assert states(repository) == {("m", 1): "ready", ("m", 2): "ready"}
 
 
+def test_a_model_that_is_wanted_again_as_it_is_served_has_nothing_more_to_tell(
+    tmp_path: Path, repository: Controlled, loads: Held
+) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    (tmp_path / "m" / "serving.yaml").write_text("max_batch: 1", "utf-8")
+    assert isinstance(repository.load("m").exception(60), Unavailable)
+    assert "max_batch" in repository.find("m", "").reason
+    (tmp_path / "m" / "serving.yaml").write_text(QUIET, "utf-8")
+    repository.load("m").result(60)
+    assert repository.find("m", "").reason == ""
+    assert loads.begun == ["m/1"]
+
+
+def test_nothing_is_begun_once_the_server_drains(tmp_path: Path, repository: Controlled, loads: Held) -> None:
+    put(tmp_path)
+    repository.drain()
+    assert isinstance(repository.load("m").exception(60), Unavailable)
+    repository.scan()
+    assert (states(repository), loads.begun) == ({}, [])
+
+
+def test_what_is_added_to_a_ready_server_does_not_make_it_less_so(
+    tmp_path: Path, repository: Controlled, loads: Held
+) -> None:
+    put(tmp_path)
+    assert not is_ready(repository)
+    repository.load("m").result(60)
+    assert is_ready(repository)
+    put(tmp_path, "bad", spoil=0.5)
+    put(tmp_path, "slow")
+    loads.go.clear()
+    bad, slow = repository.load("bad"), repository.load("slow")
+    until(lambda: loads.begun[-1] == "bad/1")
+    assert (states(repository)["bad", 1], is_ready(repository)) == ("loading", True)
+    loads.go.set()
+    assert isinstance(bad.exception(60), Unavailable)
+    slow.result(60)
+    assert (states(repository)["bad", 1], is_ready(repository)) == ("unavailable", True)
+    repository.unload("m").result(60)
+    repository.unload("slow").result(60)
+    assert not is_ready(repository)  # nothing answers
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_what_a_server_starts_with_is_waited_for_however_little_it_needs(
+    tmp_path: Path, metrics: Metrics, needed: bool
+) -> None:
+    repository = Controlled(tmp_path, metrics, device="cpu", threads=1, ready_when_empty=not needed)
+    assert is_ready(repository) == (not needed)
+    put(tmp_path, "bad", spoil=0.5)
+    put(tmp_path, "good")
+    repository.scan()
+    repository.start()
+    until(lambda: "loading" not in states(repository).values())
+    assert not is_ready(repository)
+    shutil.rmtree(tmp_path / "bad")
+    repository.scan()
+    until(lambda: states(repository) == {("good", 1): "ready"})
+    assert is_ready(repository)
+    repository.unload("good").result(60)
+    assert is_ready(repository) == (not needed)
+    assert repository.close()
+
+
 # --- unloading --------------------------------------------------------------------------------------------------------
 
 
 def test_unloading_waits_for_requests_and_removes_the_model_and_its_series(
-    tmp_path: Path, repository: Repository, metrics: Metrics
+    tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
     put(tmp_path)
     repository.load("m").result(60)
@@ -292,7 +363,7 @@ def test_unloading_waits_for_requests_and_removes_the_model_and_its_series(
 
 
 def test_a_version_that_is_added_while_the_old_one_goes_keeps_its_series(
-    tmp_path: Path, repository: Repository, metrics: Metrics
+    tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
     put(tmp_path)
     repository.load("m").result(60)
@@ -312,7 +383,7 @@ def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_
     tmp_path: Path, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path)
-    repository = Repository(tmp_path, metrics, device="cpu", threads=1, unload_seconds=0.01)
+    repository = Controlled(tmp_path, metrics, device="cpu", threads=1, unload_seconds=0.01)
     repository.start()
     repository.load("m").result(60)
     with repository.acquire("m", "") as model:
@@ -323,7 +394,7 @@ def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_
     assert repository.close()
 
 
-def test_a_scan_unloads_what_is_gone_and_loads_what_is_new(tmp_path: Path, repository: Repository, loads: Held) -> None:
+def test_a_scan_unloads_what_is_gone_and_loads_what_is_new(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path, "stays")
     put(tmp_path, "goes")
     repository.scan()
@@ -337,7 +408,7 @@ def test_a_scan_unloads_what_is_gone_and_loads_what_is_new(tmp_path: Path, repos
     assert loads.begun == ["goes/1", "stays/1", "comes/1"]
 
 
-def test_of_opposite_wishes_the_newest_counts(tmp_path: Path, repository: Repository, loads: Held) -> None:
+def test_of_opposite_wishes_the_newest_counts(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path, "first")
     put(tmp_path)
     loads.go.clear()
@@ -354,7 +425,7 @@ def test_of_opposite_wishes_the_newest_counts(tmp_path: Path, repository: Reposi
     assert loads.begun == ["first/1"]
 
 
-def test_equal_wishes_are_fulfilled_once(tmp_path: Path, repository: Repository, loads: Held) -> None:
+def test_equal_wishes_are_fulfilled_once(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path, "first")
     put(tmp_path)
     loads.go.clear()
@@ -371,7 +442,7 @@ def test_equal_wishes_are_fulfilled_once(tmp_path: Path, repository: Repository,
 
 
 def test_closing_waits_for_three_references_being_loaded_until_one_deadline_and_says_so(
-    tmp_path: Path, repository: Repository, references: Held, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, repository: Controlled, references: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     references.go.clear()
     for name in ("a", "b", "c"):
@@ -385,7 +456,7 @@ def test_closing_waits_for_three_references_being_loaded_until_one_deadline_and_
 
 
 def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_says_so(
-    tmp_path: Path, repository: Repository, loads: Held, metrics: Metrics, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, repository: Controlled, loads: Held, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, "a")
     put(tmp_path, "b")
@@ -404,7 +475,7 @@ def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_says_so(
 
 
 def test_closing_is_clean_when_nothing_is_left(
-    tmp_path: Path, repository: Repository, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, repository: Controlled, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     before = set(threading.enumerate())
@@ -418,7 +489,7 @@ def test_closing_is_clean_when_nothing_is_left(
     assert caplog.text == ""
 
 
-def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository: Repository) -> None:
+def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path, "a")
     put(tmp_path, "b")
     repository.load("a").result(60)
@@ -440,7 +511,7 @@ def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository:
         assert closing.result(60)
 
 
-def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Path, repository: Repository) -> None:
+def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path)
     repository.load("m").result(60)
     with ThreadPoolExecutor(1) as closer:
@@ -452,7 +523,7 @@ def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Pat
         assert closing.result(60)
 
 
-def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path, repository: Repository) -> None:
+def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path, repository: Controlled) -> None:
     """Neither set of versions holds the other."""
     put(tmp_path, version=1)
     repository.scan()
@@ -463,7 +534,7 @@ def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path,
 
 
 def test_what_is_loaded_between_two_looks_is_not_tried_once_more(
-    tmp_path: Path, repository: Repository, loads: Held, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, repository: Controlled, loads: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever scans sees a model wait; before it asks again the model's turn has come, and it could not be loaded."""
     put(tmp_path, "a")
@@ -489,7 +560,7 @@ def test_what_is_loaded_between_two_looks_is_not_tried_once_more(
 
 
 def test_a_reason_is_no_longer_than_a_person_reads(
-    tmp_path: Path, repository: Repository, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, repository: Controlled, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, serving=f"{'x' * 70_000}: 1\n")
     with pytest.raises(Unavailable):

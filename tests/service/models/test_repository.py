@@ -12,18 +12,18 @@ import numpy as np
 import onnx
 import pytest
 from artifacts import write_lookup, write_mlp, write_product
+from controlled import Controlled
 from waiting import until
 
 from bf16kit import seal
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime import kernel
-from service.contract import Observation, Request
 from service.models.generation import Generation
-from service.models.repository import Repository
 from service.models.slot import Slot
+from service.request import Observation, Request
 from service.telemetry.metrics import Metrics
 
-Open = Callable[..., Repository]
+Open = Callable[..., Controlled]
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def metrics() -> Metrics:
 @pytest.fixture
 def scan(tmp_path: Path, metrics: Metrics) -> Iterator[Open]:
     """The repository at ``tmp_path``, scanned; closed after the test."""
-    opened: list[Repository] = []
+    opened: list[Controlled] = []
 
-    def build() -> Repository:
-        repository = Repository(tmp_path, metrics, device="cpu", threads=1)
+    def build() -> Controlled:
+        repository = Controlled(tmp_path, metrics, device="cpu", threads=1)
         repository.scan()
         opened.append(repository)
         return repository
@@ -51,7 +51,7 @@ def scan(tmp_path: Path, metrics: Metrics) -> Iterator[Open]:
 def load(scan: Open) -> Open:
     """The same, every model loaded or refused."""
 
-    def build() -> Repository:
+    def build() -> Controlled:
         repository = scan()
         repository.start()
         until(lambda: all(model.state != "loading" for model in repository.models()), what="loading")
@@ -60,7 +60,7 @@ def load(scan: Open) -> Open:
     return build
 
 
-def only(repository: Repository) -> Slot:
+def only(repository: Controlled) -> Slot:
     (slot,) = repository.models()
     return slot
 

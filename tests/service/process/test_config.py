@@ -39,7 +39,6 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"workers": 2}, "only 1 worker process"),
         ({"grpc_port": 70000}, "'grpc_port' is 70000: input should be less than or equal to 65535"),
         ({"device": "tpu"}, "'device' is 'tpu'"),
         ({"drain_seconds": -1}, "'drain_seconds' is -1"),
@@ -55,6 +54,10 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
         ({"token_file": ""}, "'token_file' is '': give the path of a file, or leave the key out"),
         ({"http_max_connections": 1}, "'http_max_connections' is 1"),
         ({"http_request_seconds": 0}, "'http_request_seconds' is 0"),
+        ({"model_control": "all"}, "'model_control' is 'all'"),
+        ({"poll_seconds": 0.5}, "'poll_seconds' is 0.5: input should be greater than or equal to 1"),
+        ({"load_model": ("m",)}, "load_model is given with model_control none; it needs explicit"),
+        ({"load_model": ("m", "*"), "model_control": "explicit"}, "load_model has \\* beside other names"),
         ({"repository": "/no/such/place"}, "is not a directory; create it"),
     ],
 )
@@ -77,7 +80,14 @@ def test_a_missing_repository_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("- 1\n", "expected keys and values, found list"), ("a: [", "is not YAML")]
+    ("text", "message"),
+    [
+        ("- 1\n", "expected keys and values, found list"),
+        ("a: [", "is not YAML"),
+        ("a: 2001-99-99\n", "is not YAML"),  # of what is no date or number the parser raises something of its own
+        ("a: " + "1" * 5000, "is not YAML"),
+        ("a: " + "[" * 5000, "is not YAML"),
+    ],
 )
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

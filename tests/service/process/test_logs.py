@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ownlog import own_log
 
 from service.process import logs
 from service.process.logs import JsonLine, OneLine
@@ -98,17 +98,10 @@ def test_grpc_says_nothing_of_what_its_peers_send(
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_the_format_is_the_one_asked_for(kind: logs.Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, stream = logging.getLogger(), io.StringIO()
-    handlers, level = root.handlers[:], root.level
-    monkeypatch.setattr("sys.stderr", stream)
-    try:
-        logs.configure("info", kind)
+def test_the_format_is_the_one_asked_for(kind: logs.Format) -> None:
+    with own_log("info", kind) as stream:
         logging.getLogger("service.y").info("hello")
         logging.getLogger("service.y").debug("not this")
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
     (line,) = stream.getvalue().splitlines()
     assert line.startswith("{") is (kind == "json")
     assert "hello" in line

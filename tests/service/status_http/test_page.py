@@ -1,27 +1,40 @@
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
+import pytest
+import statusviews
 from loopback import LoopbackModel, LoopbackRegistry
+from statusviews import look_at, recent, running, server
 
 from bf16kit.runtime import RuntimeInfo
-from service.status_http.page import status_page
+from service.status_http.page import MOST_SECTIONS, status_page
+from service.status_http.views import ModelView, Status
+from service.telemetry.history import History
+from service.telemetry.metrics import Metrics
+from service.telemetry.quantiles import Durations
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "link"}
+EVIL = "\"'><script>alert(1)</script>"
 
 
 class Balanced(HTMLParser):
-    """Collects the elements, and that each is closed in its turn."""
+    """Collects the elements, and that each is closed in its turn; a closed ``/>`` is balanced by itself."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.seen: set[str] = set()
+        self.attributes: set[str] = set()
         self.feed(page)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: object) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.add(tag)
+        self.attributes |= {name for name, _ in attrs}
         if tag not in VOID:
             self.open.append(tag)
 
@@ -30,36 +43,165 @@ class Balanced(HTMLParser):
 
 
 def test_an_empty_repository_says_what_to_do() -> None:
-    page = status_page(LoopbackRegistry([]))
+    page = status_page(look_at())
     Balanced(page)
-    assert "not ready" in page
+    assert "Not ready: there are no models" in page
     assert "bf16-convert checkpoint" in page
 
 
 def test_everything_that_comes_from_elsewhere_is_escaped() -> None:
-    evil = "<script>alert(1)</script>"
-    info = RuntimeInfo("onnxruntime", evil, evil, evil, "fp32", evil)
-    broken = LoopbackModel(evil, state="unavailable")
-    broken.reason = evil
-    page = status_page(LoopbackRegistry([LoopbackModel("m" + evil, info=info), broken]))
+    info = RuntimeInfo("onnxruntime", EVIL, EVIL, EVIL, "fp32", EVIL, EVIL, choice=EVIL)
+    broken = LoopbackModel(EVIL, state="unavailable")
+    broken.reason = EVIL
+    well = LoopbackModel("m" + EVIL, info=info)
+    well.golden, well.budget = EVIL, {EVIL: 1.0}
+    page = status_page(look_at(well, broken))
     assert "script" not in Balanced(page).seen
-    assert page.count("&lt;script&gt;") >= 6
+    assert page.count("&lt;script&gt;") >= 10
 
 
-def test_a_ready_model_shows_how_it_runs_and_what_it_did() -> None:
-    page = status_page(LoopbackRegistry([LoopbackModel("echo")]))
-    for expected in ("x: FP32 [batch,3]", "precision bf16-weights, accumulation fp32", "3 answered", "up to 8 rows"):
-        assert expected in page
+def test_names_of_outputs_metrics_codes_and_reasons_are_escaped() -> None:
+    seen = recent(output=EVIL)
+    object.__setattr__(seen, "ratios", {EVIL: {EVIL: 0.5}})
+    object.__setattr__(seen.total, "codes", {EVIL: 1})
+    object.__setattr__(seen.total, "rejected", {EVIL: 1})
+    specs = running(inputs=(EVIL,), outputs=(EVIL,), accumulation=EVIL, backend=EVIL)
+    view = server([ModelView("m", 1, EVIL, EVIL, specs, seen)], version=EVIL, at=f"T{EVIL}")
+    object.__setattr__(view.door, "total", {EVIL: 1})
+    page = status_page(view)
+    assert "script" not in Balanced(page).seen
+    assert page.count("&lt;script&gt;") >= 11
 
 
-def test_why_a_profile_was_chosen_is_shown_and_escaped() -> None:
+def test_a_page_with_everything_is_whole_and_runs_nothing() -> None:
+    seen = Balanced(status_page(statusviews.everything()))
+    assert not seen.seen & {"script", "iframe", "object", "img", "form"}
+    assert not {name for name in seen.attributes if name.startswith("on") or name in ("style", "src")}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "x: FP32 [batch,3]",
+        "onnxruntime on cpu",
+        "<dd>bf16-weights</dd>",
+        "fp32: measured on this device when the model was loaded",
+        "golden samples within budget (y relative_l2 0.0017)",
+        "up to 8 rows, waiting up to 2\u00a0ms for more; one batch at once",
+        "Ready: 1 model answers",
+    ],
+)
+def test_a_ready_model_shows_how_it_runs(words: str) -> None:
+    assert words in status_page(look_at(LoopbackModel("echo")))
+
+
+def test_why_a_profile_was_chosen_is_shown() -> None:
     info = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", choice="auto: <1 ms")
-    page = status_page(LoopbackRegistry([LoopbackModel("echo", info=info)]))
-    assert "auto: &lt;1 ms" in page
-    assert "auto:" not in status_page(LoopbackRegistry([LoopbackModel("echo")]))
+    assert "<dd>cpu; auto: &lt;1 ms</dd>" in status_page(look_at(LoopbackModel("echo", info=info)))
+    assert "auto:" not in status_page(look_at(LoopbackModel("echo")))
 
 
 def test_the_path_of_the_cpu_kernel_is_shown_where_it_runs() -> None:
     info = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32", kernel="avx2")
-    page = status_page(LoopbackRegistry([LoopbackModel("echo", info=info)]))
-    assert "accumulation fp32, kernel avx2" in page
+    assert "<dt>CPU kernel</dt><dd>avx2</dd>" in status_page(look_at(LoopbackModel("echo", info=info)))
+    assert "<dt>CPU kernel</dt><dd>none</dd>" in status_page(look_at(LoopbackModel("echo")))
+
+
+def test_what_keeps_a_server_from_being_ready_comes_first_with_its_reason() -> None:
+    page = status_page(statusviews.everything())
+    assert "Not ready: 2 of 5 models do not answer" in page
+    verdict = page[page.index("<section") : page.index("</section>")]
+    assert '<a href="#m4">vision ·\u00a0version\u00a02</a>: unavailable: golden samples are over' in verdict
+    assert '<a href="#m3">vision ·\u00a0version\u00a01</a>: loading' in verdict
+    assert '<a href="#m1">minilm ·\u00a0version\u00a02</a>: drifts: 131\u00a0% of its budget' in verdict
+    assert 'id="m4"' in page
+
+
+def test_the_server_tells_its_version_ports_and_workers() -> None:
+    page = status_page(statusviews.everything())
+    for words in ("Version 1.2.3, gRPC on port 8001, 4 workers,", "on port 8002", "03:04:05 UTC</time>"):
+        assert words in page
+    assert "worker" not in status_page(look_at(LoopbackModel("echo")))
+
+
+def test_drift_over_budget_is_told_of_a_server_that_is_ready() -> None:
+    page = status_page(server([ModelView("m", 1, "ready", "", running(), recent(ratio=2.0))]))
+    assert "Ready: 1 model answers, and 1 model over the drift budget" in page
+    assert 'class="verdict bad"' in page
+    within = status_page(server([ModelView("m", 1, "ready", "", running(), recent(ratio=1.0))]))
+    assert 'class="verdict"' in within
+
+
+def test_a_server_that_stops_says_so_while_its_models_answer() -> None:
+    registry = LoopbackRegistry([LoopbackModel("echo")])
+    registry.draining = True
+    page = status_page(Status(registry, History(lambda: Metrics().samples([]))).look())
+    assert "Not ready: every model is, and the server starts or stops" in page
+
+
+def test_numbers_are_those_of_the_view() -> None:
+    page = status_page(server([ModelView("m", 1, "ready", "", running(), recent())]))
+    for words in (
+        "134 rows/s, mean batch 4.22; 0.103 refused or failed per second",
+        "p50 9\u00a0ms, p90 21.7\u00a0ms",
+        "5 in flight; wait p99 15.6\u00a0ms",
+        "2,600 samples measured",
+        '<td class="number">12,900</td><td class="number">88,000</td>',
+        "<code>queue_full</code>",
+        "up for 1\u00a0d 2\u00a0h, seen at",
+        "Refused at the door: 13",
+    ):
+        assert words in page, words
+
+
+def test_a_percentile_beyond_the_last_bucket_is_told_as_that() -> None:
+    seen = replace(recent(), request=Durations(10, 14.0, 0.5, 10.0, 10.0))
+    page = status_page(server([ModelView("m", 1, "ready", "", running(), seen)]))
+    assert "p50 500\u00a0ms, p90 over 10\u00a0s" in page
+    assert '<td class="number">14\u00a0s</td>' in page
+
+
+def test_recent_drift_stands_in_the_units_of_its_budget() -> None:
+    page = status_page(server([ModelView("m", 1, "ready", "", running(), recent(ratio=0.5))]))
+    row = page[page.index('<th scope="row">relative_l2</th>') :]
+    assert row[: row.index("</tr>")].count("0.0075") == 1
+
+
+def test_a_page_refreshes_itself_only_when_asked() -> None:
+    assert "http-equiv" not in status_page(look_at())
+    assert '<meta http-equiv="refresh" content="10">' in status_page(look_at(), refreshing=True)
+
+
+def test_a_page_of_two_hundred_models_is_bounded_in_size_and_time() -> None:
+    view = statusviews.crowd(200)
+    begun = time.process_time()
+    page = status_page(view)
+    took = time.process_time() - begun
+    assert len(page.encode()) < 1_000_000
+    assert page.count("<section id=") == MOST_SECTIONS
+    assert page.count('<tr><th scope="row">') > 200
+    assert took < 1.0  # 40 ms on a machine that does nothing else
+
+
+def test_models_that_need_looking_at_have_their_section_among_many() -> None:
+    calm = [ModelView(f"m{at:03}", 1, "ready", "", running()) for at in range(MOST_SECTIONS + 50)]
+    broken = ModelView("x", 1, "unavailable", "it is broken")
+    drifting = ModelView("y", 1, "ready", "", running(), recent(ratio=3.0))
+    page = status_page(server([*calm, broken, drifting]))
+    assert "it is broken</p>" in page
+    assert ">x ·\u00a0version\u00a01</a>: unavailable" in page
+    assert ">y ·\u00a0version\u00a01</a>: drifts" in page
+    assert "52 more models" in page
+
+
+def test_a_thousand_broken_models_do_not_bury_the_page() -> None:
+    page = status_page(server([ModelView(f"m{at}", 1, "unavailable", "x" * 1000) for at in range(1000)]))
+    assert "<li>and 980 more</li>" in page
+    assert page.count("<li><span") == 20
+    assert len(page) < 1_000_000
+
+
+def test_the_view_is_json_for_programs() -> None:
+    seen = json.loads(statusviews.everything().as_json())
+    assert [model["state"] for model in seen["models"]] == ["ready", "ready", "ready", "loading", "unavailable"]
+    assert seen["models"][0]["recent"]["request"]["p99"] == 0.0417

@@ -1,34 +1,40 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from artifacts import write_mlp
+from controlled import Controlled
 from waiting import until
 
 from bf16kit.errors import ConfigError
-from service.models.repository import Repository
 from service.status_http.pages import Page, Route, routes
 from service.status_http.server import HttpServer
+from service.status_http.views import Status
+from service.telemetry.history import History
 from service.telemetry.metrics import Metrics
+from service.telemetry.readings import NAMES
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
+def repository(tmp_path: Path) -> Iterator[Controlled]:
     write_mlp(tmp_path / "mlp" / "1")
     write_mlp(tmp_path / "spoilt" / "1", spoil=0.5)
-    repository = Repository(tmp_path, Metrics(), device="cpu", threads=1)
+    repository = Controlled(tmp_path, Metrics(), device="cpu", threads=1)
     repository.scan()
     yield repository
     repository.close()
 
 
 @pytest.fixture
-def server(repository: Repository) -> Iterator[HttpServer]:
-    server = HttpServer("127.0.0.1", 0, routes(repository, Metrics()))
+def server(repository: Controlled) -> Iterator[HttpServer]:
+    metrics = Metrics()
+    status = Status(repository, History(lambda: metrics.samples(NAMES)))
+    server = HttpServer("127.0.0.1", 0, routes(repository, metrics, status.look))
     server.start()
     yield server
     server.close()
@@ -44,7 +50,7 @@ def get(server: HttpServer, path: str, method: str = "GET") -> tuple[int, dict[s
         connection.close()
 
 
-def load(repository: Repository) -> None:
+def load(repository: Controlled) -> None:
     repository.start()
     until(lambda: all(model.state != "loading" for model in repository.models()))
 
@@ -53,7 +59,7 @@ def test_livez_is_200_while_models_load(server: HttpServer) -> None:
     assert get(server, "/livez")[::2] == (200, "live\n")
 
 
-def test_readyz_is_503_until_every_model_is_ready(server: HttpServer, repository: Repository) -> None:
+def test_readyz_is_503_until_every_model_is_ready(server: HttpServer, repository: Controlled) -> None:
     assert get(server, "/readyz")[0] == 503
     load(repository)
     assert get(server, "/readyz")[0] == 503  # one of the two is over budget
@@ -66,15 +72,15 @@ def test_metrics_are_served_as_prometheus_text(server: HttpServer) -> None:
     assert "# TYPE bf16kit_requests_total counter" in body
 
 
-def test_the_status_page_shows_each_model_and_why_one_is_not_ready(server: HttpServer, repository: Repository) -> None:
+def test_the_status_page_shows_each_model_and_why_one_is_not_ready(server: HttpServer, repository: Controlled) -> None:
     load(repository)
     status, headers, body = get(server, "/")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-    assert "mlp · version 1" in body
-    assert "onnxruntime on cpu, profile cpu" in body
+    assert "mlp ·\u00a0version\u00a01" in body
+    assert "onnxruntime on cpu" in body
+    assert "golden samples within budget (y relative_l2" in body
     assert "golden samples are over the drift budget: output &#x27;y&#x27;" in body
-    assert "http://" not in body  # nothing from elsewhere
-    assert "https://" not in body
+    assert "//" not in body.replace("http://www.w3.org/2000/svg", "")  # a name, not an address: nothing from elsewhere
 
 
 def test_a_head_request_has_the_headers_and_no_body(server: HttpServer) -> None:
@@ -85,7 +91,7 @@ def test_a_head_request_has_the_headers_and_no_body(server: HttpServer) -> None:
 @pytest.mark.parametrize("path", ["/nope", "/metrics/", "/../etc/passwd", "/%2e%2e/"])
 def test_anything_else_is_404_and_names_what_there_is(server: HttpServer, path: str) -> None:
     status, _, body = get(server, path)
-    assert (status, body) == (404, "not found; there are /metrics, /livez, /readyz, /\n")
+    assert (status, body) == (404, "not found; there are /metrics, /livez, /readyz, /status.json, /watch, /\n")
 
 
 def test_other_methods_are_refused(server: HttpServer) -> None:
@@ -116,3 +122,29 @@ def test_a_page_that_fails_is_500_and_its_text_stays_in_the_log(caplog: pytest.L
         server.close()
     assert (status, body) == (500, "internal error; the server's log has the details\n")
     assert "secret" in caplog.text
+
+
+def test_programs_get_the_same_as_json(server: HttpServer, repository: Controlled) -> None:
+    load(repository)
+    status, headers, body = get(server, "/status.json")
+    assert (status, headers["Content-Type"]) == (200, "application/json")
+    states = {model["name"]: model["state"] for model in json.loads(body)["models"]}
+    assert states == {"mlp": "ready", "spoilt": "unavailable"}
+
+
+def test_the_page_that_refreshes_itself_has_a_path_of_its_own(server: HttpServer) -> None:
+    assert 'http-equiv="refresh"' in get(server, "/watch")[2]
+    assert 'http-equiv="refresh"' not in get(server, "/")[2]
+
+
+def test_only_probes_are_for_everybody(repository: Controlled) -> None:
+    metrics = Metrics()
+    status = Status(repository, History(lambda: metrics.samples(NAMES)))
+    paths = routes(repository, metrics, status.look)
+    assert {path for path, route in paths.items() if route.probe} == {"/livez", "/readyz"}
+
+
+def test_a_page_may_load_nothing_and_be_in_nobodys_frame(server: HttpServer) -> None:
+    policy = get(server, "/")[1]["Content-Security-Policy"]
+    for directive in ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"):
+        assert directive in policy

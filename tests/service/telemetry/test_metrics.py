@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from service.contract import REFUSALS, Observation, Timings
+from service.request import REFUSALS, Observation, Timings
 from service.telemetry.metrics import Metrics, ModelMetrics
 
 #: Design §8: name → type and the labels beside model and version.
@@ -89,11 +89,13 @@ def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> No
     text = metrics.expose()[0].decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     ours = {name: kind for name, kind in types.items() if name.startswith("bf16kit_")}
-    assert ours == {"bf16kit_refused_total": "counter"} | {name: kind for name, (kind, _) in DESIGN.items()}
+    assert ours == {"bf16kit_refused_total": "counter", "bf16kit_traces_total": "counter"} | {
+        name: kind for name, (kind, _) in DESIGN.items()
+    }
     labels: dict[str, set[str]] = {name: set() for name in DESIGN}
     for name, pairs in re.findall(r"^(bf16kit_[a-z0-9_]+)\{(.*)\} \S+$", text, re.MULTILINE):
-        if name == "bf16kit_refused_total":  # what is refused before a model is known has none
-            assert pairs.startswith("reason=")
+        if name in ("bf16kit_refused_total", "bf16kit_traces_total"):  # of the server as a whole
+            assert re.match("reason=|outcome=", pairs)
             continue
         base = name if name in DESIGN else re.sub(r"_(bucket|sum|count)$", "", name)
         labels[base] |= set(re.findall(r'(\w+)="', pairs))

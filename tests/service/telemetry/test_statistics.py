@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from service.contract import BatchStatistics, Duration, Observation, Timings
+from service.contract import BatchStatistics, Duration
+from service.request import Observation, Timings
 from service.telemetry import statistics as statistics_module
 from service.telemetry.statistics import ModelStatistics
 

@@ -143,7 +143,7 @@ class TestBytes:
         place.leave()
         place.leave()
         held.hold(70)
-        held.hold_answer(90)
+        held.hold_more(90)
         held.release()
         Held(door.enter("a")).hold(100)
         with pytest.raises(Overloaded, match="of 100 bytes are held"):
@@ -160,21 +160,21 @@ class TestBytes:
     def test_an_answer_counts_beside_its_request(self, door: Door) -> None:
         held, other = Held(door.enter("a")), Held(door.enter("a"))
         held.hold(10)
-        held.hold_answer(150)  # alone, it may
+        held.hold_more(150)  # alone, it may
         crowded = [door.crowded]
         with pytest.raises(Overloaded, match="of 160 bytes"):
-            other.hold_answer(1)
+            other.hold_more(1)
         held.release()
         crowded.append(door.crowded)
         assert crowded == [True, False]
-        other.hold_answer(100)
+        other.hold_more(100)
 
     def test_each_request_of_a_stream_counts_until_it_is_released(self, door: Door) -> None:
         stream = door.enter("a")
         first, second, other = Held(stream), Held(stream), Held(door.enter("b"))
         first.hold(30)
         second.hold(30)
-        second.hold_answer(20)
+        second.hold_more(20)
         assert stream.nbytes == 80
         with pytest.raises(Overloaded, match="of 80 bytes"):
             other.hold(21)
@@ -183,6 +183,6 @@ class TestBytes:
         assert stream.nbytes == 50
         other.hold(50)
         with pytest.raises(Overloaded, match="of 100 bytes"):
-            second.hold_answer(1)
+            second.hold_more(1)
         stream.leave()
-        other.hold_answer(50)
+        other.hold_more(50)

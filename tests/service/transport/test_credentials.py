@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from loopback import LoopbackModel, LoopbackRegistry, RequestLog, infer_request
+from ownlog import restored_log
 from rawgrpc import RawConnection
 from tlsfiles import Authority, Pair
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
+from service.operations import Operations
 from service.process.certificates import CertificateFiles
+from service.process.logsettings import LogSettings
 from service.process.tokens import TokenFile
+from service.regions.table import RegionLimits, RegionTable
 from service.transport.credentials import Access
 from service.transport.handlers import SERVICE
 from service.transport.server import Transport, TransportOptions
@@ -31,14 +36,34 @@ MANY = infer_request(x=np.zeros((8, 3), np.float32))
 TOKENS = "application-0123456 infer\nscraper-0123456789 read\noperator-012345678 infer,read,manage  # everything\n"
 
 
+class Nothing:
+    """Model control that has nothing to do."""
+
+    def load(self, name: str, config: str | None = None) -> Future[None]:
+        return self.unload(name)
+
+    def unload(self, name: str) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
 @contextmanager
 def secured(
-    access: Access | None = None, certificates: CertificateFiles | None = None, **options: Any
+    access: Access | None = None,
+    certificates: CertificateFiles | None = None,
+    operations: Operations = Operations(),  # noqa: B008 - frozen
+    **options: Any,
 ) -> Iterator[tuple[int, RequestLog]]:
     model, log = LoopbackModel(), RequestLog()
     model.log = log
     transport = Transport(
-        LoopbackRegistry([model]), log.refused, TransportOptions(port=0, **options), access or Access(), certificates
+        LoopbackRegistry([model]),
+        log.refused,
+        TransportOptions(port=0, **options),
+        access or Access(),
+        certificates,
+        operations,
     )
     model.batcher.start()
     port = transport.start()
@@ -116,6 +141,49 @@ class TestTokens:
             assert code is grpc.StatusCode.PERMISSION_DENIED
             code, _ = refusal(channel, "RepositoryModelLoad", load, "operator-012345678")
             assert code is grpc.StatusCode.UNIMPLEMENTED
+
+    def test_models_are_listed_with_one_scope_and_loaded_with_another(self, access: Access) -> None:
+        load, unload = pb.RepositoryModelLoadRequest(model_name="m"), pb.RepositoryModelUnloadRequest(model_name="m")
+        with (
+            secured(access, operations=Operations(control=Nothing())) as (port, _),
+            grpc.insecure_channel(f"127.0.0.1:{port}") as there,
+        ):
+            call(there, "RepositoryIndex", pb.RepositoryIndexRequest(), "scraper-0123456789")
+            for rpc, message in (("RepositoryModelLoad", load), ("RepositoryModelUnload", unload)):
+                code, details = refusal(there, rpc, message, "scraper-0123456789")
+                assert (code, "'manage' is needed" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
+                call(there, rpc, message, "operator-012345678")
+
+    def test_shared_memory_is_the_operators_to_register(self, access: Access, tmp_path: Path) -> None:
+        """The server opens files with its own rights on behalf of whoever asks."""
+        operations = Operations(regions=RegionTable(RegionLimits("mem"), tmp_path))
+        rpcs = {
+            "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(name="r", key="mem", byte_size=1),
+            "SystemSharedMemoryStatus": pb.SystemSharedMemoryStatusRequest(),
+            "SystemSharedMemoryUnregister": pb.SystemSharedMemoryUnregisterRequest(),
+        }
+        (tmp_path / "mem").write_bytes(b"1")
+        with secured(access, operations=operations) as (port, _), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
+            for rpc, message in rpcs.items():
+                for token in ("application-0123456", "scraper-0123456789"):
+                    code, details = refusal(there, rpc, message, token)
+                    assert (code, "'manage' is needed" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
+                call(there, rpc, message, "operator-012345678")
+
+    def test_settings_are_read_with_one_scope_and_changed_with_another(self, access: Access) -> None:
+        quiet = pb.LogSettingsRequest(settings={"log_info": pb.LogSettingsRequest.SettingValue(bool_param=False)})
+        operations = Operations(logs=LogSettings("info", "text"))
+        with secured(access, operations=operations) as (port, log), grpc.insecure_channel(f"127.0.0.1:{port}") as there:
+            code, _ = refusal(there, "LogSettings", pb.LogSettingsRequest(), "application-0123456")
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+            seen = call(there, "LogSettings", pb.LogSettingsRequest(), "scraper-0123456789")
+            code, details = refusal(there, "LogSettings", quiet, "scraper-0123456789")
+            assert (code, "'manage' is needed" in details) == (grpc.StatusCode.PERMISSION_DENIED, True)
+            assert call(there, "LogSettings", pb.LogSettingsRequest(), "scraper-0123456789") == seen
+            assert log.refusals == ["forbidden", "forbidden"]
+            with restored_log():
+                changed = call(there, "LogSettings", quiet, "operator-012345678")
+            assert not changed.settings["log_info"].bool_param
 
     def test_probes_need_none_unless_the_operator_says_so(self, access: Access) -> None:
         for open_to_all in (frozenset({"health"}), frozenset[str]()):

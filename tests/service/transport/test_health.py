@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import LoopbackModel, LoopbackRegistry, Served, serving, until
 
-from service.contract import Cancellation
+from service.request import Cancellation
 from service.transport.handlers import SERVICE
 from service.transport.health import HealthServicer
 

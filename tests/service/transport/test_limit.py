@@ -8,7 +8,7 @@ import pytest
 from loopback import LoopbackModel, infer_request, serving
 
 from bf16kit.errors import Overloaded
-from service.contract import Reply, Request
+from service.request import Reply, Request
 from service.transport.admission import Door
 from service.transport.limit import AdaptiveLimit
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 from grpc import StatusCode
 from loopback import LoopbackModel, infer_request, serving, until
+from ownlog import own_log
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.protocol import inference_pb2 as pb
@@ -35,20 +36,8 @@ def kind(request: pytest.FixtureRequest) -> logs.Format:
 @pytest.fixture
 def configure() -> Iterator[Configure]:
     """Configure the log as ``bf16-serve`` does, and have what it writes for the test."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-
-    def configured(level: str, kind: logs.Format) -> io.StringIO:
-        logs.configure(level, kind)
-        stream = io.StringIO()
-        (handler,) = root.handlers
-        assert isinstance(handler, logging.StreamHandler)
-        handler.setStream(stream)
-        return stream
-
-    yield configured
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    with ExitStack() as stack:
+        yield lambda level, kind: stack.enter_context(own_log(level, kind))
 
 
 def parsed(line: str, kind: logs.Format) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 from bf16kit.errors import RuntimeFailure
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import TensorSpec
-from service.contract import Array, Bounds, Cancellation
+from service.contract import Array, Bounds
+from service.request import Cancellation
 from service.transport.call import Rpc
 from service.transport.credentials import Needs
 from service.wire.inflate import Inflater
@@ -302,7 +303,7 @@ def test_where_the_time_of_a_request_went_is_observed_of_those_that_failed_too(g
 def test_an_rpc_that_is_not_served_is_unimplemented_and_says_why(served: Served, method: str, message: Any) -> None:
     code, details = served.refusal(method, message)
     assert code is StatusCode.UNIMPLEMENTED
-    assert "not supported" in details or "restart" in details
+    assert "not supported" in details or "start" in details
 
 
 def test_an_rpc_nobody_heard_of_is_unimplemented(served: Served) -> None:

@@ -9,7 +9,8 @@ from loopback import LoopbackModel, infer_request
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import TensorSpec
-from service.contract import Array, Bounds, Cancellation, Reply, Request
+from service.contract import Array, Bounds
+from service.request import Cancellation, Reply, Request
 from service.wire.request import InferenceCodec
 
 IDS = TensorSpec("ids", "int64", ("batch", "seq"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from loopback import Counted, LoopbackModel
+from loopback import Counted, LoopbackModel, LoopbackRegistry
 
 import bf16kit
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec
-from service.contract import BatchStatistics, Duration, StatisticsSnapshot
+from service.contract import BatchStatistics, Duration, Meaning, StatisticsSnapshot
+from service.operations import Indexed, RegistryModels
 from service.wire.metadata import model_config, model_metadata, model_statistics, repository_index, server_metadata
 
 IDS = TensorSpec("ids", "int64", ("batch", "seq"))
@@ -76,6 +77,16 @@ def test_every_dtype_has_a_number_in_the_configuration(dtype: str) -> None:
     assert pb.DataType.Name(config.input[0].data_type) == expected
 
 
+def test_an_input_that_holds_images_says_how() -> None:
+    shape = ("batch", 3, 8, 8)
+    model = LoopbackModel(
+        inputs=[TensorSpec("image", "float32", shape), TensorSpec("mask", "float32", shape)],
+        meaning=Meaning(formats={"image": "NCHW"}),
+    )
+    formats = [spec.format for spec in model_config(model).config.input]
+    assert formats == [pb.ModelInput.FORMAT_NCHW, pb.ModelInput.FORMAT_NONE]
+
+
 def test_a_model_on_a_gpu_says_which() -> None:
     info = RuntimeInfo("torchscript", "cuda:1", "torchscript", "bf16", "fp32")
     config = model_config(LoopbackModel(info=info)).config
@@ -102,7 +113,7 @@ def test_statistics_are_carried_field_by_field() -> None:
             weight_bytes=77,
         )
     )
-    (stats,) = model_statistics([model]).model_stats
+    (stats,) = model_statistics(RegistryModels(LoopbackRegistry([model])).statistics("", "")).model_stats
     assert (stats.name, stats.version, stats.last_inference) == ("m", "1", 123)
     assert (stats.inference_count, stats.execution_count) == (9, 5)
     seen = stats.inference_stats
@@ -114,11 +125,13 @@ def test_statistics_are_carried_field_by_field() -> None:
 
 
 def test_the_index_gives_every_version_its_state_and_reason() -> None:
-    models = [LoopbackModel("a"), LoopbackModel("b", state="loading"), LoopbackModel("c", state="unavailable")]
+    loopback = [LoopbackModel("a"), LoopbackModel("b", state="loading"), LoopbackModel("c", state="unavailable")]
+    models = [*RegistryModels(LoopbackRegistry(loopback)).index(), Indexed("d")]
     listed = [(m.name, m.version, m.state, m.reason) for m in repository_index(models, ready_only=False).models]
     assert listed == [
         ("a", "1", "READY", ""),
         ("b", "1", "LOADING", "it is loading"),
         ("c", "1", "UNAVAILABLE", "it is unavailable"),
+        ("d", "", "", ""),
     ]
     assert [m.name for m in repository_index(models, ready_only=True).models] == ["a"]

@@ -6,9 +6,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from bf16kit.errors import InvalidRequest, Unsupported
+from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
-from service.wire.parameters import RequestParameters, check_input, check_request, output_datatype, wants_final_mark
+from service.wire.parameters import (
+    RegionPlace,
+    RequestParameters,
+    check_request,
+    class_count,
+    output_datatype,
+    region_place,
+    wants_final_mark,
+)
 
 
 def parameters(**values: pb.InferParameter) -> Mapping[str, pb.InferParameter]:
@@ -38,8 +46,8 @@ def test_a_priority_is_a_number(value: pb.InferParameter) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        {"sequence_id": INT, "sequence_start": YES, "sequence_end": YES},
-        {"sequence_id": TEXT},
+        {"sequence_id": pb.InferParameter(int64_param=0), "sequence_start": pb.InferParameter(bool_param=False)},
+        {"sequence_id": pb.InferParameter(string_param="")},
         {"binary_data_output": YES, "headers": TEXT},
         {"triton_enable_empty_final_response": YES},
         {"anything": pb.InferParameter(double_param=0.5)},
@@ -56,6 +64,9 @@ def test_reserved_parameters_of_their_type_and_unknown_ones_pass(names: Mapping[
         ({"timeout": pb.InferParameter(int64_param=-1)}, "'timeout' is -1, expected 0 or more"),
         ({"priority": YES}, "'priority' came as bool_param"),
         ({"sequence_start": INT}, "expected bool_param"),
+        ({"sequence_id": INT}, "'sequence_id': models of this server keep no state between requests"),
+        ({"sequence_id": TEXT}, "'sequence_id': models of this server keep no state"),
+        ({"sequence_end": YES}, "'sequence_end': models of this server keep no state"),
         ({"triton_secret": YES}, "names starting with 'triton_' are reserved"),
         ({"mine": pb.InferParameter()}, "'mine' has no value"),
     ],
@@ -65,33 +76,63 @@ def test_a_bad_parameter_is_refused(names: Mapping[str, pb.InferParameter], word
         check_request(names)
 
 
-def test_an_fp32_output_can_be_had_as_bf16_or_as_itself() -> None:
+def test_an_fp32_output_can_be_had_as_bf16_fp16_or_as_itself() -> None:
+    assert output_datatype("y", "FP32", parameters(datatype=pb.InferParameter(string_param="FP16"))) == "FP16"
     assert output_datatype("y", "FP32", parameters(datatype=TEXT)) == "BF16"
     assert output_datatype("y", "FP32", parameters(datatype=pb.InferParameter(string_param="FP32"))) == "FP32"
     assert output_datatype("y", "INT64", parameters(binary_data=YES)) == "INT64"
 
 
-@pytest.mark.parametrize(("native", "value"), [("INT64", TEXT), ("FP32", pb.InferParameter(string_param="FP16"))])
+@pytest.mark.parametrize(("native", "value"), [("INT64", TEXT), ("FP32", pb.InferParameter(string_param="FP64"))])
 def test_another_output_datatype_is_refused(native: str, value: pb.InferParameter) -> None:
     with pytest.raises(InvalidRequest, match="output 'y' was asked for as"):
         output_datatype("y", native, parameters(datatype=value))
 
 
 def test_an_output_datatype_that_is_no_string_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="must be a string"):
+    with pytest.raises(InvalidRequest, match="came as bool_param, expected string_param"):
         output_datatype("y", "FP32", parameters(datatype=YES))
 
 
-@pytest.mark.parametrize("key", ["classification", "shared_memory_region"])
-def test_an_output_in_a_way_not_served_is_unsupported(key: str) -> None:
-    with pytest.raises(Unsupported, match=key):
-        output_datatype("y", "FP32", {key: INT})
+def place(**values: pb.InferParameter) -> RegionPlace | None:
+    return region_place("input 'x'", {f"shared_memory_{name}": value for name, value in values.items()})
 
 
-def test_an_input_in_shared_memory_is_unsupported() -> None:
-    with pytest.raises(Unsupported, match="shared memory"):
-        check_input("x", {"shared_memory_region": TEXT})
-    check_input("x", {"colour": TEXT})
+def test_a_place_in_shared_memory_is_a_region_a_size_and_perhaps_an_offset() -> None:
+    region, size = pb.InferParameter(string_param="r"), pb.InferParameter(int64_param=64)
+    assert place(region=region, byte_size=size) == ("r", 0, 64)
+    assert place(region=region, byte_size=size, offset=UINT) == ("r", 250_000, 64)
+    assert region_place("input 'x'", {"colour": TEXT}) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"region": TEXT}, "input 'x' has 'shared_memory_region' without 'shared_memory_byte_size'"),
+        ({"byte_size": INT}, "'shared_memory_byte_size' without 'shared_memory_region'"),
+        ({"offset": INT}, "'shared_memory_offset' without 'shared_memory_region'"),
+        ({"region": INT, "byte_size": INT}, "'shared_memory_region' of input 'x' came as int64_param, expected string"),
+        ({"region": TEXT, "byte_size": TEXT}, "'shared_memory_byte_size' of input 'x' came as string_param"),
+        ({"region": TEXT, "byte_size": INT, "offset": YES}, "'shared_memory_offset' of input 'x' came as bool_param"),
+    ],
+)
+def test_half_a_place_in_shared_memory_is_refused(values: dict[str, pb.InferParameter], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        place(**values)
+
+
+def test_classes_are_counted_and_go_with_no_other_way_of_answering() -> None:
+    assert class_count("y", {"classification": INT}) == 250_000
+    assert class_count("y", {"colour": TEXT}) == 0
+    for bad, words in (
+        ({"classification": pb.InferParameter(int64_param=0)}, "with 0 classes, expected 1 or more"),
+        ({"classification": pb.InferParameter(int64_param=-1)}, "with -1 classes"),
+        ({"classification": TEXT}, "came as string_param, expected int64_param or uint64_param"),
+        ({"classification": INT, "datatype": TEXT}, "'datatype' beside 'classification'"),
+        ({"classification": INT, "shared_memory_region": TEXT}, "'shared_memory_region' beside 'classification'"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            class_count("y", bad)
 
 
 def test_the_final_mark_is_for_those_who_ask() -> None:

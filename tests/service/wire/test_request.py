@@ -9,7 +9,7 @@ from loopback import LoopbackModel, infer_request
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import TensorSpec
-from service.contract import Cancellation, Reply, Request
+from service.request import Cancellation, Reply, Request
 from service.wire.request import InferenceCodec
 
 MODEL = LoopbackModel(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
@@ -11,7 +14,7 @@ from wireedits import field
 
 from bf16kit.errors import Cancelled, InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
-from service.wire.skim import parser
+from service.wire.skim import asked_model, parser
 
 REQUEST = pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]
 QUESTION = pb.DESCRIPTOR.message_types_by_name["ModelMetadataRequest"]
@@ -89,3 +92,51 @@ def test_a_message_without_tensors_has_a_bound_of_its_own() -> None:
     ask(field(1, b"m" * (63 << 10)))
     with pytest.raises(InvalidRequest, match="the request has 65540 bytes, expected at most 65536 for a ModelMetadata"):
         ask(field(1, b"m" * (64 << 10)))
+
+
+@pytest.mark.parametrize(("name", "version"), [("echo", ""), ("echo", "3"), ("n" * 127, "1"), ("é", "1")])
+def test_the_model_that_is_asked_is_known_before_the_message_is_parsed(name: str, version: str) -> None:
+    message = pb.ModelInferRequest(model_name=name, model_version=version, id="7", raw_input_contents=[b"x"])
+    assert asked_model(message.SerializeToString()) == (name, version)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x0a", pb.ModelInferRequest(model_name="n" * 128).SerializeToString(), field(3, b"id") + field(1, b"m")],
+    ids=["nothing", "cut short", "a long name", "another order"],
+)
+def test_the_model_is_not_known_where_the_message_begins_otherwise(data: bytes) -> None:
+    assert asked_model(data)[0] == ""
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        field(1, b"slow"),
+        field(2, b"9"),
+        field(3, b"id") + field(7, b"x" * 200) + field(1, b"slow"),
+        b"\x8a\x00\x04slow",  # the tag in two bytes, which protobuf takes
+        field(7, b"x") * 64 + field(1, b"slow"),
+        b"\x12\x85\x80\x00" + b"9" * 5,
+        b"\x3a\x05x",
+    ],
+    ids=["a model", "a version", "behind others", "a long tag", "behind many", "a long length", "cut short"],
+)
+def test_the_model_is_not_known_where_another_may_be_named_behind(behind: bytes) -> None:
+    """Of a field that comes twice protobuf takes the last: the first would be asked for leave, and the other run."""
+    assert asked_model(field(1, b"quick") + field(2, b"1") + behind) == ("", "")
+
+
+def test_what_is_known_before_parsing_is_what_parsing_finds() -> None:
+    draw, known = random.Random(7), 0
+    pieces = [field(n, text) for n in range(1, 9) for text in (b"", b"a", b"3", b"\x0a\x01b", b"c" * 130)]
+    pieces += [b"\x8a\x00\x01z", b"\x08\x01", b"\x0b\x0c", b"\x3a\x81\x00c"]
+    for _ in range(20_000):
+        data = field(1, b"m") + b"".join(draw.choices(pieces, k=draw.randrange(5)))
+        if (asked := asked_model(data)) == ("", ""):
+            continue
+        with suppress(DecodeError):
+            message = parse(data)
+            assert asked == (message.model_name, message.model_version)
+            known += 1
+    assert known > 500

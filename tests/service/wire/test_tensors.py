@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bf16kit.errors import InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, BY_OIP, TensorSpec
-from service.wire.tensors import CONTENTS_FIELD, decode_contents, decode_raw, encode_raw, widen, wire_dtype
+from service.wire.tensors import CONTENTS_FIELD, decode_contents, decode_raw, encode_raw, packed, widen, wire_dtype
 
 FIXED_SIZE = [oip for oip in BY_OIP if oip != "BYTES"]
 BYTES = BY_OIP["BYTES"]
@@ -192,6 +192,30 @@ def test_an_fp32_output_is_rounded_to_nearest_even_as_bf16() -> None:
     sent = np.frombuffer(encode_raw(BY_OIP["BF16"], array), ml_dtypes.bfloat16)
     assert sent.astype(np.float32)[:3].tolist() == [1.0, 1.0 + 2**-6, -1.0]
     np.testing.assert_array_equal(sent, array.astype(ml_dtypes.bfloat16))
+
+
+def test_an_fp32_output_is_rounded_to_nearest_even_as_fp16_and_overflows_to_infinity() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    exact = bits.view(np.float16)[np.isfinite(bits.view(np.float16))]
+    assert encode_raw(BY_OIP["FP16"], exact.astype(np.float32)) == exact.tobytes()
+    odd = np.array([2049.0, 2051.0, 65519.99, 65520.0, -65520.0, 1e30, np.nan, 2.0**-25], np.float32)
+    rounded = np.frombuffer(encode_raw(BY_OIP["FP16"], odd), np.float16)
+    np.testing.assert_array_equal(rounded, [2048.0, 2052.0, 65504.0, np.inf, -np.inf, np.inf, np.nan, 0.0])
+
+
+@pytest.mark.parametrize("oip", ["FP32", "BF16", "FP16", "INT64", "BYTES"])
+def test_what_is_packed_for_shared_memory_are_the_bytes_of_the_message(oip: str) -> None:
+    array = (
+        np.array([["a", "bc"]], np.object_)
+        if oip == "BYTES"
+        else np.array([[1, 2]]).astype("int64" if oip == "INT64" else "float32")
+    )
+    assert packed(BY_OIP[oip], array).tobytes() == encode_raw(BY_OIP[oip], array)
+
+
+def test_an_output_is_packed_without_a_copy_where_its_bytes_are_its_own() -> None:
+    array = np.ones(3, np.float32)
+    assert packed(FP32, array) is array
 
 
 def test_an_fp32_input_takes_fp32_bf16_and_fp16() -> None:

@@ -8,7 +8,7 @@ import pytest
 import reported
 
 from bf16kit.manifest import DriftEntry, Manifest
-from converter.report.drifts import share
+from bf16kit.verdicts import share
 from converter.report.figures import figures
 
 

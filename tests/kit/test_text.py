@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
-from bf16kit.artifact import Artifact
-from converter.report.text import printable, table
+from bf16kit.text import printable, size, table
 
 
 def test_a_title_stays_on_its_line_however_narrow_the_table() -> None:
@@ -35,8 +31,9 @@ def test_a_long_name_is_folded_and_never_cut() -> None:
     assert "end" in shown
 
 
-def test_a_terminal_that_cannot_show_every_character_is_told_all_the_same(small: Artifact) -> None:
-    command = [str(Path(sys.executable).with_name("bf16-convert")), "inspect", str(small.path)]
-    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
-    assert b"0.5" in done.stdout
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1000, "1.0 kB"), (90_868_376, "90.9 MB"), (7e9, "7.0 GB"), (3e15, "3000.0 TB")],
+)
+def test_sizes_for_people(count: float, text: str) -> None:
+    assert size(count) == text

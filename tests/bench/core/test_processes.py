@@ -1,0 +1,27 @@
+"""What a server's processes use is that of all of them: a peer's work is done by its children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from bench.core.processes import Server
+
+BUSY = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
+PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])"
+
+
+def test_the_time_of_children_counts() -> None:
+    process = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        assert 0.5 <= Server(process, 0, 0.0).cpu_seconds() < 5
+    finally:
+        process.communicate("\n", timeout=30)
+
+
+def test_a_process_that_has_ended_has_used_nothing_that_can_be_told() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], text=True)
+    process.wait()
+    assert Server(process, 0, 0.0).cpu_seconds() == 0

@@ -1,0 +1,53 @@
+"""Servers for the conformance suite: the real one as a process, over artifacts with every datatype."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from artifacts import write_kinds, write_mlp, write_typed, write_words
+from serverprocess import ServerProcess
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that take every datatype, with one version and with two."""
+    directory = tmp_path_factory.mktemp("repository")
+    write_mlp(directory / "mlp" / "1")
+    write_mlp(directory / "mlp" / "3")
+    (directory / "mlp" / "serving.yaml").write_text("version_policy: all\n")
+    write_kinds(directory / "kinds" / "1")
+    write_typed(directory / "typed" / "1")
+    write_words(directory / "words" / "1")
+    return directory
+
+
+def _serving(repository: Path, **settings: str) -> Iterator[ServerProcess]:
+    environment = {**os.environ, **{f"BF16KIT_{name.upper()}": value for name, value in settings.items()}}
+    arguments = ("--repository", str(repository), "--grpc-port", "0", "--http-port", "0")
+    server = ServerProcess(*arguments, env=environment)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def served(repository: Path) -> Iterator[ServerProcess]:
+    """``bf16-serve`` with its defaults."""
+    yield from _serving(repository)
+
+
+@pytest.fixture(scope="module", params=["1", "2"], ids=["one process", "two processes"])
+def opened(repository: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """``bf16-serve`` with everything that is off by default, in one process and in two."""
+    yield from _serving(
+        repository,
+        workers=request.param,
+        shared_memory="true",
+        change_settings="true",
+        model_control="explicit",
+        load_model='["*"]',
+    )

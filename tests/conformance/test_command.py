@@ -1,0 +1,152 @@
+"""The command line: what it is told, what it writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import grpc
+import pytest
+from oipserver import oip_server
+from tlsfiles import Authority
+from twists import put, refusing
+
+from conformance.cli import main
+from conformance.compare import main as compare
+from conformance.models import Given, Usage, given
+
+ECHO = ("--model", "echo", "--check", "server.*", "--check", "infer.id")
+
+
+@pytest.fixture
+def right() -> Iterator[str]:
+    with oip_server() as address:
+        yield address
+
+
+@pytest.fixture
+def wrong() -> Iterator[str]:
+    with oip_server(put("ServerLive", live=False)) as address:
+        yield address
+
+
+def test_a_server_that_conforms_ends_with_0(right: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([right, *ECHO]) == 0
+    assert "8 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_a_broken_rule_ends_with_1_and_says_what_was_sent_expected_and_came(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([wrong, *ECHO, "--check", "server.live"]) == 1
+    said = capsys.readouterr().out
+    for words in ("FAIL  server.live  [MUST]", "sent      ServerLive", "expected  live: true", "came      OK: (empty)"):
+        assert words in said
+    assert "1 MUST, 1 TRITON" in said  # and bytes that are no message, after which it must live on
+
+
+def test_what_is_only_told_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    with oip_server(refusing("Check", lambda request: request.service)) as address:
+        assert main([address, "--check", "health.service"]) == 0
+    assert "told  health.service  [SHOULD]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "say which server"),
+        (["{}", "--model", "nobody"], "no metadata of nobody"),
+        (["{}", "--check", "no.such.check"], "no check has such an id"),
+        (["{}", "--input", "x_FP32"], "expected NAME=SHAPE"),
+        (["{}", "--model", "echo", "--input", "x_FP32=1,5"], "say what one wants with --input"),
+        (["{}", "--junit", "/no/such/directory/file", *ECHO], "/no/such/directory/file"),
+    ],
+)
+def test_what_cannot_be_tried_ends_with_2(
+    right: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([argument.format(right) for argument in arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_server_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert main([address, "--patience", "0.2"]) == 2
+    assert f"no gRPC server answers at {address}" in capsys.readouterr().err
+
+
+def test_a_server_with_tls_is_tried_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    credentials = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.certificate.read_bytes())])
+    with oip_server(tls=credentials) as address:
+        assert main([address, *ECHO, "--tls", str(authority.certificate)]) == 0
+        assert main([address, *ECHO, "--patience", "0.5"]) == 2
+    assert "no gRPC server answers" in capsys.readouterr().err
+
+
+def test_junit_has_a_case_for_each_check(wrong: str, tmp_path: Path) -> None:
+    main([wrong, "--model", "echo", "--check", "server.*", "--check", "health.*", "--junit", str(tmp_path / "out.xml")])
+    suite = ElementTree.parse(tmp_path / "out.xml").getroot()
+    assert int(suite.get("tests", "")) == len(suite.findall("testcase")) == 11
+    # the server must live on after bytes that are no message: the second to fail
+    failed = {f"{case.get('classname')}.{case.get('name')}" for case in suite if case.find("failure") is not None}
+    assert failed == {"server.live", "server.garbage"}
+    assert int(suite.get("failures", "")) == 2
+
+
+def test_the_table_has_a_row_for_each_check(right: str, tmp_path: Path) -> None:
+    main([right, *ECHO, "--table", str(tmp_path / "out.md")])
+    rows = [line for line in (tmp_path / "out.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == 8
+    assert rows[0].startswith("| `server.live` | MUST | pass |")
+
+
+def test_runs_stand_beside_each_other(
+    right: str, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, address in (("right", right), ("wrong", wrong)):
+        main([address, *ECHO, "--json"])
+        (tmp_path / name).write_text(capsys.readouterr().out)
+    assert compare([f"A={tmp_path / 'right'}", f"B={tmp_path / 'wrong'}"]) == 0
+    said = capsys.readouterr().out
+    assert "| A | 8 | 0 | 0 | 0 | 0 |" in said
+    assert "| MUST | ✓ | **✗** |" in said
+
+
+def test_of_several_runs_of_one_server_the_later_count_where_they_tried_more(
+    right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("first", ()), ("second", ("--dangerous",))):
+        main([right, "--check", "danger.classes-of-strings", "--json", *more])
+        (tmp_path / name).write_text(capsys.readouterr().out)
+    for order in (("first", "second"), ("second", "first")):
+        assert compare(["A=" + ",".join(str(tmp_path / name) for name in order)]) == 0
+        assert "| A | 1 | 0 | 0 | 0 | 0 |" in capsys.readouterr().out
+
+
+def test_an_extension_that_is_not_declared_is_skipped_unless_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    def nothing(rpc: str, request: object, proceed: object) -> object:
+        answer = proceed(request)  # type: ignore[operator]
+        if rpc == "ServerMetadata":
+            del answer.extensions[:]
+        return answer
+
+    with oip_server(nothing) as address:
+        for more, outcome in (((), "skip"), (("--assume", "statistics"), "pass")):
+            main([address, "--check", "statistics.success", "--json", *more])
+            assert json.loads(capsys.readouterr().out)["checks"][0]["outcome"] == outcome
+
+
+def test_an_input_is_described_by_its_shape_and_values() -> None:
+    assert given("ids=1,8/101,2023,102") == ("ids", Given((1, 8), (101.0, 2023.0, 102.0)))
+    assert given("x=2,16") == ("x", Given((2, 16)))
+    name, said = given("x=2/0..7")
+    assert (name, said.values) == ("x", tuple(float(k) for k in range(8)))
+    for bad in ("x", "x=a", "=1", "x=-1,2", "x=1/a..b"):
+        with pytest.raises(Usage):
+            given(bad)

@@ -1,0 +1,540 @@
+"""Models loaded, replaced and unloaded by tritonclient, while what serves goes on serving."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from artifacts import write_mlp
+from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2
+from tritonclient.utils import InferenceServerException
+from waiting import until
+
+from service import app
+from service.models import loading
+from service.models.engine import Engine
+from service.process.config import ServerConfig
+from service.process.stop import Stop
+
+Serve = Callable[..., InferenceServerClient]
+LAST = "shadow: {rate: 0}\n"
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts a server of ``tmp_path`` with these keys."""
+    stops: list[Callable[[], None]] = []
+
+    def start(**keys: Any) -> InferenceServerClient:
+        stop, started = Stop(), SimpleQueue[int]()
+        config = ServerConfig(
+            **{"repository": tmp_path, "grpc_port": 0, "http_port": 0, "device": "cpu", "threads": 1, **keys}
+        )
+        server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
+        server.start()
+        client = InferenceServerClient(f"127.0.0.1:{started.get(timeout=60)}")
+
+        def end() -> None:
+            client.close()
+            stop.set()
+            server.join(60)
+            stop.close()
+
+        stops.append(end)
+        return client
+
+    yield start
+    for end in stops:
+        end()
+
+
+@pytest.fixture
+def client(serve: Serve) -> InferenceServerClient:
+    return serve(model_control="explicit")
+
+
+class Held:
+    """The loading of models: noted, and waiting where told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self._load = loading.load
+
+    def __call__(self, path: Path, *given: Any, **more: Any) -> Any:
+        self.begun.append(f"{path.parent.name}/{path.name}")
+        assert self.go.wait(60)
+        return self._load(path, *given, **more)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held()
+    monkeypatch.setattr(loading, "load", held)
+    yield held
+    held.go.set()
+
+
+def put(root: Path, name: str = "mlp", version: int = 1, *, serving: str = LAST, **made: Any) -> Path:
+    """A new artifact in the place of any that is there."""
+    target = root / name / str(version)
+    shutil.rmtree(target, ignore_errors=True)
+    write_mlp(target, **made)
+    (root / name / "serving.yaml").write_text(serving, "utf-8")
+    return target
+
+
+def infer(client: InferenceServerClient, model: str = "mlp", version: str = "") -> str:
+    """The version that answered."""
+    x = InferInput("x", [1, 16], "FP32")
+    x.set_data_from_numpy(np.ones((1, 16), np.float32))
+    return str(client.infer(model, [x], model_version=version).get_response().model_version)
+
+
+def index(client: InferenceServerClient) -> list[tuple[str, str, str]]:
+    return [(line.name, line.version, line.state) for line in client.get_model_repository_index().models]
+
+
+def reason(client: InferenceServerClient, name: str, version: str) -> str:
+    lines = client.get_model_repository_index().models
+    return next(str(line.reason) for line in lines if (line.name, line.version) == (name, version))
+
+
+def refusal(call: Callable[[], object]) -> tuple[str, str]:
+    with pytest.raises(InferenceServerException) as error:
+        call()
+    return str(error.value.status()).removeprefix("StatusCode."), str(error.value.message())
+
+
+# --- load and unload --------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_loads_on_request_begins_ready_with_nothing_and_lists_what_it_could_load(
+    tmp_path: Path, client: InferenceServerClient
+) -> None:
+    put(tmp_path)
+    assert client.is_server_ready()
+    assert {"model_repository", "model_repository(unload_dependents)"} <= set(client.get_server_metadata().extensions)
+    assert index(client) == [("mlp", "", "")]
+    assert refusal(lambda: infer(client))[0] == "NOT_FOUND"
+
+
+def test_a_model_is_served_when_its_load_returns_and_gone_when_its_unload_does(
+    tmp_path: Path, client: InferenceServerClient
+) -> None:
+    put(tmp_path)
+    client.load_model("mlp")
+    assert client.is_model_ready("mlp")
+    assert infer(client) == "1"
+    assert index(client) == [("mlp", "1", "READY")]
+    client.unload_model("mlp", unload_dependents=True)
+    assert not client.is_model_ready("mlp")
+    assert refusal(lambda: infer(client))[0] == "NOT_FOUND"
+    assert (index(client), reason(client, "mlp", "1")) == ([("mlp", "1", "UNAVAILABLE")], "unloaded")
+    assert client.is_server_ready()
+    client.load_model("mlp")
+    assert infer(client) == "1"
+
+
+def test_the_models_to_begin_with_are_loaded_and_no_others(tmp_path: Path, serve: Serve) -> None:
+    put(tmp_path, "a")
+    put(tmp_path, "b")
+    some = serve(model_control="explicit", load_model=("b",))
+    until(some.is_server_ready)
+    assert index(some) == [("a", "", ""), ("b", "1", "READY")]
+    everything = serve(model_control="explicit", load_model=("*",))
+    until(everything.is_server_ready)
+    assert index(everything) == [("a", "1", "READY"), ("b", "1", "READY")]
+
+
+def test_an_unload_of_what_is_not_loaded_or_not_known_changes_nothing(
+    tmp_path: Path, client: InferenceServerClient
+) -> None:
+    put(tmp_path)
+    for name in ("mlp", "nobody", "../mlp"):
+        client.unload_model(name)
+    assert index(client) == [("mlp", "", "")]
+
+
+def test_a_model_whose_requests_are_at_work_is_unloading_until_they_are_answered(
+    tmp_path: Path, client: InferenceServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path)
+    begun, go, run = threading.Event(), threading.Event(), Engine.run
+
+    def held(engine: Engine, *given: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return run(engine, *given)
+
+    monkeypatch.setattr(Engine, "run", held)
+    client.load_model("mlp")
+    with ThreadPoolExecutor(2) as others:
+        try:
+            asked = others.submit(infer, client)
+            assert begun.wait(60)
+            unloaded = others.submit(client.unload_model, "mlp")
+            until(lambda: index(client) == [("mlp", "1", "UNLOADING")])
+            assert refusal(lambda: infer(client))[0] == "NOT_FOUND"
+            assert not unloaded.done()
+        finally:
+            go.set()
+        assert asked.result(60) == "1"
+        unloaded.result(60)
+    assert index(client) == [("mlp", "1", "UNAVAILABLE")]
+
+
+def test_two_loads_at_once_and_a_load_during_an_unload_all_end_as_the_last_one_asked(
+    tmp_path: Path, client: InferenceServerClient, loads: Held
+) -> None:
+    put(tmp_path)
+    put(tmp_path, "first")
+    loads.go.clear()
+    with ThreadPoolExecutor(8) as callers:
+        first = callers.submit(client.load_model, "first")
+        until(lambda: loads.begun == ["first/1"])
+        same = [callers.submit(client.load_model, "mlp") for _ in range(3)]
+        until(lambda: ("mlp", "1", "LOADING") in index(client))
+        loads.go.set()
+        for call in (first, *same):
+            call.result(60)
+        assert loads.begun == ["first/1", "mlp/1"]
+        for _ in range(10):
+            both = [callers.submit(client.unload_model, "mlp"), callers.submit(client.load_model, "mlp")]
+            ended = [call.exception(60) for call in both]
+            refused = [error.status() for error in ended if isinstance(error, InferenceServerException)]
+            assert len(refused) == len([error for error in ended if error])
+            assert set(refused) <= {"StatusCode.UNAVAILABLE"}  # the other one came later, and counts
+    client.load_model("mlp")
+    assert infer(client) == "1"
+    assert infer(client, "first") == "1"
+
+
+# --- what cannot be loaded --------------------------------------------------------------------------------------------
+
+
+def damaged(target: Path) -> None:
+    content = bytearray((target / "weights.bf16").read_bytes())
+    content[0] ^= 1
+    (target / "weights.bf16").write_bytes(content)
+
+
+def of_a_newer_schema(target: Path) -> None:
+    manifest = json.loads((target / "manifest.json").read_text())
+    (target / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
+
+
+def wrongly_configured(target: Path) -> None:
+    (target.parent / "serving.yaml").write_text("max_batch: 3")
+
+
+def without_a_manifest(target: Path) -> None:
+    (target / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (damaged, "weights.bf16"),
+        (of_a_newer_schema, "schema"),
+        (wrongly_configured, "unknown key 'max_batch'"),
+        (without_a_manifest, "no manifest.json"),
+        (None, "over the drift budget"),
+    ],
+)
+@pytest.mark.parametrize("served", [True, False])
+def test_what_cannot_be_loaded_is_refused_with_the_reason_and_what_serves_goes_on(
+    tmp_path: Path, client: InferenceServerClient, spoil: Callable[[Path], None] | None, words: str, served: bool
+) -> None:
+    if served:
+        put(tmp_path)
+        client.load_model("mlp")
+    target = put(tmp_path, spoil=0.0 if spoil else 0.5)
+    if spoil:
+        spoil(target)
+    code, text = refusal(lambda: client.load_model("mlp"))
+    assert (code, words in text) == ("UNAVAILABLE", True), text
+    assert text.startswith("failed to load 'mlp': ")
+    assert words in reason(client, "mlp", "1")
+    assert index(client) == [("mlp", "1", "READY" if served else "UNAVAILABLE")]
+    assert client.is_model_ready("mlp") == served
+    assert client.is_server_ready()
+    if served:
+        assert infer(client) == "1"
+    put(tmp_path)
+    client.load_model("mlp")
+    assert (infer(client), reason(client, "mlp", "1")) == ("1", "")
+
+
+def test_callers_that_wait_for_one_load_are_told_the_same(
+    tmp_path: Path, client: InferenceServerClient, loads: Held
+) -> None:
+    put(tmp_path, "first")
+    put(tmp_path, spoil=0.5)
+    loads.go.clear()
+    with ThreadPoolExecutor(4) as callers:
+        first = callers.submit(client.load_model, "first")
+        until(lambda: loads.begun == ["first/1"])
+        waiting = [callers.submit(client.load_model, "mlp") for _ in range(3)]
+        until(lambda: ("mlp", "1", "LOADING") in index(client))
+        loads.go.set()
+        first.result(60)
+        texts = {refusal(lambda call=call: call.result(60)) for call in waiting}  # type: ignore[misc]
+    ((code, text),) = texts
+    assert (code, text.count("failed to load")) == ("UNAVAILABLE", 1)
+
+
+@pytest.mark.parametrize("name", ["nobody", "", "..", "mlp/1", "../mlp"])
+def test_a_model_that_the_repository_lacks_is_not_found(
+    tmp_path: Path, client: InferenceServerClient, name: str
+) -> None:
+    put(tmp_path)
+    code, text = refusal(lambda: client.load_model(name))
+    assert (code, text.startswith("failed to load ")) == ("NOT_FOUND", True)
+
+
+def test_a_newer_version_that_cannot_be_loaded_leaves_the_older_one(
+    tmp_path: Path, client: InferenceServerClient
+) -> None:
+    put(tmp_path)
+    client.load_model("mlp")
+    put(tmp_path, version=2, spoil=0.5)
+    assert refusal(lambda: client.load_model("mlp"))[0] == "UNAVAILABLE"
+    assert index(client) == [("mlp", "1", "READY"), ("mlp", "2", "UNAVAILABLE")]
+    assert client.is_server_ready()
+    assert infer(client) == "1"
+    put(tmp_path, version=2)
+    client.load_model("mlp")
+    assert index(client) == [("mlp", "1", "UNAVAILABLE"), ("mlp", "2", "READY")]
+    assert infer(client) == "2"
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_ends_the_wait_and_not_the_load(tmp_path: Path, client: InferenceServerClient, loads: Held) -> None:
+    put(tmp_path)
+    loads.go.clear()
+    code, text = refusal(lambda: client.load_model("mlp", client_timeout=1.0))
+    assert code == "DEADLINE_EXCEEDED"
+    assert "loading model 'mlp' takes longer than the call's deadline; it goes on" in text
+    assert index(client) == [("mlp", "1", "LOADING")]
+    assert client.is_server_ready()
+    loads.go.set()
+    until(lambda: client.is_model_ready("mlp"))
+
+
+def test_callers_that_wait_for_loads_keep_no_probe_waiting(
+    tmp_path: Path, client: InferenceServerClient, loads: Held
+) -> None:
+    put(tmp_path)
+    loads.go.clear()
+    with ThreadPoolExecutor(200) as callers:
+        calls = [callers.submit(client.load_model, "mlp", client_timeout=60) for _ in range(200)]
+        until(lambda: sum(call.done() for call in calls) >= 100)  # there was no room for them
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        loads.go.set()
+        ended = [call.exception(60) for call in calls]
+    refused = {str(error.status()) for error in ended if isinstance(error, InferenceServerException)}
+    assert refused == {"StatusCode.RESOURCE_EXHAUSTED"}
+    assert ended.count(None) >= 1
+
+
+def test_a_stop_does_not_wait_for_loads(tmp_path: Path, serve: Serve, loads: Held) -> None:
+    put(tmp_path)
+    stop, started = Stop(), SimpleQueue[int]()
+    config = ServerConfig(
+        repository=tmp_path, grpc_port=0, http_port=0, device="cpu", model_control="explicit", drain_seconds=50
+    )
+    server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
+    server.start()
+    client = InferenceServerClient(f"127.0.0.1:{started.get(timeout=60)}")
+    loads.go.clear()
+    with ThreadPoolExecutor(1) as caller:
+        call = caller.submit(client.load_model, "mlp")
+        until(lambda: loads.begun == ["mlp/1"])
+        begun = time.monotonic()
+        stop.set()
+        code, text = refusal(lambda: call.result(60))
+        assert (code, "shutting down" in text) == ("UNAVAILABLE", True), text
+        assert time.monotonic() - begun < 25
+        loads.go.set()
+    server.join(60)
+    stop.close()
+    client.close()
+
+
+def test_models_are_replaced_without_a_lost_request(tmp_path: Path, client: InferenceServerClient) -> None:
+    put(tmp_path)
+    client.load_model("mlp")
+    ended = threading.Event()
+
+    def ask() -> int:
+        answered = 0
+        while not ended.is_set():
+            assert infer(client) in ("1", "2")
+            answered += 1
+        return answered
+
+    with ThreadPoolExecutor(4) as clients:
+        asking = [clients.submit(ask) for _ in range(4)]
+        try:
+            for turn in range(6):
+                put(tmp_path, version=1 + turn % 2)
+                if turn % 2 == 0 and turn:
+                    shutil.rmtree(tmp_path / "mlp" / "2")
+                client.load_model("mlp")
+        finally:
+            ended.set()
+        answered = [asked.result(60) for asked in asking]
+    assert all(answered)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def load(client: InferenceServerClient, config: Mapping[str, Any] | str) -> None:
+    client.load_model("mlp", config=config if isinstance(config, str) else json.dumps(config))
+
+
+def test_a_configuration_sent_with_a_load_holds_until_the_next_load_without_one(
+    tmp_path: Path, client: InferenceServerClient
+) -> None:
+    put(tmp_path, version=1)
+    put(tmp_path, version=2, serving=LAST + "max_batch_size: 16\nmax_queue_size: 64")
+    load(client, {"max_batch_size": 4, "version_policy": {"specific": {"versions": [1]}}})
+    config = client.get_model_config("mlp").config
+    assert (config.max_batch_size, infer(client)) == (4, "1")
+    client.load_model("mlp")
+    assert (client.get_model_config("mlp").config.max_batch_size, infer(client)) == (16, "2")
+
+
+def test_the_configuration_that_the_server_shows_may_be_sent_back_and_says_all_that_was_changed(
+    tmp_path: Path, client: InferenceServerClient
+) -> None:
+    put(tmp_path, version=3)
+    config = {
+        "max_batch_size": "8",
+        "versionPolicy": {"all": {}},
+        "dynamic_batching": {
+            "max_queue_delay_microseconds": "1500",
+            "priority_levels": 3,
+            "default_priority_level": 2,
+            "default_queue_policy": {"max_queue_size": 9, "default_timeout_microseconds": 7000},
+            "priority_queue_policy": {"1": {"max_queue_size": 5, "timeout_action": "REJECT"}},
+        },
+        "instance_group": [{"count": 2, "kind": "KIND_CPU"}],
+        "input": [{"name": "x", "dataType": "TYPE_FP32", "dims": ["16"], "format": "FORMAT_NHWC"}],
+    }
+    load(client, config)
+    shown = client.get_model_config("mlp", as_json=True)["config"]
+    batching = shown["dynamic_batching"]
+    assert (shown["max_batch_size"], shown["version_policy"]) == (8, {"all": {}})
+    assert (batching["max_queue_delay_microseconds"], batching["priority_levels"]) == ("1500", "3")
+    assert batching["default_priority_level"] == "2"
+    bounds = {"default_timeout_microseconds": "7000", "allow_timeout_override": True}
+    assert batching["default_queue_policy"] == bounds | {"max_queue_size": 9}
+    assert batching["priority_queue_policy"] == {"1": bounds | {"max_queue_size": 5}}
+    assert (shown["instance_group"][0]["count"], shown["input"][0]["format"]) == (2, "FORMAT_NHWC")
+    client.unload_model("mlp")
+    load(client, shown)
+    assert client.get_model_config("mlp", as_json=True)["config"] == shown
+    assert infer(client) == "3"
+
+
+def test_files_unknown_parameters_and_named_repositories_are_refused_by_name(
+    tmp_path: Path, client: InferenceServerClient
+) -> None:
+    put(tmp_path)
+    code, text = refusal(lambda: client.load_model("mlp", config="{}", files={"file:1/model.onnx": b"onnx"}))
+    assert (code, "'file:1/model.onnx'" in text) == ("INVALID_ARGUMENT", True)
+    kinds = service_pb2.ModelRepositoryParameter
+    stub: Any = client._client_stub
+    load, unload = service_pb2.RepositoryModelLoadRequest, service_pb2.RepositoryModelUnloadRequest
+    for rpc, request, code, words in (
+        (stub.RepositoryModelLoad, load(parameters={"color": kinds(string_param="red")}), "INVALID_ARGUMENT", "color"),
+        (
+            stub.RepositoryModelLoad,
+            load(parameters={"config": kinds(bool_param=True)}),
+            "INVALID_ARGUMENT",
+            "bool_param",
+        ),
+        (stub.RepositoryModelUnload, unload(parameters={"color": kinds(bool_param=True)}), "INVALID_ARGUMENT", "color"),
+        (stub.RepositoryModelLoad, load(repository_name="other"), "UNIMPLEMENTED", "repository_name"),
+        (stub.RepositoryModelUnload, unload(repository_name="other"), "UNIMPLEMENTED", "repository_name"),
+    ):
+        request.model_name = "mlp"
+        with pytest.raises(grpc.RpcError) as error:
+            rpc(request)
+        assert (error.value.code().name, words in str(error.value.details())) == (code, True)
+    assert index(client) == [("mlp", "", "")]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("max_batch_size: 3", "is not JSON"),
+        ("[" * 60_000, "is not JSON"),
+        ("[]", "expected an object"),
+        ({"max_batch_size": -1}, "'max_batch_size' is '-1'"),
+        ({"maxBatchSize": 100_000}, "'max_batch_size' is 100000"),
+        ({"sequence_batching": {"max_sequence_idle_microseconds": 1}}, "'sequence_batching' is not supported"),
+        (
+            {"dynamic_batching": {"preferred_batch_size": [4]}},
+            "'dynamic_batching.preferred_batch_size' is not supported",
+        ),
+        ({"dynamic_batching": {"color": 1}}, "'dynamic_batching.color' is not supported"),
+        ({"dynamic_batching": {"max_queue_delay_microseconds": 10**400}}, "'dynamic_batching.max_queue_delay_micro"),
+        ({"dynamic_batching": {"max_queue_delay_microseconds": 10**18}}, "'max_queue_delay_ms' is 1000000000000000"),
+        ({"version_policy": {"specific": {"versions": [0]}}}, "'version_policy.specific.0' is 0"),
+        ({"instance_group": [{"count": 0}]}, "'instances' is 0"),
+        ({"parameters": {"config": {"max_batch_size": "16"}}}, "'parameters.config.max_batch_size' is not supported"),
+        ({"name": "other"}, "its name is 'other'"),
+        ({"parameters": {"color": {"string_value": "red"}}}, "parameter 'color'"),
+        ({"version_policy": {"specific": {"versions": [7]}}}, "asks for version 7; there are [1]"),
+        ({"dynamic_batching": {"default_priority_level": 3}}, "priority level 3"),
+        ({"instance_group": [{"count": 1}, {"count": 2}]}, "'instance_group'"),
+        ({"backend": "tensorflow"}, "'backend'"),
+        ({"input": [{"name": "z"}]}, "input 'z' is none of the model's"),
+        ({"input": [{"name": "x", "dataType": "TYPE_INT8"}]}, "has data_type 'TYPE_INT8', the model's is TYPE_FP32"),
+        ({"output": [{"name": "y", "dims": [17]}]}, "has dims [17], the model's are [16]"),
+        ({"dynamic_batching": {"default_queue_policy": {"timeout_action": "DELAY"}}}, "timeout_action"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_by_name_and_what_serves_goes_on(
+    tmp_path: Path, client: InferenceServerClient, config: Any, words: str
+) -> None:
+    put(tmp_path)
+    client.load_model("mlp")
+    code, text = refusal(lambda: load(client, config))
+    assert (code, words in text) == ("INVALID_ARGUMENT", True), text
+    assert text.startswith("failed to load 'mlp': ")
+    assert infer(client) == "1"
+    assert reason(client, "mlp", "1") == ""
+
+
+# --- where it is off --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", "poll"])
+def test_only_explicit_control_takes_models_from_clients(tmp_path: Path, serve: Serve, mode: str) -> None:
+    put(tmp_path)
+    client = serve(model_control=mode)
+    until(client.is_server_ready)
+    for code, text in (refusal(lambda: client.load_model("mlp")), refusal(lambda: client.unload_model("mlp"))):
+        assert (code, "--model-control explicit" in text) == ("UNIMPLEMENTED", True)
+        assert "explicit model load / unload is not allowed" in text  # what Triton's clients look for
+    assert not any(word.startswith("model_repository") for word in client.get_server_metadata().extensions)
+    assert index(client) == [("mlp", "1", "READY")]

@@ -1,0 +1,170 @@
+"""An unmodified tritonclient and what Triton's extensions promise it: classes, strings, priorities, timeouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from artifacts import write_artifact, write_mlp
+from inprocess import running
+from onnx import TensorProto, helper
+from tritonclient.utils import InferenceServerException
+
+from bf16kit.tensors import TensorSpec
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    root = tmp_path_factory.mktemp("extensions")
+    _write_sums(root / "sums" / "1")
+    _write_same(root / "same" / "1")
+    write_mlp(root / "classes" / "1", logits=True)
+    (root / "classes" / "labels.txt").write_text("tabby\ntiger cat\n")
+    (root / "classes" / "serving.yaml").write_text("labels: {y: labels.txt}\nformats: {x: NHWC}\npriority_levels: 2\n")
+    with running(root, "sums", "same", "classes") as address, triton.InferenceServerClient(address) as client:
+        yield client
+
+
+def _write_sums(target: Path) -> None:
+    """``total``: the sum of numbers that are written as strings, as a string."""
+    batch = ("batch", 4)
+    write_artifact(
+        target,
+        lambda weight: [
+            helper.make_node("Cast", ["a"], ["x"], to=TensorProto.INT32),
+            helper.make_node("Cast", ["b"], ["y"], to=TensorProto.INT32),
+            helper.make_node("Add", ["x", "y"], ["sum"]),
+            helper.make_node("Cast", ["sum"], ["total"], to=TensorProto.STRING),
+        ],
+        {},
+        [TensorSpec("a", "string", batch), TensorSpec("b", "string", batch)],
+        [TensorSpec("total", "string", batch)],
+        {},
+    )
+
+
+def _write_same(target: Path) -> None:
+    """``same``: strings as they came."""
+    strings = ("batch", 4)
+    write_artifact(
+        target,
+        lambda weight: [helper.make_node("Identity", ["a"], ["same"])],
+        {},
+        [TensorSpec("a", "string", strings)],
+        [TensorSpec("same", "string", strings)],
+        {},
+    )
+
+
+def tensor(name: str, array: np.ndarray[Any, Any], datatype: str) -> Any:
+    made = triton.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def refusal(client: Any, inputs: list[Any], **more: Any) -> tuple[str, str]:
+    with pytest.raises(InferenceServerException) as refused:
+        client.infer("classes", inputs, **more)
+    return str(refused.value.status()), str(refused.value.message())
+
+
+def test_the_classes_of_an_output_come_with_their_labels(client: Any) -> None:
+    x = tensor("x", X, "FP32")
+    values = client.infer("classes", [x]).as_numpy("y")
+    answer = client.infer("classes", [x], outputs=[triton.InferRequestedOutput("y", class_count=16)])
+    classes = answer.as_numpy("y")
+    assert (answer.get_output("y").datatype, classes.shape) == ("BYTES", (2, 16))
+    for row, expected in zip(classes, values, strict=True):
+        parts = [entry.decode().split(":") for entry in row]
+        assert [int(part[1]) for part in parts] == np.argsort(-expected, kind="stable").tolist()
+        np.testing.assert_allclose([float(part[0]) for part in parts], np.sort(expected)[::-1], atol=1e-6)
+        labels = {int(part[1]): part[2:] for part in parts}
+        assert labels.pop(0) == ["tabby"]
+        assert labels.pop(1) == ["tiger cat"]
+        assert set(map(len, labels.values())) == {0}
+    best = client.infer("classes", [x], outputs=[triton.InferRequestedOutput("y", class_count=1)]).as_numpy("y")
+    np.testing.assert_array_equal(best, classes[:, :1])
+
+
+def test_classes_come_on_streams_too(client: Any) -> None:
+    done: SimpleQueue[Any] = SimpleQueue()
+    client.start_stream(callback=lambda result, error: done.put((result, error)))
+    client.async_stream_infer(
+        "classes", [tensor("x", X, "FP32")], outputs=[triton.InferRequestedOutput("y", class_count=2)]
+    )
+    result, error = done.get(timeout=60)
+    client.stop_stream()
+    assert error is None
+    assert result.as_numpy("y").shape == (2, 2)
+
+
+def test_the_format_of_an_image_is_told(client: Any) -> None:
+    config = client.get_model_config("classes", as_json=True)["config"]
+    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "format": "FORMAT_NHWC", "dims": ["16"]}]
+
+
+def test_strings_go_in_and_out_raw_and_typed(client: Any) -> None:
+    a, b = np.array([["1", "-2", "30", "0"]], object), np.array([["1", "1", "12", "0"]], object)
+    result = client.infer("sums", [tensor("a", a, "BYTES"), tensor("b", b, "BYTES")])
+    assert result.as_numpy("total").tolist() == [[b"2", b"-1", b"42", b"0"]]
+    typed = [triton.InferInput(name, [1, 4], "BYTES") for name in "ab"]
+    for made, array in zip(typed, (a, b), strict=True):
+        made._get_tensor().contents.bytes_contents.extend(text.encode() for text in array.ravel())
+    assert client.infer("sums", typed).as_numpy("total").tolist() == [[b"2", b"-1", b"42", b"0"]]
+
+
+def test_strings_keep_what_utf_8_can_say_and_nothing_else_is_taken(client: Any) -> None:
+    texts = np.array([["", "h\0e", "zażółć", "x" * 70_000]], object)
+    same = client.infer("same", [tensor("a", texts, "BYTES")]).as_numpy("same")
+    assert [text.decode() for text in same.ravel()] == texts.ravel().tolist()
+    with pytest.raises(InferenceServerException, match="input 'a' holds BYTES that are not UTF-8") as refused:
+        client.infer("same", [tensor("a", np.array([[b"\xff"] * 4], object), "BYTES")])
+    assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_priorities_are_those_that_the_model_has(client: Any) -> None:
+    x = tensor("x", X, "FP32")
+    for priority in (0, 1, 2):
+        client.infer("classes", [x], priority=priority)
+    code, words = refusal(client, [x], priority=3)
+    assert code == "StatusCode.INVALID_ARGUMENT"
+    assert "priority" in words
+    assert "2" in words
+
+
+def test_a_timeout_in_microseconds_ends_a_request_before_it_runs_and_a_long_one_changes_nothing(client: Any) -> None:
+    x = tensor("x", X, "FP32")
+    client.infer("classes", [x], timeout=60_000_000)
+    code, words = refusal(client, [x], timeout=1)
+    assert code == "StatusCode.DEADLINE_EXCEEDED"
+    assert "deadline" in words
+
+
+def test_a_stream_marks_the_last_answer_of_a_request_for_those_who_ask(client: Any) -> None:
+    done: SimpleQueue[Any] = SimpleQueue()
+    client.start_stream(callback=lambda result, error: done.put((result, error)))
+    for wanted in (False, True):
+        client.async_stream_infer("classes", [tensor("x", X, "FP32")], enable_empty_final_response=wanted)
+    answers = [done.get(timeout=60)[0].get_response() for _ in range(2)]
+    client.stop_stream()
+    assert "triton_final_response" not in answers[0].parameters
+    assert answers[1].parameters["triton_final_response"].bool_param
+
+
+def test_parameters_of_ones_own_and_headers_pass(client: Any) -> None:
+    x = tensor("x", X, "FP32")
+    mine = {"text": "value", "number": 3, "share": 0.5, "yes": True}
+    client.infer("classes", [x], parameters=mine, headers={"mine": "1"}, request_id="r")
+
+
+def test_the_extensions_are_declared(client: Any) -> None:
+    declared = set(client.get_server_metadata().extensions)
+    assert {"classification", "schedule_policy", "parameters"} <= declared
+    assert not {"sequence", "cuda_shared_memory", "system_shared_memory", "binary_tensor_data"} & declared

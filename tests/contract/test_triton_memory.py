@@ -1,0 +1,228 @@
+"""An unmodified tritonclient with tensors in system shared memory: sync, asyncio and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+import tritonclient.utils.shared_memory as shm
+from tritonclient.utils import InferenceServerException
+
+X = np.arange(32, dtype=np.float32).reshape(2, 16) / 32
+Memory = Callable[..., Any]
+
+
+@pytest.fixture
+def client(memory_address: str) -> Iterator[Any]:
+    with triton.InferenceServerClient(memory_address) as client:
+        yield client
+        client.unregister_system_shared_memory()
+
+
+@pytest.fixture
+def memory(client: Any) -> Iterator[Memory]:
+    """Creates shared memory and registers it under the same name."""
+    handles = []
+
+    def make(name: str, nbytes: int, *arrays: np.ndarray[Any, Any]) -> Any:
+        key = f"/contract-{os.getpid()}-{name}"
+        handles.append(shm.create_shared_memory_region(name, key, nbytes))
+        shm.set_shared_memory_region(handles[-1], list(arrays))
+        client.register_system_shared_memory(name, key, nbytes)
+        return handles[-1]
+
+    yield make
+    for handle in handles:
+        shm.destroy_shared_memory_region(handle)
+
+
+def shared_input(name: str, region: str, shape: list[int], datatype: str, nbytes: int, offset: int = 0) -> Any:
+    made = triton.InferInput(name, shape, datatype)
+    made.set_shared_memory(region, nbytes, offset)
+    return made
+
+
+def sent_input(name: str, array: np.ndarray[Any, Any], datatype: str) -> Any:
+    made = triton.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def shared_output(name: str, region: str, nbytes: int, offset: int = 0) -> Any:
+    made = triton.InferRequestedOutput(name)
+    made.set_shared_memory(region, nbytes, offset)
+    return made
+
+
+def refusal(call: Callable[[], Any], code: str) -> str:
+    with pytest.raises(InferenceServerException) as refused:
+        call()
+    assert refused.value.status() == f"StatusCode.{code}"
+    return str(refused.value.message())
+
+
+def test_in_and_out_through_shared_memory_is_what_comes_through_the_message(client: Any, memory: Memory) -> None:
+    expected = client.infer("mlp", [sent_input("x", X, "FP32")]).as_numpy("y")
+    memory("in", X.nbytes, X)
+    out = memory("out", expected.nbytes + 64)
+    x = shared_input("x", "in", [2, 16], "FP32", X.nbytes)
+    np.testing.assert_array_equal(client.infer("mlp", [x]).as_numpy("y"), expected)
+    result = client.infer("mlp", [x], outputs=[shared_output("y", "out", expected.nbytes, 64)])
+    np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [2, 16], 64), expected)
+    answer = result.get_response()
+    assert list(answer.raw_output_contents) == [b""]
+    told = {key: value.string_param or value.int64_param for key, value in answer.outputs[0].parameters.items()}
+    assert told == {
+        "shared_memory_region": "out",
+        "shared_memory_byte_size": expected.nbytes,
+        "shared_memory_offset": 64,
+    }
+
+
+def test_inputs_in_the_message_and_in_shared_memory_may_be_mixed_in_any_order(client: Any, memory: Memory) -> None:
+    rows, small = np.ones((1, 4), np.float32), np.arange(4, dtype=np.int32).reshape(1, 4)
+    large, flag = np.arange(4, dtype=np.int64).reshape(1, 4), np.array([[True, False, True, True]])
+    memory("in", 64, rows, flag)
+    out = memory("out", 64)
+    inputs = [
+        shared_input("x", "in", [1, 4], "FP32", 16),
+        sent_input("small", small, "INT32"),
+        shared_input("flag", "in", [1, 4], "BOOL", 4, 16),
+        sent_input("large", large, "INT64"),
+    ]
+    outputs = [
+        triton.InferRequestedOutput("negated"),
+        shared_output("doubled", "out", 16),
+        triton.InferRequestedOutput("denied"),
+    ]
+    result = client.infer("types", inputs, outputs=outputs)
+    np.testing.assert_array_equal(result.as_numpy("negated"), -small)
+    np.testing.assert_array_equal(result.as_numpy("denied"), ~flag)
+    np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [1, 4]), 2 * rows)
+
+
+def test_bf16_goes_in_and_fp16_comes_out(client: Any, memory: Memory) -> None:
+    half = X.astype(ml_dtypes.bfloat16)
+    expected = client.infer("mlp", [sent_input("x", half.astype(np.float32), "FP32")]).as_numpy("y")
+    memory("in", half.nbytes, half.view(np.uint16))
+    out = memory("out", 64)
+    wanted = shared_output("y", "out", 64)
+    wanted._get_tensor().parameters["datatype"].string_param = "FP16"
+    client.infer("mlp", [shared_input("x", "in", [2, 16], "BF16", half.nbytes)], outputs=[wanted])
+    np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float16, [2, 16]), expected.astype(np.float16))
+
+
+def test_a_request_may_be_used_again_when_its_memory_holds_something_else(client: Any, memory: Memory) -> None:
+    handle, out = memory("in", X.nbytes, X), memory("out", X.nbytes)
+    inputs, outputs = [shared_input("x", "in", [2, 16], "FP32", X.nbytes)], [shared_output("y", "out", X.nbytes)]
+    for turn in range(3):
+        shm.set_shared_memory_region(handle, [X + turn])
+        client.infer("mlp", inputs, outputs=outputs)
+        expected = client.infer("mlp", [sent_input("x", X + turn, "FP32")]).as_numpy("y")
+        np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [2, 16]), expected)
+
+
+def test_in_asyncio_and_on_streams(client: Any, memory: Memory, memory_address: str) -> None:
+    expected = client.infer("mlp", [sent_input("x", X, "FP32")]).as_numpy("y")
+    memory("in", X.nbytes, X)
+    out = memory("out", 4 * X.nbytes)
+    inputs = [shared_input("x", "in", [2, 16], "FP32", X.nbytes)]
+
+    def outputs(part: int) -> list[Any]:
+        return [shared_output("y", "out", X.nbytes, part * X.nbytes)]
+
+    async def ask() -> None:
+        async with triton_aio.InferenceServerClient(memory_address) as asking:
+            status = await asking.get_system_shared_memory_status(as_json=True)
+            assert set(status["regions"]) == {"in", "out"}
+            await asking.infer("mlp", inputs, outputs=outputs(0))
+
+            async def requests() -> AsyncIterator[dict[str, Any]]:
+                yield {"model_name": "mlp", "inputs": inputs, "outputs": outputs(1)}
+
+            async for _, error in asking.stream_infer(requests()):
+                assert error is None
+
+    asyncio.run(ask())
+    done: SimpleQueue[Any] = SimpleQueue()
+    client.start_stream(callback=lambda result, error: done.put((result, error)))
+    for part in (2, 3):
+        client.async_stream_infer("mlp", inputs, outputs=outputs(part))
+    assert [done.get(timeout=60)[1] for _ in range(2)] == [None, None]
+    client.stop_stream()
+    found = shm.get_contents_as_numpy(out, np.float32, [4, 2, 16])
+    np.testing.assert_array_equal(found, np.stack([expected] * 4))
+
+
+def test_regions_are_told_and_forgotten_as_triton_does(client: Any, memory: Memory) -> None:
+    memory("a", 64)
+    memory("b", 128)
+    status = client.get_system_shared_memory_status(as_json=True)["regions"]
+    assert status["b"] == {"name": "b", "key": f"/contract-{os.getpid()}-b", "byte_size": "128"}
+    assert set(client.get_system_shared_memory_status("a").regions) == {"a"}
+    key = f"/contract-{os.getpid()}-a"
+    assert "registered already" in refusal(lambda: client.register_system_shared_memory("a", key, 64), "ALREADY_EXISTS")
+    client.unregister_system_shared_memory("a")
+    client.unregister_system_shared_memory("a")
+    assert "'a'" in refusal(lambda: client.get_system_shared_memory_status("a"), "NOT_FOUND")
+    client.unregister_system_shared_memory()
+    assert not client.get_system_shared_memory_status().regions
+
+
+def test_cuda_shared_memory_is_there_to_be_unregistered_only(client: Any) -> None:
+    client.unregister_cuda_shared_memory()
+    client.unregister_cuda_shared_memory("anything")
+    assert not client.get_cuda_shared_memory_status().regions
+    refusal(lambda: client.get_cuda_shared_memory_status("anything"), "NOT_FOUND")
+    words = refusal(lambda: client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 64), "UNIMPLEMENTED")
+    assert "CUDA shared memory is not supported" in words
+
+
+def test_the_extension_is_declared_where_it_is_on(client: Any, address: str) -> None:
+    assert "system_shared_memory" in client.get_server_metadata().extensions
+    assert "cuda_shared_memory" not in client.get_server_metadata().extensions
+    with triton.InferenceServerClient(address) as off:
+        assert "system_shared_memory" not in off.get_server_metadata().extensions
+        x = shared_input("x", "in", [2, 16], "FP32", X.nbytes)
+        assert "shared memory, which is off" in refusal(lambda: off.infer("mlp", [x]), "UNIMPLEMENTED")
+
+
+@pytest.mark.parametrize(
+    ("x", "code", "words"),
+    [
+        (("none", [2, 16], "FP32", 128), "NOT_FOUND", "unknown shared memory region 'none'"),
+        (("in", [2, 16], "FP32", 64), "INVALID_ARGUMENT", "input 'x' has 64 bytes, expected 128"),
+        (("in", [2, 16], "FP32", 128, 1), "INVALID_ARGUMENT", "128 bytes from offset 1 are not within"),
+        (("in", [2, 16], "FP32", 128, -1), "INVALID_ARGUMENT", "128 bytes from offset -1 are not within"),
+        (("in", [2, 16], "FP32", 128, 2**63 - 1), "INVALID_ARGUMENT", "are not within shared memory region 'in'"),
+        (("in", [1 << 40, 16], "FP32", 1 << 46), "INVALID_ARGUMENT", "or more in shared memory, expected at most"),
+        (("in", [2, 16], "INT64", 256), "INVALID_ARGUMENT", "input 'x' has datatype 'INT64', expected FP32"),
+    ],
+)
+def test_an_input_that_is_not_there_is_refused(
+    client: Any, memory: Memory, x: tuple[Any, ...], code: str, words: str
+) -> None:
+    memory("in", X.nbytes, X)
+    assert words in refusal(lambda: client.infer("mlp", [shared_input("x", *x)]), code)
+
+
+def test_an_output_that_does_not_fit_is_refused_and_not_written(client: Any, memory: Memory) -> None:
+    out = memory("out", 256)
+    small = shared_output("y", "out", 64)
+    x = sent_input("x", X, "FP32")
+    assert "128 bytes do not fit into the 64" in refusal(
+        lambda: client.infer("mlp", [x], outputs=[small]), "INVALID_ARGUMENT"
+    )
+    beyond = shared_output("y", "out", 128, 200)
+    refusal(lambda: client.infer("mlp", [x], outputs=[beyond]), "INVALID_ARGUMENT")
+    unknown = shared_output("y", "none", 128)
+    refusal(lambda: client.infer("mlp", [x], outputs=[unknown]), "NOT_FOUND")
+    assert not shm.get_contents_as_numpy(out, np.uint8, [256]).any()

@@ -1,0 +1,132 @@
+"""A server process whose models change while clients ask it all the time."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from artifacts import write_product
+from asking import Asking
+from serverprocess import Serve, ServerProcess
+from waiting import until
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load
+
+FEEDS = {"x": np.linspace(-1, 1, 256, dtype=np.float32).reshape(4, 64)}
+CLIENTS = 4
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Two artifacts of one model, which answer differently."""
+    root = tmp_path_factory.mktemp("made")
+    for seed, name in enumerate(("old", "new")):
+        write_product(root / name / "m" / "1", seed=seed)
+    return {name: root / name / "m" / "1" for name in ("old", "new")}
+
+
+@pytest.fixture(scope="module")
+def right(made: Mapping[str, Path]) -> Mapping[str, bytes]:
+    answers = {
+        name: load(Artifact.open(path), "cpu", threads=1).run(FEEDS)["y"].tobytes() for name, path in made.items()
+    }
+    assert answers["old"] != answers["new"]
+    return answers
+
+
+@contextlib.contextmanager
+def clients(server: ServerProcess, right: Mapping[str, bytes]) -> Iterator[list[Asking]]:
+    with contextlib.ExitStack() as stack:
+        asking = [stack.enter_context(Asking(server.target, "m", FEEDS, right)) for _ in range(CLIENTS)]
+        for each in asking:
+            each.wait_for(5)
+        yield asking
+        for each in asking:
+            each.wait_for(5)
+    assert [each.wrong for each in asking] == [[]] * CLIENTS
+
+
+def index(client: Any) -> dict[str, str]:
+    """The state of each version of the one model."""
+    return {line.version: line.state for line in client.get_model_repository_index().models}
+
+
+def copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=shutil.copyfile)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_directory_that_is_copied_slowly_takes_nothing_from_what_serves_and_is_served_once_it_is_whole(
+    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: int
+) -> None:
+    copy(made["old"], tmp_path / "m" / "1")
+    config = tmp_path.parent / f"{tmp_path.name}.yaml"
+    config.write_text(f"model_control: poll\npoll_seconds: 1\nworkers: {workers}\n")
+    server = serve("--repository", str(tmp_path), "--config", str(config)).wait_ready()
+    with clients(server, right) as asking, triton.InferenceServerClient(server.target) as client:
+        target = tmp_path / "m" / "2"
+        target.mkdir()
+        shutil.copyfile(made["new"] / "manifest.json", target / "manifest.json")
+        until(lambda: index(client) == {"1": "READY", "2": "UNAVAILABLE"}, 60)  # it was tried
+        assert server.get("/readyz")[0] == 200
+        for file in made["new"].iterdir():
+            if file.name != "weights.bf16":
+                shutil.copyfile(file, target / file.name)
+        with (target / "weights.bf16").open("wb") as weights:
+            weights.write((made["new"] / "weights.bf16").read_bytes()[:-1])
+            weights.flush()
+            until(lambda: server.log.count("model 'm' version 2 is unavailable") >= 2, 60)  # and once more
+            assert index(client) == {"1": "READY", "2": "UNAVAILABLE"}
+            assert server.get("/readyz")[0] == 200
+            assert sum(each.answered["new"] for each in asking) == 0
+            weights.write((made["new"] / "weights.bf16").read_bytes()[-1:])
+        until(lambda: index(client) == {"1": "UNAVAILABLE", "2": "READY"}, 60)
+        until(lambda: all(each.answered["new"] for each in asking))
+    assert [dict(each.codes) for each in asking] == [{"OK": each.codes["OK"]} for each in asking]
+    # A line for each time that the copy stood still.
+    assert server.log.count("model 'm' version 2 is unavailable") <= 3
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_model_that_clients_load_again_and_again_answers_every_request(
+    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: str
+) -> None:
+    copy(made["old"], tmp_path / "m" / "1")
+    explicit = ("--model-control", "explicit", "--load-model", "m", "--workers", workers)
+    server = serve("--repository", str(tmp_path), *explicit).wait_ready()
+    with clients(server, right) as asking, triton.InferenceServerClient(server.target) as client:
+        for turn in range(8):
+            copy(made["new" if turn % 2 == 0 else "old"], tmp_path / "m" / ".1")
+            (tmp_path / "m" / "1").rename(tmp_path / "m" / ".old")
+            (tmp_path / "m" / ".1").rename(tmp_path / "m" / "1")
+            shutil.rmtree(tmp_path / "m" / ".old")
+            client.load_model("m")
+            assert index(client) == {"1": "READY"}
+            for each in asking:
+                each.wait_for(2)
+    assert [dict(each.codes) for each in asking] == [{"OK": each.codes["OK"]} for each in asking]
+    assert all(each.answered["old"] and each.answered["new"] for each in asking)
+
+
+def test_a_model_that_is_unloaded_while_clients_ask_ends_no_request_but_with_an_answer_or_a_clear_status(
+    tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes]
+) -> None:
+    copy(made["old"], tmp_path / "m" / "1")
+    server = serve("--repository", str(tmp_path), "--model-control", "explicit", "--load-model", "m").wait_ready()
+    with clients(server, right) as asking, triton.InferenceServerClient(server.target) as client:
+        for _ in range(8):
+            client.unload_model("m")
+            client.load_model("m")
+            for each in asking:
+                each.wait_for(2)
+    codes = {code for each in asking for code in each.codes}
+    assert codes <= {"OK", "NOT_FOUND", "UNAVAILABLE"}
+    assert "incident" not in server.log

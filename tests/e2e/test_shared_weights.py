@@ -1,0 +1,93 @@
+"""The weights of a server with several workers: one copy, which outlives the worker that made it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from artifacts import write_product
+from loopback import infer_request
+from serverprocess import Serve, ServerProcess
+from waiting import until
+
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.runtime.kernel import LIBRARY
+from service.transport.handlers import SERVICE
+
+pytestmark = pytest.mark.long  # starts servers of several processes again and again
+
+KERNEL = pytest.mark.skipif(not LIBRARY.exists(), reason="the kernel was not built: no C++17 compiler")
+WIDTH = 512
+X = np.linspace(-1, 1, WIDTH, dtype=np.float32).reshape(1, WIDTH)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    write_product(tmp_path / "models" / "product" / "1", width=WIDTH)
+    return tmp_path / "models"
+
+
+def answers(server: ServerProcess) -> set[bytes]:
+    """Over so many connections that every worker has some."""
+    found = set()
+    for _ in range(15):
+        with grpc.insecure_channel(server.target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            ask = channel.unary_unary(
+                f"/{SERVICE}/ModelInfer",
+                request_serializer=pb.ModelInferRequest.SerializeToString,
+                response_deserializer=pb.ModelInferResponse.FromString,
+            )
+            found.add(ask(infer_request("product", x=X), timeout=30).raw_output_contents[0])
+    return found
+
+
+def workers(server: ServerProcess) -> dict[int, list[str]]:
+    """The memory of weights that each worker maps, by process and inode number."""
+    of = server.process.pid
+    children = [int(pid) for pid in Path(f"/proc/{of}/task/{of}/children").read_text().split()]
+    return {pid: _mapped(pid) for pid in children if b"service.workers.worker" in _command(pid)}
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _mapped(pid: int) -> list[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sorted({line.split()[4] for line in lines if "memfd:bf16kit-weights" in line})
+
+
+def _replaced(server: ServerProcess, killed: int, copy: list[str]) -> bool:
+    found = workers(server)
+    return killed not in found and list(found.values()) == [copy, copy]
+
+
+@KERNEL
+def test_all_workers_answer_from_one_copy_and_so_does_one_that_is_started_again(repository: Path, serve: Serve) -> None:
+    server = serve("--repository", str(repository), "--workers", "2").wait_ready()
+    (first, copy), (second, same) = workers(server).items()
+    assert len(copy) == 1
+    assert copy == same
+    expected = answers(server)
+    assert len(expected) == 1
+    for killed in (first, second):  # the one that filled it, too
+        os.kill(killed, signal.SIGKILL)
+        until(partial(_replaced, server, killed, copy), 60, "another worker with the copy")
+        server.wait_ready()
+    assert answers(server) == expected
+
+
+def test_without_the_kernel_workers_answer_too(repository: Path, serve: Serve) -> None:
+    environment = {**os.environ, "BF16KIT_KERNEL_PATH": "off"}
+    server = serve("--repository", str(repository), "--workers", "2", env=environment).wait_ready()
+    assert len(answers(server)) == 1
+
+
+def test_one_process_alone_shares_nothing(repository: Path, serve: Serve) -> None:
+    server = serve("--repository", str(repository)).wait_ready()
+    assert _mapped(server.process.pid) == []

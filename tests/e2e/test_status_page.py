@@ -1,0 +1,97 @@
+"""The status page of a real server that is asked real questions, by a person in a browser and by a program."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import browser
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from artifacts import write_mlp
+from browser import Browser
+from waiting import until
+
+Serve = Callable[..., Any]  # see conftest.py
+
+
+@contextmanager
+def asking(target: str) -> Iterator[None]:
+    """Two rows at a time, again and again, until the ``with`` is left; one request in ten is refused."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        with triton.InferenceServerClient(target) as client:
+            at = 0
+            while not stop.wait(0.005):
+                at += 1
+                x = np.ones((2, 15 if at % 10 == 0 else 16), np.float32)
+                tensor = triton.InferInput("x", list(x.shape), "FP32")
+                tensor.set_data_from_numpy(x)
+                try:
+                    client.infer("mlp", [tensor])
+                except triton.InferenceServerException as error:
+                    assert error.status() == "StatusCode.INVALID_ARGUMENT"  # noqa: PT017 -- every tenth
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_page_shows_what_a_model_under_load_does(tmp_path: Path, serve: Serve) -> None:
+    repository = tmp_path / "repository"
+    write_mlp(repository / "mlp" / "1")
+    write_mlp(repository / "spoilt" / "1", spoil=0.5)
+    (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n")
+    server = serve("--repository", str(repository))
+
+    def seen() -> Any:
+        return {model["name"]: model for model in json.loads(server.get("/status.json")[1])["models"]}
+
+    until(lambda: all(model["state"] != "loading" for model in seen().values()), what="both models")
+    with asking(server.target):
+        until(lambda: len(seen()["mlp"]["recent"]["trend"]["drift"]) >= 1, 60, "a tick of the history")
+        until(lambda: seen()["mlp"]["recent"]["counts"]["samples"].get("measured", 0) > 20, what="samples of drift")
+    recent = seen()["mlp"]["recent"]
+    total = recent["total"]
+    answered = total["codes"]["OK"]
+    assert answered > 20
+    assert 0.05 < total["codes"]["INVALID_ARGUMENT"] / answered < 0.15
+    assert total["rows"] == 2 * answered
+    assert recent["request"]["count"] == answered + total["codes"]["INVALID_ARGUMENT"]
+    assert 0 < recent["request"]["p50"] <= recent["request"]["p90"] <= recent["request"]["p99"]
+    assert 0 < recent["ratios"]["y"]["relative_l2"] < 1
+    rates = recent["trend"]["requests_per_second"]
+    assert max(rates) > 0
+    assert recent["in_flight"] == recent["queue_depth"] == 0
+
+    page = server.get("/")[1]
+    assert "Not ready: 1 of 2 models does not answer" in page
+    assert "golden samples are over the drift budget" in page
+    assert "fp32: measured on this device when the model was loaded" in page
+    assert "<code>OK</code></th>" in page
+    _look(server.ports()[1], tmp_path)
+
+
+def _look(port: int, where: Path) -> None:
+    binary = browser.find()
+    if binary is None:
+        pytest.skip("the rest needs Chromium on PATH (Debian: apt-get install chromium)")
+    with Browser(binary, where / "profile") as chromium:
+        for width in (360, 1280):
+            chromium.look("light", width)
+            for path in ("/", "/watch"):
+                seen = chromium.open(f"http://127.0.0.1:{port}{path}")
+                assert (seen.requests, seen.complaints) == ([], [])
+                assert chromium.evaluate("document.documentElement.scrollWidth") == width
+        assert chromium.evaluate("document.querySelectorAll('#m0 svg.spark').length") == 4
+        assert chromium.evaluate("document.querySelector('#m0 svg.spark').getBoundingClientRect().width") > 100

@@ -1,0 +1,283 @@
+"""Traces of a server as a process: a plain tritonclient asks, a real collector takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from artifacts import write_mlp
+from serverprocess import Serve, ServerProcess
+from waiting import until
+
+pytest.importorskip(
+    "opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otel: pip install 'bf16kit[otel]'"
+)
+
+from collector import collecting
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+ASKED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / "models"
+    for name in ("mlp", "other"):
+        write_mlp(root / name / "1")
+        (root / name / "serving.yaml").write_text("max_queue_delay_ms: 1\n")  # so that requests wait, and are gathered
+    return root
+
+
+def traced(endpoint: str, rate: int = 1_000_000, **more: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "BF16KIT_TRACE_EXPORTER": "otlp",
+        "BF16KIT_TRACE_ENDPOINT": endpoint,
+        "BF16KIT_TRACE_RATE": str(rate),
+        **more,
+    }
+
+
+def ask(client: Any, times: int = 1, model: str = "mlp", headers: dict[str, str] | None = None) -> None:
+    tensor = triton.InferInput("x", [1, 16], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 16), np.float32))
+    for _ in range(times):
+        client.infer(model, [tensor], headers=headers)
+
+
+@contextmanager
+def connected(server: ServerProcess) -> Iterator[Any]:
+    with triton.InferenceServerClient(server.target) as client:
+        yield client
+
+
+def test_a_clients_trace_goes_on_in_the_server(repository: Path, serve: Serve) -> None:
+    with collecting() as (collector, endpoint):
+        # By OpenTelemetry's own variables, as an operator has them already.
+        env = {
+            **os.environ,
+            "BF16KIT_TRACE_EXPORTER": "otlp",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            "OTEL_EXPORTER_OTLP_HEADERS": "api-key=of-the-collector",
+            "OTEL_SERVICE_NAME": "shop-embeddings",
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test",
+        }
+        server = serve("--repository", str(repository), env=env).wait_ready()
+        with connected(server) as client:
+            ask(client, headers=ASKED)
+            (span,) = collector.wait(1)
+        children = collector.children(span)
+        assert (span.trace, span.parent) == (TRACE, PARENT)
+        assert set(children) == {"queue", "gather", "run", "split"}
+        assert sum(child.seconds for child in children.values()) <= span.seconds
+        assert all(span.begin <= child.begin <= child.end <= span.end for child in children.values())
+        assert collector.resource["service.name"] == "shop-embeddings"
+        assert collector.resource["deployment.environment"] == "test"
+        assert collector.headers["api-key"] == "of-the-collector"
+        # The page shows what has been delivered a moment after it was.
+        until(lambda: server.metric('bf16kit_traces_total{outcome="exported"}') == 1)
+
+
+def test_exemplars_lead_from_a_latency_to_its_trace(repository: Path, serve: Serve, tmp_path: Path) -> None:
+    with collecting() as (collector, endpoint):
+        server = serve("--repository", str(repository), env=traced(endpoint)).wait_ready()
+        with connected(server) as client:
+            ask(client, headers=ASKED)
+            ask(client, model="other")
+            collector.wait(1)
+        page = f"http://127.0.0.1:{server.ports()[1]}/metrics"
+        request = urllib.request.Request(page, headers={"Accept": OPENMETRICS})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            text = answer.read().decode()
+        shown = re.findall(r'^(\S+)_bucket\{.*model="(\w+)".*# \{trace_id="(\w+)"\}', text, re.MULTILINE)
+        assert sorted(shown) == [
+            ("bf16kit_queue_duration_seconds", "mlp", TRACE),
+            ("bf16kit_request_duration_seconds", "mlp", TRACE),
+        ]
+        assert "trace_id" not in server.get("/metrics")[1]
+        if shutil.which("prometheus") is not None:
+            assert _scraped(server.ports()[1], tmp_path) == {TRACE}
+
+
+def _scraped(port: int, directory: Path) -> set[str]:
+    """The traces that a real Prometheus has of the server's latency."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        own = free.getsockname()[1]
+    job = {"job_name": "bf16kit", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+    config = directory / "prometheus.yml"
+    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}))  # JSON is YAML
+    command = [
+        "prometheus", f"--config.file={config}", f"--storage.tsdb.path={directory / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{own}", "--enable-feature=exemplar-storage",
+    ]  # fmt: skip
+    found: set[str] = set()
+
+    def has_some() -> bool:
+        now = time.time()
+        query = f"query=bf16kit_request_duration_seconds_bucket&start={now - 3600:.0f}&end={now + 60:.0f}"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query_exemplars?{query}", timeout=5) as answer:
+                data = json.load(answer)["data"]
+        except OSError:
+            return False
+        found.update(each["labels"]["trace_id"] for series in data for each in series["exemplars"])
+        return bool(found)
+
+    with (directory / "prometheus.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            until(has_some, 60, "an exemplar in Prometheus")
+        finally:
+            process.kill()
+            process.wait(30)
+    return found
+
+
+def test_trace_settings_are_changed_by_a_plain_tritonclient(repository: Path, serve: Serve) -> None:
+    with collecting() as (collector, endpoint):
+        env = traced(endpoint, rate=2, BF16KIT_CHANGE_SETTINGS="true")
+        server = serve("--repository", str(repository), env=env).wait_ready()
+        with connected(server) as client:
+            assert "trace" in client.get_server_metadata().extensions
+            assert client.get_trace_settings(as_json=True)["settings"]["trace_rate"] == {"value": ["2"]}
+            ask(client, 4)
+            collector.wait(2)
+            client.update_trace_settings(settings={"trace_level": "OFF"})
+            ask(client, 4)
+            seen = client.update_trace_settings("other", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+            assert list(seen.settings["trace_level"].value) == ["TIMESTAMPS"]
+            ask(client, 4)
+            ask(client, 1, "other")
+            assert collector.wait(3)[-1].attributes["bf16kit.model.name"] == "other"
+            cleared = client.update_trace_settings("other", {"trace_level": None, "trace_rate": None}, as_json=True)
+            assert cleared["settings"]["trace_level"] == {"value": ["OFF"]}
+            client.update_trace_settings(settings={"trace_level": None, "trace_count": "1"})
+            ask(client, 6, headers=ASKED)
+            assert list(client.get_trace_settings().settings["trace_count"].value) == ["0"]
+            assert collector.wait(4)[-1].trace == TRACE
+            for wrong, why in (
+                ({"trace_file": "/tmp/x"}, "trace_file cannot be changed"),
+                ({"trace_rate": "0"}, "trace_rate is '0'"),
+            ):
+                with pytest.raises(triton.InferenceServerException, match=why):
+                    client.update_trace_settings(settings=wrong)
+            with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+                client.get_trace_settings("nobody")
+        server.terminate()
+        assert server.exit_code() == 0
+        assert len(collector.servers()) == 4
+
+
+def test_what_waits_is_delivered_before_the_end(repository: Path, serve: Serve) -> None:
+    with collecting() as (collector, endpoint):
+        server = serve("--repository", str(repository), env=traced(endpoint, rate=1)).wait_ready()
+        collector.open.clear()
+        with connected(server) as client:
+            ask(client, 150)
+        server.terminate()
+        until(lambda: "draining" in server.log)
+        collector.open.set()
+        assert server.exit_code() == 0
+        assert len(collector.servers()) == 150
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["closed", "deaf"])
+def test_a_collector_that_is_gone_harms_nobody_and_is_told_of_once(
+    listens: bool, repository: Path, serve: Serve
+) -> None:
+    """A port that nobody has, and one that takes connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        endpoint = f"http://127.0.0.1:{deaf.getsockname()[1] if listens else 1}"
+        env = traced(endpoint, rate=1, OTEL_EXPORTER_OTLP_TIMEOUT="1")
+        server = serve("--repository", str(repository), env=env).wait_ready()
+        with connected(server) as client:
+            ask(client, 150)
+            until(lambda: server.metric('bf16kit_traces_total{outcome="failed"}') == 150)
+            ask(client, 5)
+        begun = time.monotonic()
+        server.terminate()
+        assert server.exit_code() == 0
+        assert time.monotonic() - begun < 15
+    assert server.log.count("traces are lost, and requests go on being served") == 1
+    assert "opentelemetry" not in server.log
+    assert "Traceback" not in server.log
+
+
+def test_traces_are_off_unless_asked_for(repository: Path, serve: Serve) -> None:
+    with collecting() as (collector, endpoint):
+        env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "BF16KIT_CHANGE_SETTINGS": "true"}
+        server = serve("--repository", str(repository), env=env).wait_ready()
+        with connected(server) as client:
+            ask(client, headers=ASKED)
+            assert client.get_trace_settings(as_json=True)["settings"]["trace_level"] == {"value": ["OFF"]}
+            with pytest.raises(triton.InferenceServerException, match="start with trace_exporter: otlp"):
+                client.update_trace_settings(settings={"trace_level": "TIMESTAMPS"})
+        server.terminate()
+        assert server.exit_code() == 0
+    assert collector.spans == []
+
+
+@contextmanager
+def anew(server: ServerProcess) -> Iterator[Any]:
+    """A connection of its own, which any worker may take."""
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    with triton.InferenceServerClient(server.target, channel_args=own) as client:
+        yield client
+
+
+def test_every_worker_traces_what_it_answers(repository: Path, serve: Serve) -> None:
+    with collecting() as (collector, endpoint):
+        server = serve("--repository", str(repository), "--workers", "2", env=traced(endpoint, rate=1)).wait_ready()
+        asked = 0
+
+        def both() -> bool:
+            nonlocal asked
+            with anew(server) as client:
+                ask(client)
+            asked += 1
+            return len(collector.processes) == 2
+
+        until(both, 60, "traces of both workers")
+        server.terminate()
+        assert server.exit_code() == 0
+        assert len(collector.servers()) == asked
+
+
+def test_a_worker_that_is_started_again_has_the_settings_of_the_others(repository: Path, serve: Serve) -> None:
+    """A model's own settings are its own, and the others still the server's."""
+    with collecting() as (collector, endpoint):
+        env = traced(endpoint, rate=1, BF16KIT_CHANGE_SETTINGS="true")
+        server = serve("--repository", str(repository), "--workers", "2", env=env).wait_ready()
+        with anew(server) as client:
+            client.update_log_settings({"log_verbose_level": 3})
+            client.update_trace_settings("mlp", {"trace_count": "5"})
+            client.update_trace_settings(settings={"trace_rate": "7"})
+
+        def seen() -> tuple[int, str, str]:
+            with anew(server) as client:
+                of_model = client.get_trace_settings("mlp").settings
+                verbose = client.get_log_settings().settings["log_verbose_level"].uint32_param
+            return verbose, of_model["trace_count"].value[0], of_model["trace_rate"].value[0]
+
+        assert {seen() for _ in range(10)} == {(3, "5", "7")}
+        worker = int(re.findall(r"worker 1 is started: pid (\d+)", server.log)[-1])
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: server.get("/readyz")[0] != 200, what="the loss of a worker")
+        server.wait_ready()
+        assert {seen() for _ in range(20)} == {(3, "5", "7")}
+        assert collector.spans == []

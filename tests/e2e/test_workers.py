@@ -1,0 +1,274 @@
+"""Several processes that are one server, as its users meet it: whole answers, and one that dies is back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import onnx
+import pytest
+from artifacts import write_mlp
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import infer_request
+from serverprocess import Serve, ServerProcess
+from waiting import until
+from workerprocesses import Client, alive, pids
+
+import graphs
+from bf16kit.protocol import inference_pb2 as pb
+from converter.cli import run
+
+ROWS = np.random.default_rng(0).standard_normal((1, 16)).astype(np.float32)
+
+
+def infer(client: Client) -> bytes:
+    answer: bytes = client.call("ModelInfer", infer_request("mlp", x=ROWS)).raw_output_contents[0]
+    return answer
+
+
+def ready(client: Client) -> tuple[bool, bool, int]:
+    """ServerReady, ModelReady, and the health of the model."""
+    health: Any = health_pb2_grpc.HealthStub(client.channel)
+    return (
+        client.call("ServerReady", pb.ServerReadyRequest()).ready,
+        client.call("ModelReady", pb.ModelReadyRequest(name="mlp")).ready,
+        health.Check(health_pb2.HealthCheckRequest(service="mlp"), timeout=30).status,
+    )
+
+
+IN_FLIGHT = 'bf16kit_requests_in_flight{model="mlp",version="1"}'
+READY = (True, True, health_pb2.HealthCheckResponse.SERVING)
+NOT_READY = (False, False, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    write_mlp(tmp_path / "models" / "mlp" / "1")
+    return tmp_path / "models"
+
+
+@pytest.fixture(scope="module")
+def converted_mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of one model in both of the profiles that a CPU may serve."""
+    directory = tmp_path_factory.mktemp("both")
+    onnx.save(graphs.mlp((64, 96, 64)), directory / "m.onnx")
+    target = directory / "models" / "mlp" / "1"
+    assert run(["checkpoint", str(directory / "m.onnx"), "--out", str(target), "--format", "onnx", "--no-report"]) == 0
+    return directory / "models"
+
+
+@pytest.fixture
+def server(repository: Path, serve: Serve) -> ServerProcess:
+    return serve("--repository", str(repository), "--workers", "2").wait_ready()
+
+
+@pytest.fixture
+def clients(server: ServerProcess) -> Iterator[list[Client]]:
+    """So many connections that both workers have some: one of them had none once in 16,384 tests."""
+    with ExitStack() as stack:
+        made = [Client(server.target) for _ in range(15)]
+        for client in made:
+            stack.enter_context(client.channel)
+        yield made
+
+
+def test_every_worker_answers_alike_and_says_that_all_are_ready(server: ServerProcess, clients: list[Client]) -> None:
+    assert len(pids(server)) == 2
+    assert len({infer(client) for client in clients}) == 1
+    until(lambda: {ready(client) for client in clients} == {READY})
+
+
+def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
+    server: ServerProcess, clients: list[Client]
+) -> None:
+    """Those that were its own are told; readiness says so until it is back, through whichever worker one asks."""
+    expected = infer(clients[0])
+    stop, failed, wrong = threading.Event(), set[int](), list[object]()
+
+    def work(number: int) -> None:
+        while not stop.is_set():
+            try:
+                if infer(clients[number]) != expected:
+                    wrong.append(number)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    failed.add(number)
+                else:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    watched: list[int] = []
+    health: Any = health_pb2_grpc.HealthStub(clients[14].channel)
+
+    def watch() -> None:
+        try:
+            watched.extend(told.status for told in health.Watch(health_pb2.HealthCheckRequest(service="mlp")))
+        except grpc.RpcError:
+            watched.append(-1)  # it was the one that died who told
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    until(lambda: watched == [health_pb2.HealthCheckResponse.SERVING])
+    victim, other = pids(server)
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+    until(lambda: server.get("/readyz")[0] == 200, 60, "ready again")
+    until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert failed < set(range(10)), "only the connections of the dead one were cut"
+    assert len(pids(server)) == 2
+    assert other in pids(server)
+    assert {infer(client) for client in clients} == {expected}
+    assert watched[1:2] in ([-1], [health_pb2.HealthCheckResponse.NOT_SERVING]), watched
+    clients[14].channel.close()
+    watching.join(20)
+
+
+def test_a_worker_that_is_started_again_serves_the_profile_that_the_others_serve(
+    tmp_path: Path, serve: Serve, converted_mlp: Path
+) -> None:
+    server = serve("--repository", str(converted_mlp), "--workers", "2").wait_ready()
+
+    def choices() -> set[tuple[str, str]]:
+        found = set()
+        for _ in range(15):
+            client = Client(server.target)
+            told = client.call("ModelMetadata", pb.ModelMetadataRequest(name="mlp")).properties
+            found.add((told["profile"], told["choice"]))
+            client.channel.close()
+        return found
+
+    (profile,) = {profile for profile, _ in choices()}
+    for victim in pids(server):
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: server.get("/readyz")[0] == 503, what="not ready")
+        until(lambda: server.get("/readyz")[0] == 200, 60, "ready again")
+    assert choices() == {(profile, "auto: as another worker of this server has measured")}
+
+
+def test_a_worker_that_stands_still_is_killed_and_started_again(server: ServerProcess, clients: list[Client]) -> None:
+    victim = pids(server)[0]
+    os.kill(victim, signal.SIGSTOP)
+    until(lambda: not alive(victim), 60, "the end of the one that stands still")
+    until(lambda: server.get("/readyz")[0] == 200 and len(pids(server)) == 2, 60, "ready again")
+    assert "has not answered for" in server.log
+    until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
+
+
+def test_a_supervisor_that_is_killed_leaves_no_worker_behind_and_the_port_is_free(
+    server: ServerProcess, repository: Path, serve: Serve
+) -> None:
+    workers, port = pids(server), server.ports()[0]
+    os.kill(server.process.pid, signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in workers), what="the end of the workers")
+    serve("--repository", str(repository), "--workers", "2", "--grpc-port", str(port)).wait_ready()
+
+
+def test_workers_take_no_signal_of_their_own(server: ServerProcess) -> None:
+    """systemd sends SIGTERM to every process of a unit, a terminal SIGINT: the supervisor leads."""
+    workers = pids(server)
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+    server.terminate()
+    assert server.exit_code() == 0
+    assert not any(alive(pid) for pid in workers)
+    assert "has ended" not in server.log
+
+
+def test_sigterm_finishes_what_is_at_work_in_every_worker(repository: Path, serve: Serve) -> None:
+    """A queue that waits two seconds for a fuller batch keeps a request of each connection at work meanwhile."""
+    (repository / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 2000\n")
+    server = serve("--repository", str(repository), "--workers", "2").wait_ready()
+    with ExitStack() as stack:
+        made = [Client(server.target) for _ in range(10)]
+        for client in made:
+            stack.enter_context(client.channel)
+            client.call("ServerLive", pb.ServerLiveRequest())
+        started = [client.ask("ModelInfer").future(infer_request("mlp", x=ROWS), timeout=60) for client in made]
+        until(lambda: server.metric(IN_FLIGHT) == len(made), what="all of them at work")
+        server.terminate()
+        assert server.exit_code() == 0
+        ends = {call.code() for call in started}
+    assert ends == {grpc.StatusCode.OK}
+    assert "requests were cut off" not in server.log
+
+
+def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(repository: Path, serve: Serve) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 60000\n")
+    env = {**os.environ, "BF16KIT_DRAIN_SECONDS": "0.5"}
+    server = serve("--repository", str(repository), "--workers", "2", env=env).wait_ready()
+    client = Client(server.target)
+    with client.channel:
+        call = client.ask("ModelInfer").future(infer_request("mlp", x=ROWS))  # no deadline: it would run before that
+        until(lambda: server.metric(IN_FLIGHT) == 1)
+        server.terminate()
+        assert server.exit_code() == 1, server.log
+        assert call.code() is not grpc.StatusCode.OK
+    assert "requests were cut off: they were still at work after 0.5 s" in server.log
+
+
+@pytest.mark.parametrize("first", ["1", "2"])
+def test_a_second_server_on_the_port_is_refused(repository: Path, serve: Serve, first: str) -> None:
+    port = serve("--repository", str(repository), "--workers", first).ports()[0]
+    second = serve("--repository", str(repository), "--workers", "2", "--grpc-port", str(port))
+    assert second.exit_code() == 2
+    assert f"port {port} on 127.0.0.1 is in use by another program" in second.log
+
+
+def _in_memory(key: str) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name="mlp")
+    x = message.inputs.add(name="x", datatype="FP32", shape=ROWS.shape)
+    x.parameters["shared_memory_region"].string_param = key
+    x.parameters["shared_memory_byte_size"].int64_param = ROWS.nbytes
+    return message
+
+
+def test_shared_memory_that_one_worker_was_told_of_is_there_in_all_and_in_those_that_come_after(
+    repository: Path, serve: Serve
+) -> None:
+    memory = Path(f"/dev/shm/workers-{os.getpid()}")
+    memory.write_bytes(ROWS.tobytes())
+    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_SHARED_MEMORY_PREFIX": "workers"}
+    server = serve("--repository", str(repository), "--workers", "2", env=env).wait_ready()
+    before = pids(server)
+
+    def answers() -> set[bytes]:
+        """Through connections to all workers."""
+        found = set[bytes]()
+        for _ in range(15):
+            client = Client(server.target)
+            with client.channel:
+                found.add(client.call("ModelInfer", _in_memory("r")).raw_output_contents[0])
+        return found
+
+    try:
+        client = Client(server.target)
+        with client.channel:
+            expected = {infer(client)}
+            register = pb.SystemSharedMemoryRegisterRequest(name="r", key=memory.name, byte_size=ROWS.nbytes)
+            client.call("SystemSharedMemoryRegister", register)
+            assert "system_shared_memory" in client.call("ServerMetadata", pb.ServerMetadataRequest()).extensions
+        assert answers() == expected
+    finally:
+        memory.unlink()
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: len(now := pids(server)) == 2 and before[0] not in now and server.get("/readyz")[0] == 200, 60)
+    assert answers() == expected
+    client = Client(server.target)
+    with client.channel:
+        client.call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest())
+    with pytest.raises(grpc.RpcError, match="unknown shared memory region 'r'"):
+        answers()

@@ -1,0 +1,217 @@
+"""What operators ask of a server of several processes: answered by all of them, whichever is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from artifacts import write_mlp
+from loopback import infer_request
+from serverprocess import Serve, ServerProcess
+from waiting import until
+from workerprocesses import Client, pids
+
+from bf16kit.protocol import inference_pb2 as pb
+
+pytestmark = pytest.mark.long  # starts servers of several processes again and again
+
+ROWS = np.random.default_rng(0).standard_normal((1, 16)).astype(np.float32)
+ANSWERED = 'bf16kit_requests_total{code="OK",model="mlp",version="1"}'
+OK = grpc.StatusCode.OK
+_CONTROL = ("RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister", "LogSettings")
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A file of /dev/shm with room for one row of the model, by its key."""
+    file = Path(f"/dev/shm/bf16kit-{uuid.uuid4().hex}")
+    file.write_bytes(ROWS.tobytes())
+    yield f"/{file.name}"
+    file.unlink()
+
+
+@pytest.fixture
+def server(tmp_path: Path, serve: Serve) -> ServerProcess:
+    write_mlp(tmp_path / "models" / "mlp" / "1")
+    write_mlp(tmp_path / "models" / "other" / "1")
+    flags = ("--workers", "2", "--model-control", "explicit", "--load-model", "mlp")
+    environment = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_CHANGE_SETTINGS": "true"}
+    return serve("--repository", str(tmp_path / "models"), *flags, env=environment).wait_ready()
+
+
+@pytest.fixture
+def clients(server: ServerProcess) -> Iterator[list[Client]]:
+    with ExitStack() as stack:
+        made = [Client(server.target) for _ in range(12)]
+        for client in made:
+            stack.enter_context(client.channel)
+        yield made
+
+
+def infer(client: Client, model: str = "mlp") -> bytes:
+    answer: bytes = client.call("ModelInfer", infer_request(model, x=ROWS)).raw_output_contents[0]
+    return answer
+
+
+def counted(client: Client) -> tuple[int, int, int]:
+    """What ModelStatistics says of the model: requests, rows, batches."""
+    told = client.call("ModelStatistics", pb.ModelStatisticsRequest(name="mlp")).model_stats[0]
+    return told.inference_stats.success.count, told.inference_count, told.execution_count
+
+
+def index(client: Client) -> list[tuple[str, str, str]]:
+    models = client.call("RepositoryIndex", pb.RepositoryIndexRequest()).models
+    return [(model.name, model.version, model.state) for model in models]
+
+
+def code_of(call: Callable[[], object]) -> grpc.StatusCode:
+    try:
+        call()
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return grpc.StatusCode.OK
+
+
+def test_statistics_and_metrics_are_of_all_workers_and_no_counter_goes_back_when_one_dies(
+    server: ServerProcess, clients: list[Client]
+) -> None:
+    for client in clients:
+        infer(client)
+    assert {counted(client) for client in clients} == {(12, 12, 12)}
+    assert server.metric(ANSWERED) == 12
+    assert server.metric('bf16kit_request_duration_seconds_count{model="mlp",version="1"}') == 12
+    assert server.metric('bf16kit_model_ready{model="mlp",version="1"}') == 1
+    text = server.get("/metrics")[1]
+    assert "pid=" not in text
+    assert len(re.findall(r"^process_resident_memory_bytes ", text, re.MULTILINE)) == 1
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+        assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+    os.kill(pids(server)[0], signal.SIGKILL)
+    seen = [server.metric(ANSWERED)]
+    until(lambda: server.get("/readyz")[0] == 503)
+
+    def back() -> bool:
+        seen.append(server.metric(ANSWERED))
+        return server.get("/readyz")[0] == 200
+
+    until(back, 60, "ready again")
+    assert set(seen) == {12.0}
+    fresh = Client(server.target)
+    with fresh.channel:
+        assert counted(fresh) == (12, 12, 12)
+
+
+def test_a_model_is_loaded_and_unloaded_in_all_workers(server: ServerProcess, clients: list[Client]) -> None:
+    assert index(clients[0]) == [("mlp", "1", "READY"), ("other", "", "")]
+    clients[0].call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="other"))
+    assert len({infer(client, "other") for client in clients}) == 1
+    assert {tuple(index(client)) for client in clients} == {(("mlp", "1", "READY"), ("other", "1", "READY"))}
+    clients[1].call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="other"))
+    assert {code_of(partial(infer, client, "other")) for client in clients} == {grpc.StatusCode.NOT_FOUND}
+    assert 'model="other"' not in server.get("/metrics")[1]
+
+
+def test_a_load_that_fails_leaves_all_workers_with_what_they_had(
+    server: ServerProcess, clients: list[Client], tmp_path: Path
+) -> None:
+    before = infer(clients[0])
+    weights = tmp_path / "models" / "mlp" / "1" / "weights.bf16"
+    content = bytearray(weights.read_bytes())
+    content[5] ^= 0xFF
+    weights.unlink()
+    weights.write_bytes(content)
+    load = pb.RepositoryModelLoadRequest(model_name="mlp")
+    assert code_of(lambda: clients[0].call("RepositoryModelLoad", load)) is not grpc.StatusCode.OK
+    assert {infer(client) for client in clients} == {before}
+
+
+def test_shared_memory_is_registered_in_all_workers_and_in_one_that_is_started_later(
+    server: ServerProcess, clients: list[Client], memory: str
+) -> None:
+    def from_memory(client: Client) -> bytes:
+        message = infer_request("mlp", x=ROWS)
+        del message.raw_input_contents[:]
+        parameters = message.inputs[0].parameters
+        parameters["shared_memory_region"].string_param = "rows"
+        parameters["shared_memory_byte_size"].int64_param = ROWS.nbytes
+        answer: bytes = client.call("ModelInfer", message).raw_output_contents[0]
+        return answer
+
+    register = pb.SystemSharedMemoryRegisterRequest(name="rows", key=memory, byte_size=ROWS.nbytes)
+    clients[0].call("SystemSharedMemoryRegister", register)
+    expected = infer(clients[0])
+    assert {from_memory(client) for client in clients} == {expected}
+    again = {code_of(partial(client.call, "SystemSharedMemoryRegister", register)) for client in clients}
+    assert again == {grpc.StatusCode.ALREADY_EXISTS}
+    os.kill(pids(server)[0], signal.SIGKILL)
+    until(lambda: server.get("/readyz")[0] == 503)
+    until(lambda: server.get("/readyz")[0] == 200, 60, "ready again")
+    with ExitStack() as stack:
+        fresh = [Client(server.target) for _ in range(12)]
+        for client in fresh:
+            stack.enter_context(client.channel)
+        assert {from_memory(client) for client in fresh} == {expected}
+        fresh[0].call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name="rows"))
+        assert grpc.StatusCode.OK not in {code_of(partial(from_memory, client)) for client in fresh}
+    missing = pb.SystemSharedMemoryRegisterRequest(name="no", key="/bf16kit-no-such-file", byte_size=1)
+    assert code_of(lambda: Client(server.target).call("SystemSharedMemoryRegister", missing)) is not grpc.StatusCode.OK
+
+
+def test_settings_of_the_log_are_those_of_all_workers(server: ServerProcess, clients: list[Client]) -> None:
+    def level(client: Client, message: pb.LogSettingsRequest) -> int:
+        answer: int = client.call("LogSettings", message).settings["log_verbose_level"].uint32_param
+        return answer
+
+    change = pb.LogSettingsRequest()
+    change.settings["log_verbose_level"].uint32_param = 1
+    assert level(clients[0], change) == 1
+    assert {level(client, pb.LogSettingsRequest()) for client in clients} == {1}
+
+
+@pytest.mark.parametrize("rpc", _CONTROL)
+def test_a_worker_killed_during_a_control_rpc_neither_loses_it_nor_hangs_it(
+    server: ServerProcess, clients: list[Client], memory: str, rpc: str
+) -> None:
+    """It is stopped first, so that the RPC waits for it. Whoever asked it itself is told that it is gone."""
+    messages: dict[str, Any] = {
+        "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name="other"),
+        "RepositoryModelUnload": pb.RepositoryModelUnloadRequest(model_name="mlp"),
+        "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(name="r", key=memory, byte_size=4),
+        "LogSettings": pb.LogSettingsRequest(),
+    }
+    messages["LogSettings"].settings["log_verbose_level"].uint32_param = 1
+    victim = pids(server)[1]
+    os.kill(victim, signal.SIGSTOP)
+    asked = {client: client.ask("ServerLive").future(pb.ServerLiveRequest(), timeout=60) for client in clients}
+    until(lambda: any(call.done() for call in asked.values()), what="an answer of the other one")
+    answering = next(client for client, call in asked.items() if call.done())
+    ends: list[grpc.StatusCode] = []
+    calling = threading.Thread(target=lambda: ends.append(code_of(lambda: answering.call(rpc, messages[rpc], 60.0))))
+    calling.start()
+    calling.join(1.0)
+    assert ends == [], "it waits for all"
+    os.kill(victim, signal.SIGKILL)
+    calling.join(60)
+    assert ends == [OK]
+    until(lambda: len(pids(server)) == 2 and victim not in pids(server), 60, "another in its place")
+    if rpc == "RepositoryModelUnload":
+        until(lambda: server.get("/readyz")[0] == 200, 60)
+        assert index(answering)[0] == ("mlp", "1", "UNAVAILABLE")
+    elif rpc == "RepositoryModelLoad":
+        until(lambda: ("other", "1", "READY") in index(answering), 60, "loaded everywhere")

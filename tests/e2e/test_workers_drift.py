@@ -1,0 +1,69 @@
+"""Live drift where several processes serve: one other process has the reference."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+from loopback import infer_request
+from serverprocess import Serve, ServerProcess
+from waiting import until
+from workerprocesses import Client, pids
+
+pytestmark = pytest.mark.long  # starts servers of several processes again and again
+
+SHADOW = "service.workers.references"
+MEASURED = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
+DROPPED = 'bf16kit_drift_samples_total{model="mlp",outcome="dropped",version="1"}'
+COUNT = 'bf16kit_drift_relative_l2_count{model="mlp",output="y",version="1"}'
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    write_mlp(tmp_path / "mlp" / "1", logits=True)
+    return tmp_path
+
+
+def ask(server: ServerProcess, times: int) -> None:
+    """So many requests of two rows, over as many connections."""
+    rows = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
+    with ExitStack() as stack:
+        for _ in range(times):
+            client = Client(server.target)
+            stack.enter_context(client.channel)
+            client.call("ModelInfer", infer_request("mlp", x=rows))
+
+
+def test_one_process_measures_what_all_workers_answer_and_only_once_it_is_needed(
+    repository: Path, serve: Serve
+) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n")
+    server = serve("--repository", str(repository), "--workers", "2").wait_ready()
+    assert pids(server, SHADOW) == []
+    ask(server, 6)
+    until(lambda: server.metric(MEASURED) == 12, 60, "all of them measured")
+    assert server.metric(COUNT) == 12
+    assert 0 < server.metric('bf16kit_drift_budget_ratio{metric="relative_l2",model="mlp",output="y",version="1"}') < 1
+    assert server.metric('bf16kit_model_ready{model="mlp",version="1"}') == 1
+    assert server.log.count("live drift on") == 1, "and nobody else has loaded the reference"
+    (shadow,) = pids(server, SHADOW)
+    os.kill(shadow, signal.SIGKILL)
+    until(lambda: pids(server, SHADOW) not in ([], [shadow]), 60, "another in its place")
+    assert server.get("/readyz")[0] == 200, "who measures is not who answers"
+    assert server.metric(COUNT) == 12, "what was counted stays"
+    ask(server, 3)
+    until(lambda: server.metric(MEASURED) == 18, 60, "measured again")
+    server.terminate()
+    assert server.exit_code() == 0
+
+
+def test_the_rate_is_that_of_the_server_and_not_of_each_worker(repository: Path, serve: Serve) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 0.001}\n")
+    server = serve("--repository", str(repository), "--workers", "3").wait_ready()
+    ask(server, 20)
+    until(lambda: server.metric(MEASURED) == 2 and server.metric(DROPPED) == 38, 60, "one request measured")

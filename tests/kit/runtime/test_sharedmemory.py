@@ -1,0 +1,111 @@
+"""Shared memory as weights are read from it: read-only, beginning a large page, in large pages where there are any."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bf16kit.runtime.ownmemory import LARGE_PAGE
+from bf16kit.runtime.sharedmemory import filled, mapped
+from bf16kit.sealedmemory import check
+
+SIZE = 2 * LARGE_PAGE + 4321
+
+
+def fill(memory: NDArray[np.uint8]) -> None:
+    memory[:] = np.arange(memory.size) % 251
+
+
+def descriptors(of: str = "") -> list[str]:
+    """Those that this process has open, of whatever has ``of`` in its name."""
+    found = Path("/proc/self/fd").iterdir()
+    return sorted(each.name for each in found if of in os.path.realpath(each))
+
+
+@pytest.fixture(scope="module")
+def descriptor() -> int:
+    return filled(SIZE, fill)
+
+
+def test_what_was_filled_is_sealed_and_mapped_read_only_where_a_large_page_begins(descriptor: int) -> None:
+    check(descriptor, SIZE)
+    _, memory = mapped(descriptor, SIZE)
+    assert memory.nbytes == SIZE
+    assert memory.ctypes.data % LARGE_PAGE == 0
+    np.testing.assert_array_equal(memory, np.arange(SIZE) % 251)
+    with pytest.raises(ValueError, match="read-only"):
+        memory[0] = 1
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        memory.flags.writeable = True
+
+
+def test_the_room_of_all_of_it_is_taken_before_it_is_filled() -> None:
+    """A page that finds no room when it is written would end the process."""
+    taken: list[int] = []
+
+    def look(memory: NDArray[np.uint8]) -> None:
+        taken.extend(os.fstat(int(each)).st_blocks * 512 for each in descriptors("memfd:bf16kit-weights"))
+
+    os.close(filled(SIZE, look))
+    assert min(taken) >= SIZE
+
+
+def test_a_mapping_lives_as_long_as_a_view_of_it_and_no_longer(descriptor: int) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:bf16kit-weights")
+
+    before = mappings()
+    _, memory = mapped(descriptor, SIZE)
+    view = memory[LARGE_PAGE : LARGE_PAGE + 1000].view(np.int8)
+    del _, memory
+    gc.collect()
+    assert mappings() == before + 1
+    assert view[0] == LARGE_PAGE % 251
+    del view
+    gc.collect()
+    assert mappings() == before
+
+
+def test_whole_large_pages_of_it_are_large_where_the_system_can_make_them(descriptor: int) -> None:
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1):
+        pytest.skip("MADV_COLLAPSE came with Linux 6.1")
+    _, memory = mapped(descriptor, SIZE)
+    memory.sum()
+    found = _in_large_pages(memory.ctypes.data)
+    if not found and not _made_large(memory):
+        pytest.skip("this system makes no large pages of shared memory, or has none free")
+    assert found == SIZE // LARGE_PAGE * LARGE_PAGE
+
+
+def _made_large(memory: NDArray[np.uint8]) -> bool:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return bool(madvise(memory.ctypes.data, LARGE_PAGE, 25) == 0)
+
+
+def _in_large_pages(address: int) -> int:
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if (match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) and int(match[1], 16) == address:
+            return next(int(each.split()[1]) * 1024 for each in lines if each.startswith("ShmemPmdMapped:"))
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+def test_who_keeps_what_it_filled_gets_no_memory_that_others_read() -> None:
+    kept: list[NDArray[np.uint8]] = []
+    before = descriptors()
+    with pytest.raises(BufferError):
+        filled(SIZE, kept.append)
+    assert descriptors() == before
+
+
+def test_memory_that_cannot_be_mapped_is_a_memory_error(descriptor: int) -> None:
+    with pytest.raises(MemoryError, match="no room for 4611686018427 MB of weights"):
+        mapped(descriptor, 1 << 62)

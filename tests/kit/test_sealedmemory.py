@@ -1,0 +1,110 @@
+"""Memory that is shared: nobody can write to it or cut it short, and whoever is handed some looks before using it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bf16kit import sealedmemory
+from bf16kit.sealedmemory import UnfitMemory
+
+SIZE = 8192
+SEALS = ["F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"]
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = sealedmemory.create(SIZE)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_sealed_memory_can_be_read_and_nothing_else(memory: int) -> None:
+    os.pwrite(memory, b"weights", 0)
+    sealedmemory.seal(memory)
+    sealedmemory.check(memory, SIZE)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory, SIZE // 2)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory, SIZE * 2)
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory, SIZE)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    assert os.pread(memory, 7, 0) == b"weights"
+
+
+def test_nor_can_it_be_written_by_another_way_to_it(memory: int) -> None:
+    sealedmemory.seal(memory)
+    again = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            os.pwrite(again, b"x", 0)
+    finally:
+        os.close(again)
+
+
+def test_memory_that_somebody_may_still_write_to_cannot_be_sealed(memory: int) -> None:
+    with mmap.mmap(memory, SIZE), pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
+        sealedmemory.seal(memory)
+
+
+@pytest.mark.parametrize("missing", SEALS)
+def test_memory_without_one_of_the_seals_is_refused(memory: int, missing: str) -> None:
+    others = sum(getattr(fcntl, name) for name in SEALS if name != missing)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, others)
+    with pytest.raises(UnfitMemory, match=f"it is not sealed: {missing} missing"):
+        sealedmemory.check(memory, SIZE)
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
+def test_memory_of_another_size_is_refused(memory: int, size: int) -> None:
+    sealedmemory.seal(memory)
+    with pytest.raises(UnfitMemory, match=f"it has {SIZE} bytes, and {size} were to be expected"):
+        sealedmemory.check(memory, size)
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(SIZE))
+    with (tmp_path / "file").open("rb") as file, pytest.raises(UnfitMemory, match="not memory that can be sealed"):
+        sealedmemory.check(file.fileno(), SIZE)
+
+
+def test_no_room_is_a_memory_error_at_each_step(memory: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = descriptors()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
+    try:
+        with pytest.raises(MemoryError, match="no room for 0 MB of weights: File too large"):
+            sealedmemory.create(SIZE + 1)
+        with pytest.raises(MemoryError, match="no room for 0 MB of weights: File too large"):
+            sealedmemory.reserve(memory, SIZE + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert descriptors() == before
+
+
+def test_what_is_reserved_is_there(memory: int) -> None:
+    assert os.fstat(memory).st_blocks == 0
+    sealedmemory.reserve(memory, SIZE)
+    assert os.fstat(memory).st_blocks * 512 >= SIZE
+
+
+def descriptors() -> list[str]:
+    return sorted(each.name for each in Path("/proc/self/fd").iterdir())
+
+
+def test_more_than_the_machine_has_is_a_memory_error_and_leaves_no_descriptor() -> None:
+    before = descriptors()
+    with pytest.raises(MemoryError, match=r"no room for \d+ MB of weights"):
+        sealedmemory.create(1 << 60)
+    assert descriptors() == before

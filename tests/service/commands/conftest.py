@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from artifacts import write_mlp
+from click.testing import CliRunner, Result
+from commanded import Run
+
+from service.cli import main
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """Runs ``bf16-serve`` with these arguments in this process, whose log is put back afterwards."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+
+    def invoke(*arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    yield invoke
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Versions 1 and 2 of a model ``mlp``."""
+    root = tmp_path / "repository"
+    for version in ("1", "2"):
+        write_mlp(root / "mlp" / version)
+    return root

@@ -1,0 +1,187 @@
+"""``bf16-serve check``: the server's own code says whether it would serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from artifacts import write_mlp
+from commanded import Run, one_line, read
+from tlsfiles import Authority
+from waiting import until
+
+ANY_PORT = ("--grpc-port", "0", "--http-port", "0", "--device", "cpu")
+
+
+def failed(result: dict[str, object]) -> dict[str, str]:
+    findings = result["findings"]
+    assert isinstance(findings, list)
+    texts = {each["subject"]: each["text"] for each in findings if each["outcome"] == "failed"}
+    assert not [text for text in texts.values() if text.startswith("unexpected")]  # that is what bugs are called
+    return texts
+
+
+def test_a_process_checks_all_that_a_server_needs_and_ends_with_0(repository: Path, tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    config.write_text(f"repository: {repository}\ngrpc_port: 0\nhttp_port: 0\ndevice: cpu\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "service", "check", "--config", str(config), "--json"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout)
+    assert found["ok"] is True
+    assert [each["subject"] for each in found["findings"]] == [
+        "configuration",
+        "CPU kernel",
+        "TLS",
+        "tokens",
+        "shared memory",
+        "gRPC port",
+        "HTTP port",
+        "traces",
+        "repository",
+        "model 'mlp' version 2",
+    ]
+    assert "golden samples within budget" in found["findings"][-1]["text"]
+
+
+def test_the_version_policy_says_what_is_checked(repository: Path, run: Run) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("version_policy: all\n")
+    result = run("check", "--repository", repository, *ANY_PORT)
+    assert result.exit_code == 0, result.output
+    assert "ok      model 'mlp' version 1: onnxruntime on cpu" in result.stdout
+    assert result.stdout.splitlines()[-1] == "all is well"
+
+
+def test_every_option_of_the_server_is_checked(repository: Path, run: Run) -> None:
+    found = read(run("check", "--repository", repository, "--workers", "-1", "--json"))
+    assert "'workers' is -1" in failed(found)["configuration"]
+
+
+def test_the_environment_is_a_source_too(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BF16KIT_MAX_STREAMS", "0")
+    result = run("check", "--repository", repository)
+    assert result.exit_code == 1
+    assert "failed  configuration: configuration: 'max_streams' is '0'" in result.stdout
+
+
+def test_a_kernel_path_that_is_none(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BF16KIT_KERNEL_PATH", "fast")
+    found = read(run("check", "--repository", repository, *ANY_PORT, "--no-load", "--json"))
+    assert "BF16KIT_KERNEL_PATH is 'fast'" in failed(found)["CPU kernel"]
+
+
+def test_a_port_in_use_fails_unless_ports_are_left_out(repository: Path, run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        asked = ("check", "--repository", repository, "--http-port", port, "--grpc-port", 0, "--no-load", "--json")
+        assert f"port {port} on 127.0.0.1 is in use" in failed(read(run(*asked)))["HTTP port"]
+        assert run(*asked, "--no-ports").exit_code == 0
+
+
+def test_tls_and_token_files_are_read(repository: Path, run: Run, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair, other = authority.sign("server"), authority.sign("other")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-that-is-long-enough infer\n")
+    tokens.chmod(0o600)
+    files = ("--token-file", tokens, "--tls-certificate", pair.certificate, "--tls-key")
+    asked = ("check", "--repository", repository, *ANY_PORT, "--no-load", "--json", *files)
+    assert run(*asked, pair.key).exit_code == 0
+    assert "cannot be used" in failed(read(run(*asked, other.key)))["TLS"]
+    tokens.write_text("short infer\n")
+    assert "line 1: the token has 5 characters" in failed(read(run(*asked, pair.key)))["tokens"]
+
+
+def test_a_certificate_that_is_over_is_found_before_clients_find_it(repository: Path, run: Run, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    asked = ("check", "--repository", repository, *ANY_PORT, "--no-load", "--json")
+
+    def tls(days: int, *more: object) -> dict[str, str]:
+        pair = authority.sign(f"days{days}", days=days)
+        files = ("--tls-certificate", pair.certificate, "--tls-key", pair.key)
+        findings = read(run(*asked, *files, *more))["findings"]
+        return {each["outcome"]: each["text"] for each in findings if each["subject"] == "TLS"}
+
+    assert "is valid until" in tls(2)["ok"]
+    assert "clients show certificates" in tls(3, "--tls-client-ca", authority.certificate)["ok"]
+    until(lambda: "certificate has expired" in tls(0).get("failed", ""), 20, "the end of a certificate of no days")
+
+
+def test_a_damaged_file_is_found_without_loading(repository: Path, run: Run) -> None:
+    weights = repository / "mlp" / "2" / "weights.bf16"
+    content = bytearray(weights.read_bytes())
+    content[5] ^= 1
+    weights.write_bytes(content)
+    found = read(run("check", "--repository", repository, *ANY_PORT, "--no-load", "--json"))
+    assert "its sha256 is" in failed(found)["model 'mlp' version 2"]
+
+
+def test_golden_samples_over_budget_fail_and_other_models_are_still_checked(repository: Path, run: Run) -> None:
+    write_mlp(repository / "bad" / "1", spoil=0.5)
+    asked = ("check", "--repository", repository, *ANY_PORT)
+    result = run(*asked, "--json")
+    assert result.exit_code == 1
+    found = read(result)
+    assert "over the drift budget" in failed(found)["model 'bad' version 1"]
+    assert len(failed(found)) == 1
+    assert run(*asked, "--no-load").exit_code == 0  # without a run nobody knows
+    assert run(*asked, "mlp").exit_code == 0
+
+
+def test_an_unknown_key_of_serving_yaml(repository: Path, run: Run) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("max_batch: 8\n")
+    found = read(run("check", "--repository", repository, *ANY_PORT, "--json"))
+    assert "unknown key 'max_batch'" in failed(found)["model 'mlp' version 2"]
+
+
+def test_what_a_server_passes_over_is_a_note(repository: Path, run: Run) -> None:
+    (repository / "lost+found").mkdir()
+    result = run("check", "--repository", repository, *ANY_PORT, "--no-load")
+    assert result.exit_code == 0
+    assert "note    model 'lost+found':" in result.stdout
+
+
+def test_where_clients_load_models_an_empty_repository_will_do_and_a_model_to_start_with_has_to_be_there(
+    tmp_path: Path, run: Run
+) -> None:
+    explicit = ("check", "--repository", tmp_path, *ANY_PORT, "--model-control", "explicit")
+    assert run(*explicit).exit_code == 0
+    result = run(*explicit, "--load-model", "nope", "--json")
+    assert failed(read(result)) == {"repository": "load_model: the repository has no model 'nope'; its models are none"}
+
+
+def test_an_empty_repository_would_never_be_ready(tmp_path: Path, run: Run) -> None:
+    result = run("check", "--repository", tmp_path, *ANY_PORT)
+    assert result.exit_code == 1
+    assert "failed  repository:" in result.stdout
+    assert " failed: a server started like this would not serve it all" in result.stdout.splitlines()[-1]
+
+
+def test_a_model_that_is_not_there_is_wrong_usage(repository: Path, run: Run) -> None:
+    result = run("check", "--repository", repository, *ANY_PORT, "--no-load", "nope")
+    assert result.exit_code == 2
+    assert "the repository has no model 'nope'; it has mlp" in one_line(result)
+
+
+def test_an_option_before_the_command_is_refused_and_not_forgotten(repository: Path, run: Run) -> None:
+    result = run("--repository", repository, "check")
+    assert result.exit_code == 2
+    assert "--repository stands before the command; give it after check" in result.stderr
+
+
+def test_each_model_is_freed_before_the_next(repository: Path, run: Run) -> None:
+    """More copies of the weights than one would show: each run's session maps or holds a copy of its own."""
+    for name in ("a", "b"):
+        shutil.copytree(repository / "mlp", repository / name)
+    result = run("check", "--repository", repository, *ANY_PORT)
+    assert result.exit_code == 0
+    assert result.stdout.count("golden samples within budget") == 3

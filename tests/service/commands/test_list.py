@@ -1,0 +1,113 @@
+"""``bf16-serve list``: a repository told from its manifests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commanded import Run, one_line, read
+
+
+def rows(repository: Path, run: Run) -> dict[tuple[str, int], dict[str, object]]:
+    found = read(run("list", "--repository", repository, "--json"))
+    return {(row["model"], row["version"]): row for row in found["models"]}
+
+
+def test_versions_that_the_policy_leaves_out_say_so(repository: Path, run: Run) -> None:
+    found = rows(repository, run)
+    assert found["mlp", 2]["served"] is True
+    assert found["mlp", 1]["served"] is False
+    assert found["mlp", 1]["why"] == "version_policy is latest: 1"
+    (repository / "mlp" / "serving.yaml").write_text("version_policy: {specific: [1]}\n")
+    found = rows(repository, run)
+    assert found["mlp", 1]["served"] is True
+    assert found["mlp", 2]["why"] == "version_policy is specific: [1]"
+
+
+def test_a_row_has_what_the_manifest_says(repository: Path, run: Run) -> None:
+    row = rows(repository, run)["mlp", 2]
+    assert row["weight_bytes"] == 2 * 16 * 16 * 2
+    assert (row["residual"], row["reference"], row["golden"]) == (True, True, True)
+    assert row["profiles"] == [{"name": "cpu", "format": "onnx", "verified": "host", "tightest": None}]
+    assert row["source"] == "test"
+
+
+def test_drift_is_held_against_the_budget_that_the_server_would_use(repository: Path, run: Run) -> None:
+    from bf16kit.artifact import Artifact
+    from bf16kit.measured import DriftEntry
+
+    path = repository / "mlp" / "2"
+    manifest = Artifact.open(path).manifest
+    entry = DriftEntry(samples=4, source="random", outputs={"y": {"relative_l2": {"mean": 0.003, "worst": 0.004}}})
+    (path / "manifest.json").write_bytes(manifest.amended(drift={"cpu": entry}).dumps())
+    text = run("list", "--repository", repository).stdout
+    assert "cpu 20%" in text
+    (repository / "mlp" / "serving.yaml").write_text("budget: {relative_l2: 1.0e-3}\n")
+    text = run("list", "--repository", repository).stdout
+    assert "cpu 300% OVER" in text
+
+
+def test_damaged_artifacts_are_listed_with_the_reason_and_exit_code_1(repository: Path, run: Run) -> None:
+    weights = repository / "mlp" / "2" / "weights.bf16"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    result = run("list", "--repository", repository)
+    assert result.exit_code == 1
+    assert "model 'mlp' version 2:" in result.stdout
+    assert "the manifest says" in result.stdout
+
+
+def test_a_damaged_version_that_is_not_to_be_served_is_no_failure(repository: Path, run: Run) -> None:
+    (repository / "mlp" / "1" / "manifest.json").unlink()
+    result = run("list", "--repository", repository)
+    assert result.exit_code == 0
+    assert "it has no manifest.json" in result.stdout
+
+
+def test_a_newer_schema_is_named(repository: Path, run: Run) -> None:
+    manifest = repository / "mlp" / "2" / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(fields | {"schema_version": 99}))
+    assert "schema version 99 is newer" in str(rows(repository, run)["mlp", 2]["problem"])
+
+
+def test_a_broken_serving_yaml_is_every_version_s_problem(repository: Path, run: Run) -> None:
+    (repository / "mlp" / "serving.yaml").write_text("instances: many\n")
+    found = rows(repository, run)
+    assert [row["problem"] for row in found.values()] == [found["mlp", 1]["problem"]] * 2
+    assert "'instances' is 'many'" in str(found["mlp", 1]["problem"])
+
+
+def test_weights_are_not_read(repository: Path, run: Run) -> None:
+    """A bit that is wrong in them goes unseen: that is what makes it quick."""
+    weights = repository / "mlp" / "2" / "weights.bf16"
+    content = bytearray(weights.read_bytes())
+    content[5] ^= 1
+    weights.write_bytes(content)
+    assert rows(repository, run)["mlp", 2]["served"] is True
+
+
+def test_what_is_no_model_is_listed_as_that(repository: Path, run: Run) -> None:
+    (repository / "notes").mkdir()
+    result = run("list", "--repository", repository)
+    assert result.exit_code == 0
+    assert "'notes': " in result.stdout
+    assert "it has no version directory" in result.stdout
+
+
+def test_names_that_strangers_chose_stay_text(repository: Path, run: Run) -> None:
+    (repository / "mlp").rename(repository / "a\x1b[2Jb")
+    output = run("list", "--repository", repository).stdout
+    assert "\x1b" not in output
+    assert "\\x1b[2Jb" in output
+
+
+def test_an_empty_repository(tmp_path: Path, run: Run) -> None:
+    result = run("list", "--repository", tmp_path)
+    assert result.exit_code == 0
+    assert "has no model" in result.stdout
+
+
+def test_no_such_directory(tmp_path: Path, run: Run) -> None:
+    result = run("list", "--repository", tmp_path / "gone")
+    assert result.exit_code == 2
+    assert "is not a directory" in one_line(result)

@@ -1,0 +1,317 @@
+"""Which models are wanted, by ``model_control`` and what the repository holds; nothing is loaded here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from artifacts import write_mlp
+
+from bf16kit.errors import ConfigError, InvalidRequest, NotFound
+from service.models.controller import Controller, Mode
+from service.models.plan import Wish
+from service.operations import Indexed
+
+
+class Told:
+    """Whoever fulfils wishes: all that was ever said to it, and what is wanted by now."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, Wish] = {}
+        self.times = 0
+
+    def want(self, wish: Wish) -> Future[None]:
+        self.times += 1
+        self.wanted[wish.name] = wish
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def desire(self, wishes: Iterable[Wish]) -> None:
+        self.times += 1
+        self.wanted = {wish.name: wish for wish in wishes}
+
+    @property
+    def versions(self) -> dict[str, list[int]]:
+        return {name: sorted(wish.versions) for name, wish in self.wanted.items()}
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def control(tmp_path: Path, told: Told) -> Callable[..., Controller]:
+    def make(mode: Mode, *start_up: str) -> Controller:
+        return Controller(tmp_path, told.want, told.desire, mode, start_up)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("artifact") / "m" / "1"
+    write_mlp(target)
+    return target
+
+
+@pytest.fixture
+def put(tmp_path: Path, artifact: Path) -> Callable[..., Path]:
+    def copy(name: str, version: int = 1, serving: str = "") -> Path:
+        target = tmp_path / name / str(version)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(artifact, target, copy_function=shutil.copyfile)  # with times of their own
+        if serving:
+            (tmp_path / name / "serving.yaml").write_text(serving)
+        return target
+
+    return copy
+
+
+def still() -> None:
+    """Between the two looks of a poll: nothing changes."""
+
+
+Put = Callable[..., Path]
+Control = Callable[..., Controller]
+
+
+# --- at the start -----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_begins_with_all_models_or_with_those_named(control: Control, told: Told, put: Put) -> None:
+    for name in ("a", "b", "c"):
+        put(name)
+    for mode, named, wanted in (
+        ("none", (), ["a", "b", "c"]),
+        ("poll", (), ["a", "b", "c"]),
+        ("explicit", (), []),
+        ("explicit", ("c", "a"), ["a", "c"]),
+        ("explicit", ("*",), ["a", "b", "c"]),
+    ):
+        control(mode, *named).begin()
+        assert sorted(told.wanted) == wanted
+
+
+def test_a_model_to_begin_with_that_is_not_there_is_wrong_usage(control: Control, put: Put) -> None:
+    put("a")
+    with pytest.raises(ConfigError, match="load_model: the repository has no model 'b'; its models are a"):
+        control("explicit", "a", "b").begin()
+
+
+def test_an_empty_repository_is_told_of_unless_nothing_is_expected_of_it(
+    control: Control, caplog: pytest.LogCaptureFixture
+) -> None:
+    control("explicit").begin()
+    assert caplog.messages == []
+    control("poll").begin()
+    assert "is empty: serving, but not ready" in caplog.messages[-1]
+    assert "restart" not in caplog.messages[-1]
+
+
+# --- poll -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_changes_and_goes_is_wanted_so_and_nothing_is_said_of_the_rest(
+    tmp_path: Path, control: Control, told: Told, put: Put
+) -> None:
+    put("a")
+    poll = control("poll")
+    poll.begin()
+    for _ in range(2):
+        poll.poll(still)
+    assert told.times == 1
+    put("b", 3)
+    poll.poll(still)
+    assert told.versions == {"a": [1], "b": [3]}
+    before = told.wanted["b"]
+    put("b", 4, "version_policy: all")
+    poll.poll(still)
+    assert told.versions == {"a": [1], "b": [3, 4]}
+    put("b", 3)
+    poll.poll(still)
+    assert told.wanted["b"].plans[0].stamp != before.plans[0].stamp
+    shutil.rmtree(tmp_path / "a")
+    poll.poll(still)
+    assert told.versions == {"b": [3, 4]}
+    (tmp_path / "b" / "serving.yaml").write_text("max_batch: 1")
+    poll.poll(still)
+    assert [bool(plan.broken) for plan in told.wanted["b"].plans] == [True]
+
+
+def test_a_directory_that_is_being_copied_is_left_until_it_has_a_manifest_and_no_longer_changes(
+    control: Control, told: Told, put: Put
+) -> None:
+    put("m")
+    poll = control("poll")
+    poll.begin()
+    target = put("m", 2)
+    manifest, weights = (target / "manifest.json").read_bytes(), (target / "weights.bf16").read_bytes()
+    (target / "manifest.json").unlink()
+    poll.poll(still)
+    assert told.versions == {"m": [1]}
+    (target / "weights.bf16").write_bytes(b"")
+    (target / "manifest.json").write_bytes(manifest)
+
+    def more() -> None:
+        with (target / "weights.bf16").open("ab") as file:
+            file.write(b"more")
+
+    poll.poll(more)
+    poll.poll(more)
+    assert (told.versions, told.times) == ({"m": [1]}, 1)
+    poll.poll(still)  # the copy has stalled: it is tried
+    stalled = told.wanted["m"]
+    assert stalled.versions == {2}
+    for _ in range(3):
+        poll.poll(still)
+    assert told.times == 2  # once
+    (target / "weights.bf16").write_bytes(weights)
+    poll.poll(still)
+    assert told.wanted["m"] != stalled
+    assert told.times == 3
+
+
+def test_a_version_that_is_replaced_file_by_file_stays_what_it_is_meanwhile(
+    tmp_path: Path, control: Control, told: Told, put: Put
+) -> None:
+    target = put("m")
+    poll = control("poll")
+    poll.begin()
+    before = told.wanted["m"]
+    for file in ("manifest.json", "weights.bf16", "cpu.onnx"):
+        (target / file).unlink()
+        poll.poll(still)
+    assert (told.wanted["m"], told.times) == (before, 1)
+    put("m")
+    poll.poll(still)
+    assert told.wanted["m"].versions == {1}
+    assert told.wanted["m"] != before
+
+
+@pytest.mark.parametrize("broken", ["root", "model"])
+def test_what_cannot_be_listed_stays_and_is_told_of_once(
+    tmp_path: Path,
+    control: Control,
+    told: Told,
+    put: Put,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    put("m")
+    poll = control("poll")
+    poll.begin()
+    before, lists = told.wanted, Path.iterdir
+
+    def fails(path: Path) -> Iterable[Path]:
+        if path == (tmp_path if broken == "root" else tmp_path / "m"):
+            raise PermissionError(13, "Permission denied")
+        return lists(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", fails)
+        for _ in range(3):
+            poll.poll(still)
+    assert (told.wanted, told.times) == (before, 1)
+    assert len([line for line in caplog.messages if "Permission denied" in line]) == 1
+    poll.poll(still)
+    assert told.times == 1
+
+
+def test_a_directory_that_is_passed_over_is_told_of_once(
+    tmp_path: Path, control: Control, put: Put, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    put("m")
+    (tmp_path / "spaced name" / "1").mkdir(parents=True)
+    (tmp_path / "coming" / "1").mkdir(parents=True)
+    poll = control("poll")
+    poll.begin()
+    for _ in range(3):
+        poll.poll(still)
+    assert [line.partition(" is passed over: ")[0].rpartition("/")[2] for line in caplog.messages] == [
+        "coming",
+        "spaced name",
+    ]
+
+
+# --- load and unload --------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_holds_for_one_load(control: Control, told: Told, put: Put) -> None:
+    put("m", serving="max_batch_size: 16\nmax_queue_size: 7")
+    explicit = control("explicit")
+    explicit.begin()
+    explicit.load("m", json.dumps({"max_batch_size": 4}))
+    (plan,) = told.wanted["m"].plans
+    assert (plan.serving.max_batch_size, plan.serving.max_queue_size) == (4, 7)
+    explicit.load("m")
+    assert told.wanted["m"].plans[0].serving.max_batch_size == 16
+
+
+def test_a_manifest_that_is_a_pipe_keeps_nobody_who_tells_of_inputs(control: Control, told: Told, put: Put) -> None:
+    """Whoever opens it waits for somebody to write into it, and would keep all loads waiting."""
+    target = put("m")
+    (target / "manifest.json").unlink()
+    os.mkfifo(target / "manifest.json")
+    explicit = control("explicit")
+    explicit.begin()
+    explicit.load("m", '{"input": [{"name": "x"}]}')
+    assert told.wanted["m"].versions == {1}
+
+
+def test_what_cannot_be_wanted_is_refused_and_changes_nothing(control: Control, told: Told, put: Put) -> None:
+    put("m")
+    explicit = control("explicit")
+    explicit.begin()
+    explicit.load("m")
+    wishes = explicit.wishes
+    for name, config, error in (
+        ("n", None, NotFound),
+        ("../m", None, NotFound),
+        ("n", "{}", NotFound),
+        ("m", "{", InvalidRequest),
+        ("m", '{"version_policy": {"specific": {"versions": [2]}}}', InvalidRequest),
+    ):
+        with pytest.raises(error):
+            explicit.load(name, config)
+    explicit.unload("n").result(0)
+    assert (explicit.wishes, told.times) == (wishes, 2)
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+
+def test_the_index_has_what_is_served_what_was_and_what_was_never_loaded(
+    tmp_path: Path, control: Control, put: Put
+) -> None:
+    for name, version in (("b", 2), ("b", 10), ("a", 1), ("c", 1)):
+        put(name, version)
+    (tmp_path / "b" / "serving.yaml").write_text("version_policy: all")
+    explicit = control("explicit")
+    explicit.begin()
+    never = [Indexed("a"), Indexed("b"), Indexed("c")]
+    assert explicit.index([]) == never
+    explicit.load("b")
+    ready = [Indexed("b", "10", "READY"), Indexed("b", "2", "READY")]
+    assert explicit.index(ready) == [never[0], ready[1], ready[0], never[2]]
+    explicit.unload("b")
+    unloaded = [Indexed("b", version, "UNAVAILABLE", "unloaded") for version in ("2", "10")]
+    assert explicit.index([]) == [never[0], *unloaded, never[2]]
+    shutil.rmtree(tmp_path / "b" / "2")
+    assert explicit.index([]) == [never[0], unloaded[1], never[2]]
+    shutil.rmtree(tmp_path / "b")
+    assert explicit.index([]) == [never[0], never[2]]
+
+
+def test_the_index_has_what_is_served_where_the_repository_cannot_be_listed(tmp_path: Path, told: Told) -> None:
+    gone = Controller(tmp_path / "gone", told.want, told.desire)
+    assert gone.index([Indexed("m", "1", "READY")]) == [Indexed("m", "1", "READY")]

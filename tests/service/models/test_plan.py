@@ -1,0 +1,33 @@
+"""A wish crosses from one process to another and stays what it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from service.models.plan import Plan, Wish
+from service.models.policy import Serving
+
+
+def test_a_wish_is_the_same_after_it_was_written_and_read() -> None:
+    serving = Serving.model_validate(
+        {
+            "max_batch_size": 4,
+            "priority_levels": 2,
+            "priority_queue_policy": {1: {"max_queue_size": 3}},
+            "version_policy": {"specific": [1, 4]},
+            "warmup": [1, 4],
+            "shadow": {"rate": 0.5},
+            "fallback": "none",
+            "budget": {"relative_l2": None, "max_abs": 0.1},
+        }
+    )
+    plans = (
+        Plan(1, Path("/models/m/1"), serving, "stamp"),
+        Plan(4, Path("/models/m/4"), Serving(), "", "a reason ≠ ascii"),
+    )
+    for wish in (Wish("m", plans), Wish("gone")):
+        written = wish.to_json()
+        assert Wish.from_json(written) == wish
+        assert isinstance(json.loads(written), dict)
+    assert [plan.finished for plan in plans] == [True, False]

@@ -1,0 +1,229 @@
+"""``instances: auto``: several batches at once where they do more, by a test's clock and real sessions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_mlp, write_product
+from numpy.typing import NDArray
+
+from bf16kit.errors import BudgetExceeded, RuntimeFailure
+from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.runtime.weightstore import OWN, Fill, Remembering
+from service.models import loading, spreading
+from service.models.engine import SpreadEngine
+from service.models.generation import Generation
+from service.models.plan import Plan, Wish
+from service.models.policy import AUTO, Serving
+from service.models.spreading import MOST, SECONDS, Spread, spread_out
+from service.request import Request
+from service.telemetry.metrics import Metrics
+
+INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")
+
+
+class Session:
+    """A runtime whose runs take ``seconds`` of ``clock``, or block on ``gate``; ``runs`` counts them."""
+
+    inputs = outputs = ()
+
+    def __init__(self, info: RuntimeInfo = INFO, take: Callable[[], object] = lambda: None) -> None:
+        self.info = info
+        self.runs = 0
+        self.closed = False
+        self._take = take
+
+    def run(self, *_: object, **__: object) -> dict[str, object]:
+        self.runs += 1
+        self._take()
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Clock:
+    """Time that passes only while something runs, whatever thread it is on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        with self._lock:
+            self.now += seconds
+
+
+def spread(
+    wide_s: float, narrow_s: float, threads: int = 4, info: RuntimeInfo = INFO
+) -> tuple[Spread, Session, Clock, list[int]]:
+    """``narrow_s``: what all that run at once take together."""
+    clock, asked = Clock(), list[int]()
+    parts = min(threads, MOST)
+    narrow = Session(take=lambda: clock.pass_by(narrow_s / parts))
+    wide = Session(info, lambda: clock.pass_by(wide_s))
+
+    def load(count: int) -> Runtime:
+        asked.append(count)
+        return narrow  # type: ignore[return-value]  # a fake
+
+    found = spread_out(wide, load, {}, threads, clock=clock)  # type: ignore[arg-type]
+    return found, narrow, clock, asked
+
+
+def test_batches_at_once_are_taken_where_they_do_more() -> None:
+    found, narrow, clock, asked = spread(wide_s=0.010, narrow_s=0.030)
+    assert (found.instances, asked, narrow.closed) == (4, [1], False)
+    assert found.narrow is not None
+    assert found.why.startswith("auto: 4 instances, 4 at once do 1.33 times the rows of one with all threads")
+    assert clock.now <= SECONDS + 0.04  # the first run of each
+
+
+def test_little_more_is_not_worth_a_second_session() -> None:
+    found, narrow, _, _ = spread(wide_s=0.010, narrow_s=0.039)
+    assert (found.instances, found.narrow, narrow.closed) == (1, None, True)
+    assert "1.03 times" in found.why
+
+
+def test_many_threads_are_shared_out_among_a_few_instances() -> None:
+    found, _, _, asked = spread(wide_s=0.010, narrow_s=0.010, threads=64)
+    assert (found.instances, asked) == (MOST, [64 // MOST])
+
+
+@pytest.mark.parametrize("info", [replace(INFO, device="cuda:0"), replace(INFO, backend="torchscript")])
+def test_other_devices_and_torch_have_threads_of_their_own(info: RuntimeInfo) -> None:
+    found, _, _, asked = spread(0.01, 0.01, info=info)
+    assert (found.instances, asked) == (1, [])
+
+
+def test_one_thread_cannot_be_shared_out() -> None:
+    found, _, _, asked = spread(0.01, 0.01, threads=1)
+    assert (found.instances, asked) == (1, [])
+
+
+def test_a_second_session_that_fails_does_not_fail_the_model() -> None:
+    def load(threads: int) -> Runtime:
+        raise BudgetExceeded(f"over it on {threads}")
+
+    found = spread_out(Session(), load, {}, 2, clock=Clock())  # type: ignore[arg-type]
+    assert (found.instances, found.narrow) == (1, None)
+
+
+def test_a_measurement_that_fails_leaves_no_session_behind() -> None:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    narrow = Session(take=fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        spread_out(Session(), lambda _: narrow, {}, 2, clock=Clock())  # type: ignore[arg-type, return-value]
+    assert narrow.closed
+
+
+def test_a_batch_alone_has_all_threads_and_one_beside_it_few() -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        assert gate.wait(20)
+
+    wide, narrow = Session(take=block), Session()
+    engine = SpreadEngine(wide, narrow)  # type: ignore[arg-type]
+    first = threading.Thread(target=engine.run, args=({}, None))
+    first.start()
+    assert entered.wait(20)
+    engine.run({}, None)
+    assert (wide.runs, narrow.runs) == (1, 1)
+    gate.set()
+    first.join()
+    engine.run({}, None)
+    assert (wide.runs, narrow.runs) == (2, 1)
+    engine.close()
+    assert wide.closed
+    assert narrow.closed
+
+
+def test_a_failed_run_is_no_longer_at_work() -> None:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    wide, narrow = Session(take=fail), Session()
+    engine = SpreadEngine(wide, narrow)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            engine.run({}, None)
+    assert (wide.runs, narrow.runs) == (2, 0)
+
+
+def test_a_real_model_is_loaded_as_measured_and_says_so(tmp_path: Path) -> None:
+    artifact = write_mlp(tmp_path / "mlp" / "1")
+    loaded = loading.load(artifact.path, Serving.model_validate({"instances": "auto"}), device="cpu", threads=2)
+    assert loaded.instances == (1 if loaded.narrow is None else 2)
+    assert f"auto: {loaded.instances} instance" in loaded.summary
+    feeds = {"x": np.ones((3, 16), np.float32)}
+    if loaded.narrow is not None:
+        assert np.allclose(loaded.runtime.run(feeds)["y"], loaded.narrow.run(feeds)["y"])
+    loaded.close()
+
+
+def test_requests_at_once_are_answered_by_both_sessions_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spreading, "WORTH", 0.0)  # whatever this machine does
+    artifact = write_mlp(tmp_path / "mlp" / "1")
+    serving = Serving.model_validate({"instances": "auto", "shadow": {"rate": 0}})
+    loaded = loading.load(artifact.path, serving, device="cpu", threads=2)
+    assert loaded.narrow is not None
+    inputs = [np.full((1, 16), i, np.float32) for i in range(16)]
+    expected = [loaded.runtime.run({"x": x})["y"] for x in inputs]
+    model = Generation("mlp", 1, loaded, serving, Metrics().add("mlp", 1))
+    assert model.instances == 2
+    model.start()
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(5):
+            replies = list(pool.map(lambda x: model.infer(Request({"x": x})).outputs["y"], inputs))
+            assert all(np.allclose(got, want, rtol=1e-5) for got, want in zip(replies, expected, strict=True))
+    assert model.close(time.monotonic() + 20)
+    with pytest.raises(RuntimeFailure):
+        loaded.narrow.run({"x": inputs[0]})
+
+
+def test_both_sessions_read_one_copy_of_the_weights(tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Counting:
+        def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
+            asked.append((key, size))
+            return OWN.get(key, size, fill)
+
+    artifact = write_product(tmp_path / "product" / "1")
+    serving = Serving.model_validate({"instances": "auto"})
+    loading.load(artifact.path, serving, device="cpu", threads=2, weights=Counting()).close()
+    assert len(asked) == len(set(asked)) == 1
+
+
+def test_auto_is_read_and_goes_from_process_to_process() -> None:
+    serving = Serving.model_validate({"instances": "auto"})
+    assert serving.instances == AUTO
+    wish = Wish("mlp", (Plan(1, Path("/x"), serving),))
+    assert Wish.from_json(wish.to_json()) == wish
+
+
+def test_sessions_that_are_loaded_together_share_their_copy_of_the_weights() -> None:
+    filled = []
+
+    def fill(key: str) -> Fill:
+        return lambda memory: filled.append((key, memory.size))
+
+    store = Remembering(OWN)
+    one, same, other = (store.get(key, 8, fill(key)) for key in ("a", "a", "b"))
+    assert one is same
+    assert other is not one
+    assert filled == [("a", 8), ("b", 8)]

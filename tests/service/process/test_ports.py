@@ -1,0 +1,67 @@
+"""A port that several processes of one server share, and nobody else."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from bf16kit.errors import ConfigError
+from service.process.ports import ReservedPort
+
+
+def listen(port: int, *options: int) -> socket.socket:
+    held = socket.socket()
+    for option in options:
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        held.bind(("127.0.0.1", port))
+        held.listen()
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def test_processes_that_share_it_may_listen_and_others_may_not() -> None:
+    with ReservedPort("127.0.0.1", 0) as port:
+        assert port.port > 0
+        for options in ((), (socket.SO_REUSEADDR,)):
+            with pytest.raises(OSError, match="in use"):
+                listen(port.port, *options)
+        with listen(port.port, socket.SO_REUSEPORT), listen(port.port, socket.SO_REUSEPORT):
+            pass
+
+
+def test_it_takes_no_connection() -> None:
+    with ReservedPort("127.0.0.1", 0) as port, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port.port))
+
+
+@pytest.mark.parametrize("options", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
+def test_a_port_on_which_somebody_listens_is_refused_shared_or_not(options: tuple[int, ...]) -> None:
+    with listen(0, *options) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--grpc-port"):
+            ReservedPort("127.0.0.1", port)
+
+
+def test_of_two_servers_with_workers_the_second_is_refused_before_anybody_listens() -> None:
+    with ReservedPort("127.0.0.1", 0) as port, pytest.raises(ConfigError, match="in use"):
+        ReservedPort("127.0.0.1", port.port)
+
+
+def test_it_is_free_again_afterwards_and_connections_closed_a_moment_ago_keep_nobody_away() -> None:
+    with ReservedPort("127.0.0.1", 0) as port:
+        number = port.port
+        with listen(number, socket.SO_REUSEPORT, socket.SO_REUSEADDR) as listener:
+            client = socket.create_connection(("127.0.0.1", number))
+            listener.accept()[0].close()  # closed from this side first: it lingers
+            client.close()
+    with ReservedPort("127.0.0.1", number) as again:
+        assert again.port == number
+
+
+def test_a_host_that_is_not_this_machine_s_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0.*--host"):
+        ReservedPort("192.0.2.1", 0)

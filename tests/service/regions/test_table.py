@@ -1,0 +1,329 @@
+"""Registered shared memory: which files, which bytes of them, and that clients can do nothing to us with them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from service.operations import Region
+from service.regions.table import DIRECTORY, RegionLimits, RegionTable
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes files in /dev/shm whose names begin as they may."""
+    made: list[Path] = []
+
+    def file(name: str, size: int = 4096, content: bytes = b"") -> Path:
+        path = DIRECTORY / f"bf16kit-test-{os.getpid()}-{name}"
+        path.write_bytes(content or bytes(size))
+        made.append(path)
+        return path
+
+    yield file
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def table(prefix: str = "bf16kit", **limits: int) -> RegionTable:
+    return RegionTable(RegionLimits(prefix, **limits))
+
+
+def region(path: Path, name: str = "r", offset: int = 0, byte_size: int = 4096) -> Region:
+    return Region(name, f"/{path.name}", offset, byte_size)
+
+
+def test_what_a_client_wrote_is_read_and_what_is_written_a_client_reads(make: Make) -> None:
+    path, regions = make("both", content=bytes(range(256)) * 32), table()
+    regions.register(region(path, offset=256, byte_size=4096))
+    assert regions.lease("r", 16, 4).read() == bytes([16, 17, 18, 19])
+    regions.lease("r", 4000, 8).write(np.array([1.5, -2.0], np.float32))
+    assert np.frombuffer(path.read_bytes()[4256:4264], np.float32).tolist() == [1.5, -2.0]
+    assert path.stat().st_size == 8192
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_key_is_read_as_shm_open_reads_it(slash: str) -> None:
+    memory = shared_memory.SharedMemory(f"bf16kit-test-{os.getpid()}-key", create=True, size=64)
+    try:
+        regions = table()
+        regions.register(Region("r", f"{slash}{memory.name.removeprefix('/')}", 0, 64))
+        assert len(regions.lease("r", 0, 64).read()) == 64
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/", ".", "..", "/..", "/../dev/null", "//{name}", "{name}/", "x/{name}", "../shm/{name}", "other",
+     "{name}\0", "{name}\0x", "bf16kit-none", "bf16kit" + "x" * 300, "bf16kit\ud800"],
+)  # fmt: skip
+def test_a_key_that_names_no_file_of_ours_is_refused_and_tells_nothing_more(make: Make, key: str) -> None:
+    path = make("names")
+    with pytest.raises(InvalidRequest, match="cannot be used: expected a plain file in /dev/shm"):
+        table().register(Region("r", key.format(name=path.name), 0, 1))
+
+
+def test_a_file_whose_name_begins_otherwise_is_refused(make: Make) -> None:
+    path = make("other")
+    with pytest.raises(InvalidRequest, match="its name beginning with 'bf16kit-mine'"):
+        table(prefix="bf16kit-mine").register(region(path))
+    table(prefix="bf16kit-test").register(region(path))
+
+
+def test_an_empty_prefix_allows_every_name_but_no_way_out_of_the_directory(make: Make) -> None:
+    regions = table(prefix="")
+    for key in ("", "..", "../shm/x", "/."):
+        with pytest.raises(InvalidRequest, match="cannot be used"):
+            regions.register(Region("r", key, 0, 1))
+    regions.register(region(make("any")))
+
+
+def test_what_is_no_plain_file_with_one_name_is_refused_alike(tmp_path: Path) -> None:
+    (tmp_path / "bf16kit-target").write_bytes(bytes(64))
+    (tmp_path / "bf16kit-link").symlink_to(tmp_path / "bf16kit-target")
+    (tmp_path / "bf16kit-out").symlink_to("/etc/passwd")
+    (tmp_path / "bf16kit-folder").mkdir()
+    os.mkfifo(tmp_path / "bf16kit-pipe")
+    (tmp_path / "other").write_bytes(bytes(64))
+    os.link(tmp_path / "other", tmp_path / "bf16kit-second-name")
+    (tmp_path / "bf16kit-good").write_bytes(bytes(64))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "bf16kit-socket"))
+        regions = RegionTable(RegionLimits("bf16kit"), tmp_path)
+        regions.register(Region("good", "bf16kit-good", 0, 64))
+        texts = set()
+        for name in ("link", "out", "folder", "pipe", "socket", "second-name", "nothing"):
+            with pytest.raises(InvalidRequest, match="cannot be used") as refused:
+                regions.register(Region("r", f"bf16kit-{name}", 0, 1))
+            texts.add(str(refused.value).replace(name, ""))
+        assert len(texts) == 1, "why, is not said: it would tell which files there are"
+
+
+def test_a_name_is_registered_once_until_it_is_unregistered(make: Make) -> None:
+    regions = table()
+    regions.register(region(make("one")))
+    with pytest.raises(AlreadyExists, match="shared memory region 'r' is registered already; unregister it first"):
+        regions.register(region(make("two")))
+    regions.unregister("r")
+    regions.register(region(make("two")))
+
+
+def test_status_tells_what_was_registered_and_unregistering_what_is_not_there_is_no_error(make: Make) -> None:
+    regions, path = table(), make("file")
+    second, first = region(path, "b", 8, 16), region(path, "a")
+    for each in (second, first):
+        regions.register(each)
+    assert list(regions.status("")) == [first, second]
+    assert list(regions.status("b")) == [second]
+    regions.unregister("nobody")
+    regions.unregister("b")
+    with pytest.raises(NotFound, match="unknown shared memory region 'b'"):
+        regions.status("b")
+    regions.register(second)
+    regions.unregister("")
+    assert list(regions.status("")) == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "byte_size"),
+    [(0, 4097), (4096, 1), (4095, 2), (1 << 63, 1), (2**64 - 1, 1), (2**64 - 1, 2**64 - 1), (0, 2**64 - 1)],
+)
+def test_a_region_beyond_the_end_of_its_file_is_refused(make: Make, offset: int, byte_size: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"end beyond the 4096 bytes"):
+        table(nbytes=1 << 62).register(region(make("short"), offset=offset, byte_size=byte_size))
+
+
+@pytest.mark.parametrize(("offset", "byte_size"), [(0, 0), (16, 0), (-1, 4), (0, -4)])
+def test_a_region_without_bytes_is_refused(make: Make, offset: int, byte_size: int) -> None:
+    with pytest.raises(InvalidRequest, match="expected one or more from 0 or more"):
+        table().register(region(make("none"), offset=offset, byte_size=byte_size))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 256])
+def test_a_region_needs_a_name_of_some_length(make: Make, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="needs a name of 1 to 255 characters"):
+        table().register(region(make("nameless"), name))
+
+
+@pytest.mark.parametrize(
+    ("offset", "byte_size"), [(0, 65), (64, 1), (63, 2), (-1, 2), (0, -1), (2**63 - 1, 2**63 - 1), (-(2**63), 64)]
+)
+def test_bytes_that_are_not_within_the_region_are_refused(make: Make, offset: int, byte_size: int) -> None:
+    regions = table()
+    regions.register(region(make("within"), byte_size=64))
+    with pytest.raises(InvalidRequest, match="are not within shared memory region 'r' of 64 bytes"):
+        regions.lease("r", offset, byte_size)
+
+
+def test_more_is_not_written_than_was_asked_for(make: Make) -> None:
+    path, regions = make("little"), table()
+    regions.register(region(path))
+    with pytest.raises(InvalidRequest, match="8 bytes do not fit into the 4 from offset 16 of"):
+        regions.lease("r", 16, 4).write(np.ones(2, np.float32))
+    assert path.read_bytes() == bytes(4096)
+
+
+def test_a_region_that_nobody_registered_is_not_found() -> None:
+    with pytest.raises(NotFound, match="unknown shared memory region 'r'; register it first"):
+        table().lease("r", 0, 1)
+
+
+def test_regions_and_their_bytes_are_bounded(make: Make) -> None:
+    path = make("bounded")
+    few = table(regions=2)
+    for name in "ab":
+        few.register(region(path, name))
+    with pytest.raises(Overloaded, match="2 shared memory regions are registered, which is the limit") as refused:
+        few.register(region(path, "c"))
+    assert refused.value.reason == "regions"
+    small = table(nbytes=5000)
+    small.register(region(path, "a"))
+    with pytest.raises(Overloaded, match="4096 bytes of shared memory are registered, and 4096 more"):
+        small.register(region(path, "b"))
+    small.unregister("a")
+    small.register(region(path, "b"))
+
+
+def test_a_file_that_was_shrunk_is_refused_in_both_directions_and_never_grows(make: Make) -> None:
+    path, regions = make("shrunk", 8192), table()
+    regions.register(region(path, byte_size=8192))
+    whole = regions.lease("r", 0, 8192)
+    for size in (8191, 4097, 4096, 1, 0):
+        os.truncate(path, size)
+        with pytest.raises(InvalidRequest, match="'r' has been shrunk since it was registered"):
+            whole.read()
+        with pytest.raises(InvalidRequest, match="'r' has been shrunk since it was registered"):
+            whole.write(np.ones(8192, np.uint8))
+        assert path.stat().st_size == size
+
+
+def test_a_file_that_is_shrunk_right_after_it_was_looked_at_does_not_grow_either(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, regions = make("late", 8192), table()
+    regions.register(region(path, byte_size=8192))
+    look = os.fstat
+
+    def look_and_shrink(descriptor: int) -> os.stat_result:
+        found = look(descriptor)
+        os.truncate(path, 4096)
+        return found
+
+    monkeypatch.setattr(os, "fstat", look_and_shrink)
+    with pytest.raises(InvalidRequest, match="'r' has been shrunk since it was registered"):
+        regions.lease("r", 0, 8192).write(np.ones(8192, np.uint8))
+    assert path.read_bytes() == b"\1" * 4096, "what is left of it is written to"
+
+
+def test_a_slice_outlives_its_region_and_the_name_of_its_file(make: Make) -> None:
+    path, regions = make("gone", content=b"a" * 4096), table()
+    regions.register(region(path))
+    held = regions.lease("r", 0, 4)
+    regions.unregister("r")
+    path.unlink()
+    path.write_bytes(b"b" * 4096)
+    regions.register(region(path))
+    assert (held.read(), regions.lease("r", 0, 4).read()) == (b"aaaa", b"bbbb")
+    held.write(np.frombuffer(b"cccc", np.uint8))
+    assert path.read_bytes() == b"b" * 4096
+
+
+def test_files_are_closed_and_unmapped_when_nobody_needs_them(make: Make) -> None:
+    path, regions = make("open"), table()
+
+    def opened() -> int:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count(path.name)
+        return maps + sum(path.name in target for target in _open_files())
+
+    assert opened() == 0
+    for name in "ab":
+        regions.register(region(path, name))
+    held = regions.lease("a", 0, 1)
+    regions.unregister("")
+    assert opened() > 0
+    assert len(held.read()) == 1
+    del held
+    assert opened() == 0
+    for bad in (0, 8192):
+        with pytest.raises(InvalidRequest):
+            regions.register(region(path, byte_size=bad))
+    assert opened() == 0
+
+
+def _open_files() -> list[str]:
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(str(descriptor.readlink()))
+    return found
+
+
+def test_what_a_client_does_meanwhile_is_in_no_copy(make: Make) -> None:
+    path, regions = make("copied", content=b"a" * 4096), table()
+    regions.register(region(path))
+    copy = regions.lease("r", 0, 4096).read()
+    path.write_bytes(b"b" * 4096)
+    assert copy == b"a" * 4096
+
+
+def test_a_client_that_shrinks_its_file_all_the_time_harms_nobody(make: Make) -> None:
+    size = 1 << 20
+    path, regions = make("restless", size), table()
+    regions.register(region(path, byte_size=size))
+    stop = threading.Event()
+
+    def shrink() -> None:
+        while not stop.is_set():
+            os.truncate(path, 0)
+            os.truncate(path, size)
+
+    restless = threading.Thread(target=shrink)
+    restless.start()
+    outcomes: dict[Any, int] = {}
+    try:
+        data = np.ones(size, np.uint8)
+        for _ in range(400):
+            for use in (lambda: regions.lease("r", 0, size).read(), lambda: regions.lease("r", 0, size).write(data)):
+                try:
+                    use()
+                    outcome = "done"
+                except InvalidRequest:
+                    outcome = "refused"
+                outcomes[outcome] = outcomes.get(outcome, 0) + 1
+                assert path.stat().st_size in (0, size)
+    finally:
+        stop.set()
+        restless.join()
+    assert outcomes["refused"] > 0
+
+
+def test_another_process_adopts_the_file_that_was_registered_whatever_its_name_is_now(make: Make) -> None:
+    path, supervisor, worker = make("adopted", content=b"a" * 4096), table(), table()
+    supervisor.register(region(path))
+    path.unlink()
+    path.write_bytes(b"b" * 4096)
+    for _ in range(2):
+        worker.adopt(region(path), supervisor.descriptor("r"))
+    assert list(worker.status("")) == [region(path)]
+    supervisor.unregister("")
+    assert worker.lease("r", 0, 2).read() == b"aa"
+    supervisor.register(region(path))
+    for other in (region(path), region(path, offset=16, byte_size=16)):
+        with pytest.raises(AlreadyExists):
+            worker.adopt(other, supervisor.descriptor("r"))

@@ -1,0 +1,142 @@
+"""Which requests are traced: Triton's settings, for the server and for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from bf16kit.errors import InvalidRequest, NotFound
+from service.telemetry.tracesettings import TraceSettings
+
+_Changes = Mapping[str, Sequence[str]]
+
+
+def known(model: str) -> None:
+    if model not in ("a", "b"):
+        raise NotFound(f"unknown model {model!r}")
+
+
+def settings(rate: int = 3, *, exports: bool = True) -> TraceSettings:
+    return TraceSettings(exports=exports, rate=rate, find=known)
+
+
+def traced(of: TraceSettings, requests: int, model: str = "a", asked: bool | None = None) -> list[int]:
+    """Which of so many requests are traced, counted from 1."""
+    return [i for i in range(1, requests + 1) if of.sampled(model, asked)]
+
+
+def test_one_request_in_rate_is_traced_whatever_its_model() -> None:
+    one = settings(3)
+    assert traced(one, 7) == [3, 6]
+    assert traced(one, 3, "b") == [2]
+    assert traced(one, 3, "never heard of") == [2]
+
+
+def test_a_request_follows_the_trace_that_it_belongs_to() -> None:
+    one = settings(1000)
+    assert traced(one, 3, asked=True) == [1, 2, 3]
+    assert traced(settings(1), 3, asked=False) == []
+
+
+def test_off_is_off_for_those_who_ask_too() -> None:
+    one = settings(1)
+    one.update({"trace_level": ("OFF",)})
+    assert [one.on] == [False]
+    assert traced(one, 3) == traced(one, 3, asked=True) == []
+    one.update({"trace_level": ("TIMESTAMPS",)})
+    assert [one.on] == [True]
+    assert traced(one, 2) == [1, 2]
+
+
+def test_a_count_ends_and_shows_what_is_left() -> None:
+    one = settings(2)
+    one.update({"trace_count": ("3",)})
+    assert traced(one, 2) == [2]
+    assert one.update({})["trace_count"] == ("2",)
+    assert traced(one, 9) == [2, 4]
+    assert one.update({})["trace_count"] == ("0",)
+    assert traced(one, 9, asked=True) == []
+    one.update({"trace_count": ("-1",)})
+    assert traced(one, 4) == [2, 4]
+
+
+def test_a_models_settings_are_its_own_and_what_it_clears_is_the_servers() -> None:
+    one = settings(4)
+    one.update({"trace_rate": ("1",), "trace_count": ("2",)}, "a")
+    assert traced(one, 5, "a") == [1, 2]
+    assert traced(one, 5, "b") == [4]
+    one.update({"trace_level": ("OFF",)})
+    one.update({"trace_level": ("TIMESTAMPS",), "trace_count": ()}, "a")
+    assert (traced(one, 3, "a"), traced(one, 8, "b")) == ([1, 2, 3], [])
+    back = one.update({"trace_level": (), "trace_rate": ()}, "a")
+    assert (back["trace_level"], back["trace_rate"]) == (("OFF",), ("4",))
+    assert not one.on
+
+
+def test_a_models_requests_take_from_the_servers_count_where_it_has_none() -> None:
+    one = settings(1)
+    one.update({"trace_count": ("2",)})
+    one.update({"trace_rate": ("1",)}, "a")
+    assert (traced(one, 1, "a"), traced(one, 3, "b"), traced(one, 3, "a")) == ([1], [1], [])
+
+
+def test_the_servers_setting_without_a_value_goes_back_to_what_it_was_started_with() -> None:
+    one = settings(7)
+    one.update({"trace_level": ("OFF",), "trace_rate": ("2",), "trace_count": ("5",)})
+    assert one.update(dict.fromkeys(("trace_level", "trace_rate", "trace_count"), ())) == settings(7).update({})
+    assert one.on
+
+
+def test_what_is_returned_makes_another_process_the_same() -> None:
+    one, other = settings(7), settings(9)
+    one.update({"trace_rate": ("2",), "trace_count": ("5",)})
+    assert other.update(one.update({})) == one.update({})
+    assert traced(other, 4) == [2, 4]
+
+
+def test_all_settings_are_texts_under_tritons_names() -> None:
+    assert settings(3).update({}) == {
+        "trace_level": ("TIMESTAMPS",), "trace_rate": ("3",), "trace_count": ("-1",),
+        "log_frequency": ("0",), "trace_file": ("",), "trace_mode": ("opentelemetry",),
+    }  # fmt: skip
+
+
+def test_without_an_exporter_nothing_is_traced_and_nothing_can_be() -> None:
+    one = settings(1, exports=False)
+    assert (one.on, one.update({})["trace_level"]) == (False, ("OFF",))
+    with pytest.raises(InvalidRequest, match="start with trace_exporter: otlp"):
+        one.update({"trace_level": ("TIMESTAMPS",)})
+    assert traced(one, 2, asked=True) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"trace_file": ("/etc/passwd",)}, "trace_file cannot be changed: a client must not choose a file"),
+        ({"trace_mode": ("triton",)}, "trace_mode cannot be changed"),
+        ({"log_frequency": ("5",)}, "log_frequency cannot be changed"),
+        ({"trace_level": ("TENSORS",)}, "tensors are never part of a trace"),
+        ({"trace_level": ("OFF", "TIMESTAMPS")}, "trace_level is 'OFF,TIMESTAMPS'"),
+        ({"trace_rate": ("0",)}, "trace_rate is '0'; give one integer from 1 to 2147483647"),
+        ({"trace_rate": ("1.5",)}, "trace_rate is '1.5'"),
+        ({"trace_rate": ("1", "2")}, "trace_rate is '1,2'"),
+        ({"trace_rate": ("²",)}, "trace_rate is"),
+        ({"trace_count": ("-2",)}, "trace_count is '-2'; give one integer from -1"),
+        ({"trace_count": ("9" * 5000,)}, "trace_count is"),
+        ({"trace_rat": ("2",)}, "unknown trace setting 'trace_rat'; there are trace_level, trace_rate"),
+    ],
+)
+def test_one_wrong_setting_leaves_all_as_they_were(wrong: _Changes, why: str) -> None:
+    one = settings(3)
+    with pytest.raises(InvalidRequest, match=why):
+        one.update({"trace_rate": ("2",), **wrong})
+    assert one.update({}) == settings(3).update({})
+
+
+def test_a_model_that_is_not_known_has_no_settings() -> None:
+    one = settings()
+    with pytest.raises(NotFound, match="unknown model 'c'"):
+        one.update({"trace_rate": ("1",)}, "c")
+    with pytest.raises(NotFound):
+        one.update({}, "c")

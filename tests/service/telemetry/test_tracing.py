@@ -1,0 +1,367 @@
+"""Spans of requests over real sockets, to a real collector: parentage, times, status, and what is lost where."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from grpc import StatusCode
+from hypothesis import given
+from hypothesis import strategies as st
+from loopback import Gate, LoopbackModel, Served, infer_request, serving
+from ownlog import own_log
+from waiting import until
+
+pytest.importorskip(
+    "opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otel: pip install 'bf16kit[otel]'"
+)
+
+from collector import Collector, Span, collecting
+
+from bf16kit.errors import ConfigError, RuntimeFailure
+from bf16kit.tensors import Array
+from service.request import Observation, Timings
+from service.telemetry.tracesettings import TraceSettings
+from service.telemetry.tracing import Otlp, Tracing
+
+X = np.ones((2, 3), np.float32)
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+ASKED = (("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", "vendor=1,other=2"))
+SERVER, INTERNAL = 2, 1  # OTLP's kinds of spans
+UNSET, ERROR = 0, 2  # and its statuses
+
+
+class Outcomes(Counter[str]):
+    """What became of traces."""
+
+    def __call__(self, outcome: str, traces: int) -> None:
+        self[outcome] += traces
+
+
+@contextmanager
+def tracing(endpoint: str, rate: int = 1, seconds: float = 20.0) -> Iterator[tuple[Tracing, Outcomes]]:
+    outcomes = Outcomes()
+    settings = TraceSettings(exports=True, rate=rate, find=lambda model: model)
+    tracing = Tracing(settings, Otlp(endpoint), outcomes)
+    tracing.start()
+    try:
+        yield tracing, outcomes
+    finally:
+        tracing.close(seconds)
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collector, str]]:
+    with collecting() as found:
+        yield found
+
+
+def ask(served: Served, message: Any, metadata: Any = ASKED) -> Any:
+    return served.stub("ModelInfer")(message, timeout=30, metadata=metadata)
+
+
+def fail(feeds: Mapping[str, Array]) -> dict[str, Array]:
+    raise RuntimeFailure("node 7 gave up")
+
+
+def test_a_request_is_a_span_of_its_clients_trace_with_a_child_for_each_part(collector: tuple[Collector, str]) -> None:
+    collected, endpoint = collector
+    with tracing(endpoint) as (tracer, outcomes), serving(LoopbackModel(), tracer=tracer) as served:
+        before = time.time_ns()
+        message = infer_request(x=X)
+        message.id = "r-1"
+        ask(served, message)
+        after = time.time_ns()
+        (span,) = collected.wait(1)
+        until(lambda: outcomes["exported"] == 1)
+        (seen,) = served.log.observations
+    assert (span.name, span.kind) == ("inference.GRPCInferenceService/ModelInfer", SERVER)
+    assert (span.trace, span.parent, span.state, span.status) == (TRACE, PARENT, "vendor=1,other=2", UNSET)
+    assert seen.trace == TRACE
+    assert span.attributes == {
+        "rpc.system": "grpc", "rpc.service": "inference.GRPCInferenceService", "rpc.method": "ModelInfer",
+        "rpc.grpc.status_code": 0, "bf16kit.model.name": "echo", "bf16kit.model.version": "1",
+        "bf16kit.request.id": "r-1", "bf16kit.request.rows": 2,
+    }  # fmt: skip
+    assert before <= span.begin <= span.end <= after
+    assert span.seconds == pytest.approx(seen.seconds, abs=1e-3)
+    children = collected.children(span)
+    assert seen.timings is not None
+    parts = {"queue": seen.timings.queue, "gather": seen.timings.compute_input, "run": seen.timings.compute_infer}
+    for name, seconds in {**parts, "split": seen.timings.compute_output}.items():
+        assert children[name].seconds == pytest.approx(seconds, abs=1e-6)
+        assert (children[name].kind, children[name].trace) == (INTERNAL, TRACE)
+    times = [children[name] for name in ("queue", "gather", "run", "split")]
+    assert span.begin <= times[0].begin
+    assert all(one.end <= next_one.begin + 1000 for one, next_one in pairwise(times))
+    assert times[-1].end <= span.end
+    assert children["run"].attributes == {"bf16kit.batch.rows": 2}
+
+
+def test_the_line_that_the_log_has_of_a_request_names_its_trace(collector: tuple[Collector, str]) -> None:
+    _, endpoint = collector
+    with (
+        tracing(endpoint, rate=10**6) as (tracer, _),
+        serving(LoopbackModel(), tracer=tracer) as served,
+        own_log("debug", "json") as stream,
+    ):
+        ask(served, infer_request(x=X))
+        served.call("ModelInfer", infer_request(x=X))
+        until(lambda: stream.getvalue().count("request answered") == 2)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line.get("trace_id") for line in lines if line["message"] == "request answered"] == [TRACE, None]
+
+
+def test_requests_of_one_batch_are_linked(collector: tuple[Collector, str]) -> None:
+    collected, endpoint = collector
+    gate = Gate()
+    model = LoopbackModel(run=gate, max_batch_size=8)
+    with tracing(endpoint) as (tracer, _), serving(model, tracer=tracer) as served:
+        calls = [served.stub("ModelInfer").future(infer_request(x=X), timeout=30)]
+        assert gate.started.wait(30)
+        calls += [served.stub("ModelInfer").future(infer_request(x=X), timeout=30) for _ in range(3)]
+        until(lambda: model.batcher._queue.__len__() == 3, what="three that wait")
+        gate.go.set()
+        for call in calls:
+            call.result()
+        servers = collected.wait(4)
+    runs = [collected.children(span)["run"] for span in servers]
+    together = [run for run in runs if run.attributes["bf16kit.batch.rows"] == 6]
+    assert len(together) == 3
+    assert sorted(len(run.links) for run in runs) == [0, 0, 1, 2]
+    assert {link for run in together for link in run.links} <= {run.parent for run in together}
+    assert len({span.trace for span in servers}) == 4
+
+
+def test_each_request_of_a_stream_is_a_span(collector: tuple[Collector, str]) -> None:
+    collected, endpoint = collector
+    with tracing(endpoint) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
+        list(served.stub("ModelStreamInfer")(iter([infer_request(x=X)] * 3), timeout=30, metadata=ASKED))
+        servers = collected.wait(3)
+    assert {(span.trace, span.parent) for span in servers} == {(TRACE, PARENT)}
+    assert {span.attributes["rpc.method"] for span in servers} == {"ModelStreamInfer"}
+
+
+def test_failures_have_their_codes_and_only_the_servers_own_are_errors(collector: tuple[Collector, str]) -> None:
+    collected, endpoint = collector
+    with tracing(endpoint) as (tracer, _), serving(LoopbackModel("bad", fail), tracer=tracer) as served:
+        asked = {
+            "INTERNAL": (13, ERROR, infer_request("bad", x=X)),
+            "NOT_FOUND": (5, UNSET, infer_request("nobody", x=X)),
+            "INVALID_ARGUMENT": (3, UNSET, infer_request("bad")),
+        }
+        for name, (_, _, message) in asked.items():
+            assert served.refusal("ModelInfer", message)[0] is StatusCode[name]
+        found: dict[int, Span] = {span.attributes["rpc.grpc.status_code"]: span for span in collected.wait(3)}
+    assert {code: span.status for code, span in found.items()} == {code: status for code, status, _ in asked.values()}
+    assert list(collected.children(found[13])) == ["queue", "run"]
+    assert (collected.children(found[5]), found[5].attributes["bf16kit.model.name"]) == ({}, "nobody")
+
+
+@pytest.mark.parametrize(
+    ("header", "traced"),
+    [
+        (f"00-{TRACE}-{PARENT}-01", True),
+        (f"00-{TRACE}-{PARENT}-00", False),  # the client does not record its trace
+        (f"00-{'0' * 32}-{PARENT}-01", False),  # none: as if nothing had come, and the rate is one in a million
+        ("nonsense" * 100, False),
+        (f"ff-{TRACE}-{PARENT}-01", False),
+    ],
+)
+def test_a_request_is_traced_as_the_trace_it_belongs_to(
+    header: str, traced: bool, collector: tuple[Collector, str]
+) -> None:
+    collected, endpoint = collector
+    with (
+        tracing(endpoint, rate=10**6) as (tracer, _),
+        serving(LoopbackModel(), tracer=tracer) as served,
+    ):
+        ask(served, infer_request(x=X), (("traceparent", header), ("tracestate", "=;not one")))
+        served.call("ModelInfer", infer_request(x=X))
+    assert [span.trace for span in collected.servers()] == [TRACE] * traced  # all that waited has been exported
+
+
+def test_one_in_rate_is_traced_where_no_client_asks(collector: tuple[Collector, str]) -> None:
+    collected, endpoint = collector
+    with tracing(endpoint, rate=5) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
+        for _ in range(20):
+            served.call("ModelInfer", infer_request(x=X))
+        servers = collected.wait(4)
+    assert len({span.trace for span in servers}) == 4
+    assert {span.parent for span in servers} == {""}
+    traces = [seen.trace for seen in served.log.observations]
+    assert sorted(filter(None, traces)) == sorted(span.trace for span in servers)
+
+
+def test_nothing_of_payloads_tokens_or_metadata_is_exported(collector: tuple[Collector, str]) -> None:
+    collected, endpoint = collector
+    secret = "s3cr3t-of-an-application"
+    with tracing(endpoint) as (tracer, _), serving(LoopbackModel(), tracer=tracer) as served:
+        message = infer_request(x=np.full((1, 3), 1.25e-7, np.float32))
+        ask(served, message, (*ASKED, ("authorization", f"Bearer {secret}"), ("x-patient", "a-patients-name")))
+        collected.wait(1)
+    assert PARENT in collected.raw.hex()
+    for hidden in (secret.encode(), b"a-patients-name", b"127.0.0.1", np.float32(1.25e-7).tobytes()):
+        assert hidden not in collected.raw
+
+
+def test_a_clients_texts_are_cut_before_they_wait() -> None:
+    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Stuck(), Outcomes())  # not started: it waits
+    trace = tracer.sample("m", lambda key: None)
+    assert trace is not None
+    trace.end("ModelInfer", Observation("m" * 10**6, "v" * 10**6, "i" * 10**6, "NOT_FOUND", 0.1))
+    (waits,) = tracer._ended
+    assert [len(text) for text in waits.seen[:3]] == [256, 256, 256]
+
+
+class Stuck:
+    """An exporter that waits."""
+
+    def __init__(self) -> None:
+        self.taken = threading.Event()
+        self.go = threading.Event()
+        self.spans = 0
+
+    def export(self, spans: list[Any]) -> str:
+        self.taken.set()
+        assert self.go.wait(60)
+        self.spans += len(spans)
+        return ""
+
+    def close(self) -> None:
+        self.go.set()
+
+
+def test_a_full_queue_drops_and_counts_and_keeps_nobody_waiting() -> None:
+    outcomes, stuck = Outcomes(), Stuck()
+    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), stuck, outcomes)
+    tracer.start()
+
+    def one() -> None:
+        trace = tracer.sample("m", lambda key: None)
+        assert trace is not None
+        trace.end("ModelInfer", Observation("m", "1", "", "OK", 0.1, Timings(compute_infer=0.1)))
+
+    one()
+    assert stuck.taken.wait(30)
+    for _ in range(3000):
+        one()
+    assert outcomes == {"dropped": 3000 - 2048}
+    stuck.go.set()
+    tracer.close(30)
+    assert outcomes == {"dropped": 3000 - 2048, "exported": 2049}
+    one()
+    assert outcomes["dropped"] == 3001 - 2048
+
+
+def test_a_collector_that_is_down_costs_traces_and_is_told_of_once_each_time(
+    caplog: pytest.LogCaptureFixture, collector: tuple[Collector, str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    outcomes, lost = Outcomes(), ["no route"]
+
+    class Flaky:
+        def export(self, spans: list[Any]) -> str:
+            if lost and lost[0] == "raise":
+                raise ValueError("a bug of an exporter")
+            return lost[0] if lost else ""
+
+        def close(self) -> None: ...
+
+    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Flaky(), outcomes)
+    tracer.start()
+
+    def one(outcome: str, count: int) -> None:
+        trace = tracer.sample("m", lambda key: None)
+        assert trace is not None
+        trace.end("ModelInfer", Observation("m", "1", "", "OK", 0.1))
+        tracer._wake.set()
+        until(lambda: outcomes[outcome] == count)
+
+    one("failed", 1)
+    lost[0] = "raise"
+    one("failed", 2)
+    lost.clear()
+    one("exported", 1)
+    one("exported", 2)
+    lost.append("raise")
+    one("failed", 3)
+    tracer.close(20)
+    told = [record.message for record in caplog.records if record.name == "service.telemetry.tracing"]
+    assert told == [
+        "traces are lost, and requests go on being served: no route",
+        "traces are delivered again",
+        "traces are lost, and requests go on being served: ValueError: a bug of an exporter",
+    ]
+
+
+def test_a_closed_port_is_no_exception_and_the_reason_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # s; by default it tries again for 10
+    with (
+        tracing("http://127.0.0.1:1") as (tracer, outcomes),
+        serving(LoopbackModel(), tracer=tracer) as served,
+    ):
+        ask(served, infer_request(x=X))
+        until(lambda: outcomes["failed"] == 1)
+    (told,) = [record.message for record in caplog.records if "traces are lost" in record.message]
+    assert "127.0.0.1:1, error code: StatusCode.UNAVAILABLE" in told
+    assert not any(record.name.startswith("opentelemetry") for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_a_configuration_error(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="OTEL_"):
+        Otlp("")
+
+
+def test_a_stop_breaks_off_an_export_that_takes_too_long() -> None:
+    """A collector that takes connections and never says anything: the exporter would wait for 10 s."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        outcomes = Outcomes()
+        exporter = Otlp(f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), exporter, outcomes)
+        tracer.start()
+        trace = tracer.sample("m", lambda key: None)
+        assert trace is not None
+        trace.end("ModelInfer", Observation("m", "1", "", "OK", 0.1))
+        until(lambda: not tracer._ended, what="the export")
+        begun = time.monotonic()
+        tracer.close(0.1)
+        until(lambda: not tracer._thread.is_alive(), 5)
+        assert time.monotonic() - begun < 8
+    assert outcomes == {"failed": 1}
+
+
+def test_any_header_at_all_is_a_trace_or_none() -> None:
+    tracer = Tracing(TraceSettings(exports=True, rate=1, find=str), Stuck(), Outcomes())
+
+    @given(st.text(), st.text())
+    def holds(text: str, state: str) -> None:
+        for parent in (text, f"00-{TRACE}-{PARENT}-{text}", f"00-{TRACE}-{PARENT}-01"):
+            found = tracer.sample("m", {"traceparent": parent, "tracestate": state}.get)
+            assert found is not None
+            assert len(found.id) == 32
+
+    holds()

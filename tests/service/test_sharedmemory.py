@@ -1,0 +1,49 @@
+"""Shared memory as the configuration says: off unless it is asked for, under a prefix, and only where it is safe."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from bf16kit.errors import ConfigError, InvalidRequest
+from service.operations import Region
+from service.process.config import load_config
+from service.regions import files
+from service.sharedmemory import open_regions
+
+
+def test_it_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert open_regions(load_config({"repository": tmp_path})) is None
+
+
+def test_it_has_a_prefix_and_an_empty_one_is_asked_for_in_writing_and_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BF16KIT_SHARED_MEMORY_PREFIX", "")  # a variable that was not set
+    caplog.set_level(logging.INFO)
+    table = open_regions(load_config({"repository": tmp_path, "shared_memory": True}))
+    assert table is not None
+    with pytest.raises(InvalidRequest, match="its name beginning with 'bf16kit'"):
+        table.register(Region("r", "/other", 0, 1))
+    assert "begin with 'bf16kit'" in caplog.text
+    assert "WARNING" not in caplog.text
+    file = tmp_path / "server.yaml"
+    file.write_text('shared_memory: true\nshared_memory_prefix: ""\n')
+    open_regions(load_config({"repository": tmp_path}, file))
+    assert "shared_memory_prefix is empty" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["/bf16kit", "a/b", "..\\0/"])
+def test_a_prefix_is_the_beginning_of_a_plain_name(tmp_path: Path, prefix: str) -> None:
+    with pytest.raises(ConfigError, match="'shared_memory_prefix' is"):
+        load_config({"repository": tmp_path, "shared_memory_prefix": prefix})
+
+
+def test_a_system_that_forbids_to_copy_safely_is_told_before_clients_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_process_vm_writev", lambda *_: -1)  # as seccomp answers
+    with pytest.raises(ConfigError, match="needs the system call process_vm_writev, which is not allowed here"):
+        open_regions(load_config({"repository": tmp_path, "shared_memory": True}))

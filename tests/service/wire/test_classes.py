@@ -1,0 +1,83 @@
+"""The classification extension: the largest values of each row, in Triton's words."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bf16kit.errors import InvalidRequest
+from service.contract import Array
+from service.wire.classes import top_classes
+
+
+def classes(array: Array, count: int, *, batched: bool = True) -> Any:
+    return top_classes("y", array, count, batched=batched).tolist()
+
+
+def test_each_row_has_its_largest_values_first_as_triton_writes_them() -> None:
+    rows = np.array([[0.25, 0.5, -1.0], [1e10, 0.0, 1 / 3]], np.float32)
+    assert classes(rows, 2) == [["0.500000:1", "0.250000:0"], ["10000000000.000000:0", "0.333333:2"]]
+
+
+def test_more_classes_than_there_are_values_are_all_of_them() -> None:
+    assert classes(np.array([[1.0, 2.0]], np.float32), 5) == [["2.000000:1", "1.000000:0"]]
+
+
+def test_a_row_is_all_that_belongs_to_one_sample() -> None:
+    assert classes(np.arange(8, dtype=np.float32).reshape(2, 2, 2), 1) == [["3.000000:3"], ["7.000000:3"]]
+
+
+def test_without_a_batch_the_whole_output_is_one_row() -> None:
+    assert classes(np.array([[1, 4], [3, 2]], np.int32), 3, batched=False) == ["4:1", "3:2", "2:3"]
+    assert classes(np.array(2.5, np.float32), 1, batched=False) == ["2.500000:0"]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
+def test_integers_are_written_as_such_and_ordered_over_their_whole_range(dtype: Any) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    assert classes(np.array([[least, most, 5]], dtype), 3) == [[f"{most}:1", "5:2", f"{least}:0"]]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_other_floats_are_written_alike(dtype: Any) -> None:
+    assert classes(np.array([[0.5, 2.0]], dtype), 2) == [["2.000000:1", "0.500000:0"]]
+
+
+def test_of_equal_values_the_first_comes_first_and_nan_last() -> None:
+    row = np.array([[np.nan, 1.0, np.inf, 1.0, -np.inf]], np.float32)
+    assert classes(row, 5) == [["inf:2", "1.000000:1", "1.000000:3", "-inf:4", "nan:0"]]
+    many = np.tile(np.array([[0.0, 1.0]], np.float32), 500)
+    assert [int(entry.partition(":")[2]) for entry in classes(many, 1000)[0]] == [
+        *range(1, 1000, 2),
+        *range(0, 1000, 2),
+    ]
+
+
+def test_an_index_that_has_a_label_shows_it() -> None:
+    answer = top_classes("y", np.array([[1.0, 3.0, 2.0]], np.float32), 3, batched=True, labels=["cat", "dog"])
+    assert answer.tolist() == [["3.000000:1:dog", "2.000000:2", "1.000000:0:cat"]]
+
+
+def test_no_rows_and_no_values_have_no_classes() -> None:
+    assert top_classes("y", np.zeros((0, 3), np.float32), 2, batched=True).shape == (0, 2)
+    assert top_classes("y", np.zeros((2, 0), np.float32), 2, batched=True).shape == (2, 0)
+    assert top_classes("y", np.zeros((0, 3), np.float32), 2, batched=False).shape == (0,)
+
+
+def test_more_strings_than_an_answer_may_hold_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="output 'y' would have 65538 classes, expected at most 65536"):
+        top_classes("y", np.zeros((2, 40_000), np.float32), 32_769, batched=True)
+
+
+def test_many_rows_take_the_memory_of_one() -> None:
+    rows = np.zeros((64, 1 << 16), np.float32)
+    tracemalloc.start()
+    try:
+        classes(rows, 1)
+        assert tracemalloc.get_traced_memory()[1] < rows.nbytes / 4
+    finally:
+        tracemalloc.stop()

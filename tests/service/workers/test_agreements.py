@@ -1,0 +1,73 @@
+"""The first worker that has measured chooses for all, and for those that are started later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bf16kit.errors import Unavailable
+from service.models.plan import Plan
+from service.models.policy import Serving
+from service.workers import agreements
+from service.workers.agreements import Agreements, AskedAgreement
+from service.workers.channel import Body
+from service.workers.peer import Message
+
+PLAN = Plan(1, Path("m/1"), Serving(), "1-2-3")
+
+
+class Asking:
+    """What reaches the supervisor, without the pipe between."""
+
+    def __init__(self) -> None:
+        self.agreements = Agreements()
+
+    def __call__(self, kind: str, body: Mapping[str, Any]) -> Future[Body]:
+        assert kind == agreements.KIND
+        told: Future[Body] = Future()
+        told.set_result(self.agreements.answer("worker 1", Message(dict(body))))
+        return told
+
+
+def test_the_first_choice_is_everyones() -> None:
+    ask = Asking()
+    one, two = AskedAgreement(PLAN, ask), AskedAgreement(replace(PLAN), ask)
+    assert (one.known(), two.known()) == ("", "")
+    assert one.settle("cpu-bf16") == "cpu-bf16"
+    assert two.settle("cpu") == "cpu-bf16"
+    assert AskedAgreement(PLAN, ask).known() == "cpu-bf16"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAN, version=2),
+        replace(PLAN, path=Path("n/1")),
+        replace(PLAN, stamp="1-2-4"),
+        replace(PLAN, serving=Serving(max_batch_size=4)),
+    ],
+    ids=["version", "model", "artifact", "serving.yaml"],
+)
+def test_another_plan_is_chosen_for_anew(other: Plan) -> None:
+    ask = Asking()
+    AskedAgreement(PLAN, ask).settle("cpu-bf16")
+    assert AskedAgreement(other, ask).known() == ""
+
+
+def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreements, "_MOST", 2)
+    ask = Asking()
+    for version in (1, 2, 3):
+        AskedAgreement(replace(PLAN, version=version), ask).settle("cpu")
+    assert [AskedAgreement(replace(PLAN, version=v), ask).known() for v in (1, 2, 3)] == ["", "cpu", "cpu"]
+
+
+def test_a_supervisor_that_does_not_answer_fails_the_load_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreements, "_SECONDS", 0.01)
+    with pytest.raises(Unavailable, match="supervisor"):
+        AskedAgreement(PLAN, lambda kind, body: Future()).known()

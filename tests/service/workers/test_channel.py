@@ -1,0 +1,104 @@
+"""Messages and open files between processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from service.workers.channel import LONGEST, MOST_FILES, Body, Channel, close_all
+
+Pair = tuple[Channel, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    ends = [Channel(end) for end in socket.socketpair()]
+    yield ends[0], ends[1]
+    for end in ends:
+        end.close()
+        end.release()
+
+
+@pytest.fixture
+def raw() -> Iterator[Pair]:
+    """A channel, and the other end as a plain socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Channel(ours), theirs
+
+
+def test_messages_come_whole_in_order_and_of_any_size(pair: tuple[Channel, Channel]) -> None:
+    bodies: list[Body] = [{"n": 1}, {"text": "é" * 3_000_000}, {}]
+
+    def send_all() -> None:
+        for body in bodies:
+            pair[0].send(body)
+
+    sending = threading.Thread(target=send_all)
+    sending.start()
+    assert [pair[1].receive() for _ in bodies] == [(body, []) for body in bodies]
+    sending.join()
+
+
+def test_files_travel_with_their_message_and_close_with_the_program_that_follows(pair: tuple[Channel, Channel]) -> None:
+    reader, writer = os.pipe()
+    pair[0].send({"first": True})
+    pair[0].send({"second": True}, [writer])
+    os.close(writer)
+    assert pair[1].receive() == ({"first": True}, [])
+    received = pair[1].receive()
+    assert received is not None
+    body, files = received
+    assert body == {"second": True}
+    assert not os.get_inheritable(files[0])
+    os.write(files[0], b"here")
+    assert os.read(reader, 9) == b"here"
+    close_all(files)
+    assert os.read(reader, 9) == b"", "nobody holds the other end any more"
+    os.close(reader)
+
+
+def test_a_closed_channel_ends_who_waits_on_either_side(pair: tuple[Channel, Channel]) -> None:
+    received: list[object] = []
+    waiting = [threading.Thread(target=lambda end=end: received.append(end.receive())) for end in pair]
+    for thread in waiting:
+        thread.start()
+    pair[0].close()
+    for thread in waiting:
+        thread.join(20)
+    assert received == [None, None]
+    with pytest.raises(OSError, match="pipe"):
+        pair[1].send({})
+
+
+def test_a_message_cut_short_is_the_end(raw: Pair) -> None:
+    raw[1].sendall(struct.pack("!II", 10, 0) + b"{}")
+    raw[1].close()
+    assert raw[0].receive() is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (struct.pack("!II", LONGEST + 1, 0), "none of ours"),
+        (struct.pack("!II", 2, MOST_FILES + 1), "none of ours"),
+        (struct.pack("!II", 2, 0) + b"[]", "none of ours"),
+        (struct.pack("!II", 2, 1) + b"{}", "0 of 1 files"),
+        (struct.pack("!II", 3, 0) + b"{]}", "no message"),
+        (struct.pack("!II", 1, 0) + b"\xff", "no message"),
+    ],
+)
+def test_what_is_no_message_is_refused_before_room_is_made_for_it(raw: Pair, sent: bytes, why: str) -> None:
+    raw[1].sendall(sent)
+    with pytest.raises(ConnectionError, match=why):
+        raw[0].receive()
+
+
+def test_a_message_too_long_to_be_read_is_not_sent(pair: tuple[Channel, Channel]) -> None:
+    with pytest.raises(ValueError, match="is over"):
+        pair[0].send({"text": "x" * LONGEST})

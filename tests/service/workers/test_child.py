@@ -1,0 +1,197 @@
+"""A process that is kept running, with small programs in the place of workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from service.workers.child import PING_SECONDS, SILENT_SECONDS, Child, cpu_seconds
+from service.workers.peer import Handler
+
+_HEAD = "import os, signal, socket, sys, time\nend = socket.socket(fileno=int(sys.argv[1]))\n"
+_ANSWERS = """
+from service.workers.channel import Channel
+from service.workers.peer import Peer
+peer = Peer(Channel(end), "parent", {"ping": lambda message: None}, lambda: os._exit(0))
+peer.start()
+peer.tell("hello", {"directory": sys.path[0]})
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Keep = Callable[..., Child]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lost() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
+    """Keeps a program running."""
+    children: list[Child] = []
+
+    def begin(
+        program: str, handlers: Mapping[str, Handler] | None = None, worked: Callable[[int], float] | None = None
+    ) -> Child:
+        (tmp_path / "program_of_the_test.py").write_text(_HEAD + program)
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *map(str, [Path.cwd()])])
+        child = Child(
+            "the child",
+            "program_of_the_test",
+            handlers or {},
+            lambda peer: None,
+            lambda: lost.append(clock.now),
+            environment={**os.environ, "PYTHONPATH": path},
+            clock=clock,
+            worked=worked,
+        )
+        children.append(child)
+        return child
+
+    yield begin
+    for child in children:
+        child.retire()
+        child.kill()
+        child.wait(20)
+
+
+def buried(child: Child, lost: list[float], times: int) -> None:
+    """Waits until it has died so often."""
+
+    def tended() -> bool:
+        child.tend()
+        return len(lost) == times
+
+    until(tended, 30, "its death")
+
+
+def killed(child: Child) -> bool:
+    return child.peer is None or child.peer._closed
+
+
+def test_one_that_dies_early_again_and_again_is_started_later_each_time(
+    keep: Keep, clock: Clock, lost: list[float]
+) -> None:
+    child = keep("sys.exit(3)")
+    child.tend()
+    for times, pause in enumerate((0.25, 0.5, 1.0, 2.0), 1):
+        buried(child, lost, times)
+        clock.now += pause - 0.01
+        child.tend()
+        assert child.pid is None, "not yet"
+        clock.now += 0.02
+        child.tend()
+        assert child.pid is not None
+
+
+def test_one_that_had_run_for_long_is_started_again_at_once(keep: Keep, clock: Clock, lost: list[float]) -> None:
+    heard: list[object] = []
+    child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
+    child.tend()
+    until(lambda: heard)
+    for _ in range(12):  # tended all the while, and answering
+        clock.now += 1.0
+        child.tend()
+        before = len(heard)
+        until(lambda: child._heard == clock.now)
+        assert before == len(heard)
+    first = child.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    buried(child, lost, 1)
+    child.tend()
+    assert child.pid not in (None, first)
+
+
+def test_one_that_answers_nothing_is_killed(keep: Keep, clock: Clock, lost: list[float]) -> None:
+    child = keep("time.sleep(600)")
+    child.tend()
+    for _ in range(int(SILENT_SECONDS) - 1):
+        clock.now += PING_SECONDS
+        child.tend()
+    assert not killed(child)
+    for _ in range(2):
+        clock.now += PING_SECONDS
+        child.tend()
+    assert killed(child)
+    buried(child, lost, 1)
+
+
+def test_nobody_is_killed_for_the_time_that_the_parent_itself_stood_still(keep: Keep, clock: Clock) -> None:
+    """As when a container is paused, or a debugger stops it: the child had nobody to answer, and all would be killed
+    at once."""
+    heard: list[object] = []
+    child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body)})
+    child.tend()
+    until(lambda: heard)
+    clock.now += 10 * SILENT_SECONDS
+    child.tend()
+    assert not killed(child)
+    until(lambda: child._heard == clock.now)
+
+
+def test_one_that_works_without_answering_has_two_minutes(keep: Keep, clock: Clock, lost: list[float]) -> None:
+    """As one does that reads a large model, for which Python's lock is held."""
+    child = keep("time.sleep(600)", worked=lambda pid: clock.now / 2)
+    child.tend()
+    first = child.pid
+    while clock.now < 12 * SILENT_SECONDS - 1:
+        clock.now += 0.5
+        child.tend()
+        assert child.pid == first
+    for _ in range(4):
+        clock.now += 0.5
+        child.tend()
+    buried(child, lost, 1)
+
+
+def test_work_is_the_processors_time_that_a_process_took() -> None:
+    before, until_worked = cpu_seconds(os.getpid()), time.process_time() + 0.1
+    while time.process_time() < until_worked:
+        pass
+    assert 0.05 <= cpu_seconds(os.getpid()) - before < 5
+    assert cpu_seconds(2**22 + 1) == 0
+
+
+def test_nothing_of_the_working_directory_is_imported(
+    keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    child = keep(_ANSWERS + "time.sleep(600)", {"hello": lambda message: heard.append(message.body["directory"])})
+    monkeypatch.chdir(elsewhere)
+    child.tend()
+    until(lambda: heard)
+    assert heard[0] not in ("", str(elsewhere))
+
+
+def test_one_that_is_not_wanted_any_more_is_not_started_again(keep: Keep, clock: Clock, lost: list[float]) -> None:
+    child = keep("time.sleep(600)")
+    child.tend()
+    child.retire()
+    child.kill()
+    buried(child, lost, 1)
+    clock.now += 100
+    child.tend()
+    assert child.pid is None

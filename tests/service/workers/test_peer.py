@@ -1,0 +1,134 @@
+"""Two processes that tell and ask each other, here as two ends in one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from waiting import until
+
+from bf16kit.errors import Bf16kitError, InvalidRequest, NotFound, RuntimeFailure, Unavailable
+from service.workers.channel import Body, Channel
+from service.workers.peer import Handler, Message, Peer, error_as_json, error_from_json
+
+Connect = Callable[[Mapping[str, Handler]], Peer]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """A peer that asks, the other end of which has these handlers."""
+    peers: list[Peer] = []
+
+    def begin(handlers: Mapping[str, Handler]) -> Peer:
+        ours, theirs = socket.socketpair()
+        peers.append(Peer(Channel(ours), "the other", {}, lambda: None))
+        peers.append(Peer(Channel(theirs), "the one", handlers, lambda: None))
+        for peer in peers[-2:]:
+            peer.start()
+        return peers[-2]
+
+    yield begin
+    for peer in peers:
+        peer.close()
+
+
+def test_a_question_is_answered_at_once_or_later_each_by_its_own_answer(connect: Connect) -> None:
+    later: Future[Body] = Future()
+    peer = connect({"now": lambda message: {"was": message.body["x"]}, "later": lambda message: later})
+    slow, fast = peer.ask("later"), peer.ask("now", {"x": 3})
+    assert fast.result(20) == {"was": 3}
+    assert not slow.done()
+    later.set_result({"done": True})
+    assert slow.result(20) == {"done": True}
+
+
+def test_what_is_told_is_heard_in_order(connect: Connect) -> None:
+    heard: list[int] = []
+    peer = connect({"note": lambda message: heard.append(message.body["n"])})
+    for n in range(500):
+        peer.tell("note", {"n": n})
+    until(lambda: len(heard) == 500)
+    assert heard == list(range(500))
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen", "text"),
+    [
+        (NotFound("unknown model 'x'"), NotFound, "unknown model 'x'"),
+        (InvalidRequest("no"), InvalidRequest, "no"),
+        (Unavailable("later", "draining"), Unavailable, "later"),
+        (ZeroDivisionError("secret"), RuntimeFailure, "an unexpected error; the server's log has it"),
+    ],
+)
+def test_an_error_arrives_as_what_it_was_and_a_bug_without_its_text(
+    connect: Connect, raised: Exception, seen: type[Bf16kitError], text: str
+) -> None:
+    def fail(message: Message) -> None:
+        raise raised
+
+    failed: Future[Any] = Future()
+    failed.set_exception(raised)
+    peer = connect({"now": fail, "later": lambda message: failed})
+    for kind in ("now", "later"):
+        error = peer.ask(kind).exception(20)
+        assert type(error) is seen
+        assert str(error) == text
+        assert getattr(error, "reason", "") == getattr(raised, "reason", "")
+
+
+def test_errors_of_unknown_classes_are_failures_of_no_kind() -> None:
+    assert type(error_from_json({"error": "SystemExit", "text": "x"})) is RuntimeFailure
+    assert error_as_json(KeyError("secret"))["text"] != "secret"
+
+
+def test_a_question_nobody_answers_here_says_so_and_the_next_is_answered(connect: Connect) -> None:
+    peer = connect({"known": lambda message: None})
+    assert isinstance(peer.ask("other").exception(20), Unavailable)
+    assert peer.ask("known").result(20) == {}
+
+
+def test_questions_without_answers_fail_when_the_other_side_ends(connect: Connect) -> None:
+    never: Future[Body] = Future()
+    begun = threading.Event()
+
+    def begin(message: Message) -> Future[Body]:
+        begun.set()
+        return never
+
+    peer = connect({"never": begin})
+    asked = peer.ask("never")
+    assert begun.wait(20)
+    peer.close()
+    assert isinstance(asked.exception(20), Unavailable)
+    assert isinstance(peer.ask("never").exception(20), Unavailable), "and so does whoever asks later"
+    peer.tell("never")
+
+
+def test_files_stay_the_senders_and_are_closed_where_they_came(connect: Connect) -> None:
+    kept: list[int] = []
+    peer = connect({"take": lambda message: kept.append(os.dup(message.files[0])), "done": lambda message: None})
+    reader, writer = os.pipe()
+    peer.tell("take", {}, [writer])
+    peer.ask("done").result(20)
+    os.write(writer, b"mine")  # still open here
+    os.close(writer)
+    os.close(kept[0])
+    assert os.read(reader, 9) == b"mine"
+    assert os.read(reader, 9) == b"", "no copy was left open on the way"
+    os.close(reader)
+
+
+def test_one_that_reads_nothing_is_given_up_and_never_waited_for() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        over = threading.Event()
+        peer = Peer(Channel(ours), "the deaf one", {}, over.set)
+        peer.start()
+        for _ in range(10_000):
+            peer.tell("note", {"text": "x" * 1000})
+        assert over.wait(20)

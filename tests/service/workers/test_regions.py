@@ -1,0 +1,128 @@
+"""Shared memory of several workers: registered with one of them, there in all, and in those that come later."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, Unavailable
+from service.operations import Region
+from service.regions.table import RegionLimits, RegionTable
+from service.workers.channel import Channel
+from service.workers.peer import Peer
+from service.workers.regions import FleetRegions, WorkerRegions
+
+REGION = Region("r", "/mem", 8, 16)
+
+
+class Server:
+    """A supervisor and its workers, each behind a socket, here in one process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.peers: list[Peer] = []
+        self.fleet = FleetRegions(self.table(), lambda: self.peers)
+        self._workers: list[Peer] = []
+
+    def table(self, regions: int = 2) -> RegionTable:
+        return RegionTable(RegionLimits("mem", regions), self.directory)
+
+    def start(self, *, regions: int = 2) -> WorkerRegions:
+        ours, theirs = socket.socketpair()
+        supervisor = Peer(Channel(ours), "worker", self.fleet.handlers, lambda: None)
+        told: list[WorkerRegions] = []
+        worker = Peer(
+            Channel(theirs),
+            "the supervisor",
+            {"adopt": lambda message: told[0].adopt(message), "forget": lambda message: told[0].forget(message)},
+            lambda: None,
+        )
+        told.append(WorkerRegions(self.table(regions), worker.ask))
+        for peer in (supervisor, worker):
+            peer.start()
+        with self.fleet.lock:
+            self.peers.append(supervisor)
+            self.fleet.tell_all(supervisor)
+        self._workers.append(worker)
+        return told[0]
+
+    def end(self, index: int) -> None:
+        """A worker dies."""
+        self._workers[index].close()
+
+    def close(self) -> None:
+        for peer in (*self.peers, *self._workers):
+            peer.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "mem").write_bytes(bytes(range(64)))
+    server = Server(tmp_path)
+    yield server
+    server.close()
+
+
+def test_what_is_registered_with_one_worker_is_there_in_all_when_it_is_answered(server: Server) -> None:
+    one, other = server.start(), server.start()
+    one.register(REGION)
+    for worker in (one, other):
+        assert list(worker.status("")) == [REGION]
+        assert worker.lease("r", 0, 2).read() == bytes([8, 9])
+    other.unregister("r")
+    for worker in (one, other):
+        with pytest.raises(NotFound, match="unknown shared memory region 'r'"):
+            worker.lease("r", 0, 2)
+
+
+def test_a_worker_that_comes_later_has_the_same_files_whatever_their_names_are_now(server: Server) -> None:
+    server.start().register(REGION)
+    (server.directory / "mem").unlink()
+    (server.directory / "mem").write_bytes(bytes(64))
+    late = server.start()
+    until(lambda: late.status(""))
+    assert late.lease("r", 0, 2).read() == bytes([8, 9])
+
+
+def test_refusals_are_the_supervisors_and_of_their_kind(server: Server) -> None:
+    one, other = server.start(), server.start()
+    one.register(REGION)
+    with pytest.raises(AlreadyExists, match="'r' is registered already"):
+        other.register(REGION)
+    with pytest.raises(InvalidRequest, match="'/none' cannot be used"):
+        one.register(Region("none", "/none", 0, 8))
+    other.register(Region("second", "/mem", 0, 8))
+    with pytest.raises(Overloaded, match="2 shared memory regions are registered") as refused:
+        one.register(Region("third", "/mem", 0, 8))
+    assert refused.value.reason == "regions"
+    other.unregister("")
+    assert list(one.status("")) == list(other.status("")) == []
+
+
+def test_a_region_that_one_worker_cannot_have_no_worker_has(server: Server) -> None:
+    one, full = server.start(), server.start(regions=1)
+    one.register(REGION)
+    with pytest.raises(Overloaded):
+        one.register(Region("second", "/mem", 0, 8))
+    for worker in (one, full):
+        until(lambda worker=worker: list(worker.status("")) == [REGION])  # type: ignore[misc]
+
+
+def test_a_worker_that_has_died_holds_nobody_up(server: Server) -> None:
+    one, _ = server.start(), server.start()
+    server.end(1)
+    one.register(REGION)
+    assert list(one.status("")) == [REGION]
+
+
+def test_without_a_supervisor_nothing_is_registered(server: Server) -> None:
+    one = server.start()
+    for peer in server.peers:
+        peer.close()
+    with pytest.raises(Unavailable):
+        one.register(REGION)
+    assert list(one.status("")) == []

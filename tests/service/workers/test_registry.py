@@ -1,0 +1,55 @@
+"""What a worker says is ready: what all of them are."""
+
+from __future__ import annotations
+
+import pytest
+from loopback import LoopbackModel, LoopbackRegistry
+
+from service.contract import State
+from service.workers.registry import Sight, WholeRegistry
+from service.workers.view import SlotState, View
+
+
+def whole(state: State, *, ready: bool = True, own: State = "ready") -> WholeRegistry:
+    """One model, which is in ``state`` in all workers together and in ``own`` in this one."""
+    sight = Sight()
+    sight.change(View(ready, {("echo", 1): SlotState("echo", 1, state, "worker 2 is being started")}))
+    return WholeRegistry(LoopbackRegistry([LoopbackModel(state=own)]), sight)
+
+
+def test_what_is_ready_here_and_everywhere_is_ready() -> None:
+    registry = whole("ready")
+    assert registry.ready
+    assert registry.is_ready("echo", "")
+    assert [slot.state for slot in registry.models()] == ["ready"]
+
+
+@pytest.mark.parametrize("state", ["loading", "unavailable"])
+def test_what_is_not_ready_in_another_worker_is_not_ready_and_answers_all_the_same(state: State) -> None:
+    registry = whole(state, ready=False)
+    assert not registry.ready
+    assert not registry.is_ready("echo", "1")
+    (slot,) = registry.models()
+    assert (slot.state, slot.reason) == (state, "worker 2 is being started")
+    with registry.acquire("echo", "") as model:
+        assert model.name == "echo"
+
+
+def test_what_is_not_ready_here_is_not_ready_whatever_the_last_news_of_all_was() -> None:
+    registry = whole("ready", own="loading")
+    assert not registry.ready
+    assert not registry.is_ready("echo", "")
+    assert [slot.state for slot in registry.models()] == ["loading"]
+
+
+def test_what_the_supervisor_has_not_told_of_yet_is_not_ready() -> None:
+    registry = WholeRegistry(LoopbackRegistry([LoopbackModel()]), Sight())
+    assert not registry.is_ready("echo", "")
+
+
+def test_whoever_watches_hears_of_both() -> None:
+    own, sight, heard = LoopbackRegistry([LoopbackModel()]), Sight(), list[str]()
+    WholeRegistry(own, sight).subscribe(lambda: heard.append("news"))
+    sight.change(View())
+    own.change(own.models()[0], "unavailable")
+    assert heard == ["news", "news"]

@@ -1,0 +1,65 @@
+"""Samples on their way to another process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from service.drift.shadow import Sample
+from service.workers.samples import pack, unpack
+
+SAMPLE = Sample(
+    feeds={
+        "x": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "text": np.array([["a", "é"], ["", "b"]], np.object_),
+        "mask": np.array([True, False]),
+        "empty": np.zeros((2, 0), np.int64),
+    },
+    outputs={"y": np.array([1.5, -2.0]).astype(ml_dtypes.bfloat16), "z": np.array(3, np.float32)},
+    rows=2,
+    nbytes=99,
+)
+
+
+def test_a_sample_is_the_same_after_its_journey() -> None:
+    told, file = pack(SAMPLE)
+    found = unpack(json.loads(json.dumps(told)), file)
+    os.close(file)
+    assert (found.rows, found.nbytes) == (2, 99)
+    for kind in ("feeds", "outputs"):
+        there, here = getattr(found, kind), getattr(SAMPLE, kind)
+        assert there.keys() == here.keys()
+        for name, array in here.items():
+            assert there[name].dtype == array.dtype, name
+            assert there[name].shape == array.shape, name
+            if name == "text":
+                assert [_text(each) for each in there[name].flat] == [_text(each) for each in array.flat]
+            else:
+                np.testing.assert_array_equal(there[name], array)
+
+
+def _text(element: str | bytes) -> bytes:
+    return element if isinstance(element, bytes) else element.encode()
+
+
+def test_the_file_cannot_be_changed_under_its_reader() -> None:
+    _, file = pack(SAMPLE)
+    with pytest.raises(PermissionError):
+        os.truncate(file, 0)
+    with pytest.raises(PermissionError):
+        os.pwrite(file, b"x", 0)
+    assert fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+    os.close(file)
+
+
+def test_a_file_that_is_not_as_described_is_refused() -> None:
+    told, file = pack(SAMPLE)
+    told["tensors"] = told["tensors"][:-1]
+    with pytest.raises(ValueError, match="is described as"):
+        unpack(told, file)
+    os.close(file)

@@ -1,0 +1,50 @@
+"""What models have done in all workers together."""
+
+from __future__ import annotations
+
+import json
+
+from service.contract import BatchStatistics, Duration, StatisticsSnapshot
+from service.workers.statistics import WholeStatistics, as_json, from_json
+
+
+def did(requests: int, *sizes: int) -> StatisticsSnapshot:
+    """So many requests, in a batch of each of these sizes."""
+    each = Duration(1, 10)
+    return StatisticsSnapshot(
+        last_inference_ms=requests,
+        inference_count=sum(sizes),
+        execution_count=len(sizes),
+        success=Duration(requests, requests * 100),
+        batches=tuple(BatchStatistics(size, each, each, each) for size in sizes),
+        weight_bytes=7,
+    )
+
+
+def test_they_are_the_same_after_a_journey_as_json() -> None:
+    told = {("m", 1): did(3, 1, 2), ("m", 2): StatisticsSnapshot()}
+    assert from_json(json.loads(json.dumps(as_json(told)))) == told
+
+
+def test_counts_are_added_batch_size_by_batch_size_and_weights_are_shared() -> None:
+    whole = WholeStatistics()
+    whole.update("a", {("m", 1): did(3, 1, 4)})
+    whole.update("b", {("m", 1): did(5, 2, 4)})
+    seen = whole.of("m", 1)
+    assert (seen.success, seen.inference_count, seen.execution_count) == (Duration(8, 800), 11, 4)
+    assert [(each.batch_size, each.compute_infer.count) for each in seen.batches] == [(1, 1), (2, 1), (4, 2)]
+    assert (seen.last_inference_ms, seen.weight_bytes) == (5, 7)
+
+
+def test_what_a_dead_worker_did_stays_done_until_the_model_is_loaded_anew() -> None:
+    whole = WholeStatistics()
+    whole.update("a", {("m", 1): did(3, 1)})
+    whole.update("b", {("m", 1): did(5, 1)})
+    whole.lost("a")
+    whole.update("a", {("m", 1): did(1, 1)})
+    assert whole.of("m", 1).success.count == 9
+    whole.forget("m")
+    assert whole.of("m", 1).success.count == 6
+    whole.update("a", {})
+    whole.update("b", {})
+    assert whole.sum() == {}

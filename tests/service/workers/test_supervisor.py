@@ -1,0 +1,39 @@
+"""What the supervisor is made of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bf16kit.errors import ConfigError
+from service.process.config import ServerConfig, load_config
+
+
+def test_the_supervisor_has_neither_grpc_nor_a_runtime_in_memory() -> None:
+    program = (
+        "import sys, service.cli, service.app, service.workers.supervisor as s\n"
+        "print([name for name in ('grpc', 'onnxruntime', 'onnx', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_unix_socket_cannot_be_shared_and_one_process_may_have_it(tmp_path: Path) -> None:
+    flags = {"repository": tmp_path, "grpc_socket": tmp_path / "socket"}
+    assert load_config({**flags, "workers": 1}).grpc_socket == tmp_path / "socket"
+    with pytest.raises(ConfigError, match="grpc_socket is given with workers 2; processes cannot share a Unix socket"):
+        load_config({**flags, "workers": 2})
+
+
+@pytest.mark.parametrize("workers", [0, -1, 65])
+def test_a_number_of_workers_that_makes_no_sense_is_refused(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(ConfigError, match="workers"):
+        load_config({"repository": tmp_path, "workers": workers})
+
+
+def test_a_worker_is_given_the_configuration_that_the_supervisor_has(tmp_path: Path) -> None:
+    config = ServerConfig(repository=tmp_path, workers=3, token_free=("reflection",), drain_seconds=3)
+    assert ServerConfig(**config.model_dump(mode="json")) == config

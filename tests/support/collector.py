@@ -1,0 +1,108 @@
+"""A collector of traces on a real socket: OTLP over gRPC, as OpenTelemetry's own collector takes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as services
+from waiting import until
+
+
+@dataclass(frozen=True)
+class Span:
+    """One span, ids in hexadecimal, times in ns since the epoch."""
+
+    name: str
+    trace: str
+    id: str
+    parent: str
+    begin: int
+    end: int
+    kind: int
+    status: int
+    state: str
+    links: tuple[str, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.begin) / 1e9
+
+
+class Collector:
+    """What has been exported to it. While ``open`` is not set, it takes a request and does not answer."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.resource: dict[str, Any] = {}
+        self.processes: set[int] = set()  # that exported
+        self.raw = b""
+        self.headers: dict[str, Any] = {}
+        self.open = threading.Event()
+        self.open.set()
+
+    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.open.wait(60)
+        self.raw += request.SerializeToString()
+        self.headers = dict(context.invocation_metadata())
+        for of_resource in request.resource_spans:
+            self.resource = _attributes(of_resource.resource.attributes)
+            self.processes.add(self.resource["process.pid"])
+            self.spans += [_span(span) for scope in of_resource.scope_spans for span in scope.spans]
+        return messages.ExportTraceServiceResponse()
+
+    def servers(self) -> list[Span]:
+        """The spans of whole requests."""
+        return [span for span in self.spans if span.name.startswith("inference.")]
+
+    def wait(self, requests: int) -> list[Span]:
+        """The spans of so many requests, as soon as they are here."""
+        until(lambda: len(self.servers()) >= requests, what=f"{requests} requests' spans")
+        assert len(self.servers()) == requests
+        return self.servers()
+
+    def children(self, of: Span) -> dict[str, Span]:
+        """By name."""
+        return {span.name: span for span in self.spans if span.parent == of.id}
+
+
+def _attributes(found: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in found}
+
+
+def _span(span: Any) -> Span:
+    return Span(
+        name=span.name,
+        trace=span.trace_id.hex(),
+        id=span.span_id.hex(),
+        parent=span.parent_span_id.hex(),
+        begin=span.start_time_unix_nano,
+        end=span.end_time_unix_nano,
+        kind=span.kind,
+        status=span.status.code,
+        state=span.trace_state,
+        links=tuple(link.span_id.hex() for link in span.links),
+        attributes=_attributes(span.attributes),
+    )
+
+
+@contextmanager
+def collecting(port: int = 0) -> Iterator[tuple[Collector, str]]:
+    """A collector, and the address to configure."""
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(4))
+    adder: Any = services.add_TraceServiceServicer_to_server
+    adder(collector, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        collector.open.set()
+        server.stop(0).wait()

@@ -1,0 +1,29 @@
+"""Models and whoever wants them, in one: a repository that can be told to look at its directory."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from service.models.controller import Controller
+from service.models.repository import Repository
+from service.telemetry.metrics import Metrics
+
+
+class Controlled(Repository):
+    """Serves what lies under ``root``."""
+
+    def __init__(self, root: Path, metrics: Metrics, **options: Any) -> None:
+        super().__init__(metrics, **options)
+        self.control = Controller(root, self.want, self.desire)
+
+    def scan(self) -> None:
+        """Want what the directory holds now."""
+        self.control.begin()
+
+    def load(self, name: str, config: str | None = None) -> Future[None]:
+        return self.control.load(name, config)
+
+    def unload(self, name: str) -> Future[None]:
+        return self.control.unload(name)

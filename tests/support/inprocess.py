@@ -1,0 +1,45 @@
+"""The real server, wired as in production, in this process: for clients that see an address and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from service import app
+from service.process.config import ServerConfig
+from service.process.stop import Stop
+
+
+@contextmanager
+def running(repository: Path, *models: str, **settings: Any) -> Iterator[str]:
+    """``host:port`` of a server with these settings, once these of its models have loaded."""
+    stop, started = Stop(), SimpleQueue[int]()
+    config = ServerConfig(repository=repository, grpc_port=0, http_port=0, device="cpu", threads=1, **settings)
+    server = threading.Thread(target=app.run, args=(config, stop, lambda port, _: started.put(port)))
+    server.start()
+    try:
+        where = f"127.0.0.1:{started.get(timeout=60)}"
+        for model in models:
+            _await_serving(where, model)
+        yield where
+    finally:
+        stop.set()
+        server.join(60)
+        stop.close()
+
+
+def _await_serving(address: str, model: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its RPCs exist only once it is made
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=model), timeout=60)
+        for answer in watch:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                watch.cancel()
+                return
