@@ -28,6 +28,9 @@ RUN touch README.md LICENSE \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit
 
 FROM build AS build-server
+# Who operates a server wants its traces, and nothing can be installed later.
+RUN pip --python /opt/bf16kit/bin/python install -c constraints.txt '.[cpu,otel]' \
+    && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit
 ENV BF16KIT_REQUIRE_KERNEL=1
 COPY . .
 RUN pip --python /opt/bf16kit/bin/python install --no-deps .

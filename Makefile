@@ -18,11 +18,12 @@ EXTRAS := cpu,convert,hf,demo,dev
 REPOSITORY ?= build/demo
 IMAGE ?= bf16kit
 PYTEST_ARGS ?=
+CONFORMANCE_ARGS ?=
 FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile soak fuzz serve check bench bench-kernel bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-models models-table proto image clean
+.PHONY: help setup demo test test-long test-hostile conformance soak fuzz serve check bench bench-kernel bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,8 +69,8 @@ check: setup ## format, lint, types, import rules, generated code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) proto
-	@git diff --exit-code --stat -- bf16kit/protocol || { \
-		echo "check: bf16kit/protocol is not what proto/inference.proto generates; commit what 'make proto' wrote" >&2; exit 1; }
+	@git diff --exit-code --stat -- bf16kit/protocol conformance/protocol || { \
+		echo "check: bf16kit/protocol or conformance/protocol is not what proto/ generates; commit what 'make proto' wrote" >&2; exit 1; }
 
 # A process per core, four at most (each takes 1.5 GB), file by file in the order they are in; `-n 0` in PYTEST_ARGS, for a
 # debugger, is one process. What it costs is kept in docs/decisions/0042; the slowest tests are printed to be seen.
@@ -79,11 +80,15 @@ ELSEWHERE := not compose and not gpu and not models and not fuzz and not hostile
 test: setup ## every test that needs neither Docker, a GPU nor minutes: meant for five on two cores; prints the slowest
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not long and $(ELSEWHERE)' $(PYTEST_ARGS)
 
-test-long: setup ## what `make test` leaves out for its time: many models, damage, death, the kernel's C++ tests; three minutes
+test-long: setup ## what `make test` leaves out for its time: many models, damage, death, workers, the kernel's C++ tests; some four minutes
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'long and $(ELSEWHERE)' $(PYTEST_ARGS)
 
 test-hostile: setup ## attacks on a running server over real sockets: meant for three minutes on two cores; prints the ten slowest
 	$(BIN)/pytest -m hostile tests/hostile --durations=10 $(PYTEST_ARGS)
+
+conformance: setup ## hold the demo's server to the protocol, rule by rule (docs/conformance.md); CONFORMANCE_ARGS has options
+	@[ -d build/demo/minilm/1 ] || $(MAKE) demo
+	@$(BIN)/python deploy/demo/conform.py $(CONFORMANCE_ARGS)
 
 soak: setup ## the same attacks at full length, an hour or two; writes docs/reliability.md
 	@rm -rf build/soak && mkdir -p build/soak
@@ -121,12 +126,16 @@ test-models: $(MODELS)/.installed ## convert and serve real ONNX models that pac
 models-table: test-models ## write docs/models.md from what test-models measured
 	PYTHONPATH=tests/models $(BIN)/python tests/models/table.py
 
-# The message package is renamed to bf16kit.inference, so that the stubs load beside tritonclient's in one process.
+# The message package is renamed to bf16kit.inference, so that the stubs load beside tritonclient's in one process; and to
+# conformance.inference for the suite, which imports nothing of bf16kit.
 PROTO_TMP := build/proto
-proto: setup ## regenerate bf16kit/protocol from proto/inference.proto
-	@rm -rf $(PROTO_TMP) && mkdir -p $(PROTO_TMP)/bf16kit/protocol
-	@sed 's/^package inference;$$/package bf16kit.inference;/' proto/inference.proto > $(PROTO_TMP)/bf16kit/protocol/inference.proto
-	@$(BIN)/python -m grpc_tools.protoc --proto_path=$(PROTO_TMP) --python_out=. --pyi_out=. bf16kit/protocol/inference.proto
+proto: setup ## regenerate bf16kit/protocol and conformance/protocol from proto/
+	@rm -rf $(PROTO_TMP) && mkdir -p $(PROTO_TMP)/bf16kit/protocol $(PROTO_TMP)/conformance/protocol
+	@for package in bf16kit conformance; do \
+		sed "s/^package inference;$$/package $$package.inference;/" proto/inference.proto > $(PROTO_TMP)/$$package/protocol/inference.proto; done
+	@cp proto/probes.proto $(PROTO_TMP)/conformance/protocol/
+	@$(BIN)/python -m grpc_tools.protoc --proto_path=$(PROTO_TMP) --python_out=. --pyi_out=. \
+		bf16kit/protocol/inference.proto conformance/protocol/inference.proto conformance/protocol/probes.proto
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
