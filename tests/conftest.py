@@ -22,6 +22,10 @@ from bf16kit.runtime import kernel
 settings.register_profile("bf16kit", deadline=None)
 settings.load_profile("bf16kit")
 
+# Tests fork processes that do not use gRPC (fuzzing/confined.py); with its handlers around fork() the forked process
+# aborts now and then. What starts servers and clients starts new programs.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
 # kernels/tests/in_onnxruntime.sh runs the kernel's tests on a library that it has built with sanitizers.
 if os.environ.get("BF16KIT_TEST_KERNEL"):
     kernel.LIBRARY = Path(os.environ["BF16KIT_TEST_KERNEL"])

@@ -39,18 +39,18 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
 
 
 def _seconds(command: list[str]) -> float:
-    cpus = set(sorted(os.sched_getaffinity(0))[:_CPUS])
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:_CPUS]))
+    pinned = ["taskset", "--cpu-list", cpus, *command]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(models.ROOT), str(models.DEMO)])}
     with tempfile.TemporaryFile("w+") as log:
         start = time.perf_counter()
         code = subprocess.run(
-            command,
+            pinned,
             cwd=Path(tempfile.gettempdir()),
             env=environment,
             stdout=log,
             stderr=log,
             check=False,
-            preexec_fn=lambda: os.sched_setaffinity(0, cpus),
         ).returncode
         seconds = time.perf_counter() - start
         if code:

@@ -41,13 +41,19 @@ class Outcome:
 Cli = Callable[..., Outcome]
 
 
-def process(*arguments: str | Path, cwd: Path | None = None, before: Callable[[], None] | None = None) -> Outcome:
-    """``bf16-convert`` in a process of its own; ``before`` runs in that process first, e.g. to limit it."""
+def process(*arguments: str | Path, cwd: Path | None = None, largest_file: int | None = None) -> Outcome:
+    """``bf16-convert`` in a process of its own, which cannot write a file of more than ``largest_file`` bytes.
+
+    At that size writing fails with EFBIG, as on a full disk with ENOSPC: Python ignores the signal SIGXFSZ. The limit
+    is set by a program, not by ``preexec_fn``: that runs in a fork of this process, which gRPC's threads may abort.
+    """
     command = [str(Path(sys.executable).with_name("bf16-convert")), *map(str, arguments)]
+    if largest_file is not None:
+        command = ["prlimit", f"--fsize={largest_file}", *command]
     # --model architectures:… is found there too; what the caller's path brings, a checkout's own code, stays in front
     path = [os.environ.get("PYTHONPATH", ""), str(SUPPORT)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, preexec_fn=before, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

@@ -168,14 +168,14 @@ def test_ctrl_c_ends_it_with_a_line_and_writes_nothing(repository: Path, tmp_pat
     with errors.open("w") as stream:
         process = subprocess.Popen(
             [
+                # As a terminal starts it: a shell has what it starts in the background ignore the signal.
+                *("env", "--default-signal=INT"),
                 *(sys.executable, "-m", "service", "bench", "mlp", "--repository", str(repository)),
                 *("--device", "cpu", "--seconds", "600", "--write"),
             ],
             stdout=subprocess.DEVNULL,
             stderr=stream,
             cwd=Path(__file__).parents[3],
-            # As a terminal starts it: a shell has what it starts in the background ignore the signal.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         until(lambda: "the runtime alone" in errors.read_text() or process.poll() is not None, 60, "measuring")
