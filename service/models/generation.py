@@ -11,7 +11,9 @@ from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.contract import Bounds, Meaning
 from service.drift.comparison import Comparison
-from service.drift.shadow import Handing, Sample, Sampler, Shadow, ShadowObserver
+from service.drift.observer import ShadowObserver
+from service.drift.sampling import Handing, Sample, Sampler
+from service.drift.shadow import Shadow
 from service.models.engine import Engine, SpreadEngine
 from service.models.lease import Leases
 from service.models.loading import Loaded

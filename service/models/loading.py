@@ -29,7 +29,7 @@ from bf16kit.runtime.weightstore import OWN, Remembering, WeightStore
 from bf16kit.tensors import BY_NAME, TensorSpec, check_feeds, describe
 from bf16kit.wording import brief
 from service.contract import Array
-from service.drift.comparison import judge
+from service.drift.gate import judge
 from service.models import choosing
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.choosing import Clock

@@ -22,7 +22,7 @@ from pydantic import (
 from bf16kit.errors import ConfigError
 from service.batching.queue import LevelPolicy
 from service.contract import QueueBounds, Scheduling
-from service.drift.shadow import ShadowPolicy
+from service.drift.policy import ShadowPolicy
 from service.process.config import explain, read_mapping
 
 FILE_NAME = "serving.yaml"

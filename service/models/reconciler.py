@@ -18,7 +18,8 @@ from functools import partial
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.weightstore import OWN, WeightStore
-from service.drift.shadow import Sample, ShadowObserver
+from service.drift.observer import ShadowObserver
+from service.drift.sampling import Sample
 from service.models import loading
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.generation import Generation, Hand

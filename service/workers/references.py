@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bf16kit.errors import ArtifactError, Bf16kitError
-from service.drift.shadow import NICENESS, QUEUE_SIZE, Sample, Shadow
+from service.drift.sampling import Sample
+from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow
 from service.models.directory import stamp_of
 from service.models.generation import new_shadow
 from service.models.opening import open_artifact

@@ -13,7 +13,9 @@ from functools import partial
 from typing import NamedTuple
 
 from bf16kit.errors import Unavailable
-from service.drift.shadow import QUEUE_SIZE, Sample, ShadowObserver
+from service.drift.observer import ShadowObserver
+from service.drift.sampling import Sample
+from service.drift.shadow import QUEUE_SIZE
 from service.models.plan import Plan, Wish
 from service.process.config import ServerConfig
 from service.workers.channel import Body

@@ -6,7 +6,9 @@ import pytest
 from bf16kit.drift import Budget, SampleDrift
 from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
-from service.drift.comparison import WINDOW, Comparison, judge, sample_of
+from service.drift.comparison import WINDOW, Comparison
+from service.drift.gate import judge
+from service.drift.sampling import sample_of
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 ONES = np.ones((1, 2), np.float32)

@@ -16,8 +16,10 @@ from bf16kit.drift import Budget, SampleDrift
 from bf16kit.errors import ArtifactError, RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from service.drift.comparison import Comparison, size_of
-from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow, ShadowPolicy, TokenBucket
+from service.drift.comparison import Comparison
+from service.drift.policy import ShadowPolicy
+from service.drift.sampling import TokenBucket, size_of
+from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow
 from service.request import Reply, Request
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)

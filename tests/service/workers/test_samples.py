@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.drift.shadow import Sample
+from service.drift.sampling import Sample
 from service.workers.samples import pack, unpack
 
 SAMPLE = Sample(

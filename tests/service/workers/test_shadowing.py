@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.drift.shadow import Sample
+from service.drift.sampling import Sample
 from service.models.plan import Plan
 from service.models.policy import Serving
 from service.workers.channel import Body
