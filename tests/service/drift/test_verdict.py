@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from service.drift.verdict import DriftVerdict
+
+OVER = DriftVerdict(
+    "m", 3, "over", "broken", "y", "relative_l2", math.inf, 1.5, math.inf, 87.5, 412, True, 1700000000.5
+)
+
+
+@pytest.mark.parametrize("verdict", [OVER, DriftVerdict.unknown("m", 1)])
+def test_a_verdict_reaches_another_process_as_it_was_also_with_infinities(verdict: DriftVerdict) -> None:
+    assert DriftVerdict.from_json(json.loads(json.dumps(verdict.to_json(), allow_nan=False))) == verdict
+
+
+@pytest.mark.parametrize("field", ["state", "cause"])
+def test_a_word_that_nobody_knows_is_no_verdict(field: str) -> None:
+    with pytest.raises(ValueError, match="sunny"):
+        DriftVerdict.from_json(OVER.to_json() | {field: "sunny"})
+
+
+def test_a_verdict_says_what_somebody_is_to_hear_at_once() -> None:
+    assert OVER.told == ("over", "broken", True)
