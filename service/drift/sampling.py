@@ -24,12 +24,18 @@ from service.request import Reply, Request
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The rows to measure of a chosen request: feeds as they ran, the outputs that were answered; copies of both."""
+    """The rows to measure of a chosen request: feeds as they ran, the outputs that were answered; copies of both.
+
+    ``probability``, in (0, 1], is that with which each of its rows came to be here: a row counts 1 ÷ ``probability``
+    times. ``precision`` is that of what made ``outputs``, as in :class:`~service.request.Reply`.
+    """
 
     feeds: dict[str, Array]
     outputs: dict[str, Array]
     rows: int
     nbytes: int
+    probability: float = 1.0
+    precision: str = ""
 
 
 class TokenBucket:
@@ -80,7 +86,7 @@ class Chooser:
         if not hold(nbytes):
             self._observer.sampled("dropped", rows)
             return None
-        return Sample(copies(feeds), copies(outputs), rows, nbytes)
+        return Sample(copies(feeds), copies(outputs), rows, nbytes, precision=reply.precision)
 
 
 class Sampler(Protocol):

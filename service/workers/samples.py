@@ -18,6 +18,7 @@ from service.wire.tensors import decode_raw, encode_raw
 from service.workers.channel import Body
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_PLAIN = ("rows", "nbytes", "probability", "precision")  # what of a sample travels as it is
 
 
 def pack(sample: Sample) -> tuple[Body, int]:
@@ -32,7 +33,8 @@ def pack(sample: Sample) -> tuple[Body, int]:
     except BaseException:
         os.close(file)
         raise
-    return {"rows": sample.rows, "nbytes": sample.nbytes, "tensors": [described for described, _ in parts]}, file
+    body = {name: getattr(sample, name) for name in _PLAIN}
+    return body | {"tensors": [described for described, _ in parts]}, file
 
 
 def unpack(told: Mapping[str, Any], file: int) -> Sample:
@@ -47,7 +49,7 @@ def unpack(told: Mapping[str, Any], file: int) -> Sample:
         raw = os.pread(file, nbytes, at)
         found[kind][name] = np.array(decode_raw(name, BY_NAME[dtype], tuple(shape), raw))
         at += nbytes
-    return Sample(found["feeds"], found["outputs"], told["rows"], told["nbytes"])
+    return Sample(found["feeds"], found["outputs"], **{name: told[name] for name in _PLAIN})
 
 
 def _raw(kind: str, arrays: Mapping[str, Array]) -> list[tuple[list[Any], bytes]]:

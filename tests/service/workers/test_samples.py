@@ -23,6 +23,8 @@ SAMPLE = Sample(
     outputs={"y": np.array([1.5, -2.0]).astype(ml_dtypes.bfloat16), "z": np.array(3, np.float32)},
     rows=2,
     nbytes=99,
+    probability=1 / 3,
+    precision="bf16",
 )
 
 
@@ -31,6 +33,7 @@ def test_a_sample_is_the_same_after_its_journey() -> None:
     found = unpack(json.loads(json.dumps(told)), file)
     os.close(file)
     assert (found.rows, found.nbytes) == (2, 99)
+    assert (found.probability, found.precision) == (1 / 3, "bf16")
     for kind in ("feeds", "outputs"):
         there, here = getattr(found, kind), getattr(SAMPLE, kind)
         assert there.keys() == here.keys()
