@@ -9,8 +9,8 @@ from typing import Any
 
 from bf16kit.errors import Unavailable
 from service.models.plan import Plan
-from service.workers.channel import Body
-from service.workers.peer import Message
+from service.peers.channel import Body
+from service.peers.peer import Message
 
 KIND = "agree"
 _MOST = 4096  # remembered: plans come and go

@@ -10,7 +10,7 @@ from typing import Any
 from bf16kit.errors import Unavailable
 from service.contract import Registry
 from service.operations import Counted, Indexed, RegistryModels, Setting, Settings
-from service.workers.channel import Body
+from service.peers.channel import Body
 from service.workers.statistics import from_json
 
 Ask = Callable[[str, Mapping[str, Any]], Future[Body]]

@@ -14,8 +14,8 @@ from typing import Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
 from service.models.plan import Wish
+from service.peers.peer import ENDED
 from service.workers.fleet import Fleet
-from service.workers.peer import ENDED
 
 _log = logging.getLogger(__name__)
 _AT_ONCE_SECONDS = 20.0  # for what takes a worker no time: one that does not answer is killed before

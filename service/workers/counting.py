@@ -7,14 +7,12 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from service.contract import StatisticsSnapshot
+from service.peers.channel import Body
 from service.telemetry.metrics import Metrics, expose
 from service.telemetry.whole import Family, Series, Whole
-from service.workers.channel import Body
 from service.workers.statistics import Told, WholeStatistics, from_json
 from service.workers.view import Key
 
-#: What each process tells by itself, so that little is lost with it.
-TELL_SECONDS = 1.0
 _PATIENCE_SECONDS = 2.0  # for processes to tell once more when somebody asks; of those that do not, the last counts
 Ask = Callable[[], Mapping[str, Future[Body]]]  # every process that runs, by its name
 

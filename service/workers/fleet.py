@@ -13,12 +13,12 @@ from typing import Any
 
 from bf16kit.errors import Unavailable
 from service.models.plan import Wish
+from service.peers.channel import Body
+from service.peers.child import SILENT_SECONDS, Child
+from service.peers.peer import ENDED, Answer, Handler, Message, Peer
 from service.process.config import ServerConfig
 from service.process.stop import Ending
 from service.sharedmemory import open_regions
-from service.workers.channel import Body
-from service.workers.child import SILENT_SECONDS, Child
-from service.workers.peer import ENDED, Answer, Handler, Message, Peer
 from service.workers.placement import VISIBLE, gpu_for, gpus
 from service.workers.regions import FleetRegions
 from service.workers.view import Key, Report, View

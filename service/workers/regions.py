@@ -14,9 +14,9 @@ from typing import Any
 
 from bf16kit.errors import Unavailable
 from service.operations import Region
+from service.peers.channel import Body
+from service.peers.peer import Handler, Message, Peer
 from service.regions.table import RegionSlice, RegionTable
-from service.workers.channel import Body
-from service.workers.peer import Handler, Message, Peer
 
 _PATIENCE_SECONDS = 10.0  # for all workers to answer: each opens a file
 

@@ -13,12 +13,16 @@ from service.httpport import announce, open_http
 from service.models.controller import Controller
 from service.models.poll import Poll
 from service.operations import Indexed
+from service.peers.channel import Body
+from service.peers.peer import Answer, Message
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.logsettings import LogSettings
 from service.process.ports import ReservedPort
 from service.process.stop import Ending, Started, Stop
 from service.process.ticking import Ticking
+from service.shadow.process import NAME as SHADOW
+from service.shadow.process import ShadowProcess
 from service.status_http.pages import routes
 from service.status_http.views import Status
 from service.telemetry.history import NAMES, TICK_SECONDS, History
@@ -26,13 +30,9 @@ from service.telemetry.metrics import Metrics
 from service.workers import agreements
 from service.workers.asking import settings_from_json
 from service.workers.changes import ModelChanges, SettingsOfAll
-from service.workers.channel import Body
 from service.workers.counting import Counting
 from service.workers.fleet import Fleet
 from service.workers.overview import Overview
-from service.workers.peer import Answer, Message
-from service.workers.shadowing import NAME as SHADOW
-from service.workers.shadowing import ShadowProcess
 from service.workers.statistics import as_json
 from service.workers.view import UNLOADING
 

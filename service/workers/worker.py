@@ -18,6 +18,9 @@ from service.grpcport import build_transport, drain, extensions, guarded, open_t
 from service.models.plan import Wish
 from service.models.repository import Repository
 from service.operations import Operations, Settings
+from service.peers.channel import Body, Channel
+from service.peers.orphans import end_with, leave_signals_to_the_parent
+from service.peers.peer import ENDED, TELL_SECONDS, Message, Peer
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer, bound_heap
@@ -25,19 +28,15 @@ from service.process.logs import configure
 from service.process.logsettings import LogSettings
 from service.process.stop import Ending
 from service.process.ticking import Ticking
+from service.shadow.process import Hander
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
 from service.workers.agreements import AskedAgreement
 from service.workers.asking import AskedControl, AskedModels, AskedSettings, settings_from_json
-from service.workers.channel import Body, Channel
-from service.workers.counting import TELL_SECONDS
 from service.workers.described import describe
-from service.workers.orphans import end_with, leave_signals_to_the_parent
-from service.workers.peer import ENDED, Message, Peer
 from service.workers.placement import threads_of
 from service.workers.regions import WorkerRegions
 from service.workers.registry import Sight, WholeRegistry
-from service.workers.shadowing import Hander
 from service.workers.statistics import as_json
 from service.workers.view import Report, SlotState, View
 from service.workers.weights import SharedWeights

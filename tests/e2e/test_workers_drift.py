@@ -17,7 +17,7 @@ from workerprocesses import Client, pids
 
 pytestmark = pytest.mark.long  # starts servers of several processes again and again
 
-SHADOW = "service.workers.references"
+SHADOW = "service.shadow.references"
 MEASURED = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
 DROPPED = 'bf16kit_drift_samples_total{model="mlp",outcome="dropped",version="1"}'
 COUNT = 'bf16kit_drift_relative_l2_count{model="mlp",output="y",version="1"}'

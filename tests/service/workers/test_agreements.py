@@ -13,10 +13,10 @@ import pytest
 from bf16kit.errors import Unavailable
 from service.models.plan import Plan
 from service.models.policy import Serving
+from service.peers.channel import Body
+from service.peers.peer import Message
 from service.workers import agreements
 from service.workers.agreements import Agreements, AskedAgreement
-from service.workers.channel import Body
-from service.workers.peer import Message
 
 PLAN = Plan(1, Path("m/1"), Serving(), "1-2-3")
 

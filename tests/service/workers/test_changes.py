@@ -12,8 +12,8 @@ import pytest
 from bf16kit.errors import Bf16kitError, Unavailable
 from service.models.plan import Plan, Wish
 from service.models.policy import Serving
+from service.peers.channel import Body
 from service.workers.changes import ModelChanges
-from service.workers.channel import Body
 
 
 def wish(*versions: int, name: str = "m", stamp: str = "") -> Wish:

@@ -11,9 +11,9 @@ from waiting import until
 
 from bf16kit.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, Unavailable
 from service.operations import Region
+from service.peers.channel import Channel
+from service.peers.peer import Peer
 from service.regions.table import RegionLimits, RegionTable
-from service.workers.channel import Channel
-from service.workers.peer import Peer
 from service.workers.regions import FleetRegions, WorkerRegions
 
 REGION = Region("r", "/mem", 8, 16)

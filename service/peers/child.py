@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from service.workers.channel import Channel
-from service.workers.peer import Handler, Peer
+from service.peers.channel import Channel
+from service.peers.peer import Handler, Peer
 
 _log = logging.getLogger(__name__)
 PING_SECONDS = 1.0
@@ -130,7 +130,7 @@ class Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             # -P: what lies in the working directory is not to be imported. The process ends itself when this one has
-            # died (service/workers/orphans.py); signals are this one's to take.
+            # died (service/peers/orphans.py); signals are this one's to take.
             command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,

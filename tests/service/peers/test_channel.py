@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.workers.channel import LONGEST, MOST_FILES, Body, Channel, close_all
+from service.peers.channel import LONGEST, MOST_FILES, Body, Channel, close_all
 
 Pair = tuple[Channel, socket.socket]
 

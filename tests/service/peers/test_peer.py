@@ -13,8 +13,8 @@ import pytest
 from waiting import until
 
 from bf16kit.errors import Bf16kitError, InvalidRequest, NotFound, RuntimeFailure, Unavailable
-from service.workers.channel import Body, Channel
-from service.workers.peer import Handler, Message, Peer, error_as_json, error_from_json
+from service.peers.channel import Body, Channel
+from service.peers.peer import Handler, Message, Peer, error_as_json, error_from_json
 
 Connect = Callable[[Mapping[str, Handler]], Peer]
 

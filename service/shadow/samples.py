@@ -14,8 +14,8 @@ import numpy as np
 
 from bf16kit.tensors import BY_NAME, Array
 from service.drift.sampling import Sample
+from service.peers.channel import Body
 from service.wire.tensors import decode_raw, encode_raw
-from service.workers.channel import Body
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _PLAIN = ("rows", "nbytes", "probability", "precision")  # what of a sample travels as it is

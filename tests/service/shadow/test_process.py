@@ -15,8 +15,8 @@ import pytest
 from service.drift.sampling import Sample
 from service.models.plan import Plan
 from service.models.policy import Serving
-from service.workers.channel import Body
-from service.workers.shadowing import Hander
+from service.peers.channel import Body
+from service.shadow.process import Hander
 
 SAMPLE = Sample({"x": np.zeros((2, 4), np.float32)}, {"y": np.zeros((2, 4), np.float32)}, rows=2, nbytes=64)
 PLAN = Plan(1, Path("m/1"), Serving(), "stamp")

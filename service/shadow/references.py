@@ -23,18 +23,17 @@ from service.models.directory import stamp_of
 from service.models.generation import new_shadow
 from service.models.opening import open_artifact
 from service.models.plan import Plan, Wish
+from service.peers.channel import Body, Channel
+from service.peers.orphans import end_with, leave_signals_to_the_parent
+from service.peers.peer import TELL_SECONDS, Message, Peer
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking
+from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
-from service.workers.channel import Body, Channel
-from service.workers.counting import TELL_SECONDS
-from service.workers.orphans import end_with, leave_signals_to_the_parent
-from service.workers.peer import Message, Peer
-from service.workers.samples import unpack
-from service.workers.view import Key
 
 _log = logging.getLogger(__name__)
+Key = tuple[str, int]  # a model's name, and its version
 MEASURED = "bf16kit_drift_"  # what is counted here; the workers count everything else
 
 
@@ -137,7 +136,7 @@ class References:
 
 
 def main() -> None:
-    """``python -m service.workers.references DESCRIPTOR PARENT``."""
+    """``python -m service.shadow.references DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
     end_with(int(sys.argv[2]))
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)

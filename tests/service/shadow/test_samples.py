@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from service.drift.sampling import Sample
-from service.workers.samples import pack, unpack
+from service.shadow.samples import pack, unpack
 
 SAMPLE = Sample(
     feeds={

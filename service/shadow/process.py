@@ -17,13 +17,13 @@ from service.drift.observer import ShadowObserver
 from service.drift.sampling import Sample
 from service.drift.shadow import QUEUE_SIZE
 from service.models.plan import Plan, Wish
+from service.peers.channel import Body
+from service.peers.child import Child
+from service.peers.peer import Handler, Message, Peer
 from service.process.config import ServerConfig
-from service.workers.channel import Body
-from service.workers.child import Child
-from service.workers.peer import Handler, Message, Peer
-from service.workers.samples import pack
+from service.shadow.samples import pack
 
-REFERENCES = "service.workers.references"
+REFERENCES = "service.shadow.references"
 NAME = "the shadow"
 _MOST_BYTES = 256 << 20  # of samples that it was given and has not taken or refused yet
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from service.workers.child import PING_SECONDS, SILENT_SECONDS, Child, cpu_seconds
-from service.workers.peer import Handler
+from service.peers.child import PING_SECONDS, SILENT_SECONDS, Child, cpu_seconds
+from service.peers.peer import Handler
 
 _HEAD = "import os, signal, socket, sys, time\nend = socket.socket(fileno=int(sys.argv[1]))\n"
 _ANSWERS = """
-from service.workers.channel import Channel
-from service.workers.peer import Peer
+from service.peers.channel import Channel
+from service.peers.peer import Peer
 peer = Peer(Channel(end), "parent", {"ping": lambda message: None}, lambda: os._exit(0))
 peer.start()
 peer.tell("hello", {"directory": sys.path[0]})

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bf16kit.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
-from service.workers.channel import Body, Channel, close_all
+from service.peers.channel import Body, Channel, close_all
 
 _log = logging.getLogger(__name__)
 _WAITING = 4096  # messages that are not sent yet; a process that leaves more unread is taken for dead
+TELL_SECONDS = 1.0  # between what a process tells by itself of what it has counted: little is lost with it
 _ANSWER = "answer"  # the kind of message that answers another
 ENDED = "ended"  # the reason of an Unavailable: a process that was asked has ended, or has not begun
 _INTERNAL = "an unexpected error; the server's log has it"
