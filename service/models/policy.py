@@ -22,6 +22,7 @@ from pydantic import (
 from bf16kit.errors import ConfigError
 from service.batching.queue import LevelPolicy
 from service.contract import QueueBounds, Scheduling
+from service.drift.fallbackpolicy import FallbackPolicy
 from service.drift.policy import ShadowPolicy
 from service.process.config import explain, read_mapping
 
@@ -33,24 +34,6 @@ _LARGEST_FILE, _LARGEST_LABELS = 1 << 20, 16 << 20  # bytes
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FallbackPolicy(_Part):
-    """When to answer with fp32 instead. Only ``none`` exists in this version."""
-
-    policy: str = "none"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, value: Any) -> Any:
-        return {"policy": value} if isinstance(value, str) else value
-
-    @field_validator("policy")
-    @classmethod
-    def _only_none(cls, value: str) -> str:
-        if value != "none":
-            raise ValueError("automatic fallback to fp32 is not in this version; the only policy is 'none'")
-        return value
 
 
 class VersionPolicy(_Part):
@@ -134,6 +117,14 @@ class Serving(_Part):
         for level in (self.default_priority_level, *self.priority_queue_policy):
             if level > levels:
                 raise ValueError(f"priority level {level} is asked for, but priority_levels is {self.priority_levels}")
+        return self
+
+    @model_validator(mode="after")
+    def _fallback_is_measured(self) -> Serving:
+        if self.fallback.policy == "fp32" and self.shadow.rate == 0:
+            raise ValueError(
+                "fallback is fp32, and shadow.rate is 0: drift that is not measured is never over its budget"
+            )
         return self
 
     def levels(self) -> tuple[LevelPolicy, ...]:

@@ -43,4 +43,4 @@ def test_the_serving_yaml_of_the_documentation_is_accepted_and_shows_every_key()
     (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     shown = yaml.safe_load(example)
     Serving(**shown)
-    assert shown.keys() == Serving.model_fields.keys() - {"fallback"}  # no policy but `none` exists yet
+    assert shown.keys() == Serving.model_fields.keys()

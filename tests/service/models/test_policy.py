@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit.errors import ConfigError
+from service.drift.fallbackpolicy import FallbackPolicy
 from service.models.policy import Serving, VersionPolicy, load_serving
 
 
@@ -25,26 +26,45 @@ def test_every_key_of_the_design_is_read(tmp_path: Path) -> None:
     serving = load(
         tmp_path,
         "max_batch_size: 8\nmax_queue_delay_ms: 2.5\nmax_queue_size: 10\ninstances: 2\nversion_policy: all\n"
-        "warmup: [1, 8]\nshadow: {rate: 1.0, max_per_second: 5, max_rows: 2}\nfallback: {policy: none}\n"
+        "warmup: [1, 8]\nshadow: {rate: 1.0, max_per_second: 5, max_rows: 2}\nfallback: {policy: fp32, margin: 0.2}\n"
         "budget: {relative_l2: 0.01, max_abs: null}\n",
     )
     assert (serving.max_batch_size, serving.max_queue_size, serving.warmup) == (8, 10, (1, 8))
     assert serving.budget == {"relative_l2": 0.01, "max_abs": None}
+    assert serving.fallback == FallbackPolicy(policy="fp32", margin=0.2)
 
 
-@pytest.mark.parametrize("text", ["fallback: none", "fallback: {policy: none}", ""])
+@pytest.mark.parametrize("text", ["fallback: off", "fallback: {policy: off}", "fallback: 'off'"])
 def test_no_fallback_may_be_said_in_every_way(tmp_path: Path, text: str) -> None:
-    assert load(tmp_path, text).fallback.policy == "none"
+    """YAML reads the plain word as false."""
+    assert load(tmp_path, text).fallback.policy == "off"
+
+
+@pytest.mark.parametrize("word", ["alert", "fp32"])
+def test_a_fallback_is_a_word_or_has_numbers(tmp_path: Path, word: str) -> None:
+    assert load(tmp_path, f"fallback: {word}").fallback == FallbackPolicy(policy=word)  # type: ignore[arg-type]
+    numbers = load(tmp_path, f"fallback: {{policy: {word}, min_stay_seconds: 1, clean_samples: 20}}").fallback
+    assert (numbers.policy, numbers.min_stay_seconds, numbers.clean_samples) == (word, 1, 20)
+
+
+def test_a_breach_is_said_and_no_more_unless_somebody_asks_for_it(tmp_path: Path) -> None:
+    """A fallback takes the memory of the whole fp32 model: nobody is to have it unasked."""
+    assert load(tmp_path, "").fallback.policy == "alert"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fallback: fp32", "the only policy is 'none'"),
+        ("fallback: none", "'fallback.policy' is 'none': 'none' is called 'off' now"),
+        ("fallback: on", "'on' says not what to do; the policies are off, alert and fp32"),
+        ("fallback: fp16", "'fallback.policy' is 'fp16'"),
+        ("fallback: {policy: fp32, margin: 1}", r"'fallback\.margin' is 1"),
+        ("fallback: {policy: fp32, stay: 1}", r"unknown key 'fallback\.stay'"),
+        ("fallback: {min_stay_seconds: 9, longest_stay_seconds: 8}", "longest_stay_seconds is 8, less than min_stay"),
+        ("fallback: fp32\nshadow: {rate: 0}", r"fallback is fp32, and shadow\.rate is 0"),
         ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
         ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_bytes, max_per_second, max_rows, rate"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),
-        ("fallback: {policy: fp32}", "the only policy is 'none'"),
         ("version_policy: {latest: 1, all: true}", "give exactly one of"),
         ("version_policy: {oldest: 1}", r"unknown key 'version_policy\.oldest'"),
         ("instances: 0", "'instances' is 0: give 1 to 64, or auto"),

@@ -205,12 +205,6 @@ def test_a_broken_serving_yaml_keeps_its_model_not_ready_and_names_the_key(tmp_p
     assert "serving.yaml: unknown key 'max_batch'" in only(load()).reason
 
 
-def test_fallback_is_refused_until_it_exists(tmp_path: Path, load: Open) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    serving(tmp_path, "fallback: {policy: auto}")
-    assert "the only policy is 'none'" in only(load()).reason
-
-
 def test_serving_yaml_sets_the_batch_size_and_warmup(tmp_path: Path, load: Open) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     serving(tmp_path, "max_batch_size: 2\nwarmup: [1, 2]\nmax_queue_delay_ms: 1.5\ninstances: 2")

@@ -1,0 +1,102 @@
+"""Whether bf16 or fp32 answers for a model: the decision alone, fed with verdicts and a clock.
+
+    bf16 ── over the budget with confidence ──▶ warming ── the reference is loaded and warm ──▶ fp32
+      ▲                                            │ it cannot be loaded                          │
+      └────────────────────────────────────────────┘                                              │
+      └── a minimum stay is over, and enough clean samples are clearly below the budget ──────────┘
+
+A model on the border does not flap: what it falls for is an interval above the budget, what it returns for an interval
+below it by a margin, both with 95 % confidence; and a model that falls again stays twice as long.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from service.drift.fallbackpolicy import FallbackPolicy
+from service.drift.verdict import DriftVerdict
+
+Phase = Literal["bf16", "warming", "fp32"]
+_WORDS = {
+    "rounding": "of the size that rounding explains",
+    "broken": "more than rounding explains: something is broken",
+    "out_of_range": "with inputs outside the calibrated range",
+}
+
+
+class Fallback:
+    """The phase of one generation of a model. Times are seconds of one clock, which the caller reads.
+
+    ``reason`` says for people why the phase is as it is; empty: there is nothing to say.
+    """
+
+    def __init__(self, policy: FallbackPolicy, now: float) -> None:
+        self.phase: Phase = "bf16"
+        self.reason = ""
+        self._policy = policy
+        self._since = now  # in this phase
+        self._falls = 0  # in a row
+        self._retry_at = now
+
+    @property
+    def stay(self) -> float:
+        """The seconds that fp32 answers at least, this time."""
+        longest = self._policy.longest_stay_seconds
+        return min(longest, self._policy.min_stay_seconds * 2.0 ** min(self._falls - 1, 64))
+
+    def hear(self, verdict: DriftVerdict, now: float) -> bool:
+        """Whether the phase, or the reason, is another now."""
+        if self._policy.policy == "off":
+            return False
+        if self.phase == "fp32":
+            return self._return(verdict, now)
+        if self.phase == "warming":
+            return False
+        if verdict.state == "over":
+            return self._fall(verdict, now)
+        if verdict.state == "within" and self.reason:
+            self.reason = ""
+            return True
+        return False
+
+    def warmed(self, now: float) -> None:
+        """fp32 answers from now on."""
+        if now - self._since >= self._policy.longest_stay_seconds:
+            self._falls = 0
+        self._falls += 1
+        self.phase, self._since = "fp32", now
+
+    def failed(self, why: str, now: float) -> None:
+        """fp32 cannot answer: bf16 goes on, and it is tried again when the next verdicts ask for it."""
+        self.phase, self._retry_at = "bf16", now + self._policy.retry_seconds
+        self.reason = f"{self.reason}; fp32 cannot answer: {why}"
+
+    def _fall(self, verdict: DriftVerdict, now: float) -> bool:
+        said = not self.reason
+        if said:
+            self.reason = describe(verdict)
+        if self._policy.policy == "fp32" and now >= self._retry_at:
+            self.phase, self.reason = "warming", describe(verdict)
+            return True
+        return said
+
+    def _return(self, verdict: DriftVerdict, now: float) -> bool:
+        clean = (
+            verdict.state == "within"
+            and not verdict.changed
+            and verdict.effective_samples >= self._policy.clean_samples
+            and verdict.high < 1 - self._policy.margin
+        )
+        if not clean or now - self._since < self.stay:
+            return False
+        self.phase, self._since, self.reason = "bf16", now, ""
+        return True
+
+
+def describe(verdict: DriftVerdict) -> str:
+    """A breach in words: what is over, by how much, and what kind of fault it looks like."""
+    said = (
+        f"{verdict.metric} of output {verdict.output!r} is {verdict.ratio:.3g} times its budget"
+        f" (95 %: {verdict.low:.3g} to {verdict.high:.3g}, {verdict.effective_samples:.0f} effective samples)"
+    )
+    return f"{said}, {_WORDS[verdict.cause]}" if verdict.cause in _WORDS else said
