@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -35,7 +36,7 @@ class Comparison:
             if not samples:
                 raise ArtifactError(f"the fp32 reference's output {spec.name!r} has no rows")
             for sample in samples:
-                observer.drift(spec.name, sample)
+                observer.drift(spec.name, sample, 1.0)
             recent = self._recent[spec.name]
             recent.extend(samples)
             self._tell_ratios(spec.name, DriftSummary.of(recent), observer)
@@ -44,4 +45,4 @@ class Comparison:
         for metric in self._budget.as_dict():
             measured = summary.judged(metric)
             if measured is not None:
-                observer.budget_ratio(output, metric, self._budget.ratio(metric, measured))
+                observer.budget_ratio(output, metric, self._budget.ratio(metric, measured), 0.0, math.inf)

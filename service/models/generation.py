@@ -20,7 +20,7 @@ from service.models.loading import Loaded
 from service.models.opening import Opened, baseline
 from service.models.policy import Serving
 from service.request import Claim, Observation, Reply, Request, Timings
-from service.telemetry.metrics import ModelMetrics
+from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from service.contract import State
 from service.models.generation import Generation
 from service.models.plan import Plan
 from service.request import Observation
-from service.telemetry.metrics import ModelMetrics
+from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 LONGEST_REASON = 1000  # characters

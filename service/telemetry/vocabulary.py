@@ -23,6 +23,11 @@ CODES = (
 REJECTIONS = ("queue_full", "queue_wait", "queue_bytes", "deadline", "cancelled", "draining")
 Outcome = Literal["measured", "dropped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("measured", "dropped", "failed")
+GateOutcome = Literal["passed", "failed", "error"]
+GATE_OUTCOMES: tuple[GateOutcome, ...] = ("passed", "failed", "error")
+Precision = Literal["bf16", "fp32"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+CAUSES = ("rounding", "broken", "out_of_range")  # what may ail a model: see service.drift.diagnosis
 TraceOutcome = Literal["exported", "dropped", "failed"]
 TRACE_OUTCOMES: tuple[TraceOutcome, ...] = ("exported", "dropped", "failed")
 # A sum that has met one infinity is infinite for good, so that no rate can be taken of it again.

@@ -21,11 +21,23 @@ class Heard:
         self.drifts: list[str] = []
         self.ratios: dict[tuple[str, str], float] = {}
 
-    def drift(self, output: str, sample: SampleDrift) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
         self.drifts.append(output)
 
-    def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
+    def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio
+
+    def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
+        pass
+
+    def changed(self, output: str) -> None:
+        pass
+
+    def out_of_range(self, name: str, rows: int) -> None:
+        pass
+
+    def judged(self, over: bool, cause: str) -> None:
+        pass
 
 
 def test_an_output_that_was_not_asked_for_is_passed_over() -> None:

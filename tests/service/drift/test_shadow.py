@@ -63,11 +63,23 @@ class Heard:
     def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None:
         self.samples[outcome] += samples
 
-    def drift(self, output: str, sample: SampleDrift) -> None:
+    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
         self.drifts.append(sample)
 
-    def budget_ratio(self, output: str, metric: str, ratio: float) -> None:
+    def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         self.ratios[output, metric] = ratio
+
+    def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
+        pass
+
+    def changed(self, output: str) -> None:
+        pass
+
+    def out_of_range(self, name: str, rows: int) -> None:
+        pass
+
+    def judged(self, over: bool, cause: str) -> None:
+        pass
 
 
 Make = Callable[..., Shadow]

@@ -9,7 +9,8 @@ from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation, Timings
 from service.telemetry.history import TICK_SECONDS, TICKS, WINDOW_TICKS, History, Recent
-from service.telemetry.metrics import Metrics, ModelMetrics
+from service.telemetry.metrics import Metrics
+from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.readings import NAMES
 
 KEY = ("m", "1")
@@ -90,8 +91,8 @@ def test_the_trend_has_a_point_for_each_tick_and_no_more_than_it_keeps() -> None
     series = watched.model()
     series.request(answered())
     watched.tick()
-    series.budget_ratio("y", "relative_l2", 0.25)
-    series.budget_ratio("y", "max_abs", 0.5)
+    series.budget_ratio("y", "relative_l2", 0.25, 0.25, 0.25)
+    series.budget_ratio("y", "max_abs", 0.5, 0.5, 0.5)
     for _ in range(20):
         series.request(answered("INTERNAL", seconds=0.002, queue=0.5))
     watched.tick()
@@ -151,8 +152,8 @@ def test_now_is_what_the_gauges_say() -> None:
     series = watched.model()
     series.queued(3)
     series.in_flight(5)
-    series.budget_ratio("y", "relative_l2", float("inf"))
-    series.budget_ratio("y", "max_abs", float("nan"))
+    series.budget_ratio("y", "relative_l2", float("inf"), 0.0, float("inf"))
+    series.budget_ratio("y", "max_abs", float("nan"), 0.0, 0.0)
     recent = watched.recent
     assert (recent.queue_depth, recent.in_flight) == (3, 5)
     assert recent.ratios == {"y": {"relative_l2": 1e9, "max_abs": 1e9}}  # JSON has neither
@@ -210,5 +211,5 @@ def test_a_read_changes_nothing() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_that_is_asked_for_is_a_sample_there_is(name: str) -> None:
     watched = Watched()
-    watched.model().budget_ratio("y", "relative_l2", 0.1)
+    watched.model().budget_ratio("y", "relative_l2", 0.1, 0.1, 0.1)
     assert name in {sample.name for sample in watched.metrics.samples([name])}

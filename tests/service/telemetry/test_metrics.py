@@ -13,7 +13,8 @@ from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import REFUSALS, Observation, Timings
-from service.telemetry.metrics import Metrics, ModelMetrics
+from service.telemetry.metrics import Metrics
+from service.telemetry.modelmetrics import ModelMetrics
 
 #: Design §8: name → type and the labels beside model and version.
 DESIGN = {
@@ -42,7 +43,31 @@ DESIGN = {
     "bf16kit_drift_baseline": ("gauge", {"output", "metric"}),
     "bf16kit_fallback_active": ("gauge", set()),
     "bf16kit_fallback_transitions_total": ("counter", {"to"}),
+} | {  # and of live drift as a team is paged on it: docs/drift.md
+    "bf16kit_drift_effective_samples": ("gauge", {"output"}),
+    "bf16kit_drift_budget_ratio_low": ("gauge", {"output", "metric"}),
+    "bf16kit_drift_budget_ratio_high": ("gauge", {"output", "metric"}),
+    "bf16kit_drift_over_budget": ("gauge", set()),
+    "bf16kit_drift_cause": ("gauge", {"cause"}),
+    "bf16kit_drift_change_score": ("gauge", {"output"}),
+    "bf16kit_drift_changes_total": ("counter", {"output"}),
+    "bf16kit_drift_out_of_range_total": ("counter", {"input"}),
+    "bf16kit_drift_last_sample_timestamp_seconds": ("gauge", set()),
+    "bf16kit_drift_reference_up": ("gauge", set()),
+    "bf16kit_golden_gate_passed": ("gauge", set()),
+    "bf16kit_golden_gate_runs_total": ("counter", {"outcome"}),
+    "bf16kit_golden_gate_timestamp_seconds": ("gauge", set()),
+    "bf16kit_answers_total": ("counter", {"precision"}),
 }
+LATE = (  # they have no series until they are known
+    "bf16kit_drift_budget_ratio",
+    "bf16kit_drift_change_score",
+    "bf16kit_drift_out_of_range_total",
+    "bf16kit_drift_last_sample_timestamp_seconds",
+    "bf16kit_drift_reference_up",
+    "bf16kit_golden_gate_passed",
+    "bf16kit_golden_gate_timestamp_seconds",
+)
 INFO = RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32")
 PIECES = (
     *(
@@ -68,6 +93,18 @@ def loaded(metrics: Metrics, name: str = "m", version: int = 1) -> ModelMetrics:
     return model
 
 
+def tell_all(model: ModelMetrics) -> None:
+    """Everything that has no series until it is known."""
+    model.budget_ratio("y", "relative_l2", 0.1, 0.05, 0.2)
+    model.recent("y", 12.5, 0.25)
+    model.changed("y")
+    model.out_of_range("x", 3)
+    model.judged(True, "broken")
+    model.last_sample(1.7e9)
+    model.reference_up(True)
+    model.gate("failed", 1.7e9)
+
+
 def request(code: str, timings: Timings | None = None) -> Observation:
     return Observation("m", "1", "", code, 0.3, timings)
 
@@ -85,7 +122,7 @@ def ours(metrics: Metrics) -> dict[str, float]:
 
 def test_the_metrics_are_those_of_the_design_with_their_types_and_labels() -> None:
     metrics = Metrics()
-    loaded(metrics).budget_ratio("y", "relative_l2", 0.1)
+    tell_all(loaded(metrics))
     text = metrics.expose()[0].decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     ours = {name: kind for name, kind in types.items() if name.startswith("bf16kit_")}
@@ -110,6 +147,7 @@ def test_every_series_is_there_with_value_0_before_the_first_request() -> None:
     assert {key: value for key, value in samples.items() if value and key.split("{")[0] not in known} == {}
     assert samples['bf16kit_requests_total{code="OK",model="m",version="1"}'] == 0
     assert samples['bf16kit_rejected_total{model="m",reason="draining",version="1"}'] == 0
+    assert [key for key in samples if key.startswith(LATE)] == []
 
 
 def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
@@ -122,7 +160,7 @@ def test_every_series_goes_with_its_model_and_the_others_stay() -> None:
     metrics.remove(goes)
     assert ours(metrics) == before
     goes.drift("y", SAMPLE)  # a shadow that was left behind
-    goes.budget_ratio("y", "relative_l2", 0.5)
+    tell_all(goes)
     goes.request(request("DATA_LOSS"))
     assert ours(metrics) == before
 
@@ -136,7 +174,7 @@ def test_series_that_others_have_replaced_neither_show_nor_take_them_along_when_
     before = ours(metrics)
     old.executed(5, 0.1)
     old.queued(1)
-    old.budget_ratio("y", "relative_l2", 0.5)
+    tell_all(old)
     metrics.remove(old)
     assert ours(metrics) == before
     assert before['bf16kit_rows_total{model="m",version="1"}'] == 1
@@ -173,7 +211,7 @@ def test_drift_is_observed_per_output() -> None:
     model = loaded(metrics)
     model.drift("y", SAMPLE)
     model.sampled("measured", 1)
-    model.budget_ratio("y", "relative_l2", 0.2)
+    model.budget_ratio("y", "relative_l2", 0.2, 0.2, 0.2)
     samples = exposed(metrics)
     assert samples['bf16kit_drift_relative_l2_sum{model="m",output="y",version="1"}'] == 2e-3
     assert samples['bf16kit_drift_top1_matches_total{model="m",output="y",version="1"}'] == 1
@@ -205,8 +243,56 @@ def test_a_budget_ratio_is_absent_until_something_was_measured() -> None:
     metrics = Metrics()
     model = loaded(metrics)
     assert not [key for key in exposed(metrics) if key.startswith("bf16kit_drift_budget_ratio")]
-    model.budget_ratio("y", "relative_l2", 0.0)
-    assert [value for key, value in exposed(metrics).items() if key.startswith("bf16kit_drift_budget_ratio")] == [0.0]
+    model.budget_ratio("y", "relative_l2", 0.0, 0.0, 0.0)
+    assert [value for key, value in exposed(metrics).items() if key.startswith("bf16kit_drift_budget_ratio{")] == [0.0]
+
+
+def test_a_sample_counts_as_the_rows_that_it_speaks_for_and_what_it_saw_counts_once() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    model.drift("y", SAMPLE, 100.0)
+    model.drift("y", SampleDrift(0.02, 1e-6, 0.01, 54.0, top1_matches=2, top1_rows=2, nonfinite=3), 1.0)
+    samples = exposed(metrics)
+    assert samples['bf16kit_drift_relative_l2_bucket{le="0.002",model="m",output="y",version="1"}'] == 100
+    assert samples['bf16kit_drift_relative_l2_count{model="m",output="y",version="1"}'] == 101
+    assert samples['bf16kit_drift_relative_l2_sum{model="m",output="y",version="1"}'] == pytest.approx(0.22)
+    assert samples['bf16kit_drift_top1_matches_total{model="m",output="y",version="1"}'] == 102
+    assert samples['bf16kit_drift_top1_rows_total{model="m",output="y",version="1"}'] == 202
+    assert samples['bf16kit_drift_nonfinite_total{model="m",output="y",version="1"}'] == 3
+
+
+def test_one_cause_is_told_at_a_time() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    for over, cause in ((True, "broken"), (True, "rounding"), (False, "none")):
+        model.judged(over, cause)
+        samples = exposed(metrics)
+        told = {name for name in ("rounding", "broken", "out_of_range")
+                if samples[f'bf16kit_drift_cause{{cause="{name}",model="m",version="1"}}']}  # fmt: skip
+        assert told == {cause} - {"none"}
+        assert samples['bf16kit_drift_over_budget{model="m",version="1"}'] == over
+
+
+def test_a_gate_that_could_not_be_judged_was_not_passed() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    for outcome, passed in (("passed", 1), ("error", 0), ("passed", 1), ("failed", 0)):
+        model.gate(outcome, 5.0)  # type: ignore[arg-type]  # of these words
+        assert exposed(metrics)['bf16kit_golden_gate_passed{model="m",version="1"}'] == passed
+    assert exposed(metrics)['bf16kit_golden_gate_runs_total{model="m",outcome="error",version="1"}'] == 1
+
+
+def test_the_precision_that_answers_is_counted_and_so_are_its_changes() -> None:
+    metrics = Metrics()
+    model = loaded(metrics)
+    model.answered("bf16")
+    model.fallback(True)
+    model.transition("fp32")
+    samples = exposed(metrics)
+    assert samples['bf16kit_answers_total{model="m",precision="bf16",version="1"}'] == 1
+    assert samples['bf16kit_answers_total{model="m",precision="fp32",version="1"}'] == 0
+    assert samples['bf16kit_fallback_active{model="m",version="1"}'] == 1
+    assert samples['bf16kit_fallback_transitions_total{model="m",to="fp32",version="1"}'] == 1
 
 
 def test_refusals_at_the_door_are_counted_by_reason_and_every_reason_is_there_from_the_start() -> None:
@@ -274,6 +360,8 @@ def test_a_scraper_that_speaks_openmetrics_gets_it() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_nothing_to_criticise() -> None:
     metrics = Metrics()
-    loaded(metrics).drift("y", SAMPLE)
+    model = loaded(metrics)
+    model.drift("y", SAMPLE)
+    tell_all(model)
     checked = subprocess.run(["promtool", "check", "metrics"], input=metrics.expose()[0], capture_output=True)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")

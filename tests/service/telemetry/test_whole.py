@@ -14,7 +14,8 @@ from bf16kit.drift import SampleDrift
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.request import Observation, Timings
-from service.telemetry.metrics import Metrics, ModelMetrics, expose
+from service.telemetry.metrics import Metrics, expose
+from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.whole import Family, Series, Whole
 
 M = {"model": "m", "version": "1"}

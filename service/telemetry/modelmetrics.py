@@ -1,0 +1,203 @@
+"""One model version's series: their methods say what happened, and are what the rest of the server calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from bf16kit.drift import SampleDrift
+from bf16kit.runtime import RuntimeInfo
+from bf16kit.tensors import TensorSpec
+from service.request import Observation
+from service.telemetry import vocabulary as words
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    from service.telemetry.families import Families
+    from service.telemetry.weighted import WeightedHistogram, WeightedSeries
+
+_Child = TypeVar("_Child", "Counter", "Gauge", "Histogram")
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputSeries:
+    relative_l2: WeightedSeries
+    cosine: WeightedSeries
+    max_abs: WeightedSeries
+    nonfinite: Counter
+    top1: tuple[Counter, Counter] | None  # matches, rows; for logits only
+
+
+class ModelMetrics:
+    """The series of one generation of a model version, looked up once so that a request pays for none of it."""
+
+    def __init__(self, families: Families, model: str, version: int) -> None:
+        self.model, self.version = model, version
+        self.exposed = True  # False once other series have taken their place, or the model is unloaded
+        self._families = families
+        self._labels = (model, str(version))
+        f = families
+        self._requests = {code: self._of(f.requests, code) for code in words.CODES}
+        self._rejected = {reason: self._of(f.rejected, reason) for reason in words.REJECTIONS}
+        self._samples = {outcome: self._of(f.samples, outcome) for outcome in words.OUTCOMES}
+        self._rows, self._executions = self._of(f.rows), self._of(f.executions)
+        self._request_seconds, self._queue_seconds = self._of(f.request_seconds), self._of(f.queue_seconds)
+        self._compute_seconds, self._batch_rows = self._of(f.compute_seconds), self._of(f.batch_rows)
+        # Bound methods, not methods of ours: these run once or twice for every request.
+        self.queued = self._of(f.queue_depth).inc
+        self.in_flight = self._of(f.in_flight).inc
+        self._ready, self._load_seconds = self._of(f.ready), self._of(f.load_seconds)
+        self._weight_bytes = self._of(f.weight_bytes)
+        self._outputs: dict[str, _OutputSeries] = {}
+        self._answers = {precision: self._of(f.answers, precision) for precision in words.PRECISIONS}
+        self._fallback_active = self._of(f.fallback_active)
+        self._transitions = {to: self._of(f.fallback_transitions, to) for to in words.PRECISIONS}
+        self._gate_runs = {outcome: self._of(f.gate_runs, outcome) for outcome in words.GATE_OUTCOMES}
+        self._over_budget = self._of(f.over_budget)
+        self._causes = {cause: self._of(f.cause, cause) for cause in words.CAUSES}
+
+    def _of(self, family: _Child, *labels: str) -> _Child:
+        return family.labels(*self._labels, *labels)
+
+    def _weighted(self, family: WeightedHistogram, output: str) -> WeightedSeries:
+        return family.labels(*self._labels, output)
+
+    def _late(self, family: Gauge, value: float, *labels: str) -> None:
+        """Set what has no series until it is known. Looked up by its labels, the series would be another generation's
+        once these are exposed no more, or come back for good."""
+        if self.exposed:
+            self._of(family, *labels).set(value)
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def opened(self, weight_bytes: int, outputs: Iterable[TensorSpec]) -> None:
+        """The artifact is open: its outputs are known."""
+        self._weight_bytes.set(weight_bytes)
+        f = self._families
+        for spec in outputs:
+            logits = spec.kind == "logits"
+            self._outputs[spec.name] = _OutputSeries(
+                relative_l2=self._weighted(f.relative_l2, spec.name),
+                cosine=self._weighted(f.cosine, spec.name),
+                max_abs=self._weighted(f.max_abs, spec.name),
+                nonfinite=self._of(f.nonfinite, spec.name),
+                top1=(self._of(f.top1_matches, spec.name), self._of(f.top1_rows, spec.name)) if logits else None,
+            )
+            self._of(f.effective_samples, spec.name)
+            self._of(f.changes, spec.name)
+
+    def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
+        """The runtime is loaded. ``baseline`` is the manifest's drift, by output and then metric."""
+        labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
+        self._of(self._families.info, *labels).set(1)
+        for output, metrics in baseline.items():
+            for metric, value in metrics.items():
+                self._of(self._families.baseline, output, metric).set(value)
+
+    def ready(self, is_ready: bool, load_seconds: float | None = None) -> None:
+        self._ready.set(1 if is_ready else 0)
+        if load_seconds is not None:
+            self._load_seconds.set(load_seconds)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def request(self, seen: Observation) -> None:
+        """One request is over, answered or not: what it waited counts either way, or waiting would look shorter than
+        it is."""
+        series = self._requests.get(seen.code)
+        if series is None and self.exposed:  # see _late
+            series = self._requests[seen.code] = self._of(self._families.requests, seen.code)
+        if series is not None:
+            series.inc()
+        exemplar = {"trace_id": seen.trace} if seen.trace else None
+        self._request_seconds.observe(seen.seconds, exemplar)
+        if seen.timings is not None:
+            self._queue_seconds.observe(seen.timings.queue, exemplar)
+
+    def rejected(self, reason: str) -> None:
+        """``reason`` is one of :data:`~service.telemetry.vocabulary.REJECTIONS`."""
+        self._rejected[reason].inc()
+
+    def executed(self, rows: int, seconds: float) -> None:
+        self._executions.inc()
+        self._rows.inc(rows)
+        self._batch_rows.observe(rows)
+        self._compute_seconds.observe(seconds)
+
+    # --- drift --------------------------------------------------------------------------------------------------------
+
+    def sampled(self, outcome: words.Outcome, samples: int) -> None:
+        self._samples[outcome].inc(samples)
+
+    def drift(self, output: str, sample: SampleDrift, weight: float = 1.0) -> None:
+        """The drift of one sample (row) of one output, which speaks for ``weight`` rows.
+
+        Elements that are not finite are counted as they are: a count of what was seen, not of what there may be.
+        """
+        series = self._outputs[output]
+        series.relative_l2.observe(words.finite(sample.relative_l2), weight)
+        series.cosine.observe(words.finite(sample.cosine_distance), weight)
+        series.max_abs.observe(words.finite(sample.max_abs), weight)
+        series.nonfinite.inc(sample.nonfinite)
+        if series.top1 is not None:
+            series.top1[0].inc(sample.top1_matches * weight)
+            series.top1[1].inc(sample.top1_rows * weight)
+
+    def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
+        """Recent drift ÷ budget, and its 95 % interval. Until the first call there is no series: 0 would say that the
+        model is perfect."""
+        f = self._families
+        for family, value in ((f.budget_ratio, ratio), (f.budget_ratio_low, low), (f.budget_ratio_high, high)):
+            self._late(family, value, output, metric)
+
+    def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
+        """What recent samples are worth, and the change detector's sum ÷ threshold (None: it does not know yet)."""
+        self._late(self._families.effective_samples, effective_samples, output)
+        if change_score is not None:
+            self._late(self._families.change_score, change_score, output)
+
+    def changed(self, output: str) -> None:
+        """The change detector has given the alarm."""
+        if self.exposed:
+            self._of(self._families.changes, output).inc()
+
+    def out_of_range(self, name: str, rows: int) -> None:
+        """So many measured rows of an input were out of its calibrated range; 0 says that it has one."""
+        if self.exposed:
+            self._of(self._families.out_of_range, name).inc(rows)
+
+    def judged(self, over: bool, cause: str) -> None:
+        """``cause`` is one of :data:`~service.telemetry.vocabulary.CAUSES`, or none."""
+        self._over_budget.set(1 if over else 0)
+        for name, series in self._causes.items():
+            series.set(1 if name == cause else 0)
+
+    def last_sample(self, at: float) -> None:
+        """Drift was last measured at this Unix time."""
+        self._late(self._families.last_sample, at)
+
+    def reference_up(self, up: bool) -> None:
+        """Whether the fp32 reference answers; never told where there is to be none."""
+        self._late(self._families.reference_up, 1 if up else 0)
+
+    # --- what is done about it ----------------------------------------------------------------------------------------
+
+    def answered(self, precision: words.Precision) -> None:
+        """A request was answered by this precision."""
+        self._answers[precision].inc()
+
+    def fallback(self, active: bool) -> None:
+        """Whether fp32 answers instead of bf16."""
+        self._fallback_active.set(1 if active else 0)
+
+    def transition(self, to: words.Precision) -> None:
+        """The precision that answers has changed."""
+        self._transitions[to].inc()
+
+    def gate(self, outcome: words.GateOutcome, at: float) -> None:
+        """The golden gate ran, at this Unix time. One that could not be judged (``error``) was not passed."""
+        self._gate_runs[outcome].inc()
+        self._late(self._families.gate_passed, 1 if outcome == "passed" else 0)
+        self._late(self._families.gate_at, at)
