@@ -158,8 +158,9 @@ class Model(Protocol):
         """
         ...
 
-    def claim(self) -> Claim | None:
-        """The right to run a request now, where that is expected to take less than waking another thread would.
+    def claim(self, nbytes: int) -> Claim | None:
+        """The right to run a request now, whose message has ``nbytes``, where that is expected to take less than waking
+        another thread would.
 
         None where it would not, or where the model is at work. Never blocks.
         """

@@ -87,7 +87,8 @@ class Request:
     0 for the model's default. A ``patient`` one waits for a place in a full queue, where others are refused.
 
     ``timings`` is stamped by whoever spends the time, whatever becomes of the request; None while it has neither waited
-    nor run. ``claim`` is of the model that is asked, where its transport has one.
+    nor run. ``nbytes`` are those of its message, 0 where its transport does not tell; ``claim`` is of the model that is
+    asked, where it has one.
     """
 
     feeds: dict[str, Array]
@@ -98,6 +99,7 @@ class Request:
     priority: int = 0
     patient: bool = False
     timings: Timings | None = None
+    nbytes: int = 0
     claim: Claim | None = None
 
 

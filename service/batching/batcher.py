@@ -102,9 +102,10 @@ class Batcher:
         job = self._enqueue(request, arrived, level)
         return self._outcome(job)
 
-    def claim(self) -> IdleClaim | None:
+    def claim(self, nbytes: int) -> IdleClaim | None:
         """See :meth:`service.contract.Model.claim`."""
-        return IdleClaim(self.release) if self._inline and self._quickness.quick and self._claim_idle() else None
+        quick = self._inline and self._quickness.quick(nbytes)
+        return IdleClaim(self.release) if quick and self._claim_idle() else None
 
     def release(self) -> None:
         """A run is over, or will not be."""
@@ -138,7 +139,7 @@ class Batcher:
             finally:
                 ended = time.monotonic()
                 timings = request.timings = Timings(0.0, 0.0, ended - arrived, 0.0, arrived, arrived, request.rows)
-                self._quickness.observe(time.thread_time() - busy)
+                self._quickness.observe(request.nbytes, time.thread_time() - busy)
             if ended - self._paced > _PACE_S:
                 self._paced = ended
                 self._observe(self._shape(request), request.rows, timings.compute_infer)

@@ -1,4 +1,4 @@
-"""Which models are quick enough to run on a thread that must not wait, and the right to do so."""
+"""Which requests are quick enough to run on a thread that must not wait, and the right to do so."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from collections.abc import Callable
 # at work, and 200 µs where none is.
 _QUICK_S = 1e-4
 _RECENT = 0.1  # of the newest run, in what one is expected to take
+_CLASSES = 64  # of sizes, one for each power of two: more than a message can have
 
 
 class Quickness:
-    """Whether the next run is expected to be quick, from what runs took of their callers' threads.
+    """Whether the next run is expected to be quick, from what runs for messages of about its size took of their
+    callers' threads: what is known of small requests says nothing of large ones.
 
     Of the time on the clock much is waiting for Python's lock, while other threads answer requests. There is no lock:
     an observation that is lost changes nothing.
     """
 
     def __init__(self) -> None:
-        self._expected = math.inf  # seconds; nothing is known yet
+        self._expected = [math.inf] * _CLASSES  # seconds, by the bits of a size; nothing is known yet
 
-    @property
-    def quick(self) -> bool:
-        return self._expected < _QUICK_S
+    def quick(self, nbytes: int) -> bool:
+        return self._expected[nbytes.bit_length()] < _QUICK_S
 
-    def observe(self, seconds: float) -> None:
-        """A run has taken so much of its thread's time."""
-        known = self._expected
-        self._expected = seconds if known == math.inf else known + _RECENT * (seconds - known)
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """A run for a message of ``nbytes`` has taken so much of its thread's time."""
+        size = nbytes.bit_length()
+        known = self._expected[size]
+        self._expected[size] = seconds if known == math.inf else known + _RECENT * (seconds - known)
 
 
 class IdleClaim:

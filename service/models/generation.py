@@ -85,9 +85,9 @@ class Generation:
             self._shadow.offer(request, reply)
         return reply
 
-    def claim(self) -> Claim | None:
+    def claim(self, nbytes: int) -> Claim | None:
         """See :meth:`service.contract.Model.claim`."""
-        return self._batcher.claim()
+        return self._batcher.claim(nbytes)
 
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Model.observe`."""

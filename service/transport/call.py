@@ -15,9 +15,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from service.request import Cancellation, Claim
+from service.request import Cancellation
 from service.transport.admission import Held, Place
 from service.transport.arrival import Arrival
+from service.transport.claims import Claimed
 from service.transport.status import Status
 from service.transport.watchdog import Patience
 from service.wire.inflate import Inflater
@@ -47,7 +48,7 @@ class Rpc:
     answer: Callable[..., Any]
     kind: Literal["unary", "stream", "watch"] = "unary"
     reads: bool = True
-    claim: Callable[[bytes], Claim | None] | None = None
+    claim: Callable[[bytes], Claimed | None] | None = None
 
 
 class Call:
@@ -56,7 +57,8 @@ class Call:
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
-        self.claim: Claim | None = None
+        self.claimed: Claimed | None = None
+        self.nbytes = 0  # of its one request, as it came; 0: it has many, or nobody knows yet
         self.context: Any = None
         self.experimental_thread_pool = lane.threads  # gRPC's name: where it runs the call
         self._rpc = rpc
@@ -196,14 +198,14 @@ class OneRequest(Call):
     def _answer(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
         """The request is there: where its model is idle and quick, another thread would only be late."""
         if self._rpc.claim is not None and self._data is not None and len(self._data) <= _SMALL:
-            self.claim = self._rpc.claim(self._data)
-        if self.claim is None:
+            self.claimed = self._rpc.claim(self._data)
+        if self.claimed is None:
             self._hand_over(arrival, submit)
             return
         try:
             run()
         finally:
-            self.claim.give_back()
+            self.claimed.give_back()
 
     def received(self, data: bytes) -> bytes:
         """gRPC's thread has the whole message. It is parsed on the call's own."""
@@ -219,6 +221,7 @@ class OneRequest(Call):
         if data is None:
             raise InvalidRequest("the call ended without a request")
         self._held = Held(place)
+        self.nbytes = len(data)
         return self._parsed(data, self._held)
 
 

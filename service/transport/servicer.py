@@ -14,9 +14,10 @@ import grpc
 from bf16kit.errors import Cancelled, Overloaded, RequestError, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Slot
-from service.request import REFUSALS, Claim, Observation, Reply, Request, Tracer
+from service.request import REFUSALS, Observation, Reply, Request, Tracer
 from service.transport.admission import FairShares
 from service.transport.call import Call
+from service.transport.claims import Claimed, claim_model
 from service.transport.limit import AdaptiveLimit
 from service.transport.requestlog import log_request
 from service.transport.status import Status, StatusTable
@@ -84,13 +85,13 @@ class InferenceServicer:
     def ModelInfer(self, message: pb.ModelInferRequest, call: Call) -> pb.ModelInferResponse | Status:
         return self._answer(message, call, call.started, call.hold_more)
 
-    def claim(self, data: bytes) -> Claim | None:
+    def claim(self, data: bytes) -> Claimed | None:
         """The right to answer the ModelInferRequest in ``data`` at once. Never blocks, and refuses nothing."""
         name, version = asked_model(data)
         if not name or any(word in data for word in _LONG):
             return None
         try:
-            return self._registry.get(name, version).claim()
+            return claim_model(self._registry, name, version, len(data))
         except RequestError:
             return None
 
@@ -142,13 +143,15 @@ class InferenceServicer:
         deadline = ends = call.deadline
         code = _UNKNOWN_OUTCOME
         try:
-            with self._registry.acquire(message.model_name, message.model_version) as model:
+            claimed = call.claimed
+            with claimed or self._registry.acquire(message.model_name, message.model_version) as model:
                 codec = self._codec(model)
                 asked = check_request(message.parameters) if message.parameters else RequestParameters()
                 deadline = _earlier(deadline, asked.timeout, started)
                 request, answers = codec.decode(message, asked.priority, deadline, call.cancellation, hold_more)
                 request.patient = patient
-                request.claim = call.claim
+                request.nbytes = call.nbytes
+                request.claim = None if claimed is None else claimed.claim
                 reply = self._infer(model, request)
                 if answers.sinks and call.cancellation.cancelled:
                     raise Cancelled("the client left before its shared memory was written to")  # it is for others now

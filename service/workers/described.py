@@ -62,7 +62,7 @@ class Described:
     def infer(self, request: Request) -> NoReturn:
         raise Unavailable("models run in the workers, not here")
 
-    def claim(self) -> None:
+    def claim(self, nbytes: int) -> None:
         """There is nothing to run here."""
 
     def observe(self, seen: Observation) -> None:

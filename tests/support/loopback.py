@@ -130,8 +130,8 @@ class LoopbackModel:
         self.seen.append(request)
         return self.batcher.submit(request)
 
-    def claim(self) -> Claim | None:
-        return self.batcher.claim()
+    def claim(self, nbytes: int) -> Claim | None:
+        return self.batcher.claim(nbytes)
 
     def observe(self, seen: Observation) -> None:
         self.log.request(seen)

@@ -25,6 +25,8 @@ from service.batching.queue import LevelPolicy
 from service.contract import Array
 from service.request import Cancellation, Reply, Request, Timings
 
+SIZE = 100  # bytes of the message that a request came in
+
 
 class Heard:
     """What the batcher told its observer."""
@@ -80,9 +82,9 @@ class Bench:
         self.requests: list[Request] = []
         self.callers = ThreadPoolExecutor(32)
 
-    def call(self, *values: float, **more: object) -> Future[Reply]:
+    def call(self, *values: float, nbytes: int = SIZE, **more: object) -> Future[Reply]:
         x = np.array(values, np.float32).reshape(-1, 1)
-        request = Request({"x": x}, rows=len(values), **more)  # type: ignore[arg-type]  # the fields of Request
+        request = Request({"x": x}, rows=len(values), nbytes=nbytes, **more)  # type: ignore[arg-type]  # the fields of Request
         self.requests.append(request)
         return self.callers.submit(self.batcher.submit, request)
 
@@ -96,7 +98,7 @@ class Bench:
     def queue(self, *values: float, **more: object) -> Future[Reply]:
         """A call that is known to wait in the queue when this returns."""
         depth = self.heard.depth
-        future = self.call(*values, **more)
+        future = self.call(*values, **more)  # type: ignore[arg-type]  # as above
         until(lambda: self.heard.depth > depth or future.done())
         return future
 
@@ -416,7 +418,7 @@ def quick(bench: Bench) -> Bench:
     """One that has been seen to be: whatever this machine's first runs took."""
     for _ in range(200):
         values(bench.call(1.0))
-        if (claim := bench.batcher.claim()) is not None:
+        if (claim := bench.batcher.claim(SIZE)) is not None:
             claim.give_back()
             return bench
     raise AssertionError("no run was quick")
@@ -424,34 +426,52 @@ def quick(bench: Bench) -> Bench:
 
 def test_a_quick_model_that_is_idle_can_be_claimed_once_per_instance(make: Make) -> None:
     batcher = quick(make(inline=True, instances=2)).batcher
-    first, second = batcher.claim(), batcher.claim()
+    first, second = batcher.claim(SIZE), batcher.claim(SIZE)
     assert first is not None
     assert second is not None
-    assert batcher.claim() is None
+    assert batcher.claim(SIZE) is None
     first.give_back()
     first.give_back()  # a second time is nothing
-    assert batcher.claim() is not None
-    assert batcher.claim() is None
+    assert batcher.claim(SIZE) is not None
+    assert batcher.claim(SIZE) is None
 
 
 def test_nothing_can_be_claimed_of_what_is_unknown_slow_at_work_or_closed(make: Make) -> None:
-    assert make(inline=True).batcher.claim() is None  # unknown: nothing has run
+    assert make(inline=True).batcher.claim(SIZE) is None  # unknown: nothing has run
     slow = make(inline=True)
     slow.run.meanwhile = lambda: spend(2e-3)
     for _ in range(20):
         values(slow.call(1.0))
-    assert slow.batcher.claim() is None
+    assert slow.batcher.claim(SIZE) is None
     at_work = quick(make(inline=True))
     held = at_work.hold()
-    assert at_work.batcher.claim() is None
+    assert at_work.batcher.claim(SIZE) is None
     at_work.run.gate.set()
     values(held)
     closed = quick(make(inline=True))
     closed.batcher.close()
-    assert closed.batcher.claim() is None
+    assert closed.batcher.claim(SIZE) is None
     executors = make()
     values(executors.call(1.0))
-    assert executors.batcher.claim() is None
+    assert executors.batcher.claim(SIZE) is None
+
+
+def test_what_is_quick_with_small_requests_cannot_be_claimed_for_a_large_one_until_that_was_quick_too(
+    make: Make,
+) -> None:
+    bench = quick(make(inline=True))
+    assert bench.batcher.claim(20 * SIZE) is None
+    for _ in range(20):  # slow, which says nothing of the small ones
+        bench.run.meanwhile = lambda: spend(2e-3)
+        values(bench.call(1.0, nbytes=20 * SIZE))
+        bench.run.meanwhile = lambda: None
+    assert bench.batcher.claim(20 * SIZE) is None
+    claim = bench.batcher.claim(SIZE)
+    assert claim is not None
+    claim.give_back()
+    for _ in range(100):
+        values(bench.call(1.0, nbytes=20 * SIZE))
+    assert bench.batcher.claim(20 * SIZE) is not None
 
 
 def spend(seconds: float) -> None:
@@ -463,19 +483,19 @@ def spend(seconds: float) -> None:
 
 def test_a_claim_lets_its_request_run_and_is_then_over(make: Make) -> None:
     bench = quick(make(inline=True))
-    claim = bench.batcher.claim()
+    claim = bench.batcher.claim(SIZE)
     waiting = bench.queue(1.0)  # the runtime is not idle: it is claimed
     assert values(bench.call(3.0, claim=claim)) == [6.0]
     assert values(waiting) == [2.0]  # it was told that the runtime is idle again
     assert claim is not None
     claim.give_back()  # nothing: the request has used it
-    until(bench.batcher.claim)  # once the thread that answered the other has said that it is done
-    assert bench.batcher.claim() is None
+    until(lambda: bench.batcher.claim(SIZE))  # once the thread that answered the other has said that it is done
+    assert bench.batcher.claim(SIZE) is None
 
 
 def test_a_claim_that_is_given_back_wakes_who_waits(make: Make) -> None:
     bench = quick(make(inline=True))
-    claim = bench.batcher.claim()
+    claim = bench.batcher.claim(SIZE)
     waiting = bench.queue(1.0)
     assert claim is not None
     claim.give_back()
@@ -485,16 +505,16 @@ def test_a_claim_that_is_given_back_wakes_who_waits(make: Make) -> None:
 def test_a_claim_of_another_generation_is_worth_nothing(make: Make) -> None:
     """The model was replaced between the claim and its request."""
     old, new = quick(make(inline=True)), make(inline=True)
-    claim = old.batcher.claim()
+    claim = old.batcher.claim(SIZE)
     held = new.hold()
     waiting = new.queue(1.0, claim=claim)
     assert not waiting.done()
     new.run.gate.set()
     assert (values(held), values(waiting)) == ([0.0], [2.0])
-    assert old.batcher.claim() is None
+    assert old.batcher.claim(SIZE) is None
     assert claim is not None
     claim.give_back()
-    assert old.batcher.claim() is not None
+    assert old.batcher.claim(SIZE) is not None
 
 
 def test_only_executors_run_when_inline_is_off(make: Make) -> None:

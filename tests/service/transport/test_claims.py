@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import grpc
 import numpy as np
@@ -13,6 +14,7 @@ from loopback import Gate, LoopbackModel, Served, infer_request, serving, until
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Array
+from service.request import Claim, Request
 
 X = np.ones((1, 3), np.float32)
 
@@ -61,6 +63,21 @@ def test_a_slow_model_never_is() -> None:
         assert not answered_on_grpc(served, run, infer_request(x=X))
 
 
+def test_a_request_that_its_size_makes_slow_never_is_however_quick_small_ones_are() -> None:
+    """Small enough for that thread, and 80 times what the model was quick with."""
+
+    class Growing(Threads):
+        def __call__(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+            self.seconds = 2e-5 * len(feeds["x"])
+            return super().__call__(feeds)
+
+    run, large = Growing(), infer_request(x=np.ones((80, 3), np.float32))
+    with serving(LoopbackModel(run=run, inline=True, max_batch_size=1024)) as served:
+        for _ in range(3):  # neither says anything of the other
+            assert answered_on_grpc(served, run, infer_request(x=X))
+            assert not answered_on_grpc(served, run, large)
+
+
 def test_a_large_request_never_is() -> None:
     run = Threads()
     with serving(LoopbackModel(run=run, inline=True, max_batch_size=1024)) as served:
@@ -99,6 +116,94 @@ def test_a_quick_model_that_is_at_work_keeps_nobody_waiting_on_that_thread() -> 
         gate.go.set()
         assert held.result(30).outputs
         assert waiting.result(30).outputs
+
+
+@pytest.fixture
+def replaced() -> Iterator[tuple[Served, LoopbackModel, Callable[[], None], Gate]]:
+    """A quick model, and what puts one in its place whose only run is at work until the gate is opened."""
+    run, gate = Threads(), Gate()
+    old, new = LoopbackModel(run=run, inline=True), LoopbackModel(run=gate, inline=True)
+    with serving(old) as served:
+        new.batcher.start()
+        at_work = threading.Thread(target=new.infer, args=[Request({"x": X})])
+        at_work.start()
+        assert gate.started.wait(30)
+        assert answered_on_grpc(served, run, infer_request(x=X))
+        try:
+            yield served, old, lambda: served.registry.replace(old, new), gate
+        finally:
+            gate.go.set()
+            at_work.join()
+
+
+def test_a_model_that_is_replaced_before_its_request_is_parsed_answers_it(
+    replaced: tuple[Served, LoopbackModel, Callable[[], None], Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for the model again, gRPC's thread would wait for the new one's run, and everybody for that thread."""
+    served, old, replace, _ = replaced
+    acquire = served.registry.acquire
+
+    def acquire_and_replace(name: str, version: str) -> AbstractContextManager[LoopbackModel]:
+        lease = acquire(name, version)
+        if old in served.registry.models():
+            replace()
+        return lease
+
+    monkeypatch.setattr(served.registry, "acquire", acquire_and_replace)
+    assert served.call("ModelInfer", infer_request(x=X), timeout=10).outputs
+    assert old not in served.registry.models()
+
+
+def test_a_model_that_is_replaced_before_it_is_held_leaves_its_request_to_another_thread(
+    replaced: tuple[Served, LoopbackModel, Callable[[], None], Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, old, replace, gate = replaced
+    claim = old.claim
+
+    def claim_and_replace(nbytes: int) -> Claim | None:
+        claimed = claim(nbytes)
+        replace()
+        return claimed
+
+    monkeypatch.setattr(old, "claim", claim_and_replace)
+    waiting = served.stub("ModelInfer").future(infer_request(x=X))
+    until(lambda: old not in served.registry.models())
+    assert served.call("ServerLive", pb.ServerLiveRequest(), timeout=10).live
+    assert not waiting.done()
+    gate.go.set()
+    assert waiting.result(30).outputs
+    until(lambda: old.batcher._idle)  # what was claimed of the old one is given back
+
+
+def test_a_model_is_held_until_the_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once more after that: what is unloaded waits for those who hold it."""
+    run, held = Threads(), 0
+    with serving(LoopbackModel(run=run, inline=True)) as served:
+        acquire = served.registry.acquire
+
+        @contextmanager
+        def counted(name: str, version: str) -> Iterator[LoopbackModel]:
+            nonlocal held
+            with acquire(name, version) as model:
+                held += 1
+                try:
+                    yield model
+                finally:
+                    held -= 1
+
+        monkeypatch.setattr(served.registry, "acquire", counted)
+        run_and_look, seen = served.registry.models()[0]._run, []
+
+        def look(feeds: Mapping[str, Array]) -> dict[str, Array]:
+            seen.append(held)
+            return run_and_look(feeds)
+
+        monkeypatch.setattr(served.registry.models()[0], "_run", look)
+        assert answered_on_grpc(served, run, infer_request(x=X))
+        assert set(seen) == {1}
+        wrong = infer_request(x=X.astype(np.float64))
+        assert served.refusal("ModelInfer", wrong)[0] is grpc.StatusCode.INVALID_ARGUMENT
+        until(lambda: held == 0)
 
 
 def test_executors_alone_run_a_model_whose_runtime_keeps_memory_per_thread() -> None:
