@@ -9,9 +9,13 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from bf16kit.tensors import Array
+
+#: What a client is told of the precision that made its answer: the model's own, or the fp32 reference's in its place.
+Precision = Literal["bf16", "fp32"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 #: Why something was refused before any model was asked: the metrics' words, and no others. Those with ``http_`` are the
 #: HTTP port's, ``unauthenticated`` and ``forbidden`` are both ports'.
@@ -139,6 +143,11 @@ class Reply:
 
     outputs: dict[str, Array]
     precision: str
+
+    @property
+    def told(self) -> Precision:
+        """The same in the words of clients and metrics: what is not all fp32 is bf16."""
+        return "fp32" if self.precision == "fp32" else "bf16"
 
 
 class Observation(NamedTuple):

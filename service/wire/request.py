@@ -9,7 +9,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, BY_OIP, DType, check_feeds, describe
 from bf16kit.wording import quoted
 from service.contract import Model
-from service.request import Cancellation, Reply, Request
+from service.request import PRECISIONS, Cancellation, Precision, Reply, Request
 from service.wire.answers import Answers, Sink
 from service.wire.bounds import BoundsCheck, item_size
 from service.wire.classes import top_classes
@@ -34,8 +34,7 @@ class InferenceCodec:
     """
 
     def __init__(self, model: Model, memory: SharedMemory = SharedMemory()) -> None:  # noqa: B008 -- frozen: it is off
-        self._name = model.name
-        self._version = str(model.version)
+        self._heads = {precision: _head(model, precision) for precision in PRECISIONS}
         self._specs = model.inputs
         self._inputs = {spec.name: (spec, BY_NAME[spec.dtype]) for spec in model.inputs}
         self._outputs: Mapping[str, DType] = {spec.name: BY_NAME[spec.dtype] for spec in model.outputs}
@@ -74,7 +73,7 @@ class InferenceCodec:
         self, request_id: str, reply: Reply, answers: Answers, hold: Hold | None = None
     ) -> pb.ModelInferResponse:
         """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``, where it is
-        empty for one that goes into shared memory.
+        empty for one that goes into shared memory. The parameter ``precision`` says what made them: bf16 or fp32.
 
         ``hold`` is told the size of it before it is encoded, and may raise. Raises :class:`InvalidRequest` when it is
         larger than the model's answers may be.
@@ -87,7 +86,9 @@ class InferenceCodec:
         self._bounds.check_answer(nbytes)
         if hold is not None:
             hold(nbytes)
-        response = pb.ModelInferResponse(model_name=self._name, model_version=self._version, id=request_id)
+        response = pb.ModelInferResponse.FromString(self._heads[reply.told])
+        if request_id:
+            response.id = request_id
         outputs, raw = response.outputs, response.raw_output_contents
         for name, array in made.items():
             dtype = dtypes[name]
@@ -199,6 +200,13 @@ class InferenceCodec:
         place = region_place(f"output {name!r}", parameters)
         if place is not None:
             sinks[name] = Sink(place, self._memory.lease(f"output {name!r}", place))
+
+
+def _head(model: Model, precision: Precision) -> bytes:
+    """What all answers of one precision begin with, encoded: to read it is cheaper than to make it each time."""
+    head = pb.ModelInferResponse(model_name=model.name, model_version=str(model.version))
+    head.parameters["precision"].string_param = precision
+    return head.SerializeToString()
 
 
 def _check_entries(message: pb.ModelInferRequest) -> None:

@@ -156,6 +156,7 @@ def test_a_stream_marks_the_last_answer_of_a_request_for_those_who_ask(client: A
     client.stop_stream()
     assert "triton_final_response" not in answers[0].parameters
     assert answers[1].parameters["triton_final_response"].bool_param
+    assert [answer.parameters["precision"].string_param for answer in answers] == ["bf16", "bf16"]
 
 
 def test_parameters_of_ones_own_and_headers_pass(client: Any) -> None:

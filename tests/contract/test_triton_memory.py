@@ -79,6 +79,7 @@ def test_in_and_out_through_shared_memory_is_what_comes_through_the_message(clie
     np.testing.assert_array_equal(shm.get_contents_as_numpy(out, np.float32, [2, 16], 64), expected)
     answer = result.get_response()
     assert list(answer.raw_output_contents) == [b""]
+    assert answer.parameters["precision"].string_param == "bf16"
     told = {key: value.string_param or value.int64_param for key, value in answer.outputs[0].parameters.items()}
     assert told == {
         "shared_memory_region": "out",

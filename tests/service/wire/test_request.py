@@ -115,6 +115,18 @@ def test_the_answer_bears_id_version_and_raw_contents_in_order() -> None:
     assert list(answer.raw_output_contents) == [b"\x80\x3f" * 2, bytes(16)]
 
 
+@pytest.mark.parametrize(("made", "told"), [("bf16", "bf16"), ("bf16-weights", "bf16"), ("fp32", "fp32")])
+def test_the_answer_says_which_precision_made_it(made: str, told: str) -> None:
+    """Also one without an id, after one that had one."""
+    codec = InferenceCodec(MODEL)
+    _, answers = codec.decode(infer_request(ids=IDS, mask=MASK), 0, None, Cancellation())
+    reply = Reply({"a": np.zeros((2, 2), np.float32), "b": np.ones(2, np.float32)}, made)
+    for request_id in ("id-1", ""):
+        answer = codec.encode(request_id, reply, answers)
+        assert answer.id == request_id
+        assert {key: value.string_param for key, value in answer.parameters.items()} == {"precision": told}
+
+
 def test_a_shape_of_endless_rank_is_refused_before_its_sizes_are_multiplied() -> None:
     """Their product has millions of digits, and nothing else in the process runs while Python works it out."""
     message = infer_request(x=np.zeros((1, 3), np.float32))
