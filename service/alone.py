@@ -12,6 +12,7 @@ from service.models.controller import Controller
 from service.models.listing import Listing
 from service.models.poll import Poll
 from service.models.repository import Repository
+from service.models.retries import Retries
 from service.operations import Operations, Settings
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
@@ -43,7 +44,12 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     explicit = config.model_control == "explicit"
     repository = Repository(metrics, device=config.device, threads=config.threads, ready_when_empty=explicit)
     controller = Controller(
-        config.repository, repository.want, repository.desire, config.model_control, config.load_model
+        config.repository,
+        repository.want,
+        repository.desire,
+        config.model_control,
+        config.load_model,
+        Retries(repository.models),
     )
     controller.begin()
     credentials = Credentials.of(config)

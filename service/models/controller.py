@@ -16,6 +16,7 @@ from bf16kit.errors import ConfigError, NotFound
 from service.models.directory import Directory
 from service.models.override import Override
 from service.models.plan import Wish
+from service.models.retries import Retries
 from service.operations import Indexed
 
 _log = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ class Controller:
     """Says what is wanted to ``want``, of one model, and to ``desire``, of all of them: see
     :class:`~service.models.reconciler.Reconciler`, whose methods these are where there is one process.
 
-    ``start_up`` names the models that ``explicit`` begins with. See :class:`service.operations.ModelControl` for
-    :meth:`load` and :meth:`unload`.
+    ``start_up`` names the models that ``explicit`` begins with; ``retries`` says what :meth:`poll` wants once more. See
+    :class:`service.operations.ModelControl` for :meth:`load` and :meth:`unload`.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class Controller:
         desire: Callable[[Iterable[Wish]], object],
         mode: Mode = "none",
         start_up: Sequence[str] = (),
+        retries: Retries | None = None,
     ) -> None:
         self.mode = mode
         self._directory = Directory(root)
         self._want = want
         self._desire = desire
         self._start_up = start_up
+        self._retries = retries
         self._lock = threading.RLock()  # what is told last is what was seen last
         self._wishes: dict[str, Wish] = {}
         self._past: dict[str, frozenset[int]] = {}  # versions that were ever wanted
@@ -88,14 +91,12 @@ class Controller:
 
     def poll(self, settle: Callable[[], object]) -> None:
         """Want what the repository holds now. What has changed is looked at again after ``settle``; where it goes on
-        changing, as while it is copied, it is left for the next time."""
+        changing, as while it is copied, it is left for the next time. What has not, and could not be loaded, is wanted
+        once more when it is due."""
         with self._lock:
             try:
                 first = self._look()
-                if first == self._wishes:
-                    return
-                settle()
-                second = self._look()
+                second = first if first == self._wishes else self._look_again(settle)
             except ConfigError as error:
                 self._note([str(error)])
                 return
@@ -104,6 +105,9 @@ class Controller:
             wishes = {name: wish for name, wish in seen.items() if wish is not None}
             if wishes != self._wishes:
                 self._tell(wishes)
+            for wish in [] if self._retries is None else self._retries.due(wishes):
+                _log.info("model %r could not be loaded and is tried again", wish.name)
+                self._want(wish)
 
     def index(self, served: Iterable[Indexed]) -> list[Indexed]:
         """The repository's index: ``served`` is what is loaded, loading, unloading or cannot be loaded; beside them
@@ -134,6 +138,10 @@ class Controller:
         seen = self._directory.look(self._wishes if self.mode == "poll" else None)
         self._note(seen.notes)
         return seen.wishes
+
+    def _look_again(self, settle: Callable[[], object]) -> dict[str, Wish]:
+        settle()
+        return self._look()
 
     def _note(self, notes: Sequence[str]) -> None:
         """Tell the log of what it was not told the last time."""

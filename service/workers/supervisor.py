@@ -12,6 +12,7 @@ from bf16kit.errors import Unavailable
 from service.httpport import announce, open_http
 from service.models.controller import Controller
 from service.models.poll import Poll
+from service.models.retries import Retries
 from service.operations import Indexed
 from service.peers.channel import Body
 from service.peers.peer import Answer, Message
@@ -99,7 +100,12 @@ class Supervisor:
         self._settings_of_all = SettingsOfAll(self.fleet)
         self._logs = LogSettings(config.log_level, config.log_format)
         self.controller = Controller(
-            config.repository, self._models.want, self._models.desire, config.model_control, config.load_model
+            config.repository,
+            self._models.want,
+            self._models.desire,
+            config.model_control,
+            config.load_model,
+            Retries(lambda: self.fleet.view.slots.values()),
         )
         self.controller.begin()
         self._poll = Poll(self.controller, config.poll_seconds) if config.model_control == "poll" else None

@@ -75,6 +75,11 @@ class View:
         return cls(ready and not retired, slots)
 
 
+def _badness(slot: SlotState) -> tuple[int, bool]:
+    """Of two that are ready, one that could not be replaced has something to tell."""
+    return _RANK[slot.state], bool(slot.reason)
+
+
 def _whole(key: Key, reports: Sequence[Report | None], held: Sequence[SlotState | None], *, wanted: bool) -> SlotState:
     """The worst of what the workers have in one place: whoever asks may come to any of them."""
     name, version = key
@@ -88,7 +93,7 @@ def _whole(key: Key, reports: Sequence[Report | None], held: Sequence[SlotState 
             )
         elif slot.reason:
             slot = slot._replace(reason=f"worker {number}: {slot.reason}")
-        if worst is None or _RANK[slot.state] > _RANK[worst.state]:
+        if worst is None or _badness(slot) > _badness(worst):
             worst = slot
     described = next((slot.model for slot in held if slot is not None and slot.model is not None), None)
     assert worst is not None  # noqa: S101 -- there is always a worker

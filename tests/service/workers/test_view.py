@@ -37,6 +37,12 @@ def test_a_version_is_what_the_worst_worker_has_of_it(
     assert (view.ready, view.slots[M1].state, view.slots[M1].reason) == (ready, state, reason)
 
 
+def test_what_any_worker_could_not_replace_is_told_of_the_version() -> None:
+    broken = Report(True, True, (SlotState("m", 1, "ready", "answers as it was loaded before"),))
+    for reports in ([report("ready"), broken], [broken, report("ready")]):
+        assert "answers as it was loaded before" in View.of(reports, [M1]).slots[M1].reason
+
+
 def test_one_version_that_is_not_ready_makes_the_server_not_ready() -> None:
     view = View.of([report("ready", "ready"), report("ready", "loading")], [M1, M2])
     assert not view.ready

@@ -1,0 +1,155 @@
+"""When what could not be loaded is tried again, and that it then serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifacts import write_mlp
+from waiting import until
+
+from bf16kit.errors import RuntimeFailure
+from service.contract import State
+from service.models import loading
+from service.models.controller import Controller
+from service.models.plan import Plan, Wish
+from service.models.policy import Serving
+from service.models.repository import Repository
+from service.models.retries import FIRST_SECONDS, LONGEST_SECONDS, Retries
+from service.telemetry.metrics import Metrics
+from service.workers.view import SlotState
+
+
+def wish(*versions: int, stamp: str = "1", broken: str = "") -> Wish:
+    return Wish("m", tuple(Plan(version, Path("m") / str(version), Serving(), stamp, broken) for version in versions))
+
+
+class World:
+    """What is served, and a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.places: list[SlotState] = []
+        self.retries = Retries(lambda: self.places, lambda: self.now)
+
+    def put(self, state: State, reason: str = "", version: int = 1) -> None:
+        self.places = [SlotState("m", version, state, reason)]
+
+    def due(self, wanted: Wish | None = None, after: float = 0.0) -> bool:
+        """Whether it is, so many seconds later."""
+        self.now += after
+        wanted = wanted or wish(1)
+        return self.retries.due({"m": wanted}) == [wanted]
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.put("unavailable", "the runtime could not load it")
+    return world
+
+
+def test_the_pauses_double_and_are_an_hour_at_most(world: World) -> None:
+    assert not world.due()  # found
+    pause, waited = FIRST_SECONDS, 0.0
+    for _ in range(12):
+        assert not world.due(after=pause - 1)
+        assert world.due(after=1)
+        assert not world.due()
+        waited += pause
+        pause = min(2 * pause, LONGEST_SECONDS)
+    assert pause == LONGEST_SECONDS < waited
+
+
+def test_what_answers_as_before_because_it_could_not_be_replaced_is_tried_again(world: World) -> None:
+    world.put("ready", "answers as it was loaded before")
+    assert not world.due()
+    assert world.due(after=FIRST_SECONDS)
+
+
+def test_a_version_that_no_worker_has_kept_is_tried_again(world: World) -> None:
+    world.put("ready")
+    assert not world.due(wish(1, 2))
+    assert world.due(wish(1, 2), after=FIRST_SECONDS)
+
+
+def test_while_it_is_being_loaded_it_is_let_be_and_the_pauses_go_on_growing(world: World) -> None:
+    assert not world.due()
+    assert world.due(after=FIRST_SECONDS)
+    world.put("loading", "loading")
+    assert not world.due(after=LONGEST_SECONDS)
+    world.put("unavailable", "again")
+    assert world.due()
+    assert not world.due(after=4 * FIRST_SECONDS - 1)
+    assert world.due(after=1)
+
+
+def test_what_serves_or_is_another_now_begins_anew(world: World) -> None:
+    assert not world.due()
+    assert world.due(after=FIRST_SECONDS)
+    world.put("ready")
+    assert not world.due(after=LONGEST_SECONDS)
+    world.put("unavailable", "a worker that was started again could not load it")
+    assert not world.due()
+    assert world.due(after=FIRST_SECONDS)
+    assert not world.due(wish(1, stamp="2"), after=LONGEST_SECONDS)  # its files have changed: it is being tried anyway
+    assert world.due(wish(1, stamp="2"), after=FIRST_SECONDS)
+
+
+def test_what_serving_yaml_rules_out_waits_for_another(world: World) -> None:
+    broken = wish(1, broken="serving.yaml: unknown key 'x'")
+    assert not world.due(broken)
+    assert not world.due(broken, after=LONGEST_SECONDS)
+
+
+class Room:
+    """Loads a model, unless there is no room for it."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self._load = loading.load
+
+    def load(self, *given: Any, **more: Any) -> loading.Loaded:
+        if not self.there:
+            raise RuntimeFailure("no room for weights")
+        return self._load(*given, **more)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    room = Room()
+    monkeypatch.setattr(loading, "load", room.load)
+    return room
+
+
+@pytest.fixture
+def repository(room: Room) -> Iterator[Repository]:
+    repository = Repository(Metrics(), device="cpu", threads=1)
+    repository.start()
+    yield repository
+    repository.close()
+
+
+def test_a_polled_model_serves_once_what_kept_it_from_being_loaded_has_passed(
+    tmp_path: Path, repository: Repository, room: Room, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With nothing changed in the repository."""
+    write_mlp(tmp_path / "m" / "1")
+    now = 0.0
+    control = Controller(
+        tmp_path, repository.want, repository.desire, "poll", retries=Retries(repository.models, lambda: now)
+    )
+    control.begin()
+    until(lambda: repository.find("m", "").state == "unavailable")
+    room.there = True
+    control.poll(lambda: None)
+    now = FIRST_SECONDS - 1
+    control.poll(lambda: None)
+    assert repository.find("m", "").state == "unavailable"
+    now += 1
+    with caplog.at_level("INFO"):
+        control.poll(lambda: None)
+    until(lambda: repository.find("m", "").state == "ready")
+    assert "model 'm' could not be loaded and is tried again" in caplog.text
