@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.weightstore import OWN, WeightStore
-from bf16kit.wording import quoted
+from bf16kit.wording import quoted, without_long_words
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
@@ -20,6 +20,7 @@ from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
 
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
+_NO_VERSION = 0  # they are counted from 1
 
 
 class Repository:
@@ -132,7 +133,9 @@ class Repository:
         if wanted is None:
             return max(versions.values(), key=_preference)
         if wanted not in versions:
-            raise NotFound(f"model {name!r} has no version {wanted}; it has {', '.join(map(str, versions))}")
+            raise NotFound(
+                f"model {name!r} has no version {without_long_words(version)}; it has {', '.join(map(str, versions))}"
+            )
         return versions[wanted]
 
     def is_ready(self, name: str, version: str) -> bool:
@@ -172,7 +175,8 @@ def _parse_version(version: str) -> int | None:
         raise InvalidRequest(
             f"model_version {quoted(version)} is not an integer ≥ 0; leave it empty for the newest version"
         )
-    return int(version) if len(version) <= LONGEST_VERSION else 10**LONGEST_VERSION  # Python limits long numbers
+    digits = version.lstrip("0")
+    return int(digits or "0") if len(digits) <= LONGEST_VERSION else _NO_VERSION  # no directory has one so long
 
 
 def _preference(slot: Slot) -> tuple[int, int]:

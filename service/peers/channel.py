@@ -29,16 +29,9 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
-    def send(self, body: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-        """Blocks until the system has taken all of it. ``files`` are descriptors, which stay the caller's.
-
-        Raises OSError once the other end is closed, ValueError for a message that is too long.
-        """
-        text = json.dumps(body, separators=(",", ":")).encode()
-        if len(text) > LONGEST or len(files) > MOST_FILES:
-            raise ValueError(
-                f"a message of {len(text)} bytes and {len(files)} files is over {LONGEST} and {MOST_FILES}"
-            )
+    def send(self, text: bytes, files: Sequence[int] = ()) -> None:
+        """Blocks until the system has taken all of ``text``, as :func:`written` gives it. ``files`` are descriptors,
+        which stay the caller's. Raises OSError once the other end is closed."""
         head = _HEAD.pack(len(text), len(files))
         # Files belong to the first byte of what is sent with them, so they go with the head.
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
@@ -98,6 +91,14 @@ class Channel:
                 return None
             read += part
         return bytes(read)
+
+
+def written(body: Mapping[str, Any], files: Sequence[int] = ()) -> bytes:
+    """The text of a message to be sent with these files. Raises ValueError for one that is too long."""
+    text = json.dumps(body, separators=(",", ":")).encode()
+    if len(text) > LONGEST or len(files) > MOST_FILES:
+        raise ValueError(f"a message of {len(text)} bytes and {len(files)} files is over {LONGEST} and {MOST_FILES}")
+    return text
 
 
 def close_all(files: Sequence[int]) -> None:

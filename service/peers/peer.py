@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bf16kit.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailure, Unavailable
-from service.peers.channel import Body, Channel, close_all
+from service.peers.channel import LONGEST, Body, Channel, close_all, written
 
 _log = logging.getLogger(__name__)
-_WAITING = 4096  # messages that are not sent yet; a process that leaves more unread is taken for dead
+_WAITING = 4096  # messages that are not sent yet; a process that leaves more unread is taken for dead,
+_WAITING_BYTES = 2 * LONGEST  # and so is one that leaves as much
 TELL_SECONDS = 1.0  # between what a process tells by itself of what it has counted: little is lost with it
 _ANSWER = "answer"  # the kind of message that answers another
 ENDED = "ended"  # the reason of an Unavailable: a process that was asked has ended, or has not begun
@@ -50,7 +51,8 @@ class Peer:
         self._channel = channel
         self._handlers = handlers
         self._ended = ended
-        self._outgoing: queue.Queue[tuple[Body, list[int]] | None] = queue.Queue(_WAITING)
+        self._outgoing: queue.Queue[tuple[bytes, list[int]] | None] = queue.Queue(_WAITING)
+        self._waiting = 0  # bytes in it, and of the message that is being sent
         self._lock = threading.Lock()
         self._asked: dict[int, Future[Body]] = {}
         self._number = 0
@@ -96,15 +98,19 @@ class Peer:
         return Unavailable(f"{self.name} of this server has ended; try again", ENDED)
 
     def _send(self, message: Body, files: Sequence[int]) -> None:
+        try:
+            text = written(message, files)
+        except ValueError:
+            _log.exception("%s cannot be told %r", self.name, message.get("kind"))
+            self.close()
+            return
         with self._lock:
             if self._closed:
                 return
-            kept = [os.dup(file) for file in files]
-            try:
-                self._outgoing.put_nowait((message, kept))
+            if self._waiting + len(text) <= _WAITING_BYTES and not self._outgoing.full():
+                self._outgoing.put_nowait((text, [os.dup(file) for file in files]))
+                self._waiting += len(text)
                 return
-            except queue.Full:
-                close_all(kept)
         _log.error("%s reads nothing of what it is sent, and is given up", self.name)
         self.close()
 
@@ -112,16 +118,15 @@ class Peer:
 
     def _write(self) -> None:
         while (waiting := self._outgoing.get()) is not None:
-            message, files = waiting
+            text, files = waiting
             try:
-                self._channel.send(message, files)
+                self._channel.send(text, files)
             except OSError:
-                self.close()
-            except ValueError:
-                _log.exception("%s cannot be told %r", self.name, message.get("kind"))
                 self.close()
             finally:
                 close_all(files)
+            with self._lock:
+                self._waiting -= len(text)
             if self._closed:
                 break
 

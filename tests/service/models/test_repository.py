@@ -276,13 +276,14 @@ def test_a_version_that_is_no_number_is_an_invalid_request(tmp_path: Path, scan:
         scan().get("mlp", version)
 
 
-@pytest.mark.parametrize("version", ["0", "7", "9" * 5000])
+@pytest.mark.parametrize("version", ["0", "7", "9" * 30, "9" * 5000])
 def test_a_version_that_is_not_there_is_not_found(tmp_path: Path, scan: Open, version: str) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     repository = scan()
     assert not repository.is_ready("mlp", version)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound, match=f"model 'mlp' has no version {version[:30]}[9…]*; it has 1"):
         repository.get("mlp", version)
+    assert repository.find("mlp", "0" * 30 + "1").version == 1
 
 
 def test_a_model_that_is_not_there_is_not_found(scan: Open) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.peers.channel import LONGEST, MOST_FILES, Body, Channel, close_all
+from service.peers.channel import LONGEST, MOST_FILES, Body, Channel, close_all, written
 
 Pair = tuple[Channel, socket.socket]
 
@@ -37,7 +37,7 @@ def test_messages_come_whole_in_order_and_of_any_size(pair: tuple[Channel, Chann
 
     def send_all() -> None:
         for body in bodies:
-            pair[0].send(body)
+            pair[0].send(written(body))
 
     sending = threading.Thread(target=send_all)
     sending.start()
@@ -47,8 +47,8 @@ def test_messages_come_whole_in_order_and_of_any_size(pair: tuple[Channel, Chann
 
 def test_files_travel_with_their_message_and_close_with_the_program_that_follows(pair: tuple[Channel, Channel]) -> None:
     reader, writer = os.pipe()
-    pair[0].send({"first": True})
-    pair[0].send({"second": True}, [writer])
+    pair[0].send(written({"first": True}))
+    pair[0].send(written({"second": True}, [writer]), [writer])
     os.close(writer)
     assert pair[1].receive() == ({"first": True}, [])
     received = pair[1].receive()
@@ -73,7 +73,7 @@ def test_a_closed_channel_ends_who_waits_on_either_side(pair: tuple[Channel, Cha
         thread.join(20)
     assert received == [None, None]
     with pytest.raises(OSError, match="pipe"):
-        pair[1].send({})
+        pair[1].send(written({}))
 
 
 def test_a_message_cut_short_is_the_end(raw: Pair) -> None:
@@ -99,6 +99,8 @@ def test_what_is_no_message_is_refused_before_room_is_made_for_it(raw: Pair, sen
         raw[0].receive()
 
 
-def test_a_message_too_long_to_be_read_is_not_sent(pair: tuple[Channel, Channel]) -> None:
+def test_a_message_too_long_to_be_read_is_none() -> None:
     with pytest.raises(ValueError, match="is over"):
-        pair[0].send({"text": "x" * LONGEST})
+        written({"text": "x" * LONGEST})
+    with pytest.raises(ValueError, match="is over"):
+        written({}, [0] * (MOST_FILES + 1))

@@ -123,12 +123,26 @@ def test_files_stay_the_senders_and_are_closed_where_they_came(connect: Connect)
     os.close(reader)
 
 
-def test_one_that_reads_nothing_is_given_up_and_never_waited_for() -> None:
+@pytest.mark.parametrize(("size", "most"), [(100, 5_000), (8 << 20, 20)])
+def test_one_that_reads_nothing_is_given_up_and_never_waited_for(size: int, most: int) -> None:
+    """By the number of its messages, and by their bytes."""
     ours, theirs = socket.socketpair()
     with theirs:
         over = threading.Event()
         peer = Peer(Channel(ours), "the deaf one", {}, over.set)
         peer.start()
-        for _ in range(10_000):
-            peer.tell("note", {"text": "x" * 1000})
+        for _ in range(most):
+            peer.tell("note", {"text": "x" * size})
         assert over.wait(20)
+
+
+def test_what_was_sent_makes_room_for_more(connect: Connect) -> None:
+    """More than may ever wait, one after another."""
+    peer = connect({"measure": lambda message: {"size": len(message.body["text"])}})
+    for _ in range(20):
+        assert peer.ask("measure", {"text": "x" * (8 << 20)}).result(20) == {"size": 8 << 20}
+
+
+def test_what_is_too_long_for_any_message_ends_it(connect: Connect) -> None:
+    peer = connect({"note": lambda message: None})
+    assert isinstance(peer.ask("note", {"text": "x" * (65 << 20)}).exception(20), Unavailable)
