@@ -6,6 +6,8 @@ from typing import Literal, Protocol
 
 from bf16kit.drift import SampleDrift
 
+Outcome = Literal["measured", "dropped", "failed"]
+
 
 class DriftObserver(Protocol):
     """Told the drift of every sample (row) of every output, and what recent samples say together."""
@@ -30,7 +32,11 @@ class DriftObserver(Protocol):
         """Whether recent drift is over budget with confidence, and what ails the model."""
 
 
-class ShadowObserver(DriftObserver, Protocol):
-    """Told what became of each sample (row), and its drift."""
+class OutcomeObserver(Protocol):
+    """Told what became of each sample (row)."""
 
-    def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None: ...
+    def sampled(self, outcome: Outcome, samples: int) -> None: ...
+
+
+class ShadowObserver(DriftObserver, OutcomeObserver, Protocol):
+    """Told what became of each sample, and its drift."""

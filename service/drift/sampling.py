@@ -1,7 +1,7 @@
 """Which live requests are measured, and copies of them.
 
-Offering a request costs the caller well under a microsecond when it is not chosen, and copying the rows to measure when
-it is.
+Offering a request costs the caller about a microsecond when it is not chosen, and copying the rows to measure when it
+is.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from bf16kit.tensors import TensorSpec
 from service.contract import Array
-from service.drift.observer import ShadowObserver
+from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.policy import ShadowPolicy
-from service.request import Reply, Request
+from service.drift.strata import Strata
+from service.request import Reply, Request, Timings
+
+BURST = 8.0  # samples at once, after a while without
+_NEVER = Timings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +44,14 @@ class Sample:
 
 
 class TokenBucket:
-    """At most ``per_second`` on average, with a burst of one second's worth (at least one)."""
+    """At most ``per_second`` on average. So many at once, or :data:`BURST`, when there were none for a while, and one
+    second's worth (at least one) in the beginning."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = per_second
-        self._capacity = max(1.0, per_second)
+        self._capacity = max(BURST, per_second)
         self._clock = clock
-        self._tokens = self._capacity
+        self._tokens = max(1.0, per_second)
         self._at = clock()
         self._lock = threading.Lock()
 
@@ -61,32 +67,62 @@ class TokenBucket:
 
 
 class Chooser:
-    """Chooses by chance which requests are measured, and copies what is measured of them."""
+    """Chooses by chance which requests are measured, and copies what is measured of them.
+
+    It hears itself what became of samples, for whoever takes them: where there is no room, fewer are chosen.
+    """
 
     def __init__(
-        self, policy: ShadowPolicy, observer: ShadowObserver, batch_axis: int | None, draw: Callable[[], float]
+        self,
+        policy: ShadowPolicy,
+        observer: OutcomeObserver,
+        batch_axis: int | None,
+        draw: Callable[[], float],
+        inputs: Sequence[TensorSpec] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``draw`` gives numbers in [0, 1). By the free dimensions of ``inputs`` are requests told apart."""
         self._policy = policy
         self._observer = observer
         self._batch_axis = batch_axis
         self._draw = draw
-        self._tokens = TokenBucket(policy.max_per_second)
+        self._strata = Strata(policy, inputs, clock)
+        self._tokens = TokenBucket(policy.max_per_second, clock)
 
     def choose(self, request: Request, reply: Reply, hold: Callable[[int], bool]) -> Sample | None:
         """The sample of a request that is chosen and for which there is room: ``hold`` takes so many bytes, or not."""
-        if self._draw() >= self._policy.rate or request.rows == 0:
+        rows = request.rows
+        if rows == 0:
             return None
-        rows = min(request.rows, self._policy.max_rows) if self._batch_axis is not None else 1
+        probability = self._strata.probability(request.feeds, (request.timings or _NEVER).arrived)
+        if self._draw() >= probability:
+            return None
+        kept = None
+        if self._batch_axis is None:
+            rows = 1
+        elif rows > self._policy.max_rows:
+            rows = self._policy.max_rows
+            kept = some_of(request.rows, rows, self._draw)
+            probability *= rows / request.rows
         if not self._tokens.take():
             self._observer.sampled("dropped", rows)
             return None
-        feeds = sample_of(request.feeds, rows, self._batch_axis)
-        outputs = sample_of(reply.outputs, rows, self._batch_axis)
-        nbytes = size_of(feeds) + size_of(outputs)
-        if not hold(nbytes):
+        parts = [(arrays, kept, self._batch_axis) for arrays in (request.feeds, reply.outputs)]
+        nbytes = sum(size_of(*part) for part in parts)
+        if nbytes > self._policy.max_bytes:  # however little waits, there is never room for it
             self._observer.sampled("dropped", rows)
             return None
-        return Sample(copies(feeds), copies(outputs), rows, nbytes, precision=reply.precision)
+        if not hold(nbytes):
+            self.sampled("dropped", rows)
+            return None
+        feeds, outputs = (copies(*part) for part in parts)
+        return Sample(feeds, outputs, rows, nbytes, probability, reply.precision)
+
+    def sampled(self, outcome: Outcome, samples: int) -> None:
+        """See :class:`OutcomeObserver`: of samples that this has chosen."""
+        if outcome == "dropped":
+            self._strata.crowd()
+        self._observer.sampled(outcome, samples)
 
 
 class Sampler(Protocol):
@@ -106,17 +142,17 @@ class Handing:
 
     def __init__(
         self,
-        hand: Callable[[Sample, ShadowObserver], None],
+        hand: Callable[[Sample, OutcomeObserver], None],
         policy: ShadowPolicy,
-        observer: ShadowObserver,
+        observer: OutcomeObserver,
         *,
         batch_axis: int | None,
+        inputs: Sequence[TensorSpec] = (),
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._hand = hand
         self._most = policy.max_bytes
-        self._observer = observer
-        self._chooser = Chooser(policy, observer, batch_axis, draw)
+        self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
         self._closed = False
 
     def start(self) -> None:
@@ -128,7 +164,7 @@ class Handing:
             return
         sample = self._chooser.choose(request, reply, lambda nbytes: nbytes <= self._most)
         if sample is not None:
-            self._hand(sample, self._observer)
+            self._hand(sample, self._chooser)
 
     def stop(self) -> None:
         self._closed = True
@@ -139,21 +175,41 @@ class Handing:
         return True
 
 
-def sample_of(arrays: Mapping[str, Array], rows: int, batch_axis: int | None) -> dict[str, Array]:
-    """The first ``rows`` rows of each array, as views; all of it without a batch axis."""
-    if batch_axis is None:
-        return dict(arrays)
-    window = (slice(None),) * batch_axis + (slice(0, rows),)
-    return {name: array[window] for name, array in arrays.items()}
+def some_of(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
+    """``count`` different ones of ``rows``, each as likely as any other, in order (the head of Fisher and Yates'
+    shuffle)."""
+    moved: dict[int, int] = {}
+    found = []
+    for at in range(count):
+        other = at + int(draw() * (rows - at))
+        found.append(moved.get(other, other))
+        moved[other] = moved.get(at, at)
+    return sorted(found)
 
 
-def size_of(arrays: Mapping[str, Array]) -> int:
-    """The bytes that a copy of ``arrays`` holds; a string counts its characters."""
-    return sum(
-        array.nbytes + (sum(map(len, array.flat)) if array.dtype == np.object_ else 0) for array in arrays.values()
-    )
+def size_of(arrays: Mapping[str, Array], kept: Sequence[int] | None = None, batch_axis: int | None = None) -> int:
+    """The bytes that :func:`copies` of ``arrays`` hold; a string counts its characters."""
+    total = 0
+    for array in arrays.values():
+        if array.dtype == np.object_:
+            array = _rows(array, kept, batch_axis)
+            total += sum(map(len, array.flat)) + array.nbytes
+        elif kept is None or batch_axis is None:
+            total += array.nbytes
+        else:
+            total += array.nbytes // array.shape[batch_axis] * len(kept)
+    return total
 
 
-def copies(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The same arrays, C-contiguous, in memory of their own: a view would keep the whole message or batch alive."""
-    return {name: np.array(array, order="C") for name, array in arrays.items()}
+def copies(
+    arrays: Mapping[str, Array], kept: Sequence[int] | None = None, batch_axis: int | None = None
+) -> dict[str, Array]:
+    """The rows ``kept`` of each array, all of it without; C-contiguous, in memory of their own: a view would keep the
+    whole message or batch alive."""
+    if kept is None or batch_axis is None:
+        return {name: np.array(array, order="C") for name, array in arrays.items()}
+    return {name: np.ascontiguousarray(_rows(array, kept, batch_axis)) for name, array in arrays.items()}
+
+
+def _rows(array: Array, kept: Sequence[int] | None, batch_axis: int | None) -> Array:
+    return array if kept is None or batch_axis is None else np.take(array, kept, axis=batch_axis)

@@ -14,10 +14,11 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bf16kit.errors import Bf16kitError
 from bf16kit.runtime import Runtime
+from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 from service.drift.comparison import Comparison
 from service.drift.observer import ShadowObserver
@@ -45,6 +46,7 @@ class Shadow:
         *,
         name: str,
         batch_axis: int | None,
+        inputs: Sequence[TensorSpec] = (),
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._load = load
@@ -52,7 +54,7 @@ class Shadow:
         self._policy = policy
         self._observer = observer
         self._name = name
-        self._chooser = Chooser(policy, observer, batch_axis, draw)
+        self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
         self._tokens = TokenBucket(policy.max_per_second)  # of samples that other processes have chosen
         self._queue: queue.Queue[Sample | None] = queue.Queue(QUEUE_SIZE)
         self._lock = threading.Lock()
@@ -68,7 +70,7 @@ class Shadow:
         """Choose by chance whether to measure this request; never blocks, never raises."""
         sample = self._chooser.choose(request, reply, self._hold)
         if sample is not None and not self._enqueue(sample):
-            self._observer.sampled("dropped", sample.rows)
+            self._chooser.sampled("dropped", sample.rows)
 
     def put(self, sample: Sample) -> bool:
         """Measure what another process has chosen; False where there is no room for it, or no time."""

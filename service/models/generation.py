@@ -11,7 +11,7 @@ from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.contract import Bounds, Meaning
 from service.drift.comparison import Comparison
-from service.drift.observer import ShadowObserver
+from service.drift.observer import OutcomeObserver
 from service.drift.sampling import Handing, Sample, Sampler
 from service.drift.shadow import Shadow
 from service.models.engine import Engine, SpreadEngine
@@ -24,7 +24,7 @@ from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
-Hand = Callable[[Sample, ShadowObserver], None]
+Hand = Callable[[Sample, OutcomeObserver], None]
 _MOMENT_S = 0.2  # what a thread that has nothing to do may need to end, even where no time is left
 
 
@@ -150,7 +150,7 @@ class Generation:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
         if hand is not None:
-            return Handing(hand, serving.shadow, self.metrics, batch_axis=opened.batch_axis)
+            return Handing(hand, serving.shadow, self.metrics, batch_axis=opened.batch_axis, inputs=opened.inputs)
         return new_shadow(self.label, opened, serving, self.metrics)
 
 
@@ -166,4 +166,5 @@ def new_shadow(label: str, opened: Opened, serving: Serving, metrics: ModelMetri
         metrics,
         name=label,
         batch_axis=opened.batch_axis,
+        inputs=opened.inputs,
     )

@@ -18,7 +18,7 @@ from functools import partial
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.weightstore import OWN, WeightStore
-from service.drift.observer import ShadowObserver
+from service.drift.observer import OutcomeObserver
 from service.drift.sampling import Sample
 from service.models import loading
 from service.models.agreement import OWN_CHOICE, Agreement
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
 UNLOAD_SECONDS = 30.0  # how long the requests of a generation that is unloaded may still take
 #: To the process that has the references, with the model's name and what was loaded.
-HandPlanned = Callable[[str, Plan, Sample, ShadowObserver], None]
+HandPlanned = Callable[[str, Plan, Sample, OutcomeObserver], None]
 Slots = Mapping[str, Mapping[int, Slot]]
 _STOPPING = "the server is shutting down; try another"
 

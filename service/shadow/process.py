@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from bf16kit.errors import Unavailable
-from service.drift.observer import ShadowObserver
+from service.drift.observer import OutcomeObserver
 from service.drift.sampling import Sample
 from service.drift.shadow import QUEUE_SIZE
 from service.models.plan import Plan, Wish
@@ -115,7 +115,7 @@ class Hander:
     def __init__(self, ask: Callable[[str, Mapping[str, object], list[int]], Future[Body]]) -> None:
         self._ask = ask
 
-    def hand(self, name: str, plan: Plan, sample: Sample, observer: ShadowObserver) -> None:
+    def hand(self, name: str, plan: Plan, sample: Sample, observer: OutcomeObserver) -> None:
         """See :data:`service.models.reconciler.HandPlanned`."""
         try:
             body, file = pack(sample)

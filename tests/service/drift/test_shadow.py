@@ -18,7 +18,6 @@ from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.policy import ShadowPolicy
-from service.drift.sampling import TokenBucket, size_of
 from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow
 from service.request import Reply, Request
 
@@ -208,11 +207,6 @@ def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, 
     assert heard.samples == {"measured": 6, "dropped": 5}
 
 
-def test_texts_count_by_their_characters() -> None:
-    texts = np.array(["a" * 1000, "b"], np.object_)
-    assert size_of({"x": texts, "y": np.zeros(3, np.float32)}) == 2 * 8 + 1001 + 12
-
-
 def test_more_than_max_per_second_are_dropped(make: Make, heard: Heard) -> None:
     shadow = make(max_per_second=0.001)
     shadow.offer(*pair())
@@ -277,13 +271,3 @@ def test_closing_waits_for_no_longer_than_its_deadline_and_says_so(make: Make, r
     reference.gate.set()
     assert shadow.close()
     assert reference.closed
-
-
-def test_the_bucket_refills_at_its_rate_and_holds_one_seconds_worth() -> None:
-    now = 0.0
-    bucket = TokenBucket(2.0, clock=lambda: now)
-    assert [bucket.take() for _ in range(3)] == [True, True, False]
-    now = 0.5
-    assert [bucket.take() for _ in range(2)] == [True, False]
-    now = 100.0
-    assert [bucket.take() for _ in range(3)] == [True, True, False]

@@ -1,0 +1,144 @@
+"""Which requests are measured, and copies of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import pytest
+from traffic import INPUTS, Clock, arrivals
+
+from service.drift.policy import ShadowPolicy
+from service.drift.sampling import BURST, Chooser, Handing, Sample, TokenBucket, copies, size_of, some_of
+from service.request import Reply, Request
+
+
+class Heard:
+    """What an observer was told."""
+
+    def __init__(self) -> None:
+        self.samples: Counter[str] = Counter()
+
+    def sampled(self, outcome: str, samples: int) -> None:
+        self.samples[outcome] += samples
+
+
+def test_weighted_rows_are_unbiased_by_what_is_chosen_dropped_and_left_out() -> None:
+    """Requests of 1 to 20 rows, of which 4 at most are taken: the weighted mean over all rows that were answered, and
+    their number, come out within a hundredth or four standard errors. Without rows' weights they would not: drift grows
+    by the row."""
+    clock, heard, chance = Clock(), Heard(), random.Random(1)
+    policy = ShadowPolicy(rate=0.2, max_per_second=20, max_rows=4)
+    chooser = Chooser(policy, heard, 0, chance.random, INPUTS, clock)
+    everything, values, weights = [], [], []
+    traffic = arrivals(clock, {16: 80.0, 64: 8.0, 500: 0.1}, 150, 2, rows=lambda chance: chance.randrange(1, 21))
+    for each in traffic:
+        everything += each.drift
+        sample = chooser.choose(each.request, each.reply, lambda nbytes: True)
+        if sample is not None:
+            assert sample.rows == min(4, each.request.rows) == len(sample.feeds["x"])
+            values += list(sample.outputs["y"][:, 0])
+            weights += [1 / sample.probability] * sample.rows
+    y, w = np.array(values), np.array(weights)
+    mean = (w * y).sum() / w.sum()
+    error = math.sqrt((w**2 * (y - mean) ** 2).sum()) / w.sum() * 2  # rows of one request are alike: four count as one
+    truth = float(np.mean(everything))
+    assert abs(mean - truth) < max(4 * error, 0.01 * truth)
+    assert w.sum() == pytest.approx(len(everything), rel=0.05)
+    assert abs(y.mean() - truth) > 8 * error
+    assert heard.samples["dropped"] < 0.02 * len(values)
+
+
+def test_a_rare_shape_is_measured_within_three_minutes_at_the_defaults() -> None:
+    """It comes ten times a minute among 300 requests a second, and is one in 1,800 of them."""
+    for seed in range(5):
+        clock, chance = Clock(), random.Random(seed)
+        chooser = Chooser(ShadowPolicy(), Heard(), 0, chance.random, INPUTS, clock)
+        for each in arrivals(clock, {16: 270.0, 64: 30.0, 500: 1 / 6}, 180, seed + 10):
+            sample = chooser.choose(each.request, each.reply, lambda nbytes: True)
+            if sample is not None and each.length == 500:
+                break
+        else:
+            raise AssertionError(f"seed {seed}: never seen in three minutes")
+
+
+def test_each_row_is_as_likely_as_any_other() -> None:
+    chance = random.Random(3)
+    seen = Counter(row for _ in range(6000) for row in some_of(10, 3, chance.random))
+    assert len(seen) == 10
+    assert max(abs(count - 1800) for count in seen.values()) < 5 * math.sqrt(1800 * 0.7)
+
+
+def test_rows_are_different_ones_in_order() -> None:
+    chance = random.Random(4)
+    for _ in range(200):
+        rows = some_of(9, 5, chance.random)
+        assert rows == sorted(set(rows))
+        assert set(rows) <= set(range(9))
+    assert some_of(4, 4, chance.random) == [0, 1, 2, 3]
+    assert some_of(9, 2, lambda: 0.0) == [0, 1]
+
+
+def test_a_sample_says_with_what_probability_its_rows_came_to_be_there() -> None:
+    chooser = Chooser(ShadowPolicy(rate=0.5, max_rows=2), Heard(), 0, lambda: 0.0, INPUTS)
+    request, reply = Request({"x": np.ones((8, 3), np.float32)}, rows=8), Reply({"y": np.ones((8, 1))}, "fp32")
+    sample = chooser.choose(request, reply, lambda nbytes: True)
+    assert sample is not None
+    assert sample.probability == pytest.approx(0.5 * 2 / 8)
+    assert sample.precision == "fp32"
+    assert sample.nbytes == 2 * 3 * 4 + 2 * 8
+
+
+def test_copies_of_some_rows_are_contiguous_and_share_nothing() -> None:
+    array = np.arange(12).reshape(3, 4).astype(ml_dtypes.bfloat16)
+    found = copies({"x": array}, [0, 3], 1)["x"]
+    np.testing.assert_array_equal(found, array[:, [0, 3]])
+    whole = copies({"x": array.T})["x"]
+    for each in (found, whole):
+        assert each.flags.c_contiguous
+        assert each.dtype == array.dtype
+        assert not np.shares_memory(each, array)
+
+
+def test_the_size_is_that_of_the_copies_and_texts_count_by_their_characters() -> None:
+    texts = np.array(["a" * 1000, "b"], np.object_)
+    assert size_of({"x": texts, "y": np.zeros(3, np.float32)}) == 2 * 8 + 1001 + 12
+    assert size_of({"x": texts, "y": np.zeros((2, 3), np.float32)}, [1], 0) == 8 + 1 + 12
+
+
+@pytest.mark.parametrize(("nbytes", "slower"), [(1000, False), (10, True)])
+def test_what_finds_no_room_slows_the_choosing_and_what_never_fits_does_not(nbytes: int, slower: bool) -> None:
+    heard, crowded = Heard(), list[str]()
+    chooser = Chooser(ShadowPolicy(rate=1, max_bytes=100), heard, None, lambda: 0.0)
+    chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
+    request, reply = Request({"x": np.zeros(nbytes, np.uint8)}), Reply({}, "bf16")
+    assert chooser.choose(request, reply, lambda nbytes: False) is None
+    assert heard.samples == {"dropped": 1}
+    assert bool(crowded) == slower
+
+
+def test_what_another_process_does_not_take_slows_the_choosing_too() -> None:
+    """It says so later, to the observer that it was given."""
+    heard, crowded = Heard(), list[str]()
+
+    def hand(sample: Sample, observer: object) -> None:
+        observer.sampled("dropped", sample.rows)  # type: ignore[attr-defined]
+
+    handing = Handing(hand, ShadowPolicy(rate=1), heard, batch_axis=None, draw=lambda: 0.0)
+    handing._chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
+    handing.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
+    assert heard.samples == {"dropped": 1}
+    assert crowded == ["crowd"]
+
+
+def test_the_bucket_refills_at_its_rate_and_holds_a_burst() -> None:
+    clock = Clock()
+    bucket = TokenBucket(2.0, clock)
+    assert [bucket.take() for _ in range(3)] == [True, True, False]
+    clock.now = 0.5
+    assert [bucket.take() for _ in range(2)] == [True, False]
+    clock.now = 100.0
+    assert sum(bucket.take() for _ in range(20)) == BURST
