@@ -56,7 +56,7 @@ def test_what_is_not_taken_is_counted(taken: bool, told: list[tuple[str, int]]) 
         return answer
 
     observer = Observer()
-    Hander(ask).hand("m", PLAN, SAMPLE, observer)  # type: ignore[arg-type]  # it measures nothing
+    Hander(ask).hand("m", PLAN, SAMPLE, observer)
     assert observer.told == told
 
 
@@ -66,5 +66,5 @@ def test_a_request_that_was_answered_does_not_fail_for_its_sample() -> None:
 
     observer = Observer()
     with no_more_files():
-        Hander(ask).hand("m", PLAN, SAMPLE, observer)  # type: ignore[arg-type]  # as above
+        Hander(ask).hand("m", PLAN, SAMPLE, observer)
     assert observer.told == [("failed", 2)]
