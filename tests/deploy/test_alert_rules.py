@@ -1,0 +1,102 @@
+"""The alert rules: what promtool says of them, and that each is tested, explained, and about metrics that exist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from exposed import everything_exposed
+from promql import selectors
+from scraped import Scraped
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy" / "prometheus"
+RULES = sorted((DEPLOY / "rules").glob("*.yml"))
+TESTS = sorted((DEPLOY / "tests").glob("*.yml"))
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on PATH (Debian: apt-get install prometheus)")
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    for path in RULES:
+        for group in yaml.safe_load(path.read_text("utf-8"))["groups"]:
+            yield from group["rules"]
+
+
+ALL = list(rules())
+ALERTS = [rule for rule in ALL if "alert" in rule]
+NAMES = sorted({rule["alert"] for rule in ALERTS})
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run([str(PROMTOOL), *arguments], capture_output=True, text=True, cwd=DEPLOY, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_finds_the_rules_sound() -> None:
+    promtool("check", "rules", "--lint=all", "--lint-fatal", *map(str, RULES))
+    promtool("check", "config", "prometheus.yml")
+
+
+@needs_promtool
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_alerts_fire_and_stay_silent_as_their_tests_say(path: Path) -> None:
+    promtool("test", "rules", str(path))
+
+
+def test_prometheus_loads_every_file_of_rules() -> None:
+    """promtool looks at the files that a configuration names, and is content with none."""
+    (pattern,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text("utf-8"))["rule_files"]
+    assert sorted(DEPLOY.glob(pattern)) == RULES != []
+
+
+def test_every_alert_is_shown_to_fire_and_not_to() -> None:
+    shown: dict[str, set[bool]] = defaultdict(set)
+    for path in TESTS:
+        for case in yaml.safe_load(path.read_text("utf-8"))["tests"]:
+            for look in case.get("alert_rule_test", ()):
+                shown[look["alertname"]].add(bool(look["exp_alerts"]))
+    assert [name for name in NAMES if shown[name] != {True, False}] == []
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_an_alert_says_how_bad_what_and_what_to_do(alert: dict[str, Any]) -> None:
+    assert alert["labels"]["severity"] in ("critical", "warning")
+    notes = alert["annotations"]
+    assert {"summary", "description", "runbook"} == set(notes)
+    assert len(notes["summary"]) < 120
+    assert notes["runbook"] == f"docs/drift.md#{alert['alert'].lower()}"
+
+
+def test_the_runbook_has_a_heading_for_every_alert_and_no_other() -> None:
+    page = (ROOT / "docs" / "drift.md").read_text("utf-8")
+    assert sorted(re.findall(r"^### (Bf16\w+)$", page, re.MULTILINE)) == NAMES
+    anchors = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
+    assert set(re.findall(r"\(#([^)]+)\)", page)) <= anchors
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_a_rule_names_only_metrics_labels_and_values_that_exist(rule: dict[str, Any]) -> None:
+    recorded = [(other["record"], other["expr"]) for other in ALL if "record" in other]
+    assert Scraped(everything_exposed(), recorded).unknown(rule["expr"]) == []
+
+
+def test_series_of_the_rules_tests_are_series_that_exist() -> None:
+    """An alert that is tested on a metric of another name never fires."""
+    there = Scraped(everything_exposed())
+    free = ("model", "version", "job", "instance", "output", "metric", "device", "profile", "backend", "precision")
+    for path in TESTS:
+        for case in yaml.safe_load(path.read_text("utf-8"))["tests"]:
+            for series in case["input_series"]:
+                (selector,) = selectors(series["series"])
+                wanted = there.labels[selector.metric]
+                assert there.unknown(series["series"], (*free, "accumulation", "input")) == []
+                assert selector.labels == wanted, series["series"]

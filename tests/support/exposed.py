@@ -1,0 +1,30 @@
+"""``/metrics`` of a server to whose model everything has happened that can."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from bf16kit.drift import SampleDrift
+from bf16kit.runtime import RuntimeInfo
+from bf16kit.tensors import TensorSpec
+from service.telemetry.metrics import Metrics
+from service.telemetry.vocabulary import CAUSES
+
+
+@cache
+def everything_exposed() -> str:
+    """Every series that there can be, of one model with one output ``y`` of logits and one input ``x``."""
+    metrics = Metrics()
+    model = metrics.add("m", 1)
+    model.opened(1, [TensorSpec("y", "float32", ("batch", 4), "logits")])
+    model.loaded(RuntimeInfo("onnxruntime", "cpu", "cpu", "bf16-weights", "fp32"), {"y": {"relative_l2": 0.001}})
+    model.drift("y", SampleDrift(1e-3, 1e-6, 1e-3, 60.0, 1, 1, 0), 1.0)
+    model.budget_ratio("y", "relative_l2", 0.4, 0.3, 0.5)
+    model.recent("y", 100.0, 0.1)
+    model.changed("y")
+    model.out_of_range("x", 1)
+    model.judged(False, CAUSES[0])
+    model.last_sample(1.0)
+    model.reference_up(True)
+    model.gate("passed", 1.0)
+    return metrics.expose()[0].decode()

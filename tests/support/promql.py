@@ -1,0 +1,44 @@
+"""What a PromQL expression names: metrics, the labels it selects or groups by, and the values it compares them with.
+
+No parser: Prometheus' own says whether an expression is one. This finds names, for those who check that they exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+_METRIC = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+_SELECTOR = re.compile(rf"(?<![\w.$\"'])(?P<name>{_METRIC})\s*(?P<labels>\{{(?:[^\"'}}]|\"[^\"]*\"|'[^']*')*\}})?")
+_MATCHER = re.compile(r"([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(?:\"([^\"]*)\"|'([^']*)')")
+_GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_KEYWORDS = {"and", "or", "unless", "by", "without", "on", "ignoring", "bool", "offset", "group_left", "group_right"}
+_KEYWORDS |= {"inf", "nan"}
+
+
+@dataclass(frozen=True)
+class Selector:
+    """One metric in an expression, and what it wants of its labels. ``equals`` are matchers of the kind ``=``."""
+
+    metric: str
+    labels: frozenset[str]
+    equals: Mapping[str, str] = field(default_factory=dict)
+
+
+def selectors(expression: str) -> Iterator[Selector]:
+    """Every metric that is named; functions, keywords and durations are none."""
+    bare = _GROUPING.sub(" ", expression)
+    for found in _SELECTOR.finditer(bare):
+        name = found["name"]
+        calls = bare[found.end() :].lstrip().startswith("(")
+        if calls or name.lower() in _KEYWORDS:
+            continue
+        matchers = _MATCHER.findall(found["labels"] or "")
+        equals = {label: double or single for label, kind, double, single in matchers if kind == "="}
+        yield Selector(name, frozenset(label for label, *_ in matchers), equals)
+
+
+def grouped(expression: str) -> set[str]:
+    """The labels that it groups or joins by."""
+    return {name.strip() for names in _GROUPING.findall(expression) for name in names.split(",") if name.strip()}

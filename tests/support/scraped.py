@@ -1,0 +1,43 @@
+"""The series of a scrape, to look names of metrics, labels and values up in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client.parser import text_string_to_metric_families
+from promql import grouped, selectors
+
+SCRAPE = {"job", "instance"}  # the labels that Prometheus adds to every series
+ITS_OWN = {"up": SCRAPE, "ALERTS": {"alertname", "alertstate", "severity", "model", "version", *SCRAPE}}
+
+
+class Scraped:
+    """What ``/metrics`` says, and what recording rules (name, expression) make of it."""
+
+    def __init__(self, text: str, recorded: Iterable[tuple[str, str]] = ()) -> None:
+        self.labels: dict[str, set[str]] = {name: set(labels) for name, labels in ITS_OWN.items()}
+        self.values: dict[tuple[str, str], set[str]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self.labels.setdefault(sample.name, set(SCRAPE)).update(sample.labels)
+                for label, value in sample.labels.items():
+                    self.values.setdefault((sample.name, label), set()).add(value)
+        for name, expression in recorded:
+            self.labels[name] = grouped(expression)
+
+    def unknown(self, expression: str, free: Iterable[str] = ("model", "version", *SCRAPE)) -> list[str]:
+        """What the expression names that is not there, in words. Values of ``free`` labels are anybody's."""
+        wrong, known = [], set[str]()
+        for selector in selectors(expression):
+            labels = self.labels.get(selector.metric)
+            if labels is None:
+                wrong.append(f"no metric {selector.metric}")
+                continue
+            known |= labels
+            wrong += [f"no label {label} of {selector.metric}" for label in sorted(selector.labels - labels)]
+            for label, value in selector.equals.items():
+                there = self.values.get((selector.metric, label), set())
+                if label not in free and label in labels and there and value not in there:
+                    wrong.append(f"no {label}={value!r} of {selector.metric}, only {sorted(there)}")
+        wrong += [f"no label {label} to group by" for label in sorted(grouped(expression) - known)]
+        return wrong
