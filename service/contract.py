@@ -19,6 +19,7 @@ from bf16kit.tensors import TensorSpec
 from service.request import Claim, Observation, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
+GATE_FAILED = "FAILED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ class Model(Protocol):
     def info(self) -> RuntimeInfo: ...
     @property
     def golden(self) -> str:
-        """How it answered the golden samples before it was ready, for people."""
+        """How it answered the golden samples the last time, for people; begins with :data:`GATE_FAILED` where that was
+        over budget, or could not be."""
         ...
 
     @property

@@ -1,13 +1,23 @@
-"""The golden gate: what a runtime answers to the artifact's golden samples, held against the budget."""
+"""The golden gate: what a runtime answers to the artifact's golden samples, held against the budget; and when."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from bf16kit.drift import Breach, Budget, DriftSummary, measure
 from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
+from service.drift.verdict import DriftVerdict
+
+#: ``error``: the samples could not be run.
+Outcome = Literal["passed", "failed", "error"]
+RETRY_SECONDS = 60.0  # after a gate that was not passed: damaged memory does not mend, a device may
+LEAST_SECONDS = 10.0  # between two gates: what fails again and again must not have the samples run all the time
+_EDGE = 0.25  # of a turn's time, at its beginning and its end, when it does not begin
 
 
 def judge(
@@ -36,3 +46,71 @@ def judge(
         breaches += budget.breaches(spec.name, summary)
         words.append(f"{spec.name} relative_l2 {summary.judged('relative_l2'):.2g}")
     return breaches, ", ".join(words)
+
+
+def over(model: str, version: int, breaches: Sequence[Breach], budget: Budget, rows: int, at: float) -> DriftVerdict:
+    """What a gate that was not passed says of a model: over the budget, and not by rounding, for the same samples were
+    within it when the model was loaded. Without ``breaches`` the samples could not even be run.
+
+    ``rows`` are the golden samples' rows, ``at`` is in Unix seconds.
+    """
+    found = [(budget.ratio(each.metric, each.measured), each) for each in breaches]
+    ratio, worst = max(found, key=lambda pair: pair[0], default=(math.inf, Breach("", "", 0.0, 0.0)))
+    return DriftVerdict(
+        model, version, "over", "broken", worst.output, worst.metric, ratio, ratio, ratio, float(rows), rows, True, at
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Which of the server's processes this is: ``number`` of ``count``, from 0. Each has its own part of the time."""
+
+    number: int = 0
+    count: int = 1
+
+
+class Timetable:
+    """When the gate is due: once in every ``seconds`` (0: never), at a moment that ``draw`` chooses in this process'
+    part of them; and after a run that failed; and :data:`RETRY_SECONDS` after a gate that was not passed.
+
+    Times are :func:`time.monotonic` seconds. :meth:`suspect` is for any thread, the others are for one.
+    """
+
+    def __init__(self, seconds: float, turn: Turn, begun: float, draw: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._turn = turn
+        self._begun = begun
+        self._draw = draw
+        self._suspected = False
+        self._ended = begun
+        self._again = math.inf
+        self._round = 0
+        self._scheduled = self._in_round(0) if seconds else math.inf
+
+    def suspect(self) -> None:
+        """A run has failed: what the device answers is to be looked at."""
+        self._suspected = True
+
+    def due(self, now: float) -> str:
+        """Why the gate is to be run now; "" where it is not."""
+        if self._suspected and now >= self._ended + LEAST_SECONDS:
+            return "after a run that failed"
+        if now >= self._again:
+            return "again, for it was not passed"
+        return "on schedule" if now >= self._scheduled else ""
+
+    def begin(self) -> None:
+        """It is being run: what fails from now on is another reason."""
+        self._suspected = False
+
+    def end(self, now: float, outcome: Outcome) -> None:
+        """It was run."""
+        self._ended = now
+        self._again = math.inf if outcome == "passed" else now + RETRY_SECONDS
+        while self._scheduled <= now:
+            self._round += 1
+            self._scheduled = self._in_round(self._round)
+
+    def _in_round(self, number: int) -> float:
+        share = _EDGE + (1 - 2 * _EDGE) * self._draw()
+        return self._begun + self._seconds * (number + (self._turn.number + share) / self._turn.count)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from bf16kit.errors import InputRefused, RuntimeFailure
 from bf16kit.runtime import RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
-from service.contract import Bounds, Meaning
+from service.contract import Array, Bounds, Meaning
 from service.drift.comparison import Comparison
+from service.drift.gate import Turn
 from service.drift.observer import OutcomeObserver
 from service.drift.sampling import Handing, Sample, Sampler
 from service.drift.shadow import Shadow
 from service.models.engine import Engine, SpreadEngine
+from service.models.goldengate import GoldenGate, Hear, unheard
 from service.models.lease import Leases
 from service.models.loading import Loaded
 from service.models.opening import Opened, baseline
@@ -39,8 +42,11 @@ class Generation:
         serving: Serving,
         metrics: ModelMetrics,
         hand: Hand | None = None,
+        hear: Hear = unheard,
+        turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
-        """``hand``: to the process that has the reference; None: it is loaded here."""
+        """``hand``: to the process that has the reference; None: it is loaded here. ``hear`` and ``turn`` are the
+        golden gate's."""
         opened, info = loaded.opened, loaded.info
         self.name = name
         self.version = version
@@ -52,7 +58,7 @@ class Generation:
         self.meaning = Meaning(serving.labels, serving.formats)
         self.scheduling = serving.scheduling()
         self.info: RuntimeInfo = info
-        self.golden, self.budget = loaded.golden, opened.budget.as_dict()
+        self.budget = opened.budget.as_dict()
         self.statistics = ModelStatistics(opened.weight_bytes)
         self.metrics = metrics
         self.leases = Leases()
@@ -61,10 +67,16 @@ class Generation:
         self._shadow = self._new_shadow(opened, serving, hand)
         metrics.opened(opened.weight_bytes, opened.outputs)
         metrics.loaded(info, baseline(opened.artifact.manifest, info.profile))
+        self.gate = GoldenGate(name, version, loaded, metrics, seconds=serving.golden_seconds, turn=turn, hear=hear)
 
     @property
     def label(self) -> str:
         return f"model {self.name!r} version {self.version}"
+
+    @property
+    def golden(self) -> str:
+        """See :attr:`service.contract.Model.golden`."""
+        return self.gate.words
 
     def start(self) -> None:
         self._batcher.start()
@@ -127,6 +139,18 @@ class Generation:
         self.statistics.execution(requests, rows if self.max_batch_size else requests, timings)
         self.metrics.executed(rows, timings.compute)
 
+    # --- what the batcher runs ----------------------------------------------------------------------------------------
+
+    def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
+        """See :meth:`Engine.run`. After a failure that is not the input's, what the device computes is in doubt."""
+        try:
+            return self._engine.run(feeds, outputs)
+        except InputRefused:
+            raise
+        except RuntimeFailure:
+            self.gate.suspect()
+            raise
+
     # --- its parts ----------------------------------------------------------------------------------------------------
 
     def _new_batcher(self, serving: Serving) -> Batcher:
@@ -141,7 +165,7 @@ class Generation:
             # torch's thread pools and CUDA's handles belong to the thread that runs: there, only the executors may run.
             inline=self.info.backend == "onnxruntime" and self.info.device == "cpu",
         )
-        return Batcher(self._engine.run, policy, self, name=f"{self.name}-{self.version}")
+        return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 
     def _new_shadow(self, opened: Opened, serving: Serving, hand: Hand | None) -> Sampler | None:
         if serving.shadow.rate == 0:

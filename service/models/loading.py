@@ -53,6 +53,7 @@ class Loaded:
     summary: str
     instances: int = 1
     narrow: Runtime | None = None  # for batches that run beside others, where that does more
+    samples: Golden | None = None  # the golden ones
 
     def close(self) -> None:
         """For one that does not come to be served."""
@@ -126,7 +127,7 @@ def load(
     info = replace(chosen.runtime.info, choice="; ".join(filter(None, [words, *why])))
     batches = f"batches of up to {opened.max_batch_size} rows" if opened.max_batch_size else "no batching"
     summary = "; ".join(filter(None, [_describe(info), batches, spread.why, chosen.verdict]))
-    return Loaded(opened, chosen.runtime, info, chosen.verdict, summary, spread.instances, spread.narrow)
+    return Loaded(opened, chosen.runtime, info, chosen.verdict, summary, spread.instances, spread.narrow, chosen.golden)
 
 
 def _ready(opened: Opened, serving: Serving, profile: str, place: _Place) -> _Ready:

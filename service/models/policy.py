@@ -93,6 +93,9 @@ class Serving(_Part):
     # Mapped ones are shared with the page cache; whoever changes their file in place ends the server or its answers.
     weights: Literal["copied", "mapped"] = "copied"
     first_run_seconds: float = Field(default=300.0, gt=0, le=86_400)  # a graph may never end: the longest run at load
+    golden_seconds: float = Field(
+        default=3600.0, ge=0, le=2_000_000
+    )  # between two runs of the golden samples; 0: at load
     warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none
     shadow: ShadowPolicy = ShadowPolicy()
     fallback: FallbackPolicy = FallbackPolicy()

@@ -18,11 +18,13 @@ from functools import partial
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.weightstore import OWN, WeightStore
+from service.drift.gate import Turn
 from service.drift.observer import OutcomeObserver
 from service.drift.sampling import Sample
 from service.models import loading
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.generation import Generation, Hand
+from service.models.goldengate import Hear, unheard
 from service.models.plan import Plan, Wish
 from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
@@ -60,6 +62,8 @@ class Reconciler:
         ready_when_empty: bool = False,
         hand: HandPlanned | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
+        hear: Hear = unheard,
+        turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
         self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
         self.leaving: tuple[Slot, ...] = ()  # whose last requests are at work
@@ -71,6 +75,7 @@ class Reconciler:
         self._weights = weights
         self._hand = hand
         self._agree = agree
+        self._hear, self._turn = hear, turn
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -254,7 +259,8 @@ class Reconciler:
             replaced = slot.model
             if replaced is not None:
                 slot.series = self._metrics.add(slot.name, slot.version)
-            model = Generation(slot.name, slot.version, loaded, plan.serving, slot.series, self._hand_of(slot, plan))
+            hand = self._hand_of(slot, plan)
+            model = Generation(slot.name, slot.version, loaded, plan.serving, slot.series, hand, self._hear, self._turn)
             model.start()
             seconds = time.monotonic() - begun
             model.metrics.ready(True, seconds)

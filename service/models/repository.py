@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.weightstore import OWN, WeightStore
 from bf16kit.wording import quoted, without_long_words
+from service.drift.gate import Turn
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
+from service.models.goldengate import GoldenSchedule, Hear, unheard
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
 from service.models.reconciler import UNLOAD_SECONDS, HandPlanned, Reconciler, Slots
@@ -30,6 +32,7 @@ class Repository:
     ``ready_when_empty``: nothing need be asked for, as where models are loaded and unloaded over the network.
     ``agree``: about the profile of a plan, with other processes of the server.
     ``hand``: the fp32 references are in another process, which samples of live requests are handed to.
+    ``hear``: of golden gates that are not passed. ``turn``: this process', of those that serve the same models.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class Repository:
         ready_when_empty: bool = False,
         hand: HandPlanned | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
+        hear: Hear = unheard,
+        turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
         self._callbacks: list[Callable[[], None]] = []
         self._stopping = self._retired = False
@@ -56,13 +61,17 @@ class Repository:
             ready_when_empty=ready_when_empty,
             hand=hand,
             agree=agree,
+            hear=hear,
+            turn=turn,
         )
+        self._schedule = GoldenSchedule(self._serving, self._notify)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Load what is wanted, one model after another, on a thread of their own."""
         self._reconciler.start()
+        self._schedule.start()
 
     def want(self, wish: Wish) -> Future[None]:
         """See :meth:`Reconciler.want`."""
@@ -89,6 +98,7 @@ class Repository:
     def close(self, timeout: float | None = None) -> bool:
         """Free every model, all at once; False when something was still at work after ``timeout`` seconds."""
         self._stopping = True
+        self._schedule.stop()
         return self._reconciler.close(math.inf if timeout is None else time.monotonic() + timeout)
 
     # --- the registry -------------------------------------------------------------------------------------------------
@@ -162,6 +172,9 @@ class Repository:
     @property
     def _slots(self) -> Slots:
         return self._reconciler.slots
+
+    def _serving(self) -> list[Generation]:
+        return [model for slot in self.models() if (model := slot.model) is not None]
 
     def _notify(self) -> None:
         for callback in self._callbacks:

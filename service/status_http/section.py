@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from bf16kit.budget import Budget
+from service.contract import GATE_FAILED
 from service.status_http import amounts
 from service.status_http.markup import code, details, fact, figure, grouped_table, meter, table
 from service.status_http.sparkline import sparkline
@@ -158,13 +159,14 @@ def _budget(bounds: Mapping[str, float]) -> str:
 def _how(running: Running) -> str:
     profile = escape(running.profile) + (f"; {escape(running.choice)}" if running.choice else "")
     proof = _PROOFS.get(running.accumulation, running.accumulation)
+    failed = " class=over" if running.golden.startswith(GATE_FAILED) else ""
     facts = [
         fact("Runtime", escape(f"{running.backend} on {running.device}")),
         fact("Profile", profile),
         fact("Precision", escape(running.precision)),
         fact("Accumulation", f"<span{' class=over' if running.accumulation != 'fp32' else ''}>{escape(proof)}</span>"),
         fact("CPU kernel", escape(running.kernel or "none")),
-        fact("Golden gate", escape(running.golden)),
+        fact("Golden gate", f"<span{failed}>{escape(running.golden)}</span>"),
         fact("Weights", amounts.size(running.weight_bytes)),
         fact("Batching", escape(_batching(running))),
     ]

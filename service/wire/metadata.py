@@ -168,6 +168,7 @@ def _properties(model: Model) -> dict[str, str]:
         "device": info.device,
         "note": info.note,
         "choice": info.choice,
+        "golden": model.golden,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from service.contract import State
+from service.contract import GATE_FAILED, State
 
 _RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
 UNLOADING = "unloading"  # the reason of what nobody wants any more
@@ -95,6 +95,9 @@ def _whole(key: Key, reports: Sequence[Report | None], held: Sequence[SlotState 
             slot = slot._replace(reason=f"worker {number}: {slot.reason}")
         if worst is None or _badness(slot) > _badness(worst):
             worst = slot
-    described = next((slot.model for slot in held if slot is not None and slot.model is not None), None)
+    models = [slot.model for slot in held if slot is not None and slot.model is not None]
+    # Of models that are alike, the one to worry about: its golden gate was not passed.
+    failed = (model for model in models if model.get("golden", "").startswith(GATE_FAILED))
+    described = next(failed, next(iter(models), None))
     assert worst is not None  # noqa: S101 -- there is always a worker
     return worst._replace(model=described)

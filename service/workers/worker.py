@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
+from service.drift.gate import Turn
 from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
 from service.models.plan import Wish
 from service.models.repository import Repository
@@ -179,6 +180,7 @@ class Worker:
             ready_when_empty=config.model_control == "explicit",
             hand=Hander(self._peer.ask).hand,
             agree=lambda plan: AskedAgreement(plan, self._peer.ask),
+            turn=Turn(body["number"] - 1, config.workers),
         )
         repository.desire(Wish.from_json(wish) for wish in body["wishes"])
         registry = WholeRegistry(repository, self._sight)

@@ -11,6 +11,7 @@ from loopback import LoopbackModel, LoopbackRegistry
 from statusviews import look_at, recent, running, server
 
 from bf16kit.runtime import RuntimeInfo
+from service.contract import GATE_FAILED
 from service.status_http.page import MOST_SECTIONS, status_page
 from service.status_http.views import ModelView, Status
 from service.telemetry.history import History
@@ -93,6 +94,13 @@ def test_a_page_with_everything_is_whole_and_runs_nothing() -> None:
 )
 def test_a_ready_model_shows_how_it_runs(words: str) -> None:
     assert words in status_page(look_at(LoopbackModel("echo")))
+
+
+def test_a_golden_gate_that_failed_stands_out() -> None:
+    model = LoopbackModel("echo")
+    assert "<dd><span>golden samples within budget" in status_page(look_at(model))
+    model.golden = f"{GATE_FAILED} 2026-01-01T00:00:00+00:00: golden samples are over the drift budget"
+    assert f"<span class=over>{GATE_FAILED} 2026" in status_page(look_at(model))
 
 
 def test_why_a_profile_was_chosen_is_shown() -> None:

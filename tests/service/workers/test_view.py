@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from service.contract import State
+from service.contract import GATE_FAILED, State
 from service.workers.view import Report, SlotState, View
 
 M1, M2 = ("m", 1), ("m", 2)
@@ -41,6 +41,13 @@ def test_what_any_worker_could_not_replace_is_told_of_the_version() -> None:
     broken = Report(True, True, (SlotState("m", 1, "ready", "answers as it was loaded before"),))
     for reports in ([report("ready"), broken], [broken, report("ready")]):
         assert "answers as it was loaded before" in View.of(reports, [M1]).slots[M1].reason
+
+
+def test_of_workers_that_have_the_same_the_one_is_shown_whose_golden_gate_failed() -> None:
+    well, ill = {"golden": "golden samples within budget"}, {"golden": f"{GATE_FAILED} just now"}
+    reports = [Report(True, True, (SlotState("m", 1, "ready", "", each),)) for each in (well, ill, well)]
+    assert View.of(reports, [M1]).slots[M1].model == ill
+    assert View.of(reports[:1], [M1]).slots[M1].model == well
 
 
 def test_one_version_that_is_not_ready_makes_the_server_not_ready() -> None:

@@ -1,0 +1,192 @@
+"""The golden gate of a model that serves: its golden samples, run again on the very runtimes that answer.
+
+The gate before ready is :func:`service.models.loading.check_golden`. What was loaded may be damaged later: memory, a
+device, a file that is mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from bf16kit.drift import Breach
+from bf16kit.errors import Bf16kitError
+from bf16kit.wording import brief
+from service.contract import GATE_FAILED
+from service.drift.gate import Outcome, Timetable, Turn, judge, over
+from service.drift.shadow import lower_priority
+from service.drift.verdict import DriftVerdict
+from service.models.lease import Lease
+from service.models.loading import Loaded
+from service.telemetry.metrics import ModelMetrics
+
+if TYPE_CHECKING:
+    from service.models.generation import Generation
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1.0  # how often the schedule is looked at
+_REMEDY = (
+    "what it computes is no longer what it was loaded with; load it anew (restart the server, or unload and load the"
+    " model), and where that comes again look at the machine's memory and the device"
+)
+
+Hear = Callable[[DriftVerdict], None]
+
+
+def unheard(verdict: DriftVerdict) -> None:
+    """Nobody acts on what a gate says."""
+
+
+class GoldenGate:
+    """One generation's. :meth:`run` is for one thread; ``suspect`` and ``words`` are for any.
+
+    ``hear`` is told the verdict of a gate that failed, each time, and of one that could not be run twice in a row: once
+    may be for want of memory. Nobody is told of one that was passed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        loaded: Loaded,
+        metrics: ModelMetrics,
+        *,
+        seconds: float,
+        turn: Turn = Turn(),  # noqa: B008 -- frozen
+        hear: Hear = unheard,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._name = name
+        self._version = version
+        self._opened = loaded.opened
+        self._golden = loaded.samples
+        self._runtimes = [loaded.runtime, *([] if loaded.narrow is None else [loaded.narrow])]
+        self._metrics = metrics
+        self._hear = hear
+        self._clock = clock
+        self._errors = 0
+        self._outcome: Outcome = "passed"
+        self.words = loaded.golden
+        self.timetable = Timetable(seconds if self._golden is not None else 0.0, turn, time.monotonic(), random.random)
+        if self._golden is not None:
+            metrics.gate("passed", clock())  # or it had not been loaded
+
+    def suspect(self) -> None:
+        """A run has failed."""
+        if self._golden is not None:
+            self.timetable.suspect()
+
+    def run(self, why: str) -> Outcome:
+        """Run and judge the golden samples, and tell everybody. ``why`` is for the log."""
+        breaches: list[Breach] = []
+        words = error = ""
+        try:
+            words = self._judge(breaches)
+        except Bf16kitError as found:
+            error = brief(found)
+        except Exception as bug:  # noqa: BLE001 -- the gates of other models must go on
+            _log.exception("%s: the golden gate failed unexpectedly", self._label)
+            error = type(bug).__name__
+        outcome: Outcome = "error" if error else "failed" if breaches else "passed"
+        self._errors = self._errors + 1 if error else 0
+        at = self._clock()
+        moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+        if outcome == "passed":
+            self.words = f"golden samples within budget ({words}), run again {moment}"
+            _log.log(
+                logging.INFO if self._outcome != "passed" else logging.DEBUG,
+                "%s: golden gate passed %s (%s)", self._label, why, words,
+            )  # fmt: skip
+        else:
+            self._say(outcome, why, moment, breaches, error)
+        self._outcome = outcome
+        self._metrics.gate(outcome, at)
+        if outcome == "failed" or self._errors > 1:
+            self._hear(over(self._name, self._version, breaches, self._opened.budget, self._rows, at))
+        return outcome
+
+    @property
+    def _label(self) -> str:
+        return f"model {self._name!r} version {self._version}"
+
+    @property
+    def _rows(self) -> int:
+        axis, golden = self._opened.batch_axis, self._golden
+        if axis is None or golden is None:
+            return 1
+        return int(next(iter(golden.inputs.values())).shape[axis])
+
+    def _judge(self, breaches: list[Breach]) -> str:
+        """The drift of each output, of the last runtime that was run, in words; ``breaches`` are those of all."""
+        assert self._golden is not None  # noqa: S101 -- nothing is due without
+        opened, words = self._opened, ""
+        for runtime in self._runtimes:
+            answered = runtime.run(self._golden.inputs, seconds=opened.first_run_seconds)
+            found, words = judge(self._golden.outputs, answered, opened.outputs, opened.batch_axis, opened.budget)
+            breaches += found
+        return words
+
+    def _say(self, outcome: Outcome, why: str, moment: str, breaches: list[Breach], error: str) -> None:
+        """An error's own text is for the log: metadata is for whoever asks over the network."""
+        if outcome == "error":
+            self.words = f"{GATE_FAILED} {moment}: the golden samples could not be run; the server's log says why"
+            _log.error("%s: golden gate %s: the golden samples could not be run: %s", self._label, why, error)
+            return
+        found = "; ".join(map(str, breaches))
+        self.words = f"{GATE_FAILED} {moment}: golden samples are over the drift budget: {found}"
+        _log.error(
+            "%s: golden gate failed %s: golden samples are over the drift budget: %s; %s",
+            self._label, why, found, _REMEDY,
+        )  # fmt: skip
+
+
+class GoldenSchedule:
+    """Runs the gates that are due, one model after another, on one thread of low priority.
+
+    ``serving`` gives what answers now; ``changed`` is called after each gate. What is unloaded meanwhile is freed when
+    its gate is over.
+    """
+
+    def __init__(
+        self,
+        serving: Callable[[], Iterable[Generation]],
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._serving = serving
+        self._changed = changed
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="golden-gate", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no other gate. One that is being run is waited for by whoever unloads its model."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Run what is due."""
+        for model in self._serving():
+            why = model.gate.timetable.due(self._clock())
+            if not why or self._stopped.is_set() or not model.leases.take():
+                continue
+            with Lease(model.leases, model):
+                model.gate.timetable.begin()
+                outcome = model.gate.run(why)
+                model.gate.timetable.end(self._clock(), outcome)
+            self._changed()
+
+    def _work(self) -> None:
+        lower_priority()
+        while not self._stopped.wait(_LOOK_SECONDS):
+            try:
+                self.look()
+            except Exception:  # noqa: BLE001 -- this thread must live on
+                _log.exception("the golden gate's schedule failed; it goes on")

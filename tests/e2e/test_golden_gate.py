@@ -1,0 +1,66 @@
+"""Weights damaged in the memory of a server that answers: the golden gate sees it, and says so wherever one looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import faults
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from serverprocess import Serve, ServerProcess
+from waiting import until
+
+from bf16kit.runtime import kernel
+
+pytestmark = pytest.mark.skipif(not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel")
+PASSED = 'bf16kit_golden_gate_passed{model="m",version="1"}'
+FAILED = 'bf16kit_golden_gate_runs_total{model="m",outcome="failed",version="1"}'
+
+
+def flipped(process: int, artifact: Path) -> int:
+    return faults.flip(process, faults.stored(artifact, "a"))
+
+
+def swapped(process: int, artifact: Path) -> int:
+    return faults.swap(process, faults.stored(artifact, "a"), faults.stored(artifact, "b"))
+
+
+def properties(server: ServerProcess) -> str:
+    with triton.InferenceServerClient(server.target) as client:
+        return str(client.get_model_config("m").config.parameters["golden"].string_value)
+
+
+def answer(server: ServerProcess) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    x = np.ones((1, 64), np.float32)
+    tensor = triton.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    with triton.InferenceServerClient(server.target) as client:
+        return client.infer("m", [tensor]).as_numpy("y")
+
+
+@pytest.mark.parametrize("damage", [flipped, swapped])
+def test_damage_in_memory_is_found_on_schedule_and_told_everywhere(
+    tmp_path: Path, serve: Serve, damage: Callable[[int, Path], int]
+) -> None:
+    artifact = tmp_path / "m" / "1"
+    faults.write_pair(artifact)
+    (tmp_path / "m" / "serving.yaml").write_text("golden_seconds: 1\nshadow: {rate: 0}\n")
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    before = answer(server)
+    assert server.metric(PASSED) == 1
+    assert properties(server).startswith("golden samples within budget")
+
+    assert damage(server.process.pid, artifact) >= 1
+    until(lambda: server.metric(PASSED) == 0, 60, "a gate that failed")
+    assert server.metric(FAILED) >= 1
+    assert properties(server).startswith("FAILED 20")
+    assert "output 'y': relative_l2 is" in properties(server)
+    assert "golden gate failed on schedule" in server.log
+    assert "load it anew" in server.log
+    assert "FAILED 20" in server.get("/")[1]
+    assert server.get("/readyz")[0] == 200, "it goes on serving: who calls is told by metrics, log and page"
+    assert not np.array_equal(answer(server), before), "for the weights that answer were damaged"
+    server.terminate()
+    assert server.exit_code() == 0

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bf16kit.drift import Breach, Budget
+from service.drift.gate import LEAST_SECONDS, RETRY_SECONDS, Timetable, Turn, over
+
+HOUR = 3600.0
+
+
+def middle() -> float:
+    return 0.5
+
+
+def test_the_gate_is_due_once_in_each_period_at_a_moment_of_its_own() -> None:
+    drawn = iter([0.0, 1.0, 0.5])
+    table = Timetable(HOUR, Turn(), 0.0, lambda: next(drawn))
+    assert not table.due(0.25 * HOUR - 1)
+    assert table.due(0.25 * HOUR) == "on schedule"
+    table.begin()
+    table.end(0.25 * HOUR + 5, "passed")
+    assert not table.due(1.75 * HOUR - 1)
+    assert table.due(1.75 * HOUR)
+    table.end(1.75 * HOUR, "passed")
+    assert table.due(2.5 * HOUR)
+    assert not table.due(2.5 * HOUR - 1)
+
+
+def test_workers_have_parts_of_the_time_that_do_not_meet() -> None:
+    """Whatever is drawn: the last moment of one is before the first of the next."""
+    moments = []
+    for number in range(3):
+        for share in (0.0, 1.0):
+            table = Timetable(HOUR, Turn(number, 3), 0.0, lambda share=share: share)  # type: ignore[misc]
+            moments.append(next(at for at in range(int(HOUR)) if table.due(float(at))))
+    assert moments == sorted(moments)
+    assert min(later - earlier for earlier, later in zip(moments[1::2], moments[2::2], strict=False)) > 500
+
+
+def test_what_was_slept_through_is_not_made_up_for() -> None:
+    table = Timetable(10.0, Turn(), 0.0, middle)
+    table.end(1000.0, "passed")
+    assert not table.due(1000.0)
+    assert table.due(1005.0)
+
+
+def test_without_a_schedule_a_failed_run_still_asks_for_it() -> None:
+    table = Timetable(0.0, Turn(), 0.0, middle)
+    assert not table.due(1e9)
+    table.suspect()
+    assert not table.due(LEAST_SECONDS - 1)
+    assert table.due(LEAST_SECONDS) == "after a run that failed"
+    table.begin()
+    table.end(20.0, "passed")
+    assert not table.due(1e9)
+
+
+def test_what_fails_again_and_again_has_the_samples_run_now_and_then() -> None:
+    table, runs = Timetable(0.0, Turn(), 0.0, middle), 0
+    for now in range(100):
+        table.suspect()
+        if table.due(float(now)):
+            table.begin()
+            table.end(float(now), "passed")
+            runs += 1
+    assert runs == 9
+
+
+def test_a_failure_while_the_gate_runs_is_looked_at_afterwards() -> None:
+    table = Timetable(0.0, Turn(), 0.0, middle)
+    table.suspect()
+    table.begin()
+    table.suspect()
+    table.end(50.0, "passed")
+    assert table.due(50.0 + LEAST_SECONDS)
+
+
+@pytest.mark.parametrize("seconds", [0.0, HOUR])
+@pytest.mark.parametrize("outcome", ["failed", "error"])
+def test_a_gate_that_was_not_passed_is_run_again_soon(seconds: float, outcome: str) -> None:
+    table = Timetable(seconds, Turn(), 0.0, middle)
+    table.end(1.0, outcome)  # type: ignore[arg-type]
+    assert not table.due(RETRY_SECONDS)
+    assert table.due(1.0 + RETRY_SECONDS) == "again, for it was not passed"
+    table.end(1.0 + RETRY_SECONDS, "passed")
+    assert not table.due(0.5 * HOUR - 1)
+
+
+def test_the_verdict_names_the_bound_that_is_most_over() -> None:
+    budget = Budget({"relative_l2": 0.01, "max_abs": 1.0})
+    breaches = [Breach("y", "max_abs", 3.0, 1.0), Breach("z", "relative_l2", 0.05, 0.01)]
+    found = over("m", 2, breaches, budget, 4, 12.5)
+    assert (found.model, found.version, found.state, found.cause) == ("m", 2, "over", "broken")
+    assert (found.output, found.metric, found.samples, found.at) == ("z", "relative_l2", 4, 12.5)
+    assert found.ratio == found.low == found.high == pytest.approx(5.0)
+
+
+def test_samples_that_could_not_be_run_are_infinitely_over() -> None:
+    found = over("m", 1, [], Budget({}), 1, 0.0)
+    assert (found.state, found.cause, found.output, found.low) == ("over", "broken", "", math.inf)

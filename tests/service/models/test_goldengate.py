@@ -1,0 +1,213 @@
+"""The golden gate of a model that serves, and of damage that only it can see."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import faults
+import numpy as np
+import pytest
+from artifacts import write_mlp, write_product
+from waiting import until
+
+from bf16kit.errors import InputRefused, RuntimeFailure
+from bf16kit.runtime import kernel
+from service.contract import GATE_FAILED
+from service.drift.verdict import DriftVerdict
+from service.models import loading
+from service.models.generation import Generation
+from service.models.goldengate import GoldenGate, GoldenSchedule
+from service.models.policy import Serving
+from service.request import Request
+from service.telemetry.metrics import Metrics
+
+ONE = Request({"x": np.ones((1, 64), np.float32)}, rows=1)
+needs_kernel = pytest.mark.skipif(
+    not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel"
+)
+
+
+class Made:
+    """A model that serves, and who hears of its gate."""
+
+    def __init__(self, path: Path, **serving: object) -> None:
+        self.metrics = Metrics()
+        self.heard: list[DriftVerdict] = []
+        asked = Serving.model_validate({"shadow": {"rate": 0}, **serving})
+        self.loaded = loading.load(path, asked, device="cpu", threads=1)
+        series = self.metrics.add("m", 1)
+        self.model = Generation("m", 1, self.loaded, asked, series, hear=self.heard.append)
+        self.model.start()
+
+    def gauge(self, name: str) -> float:
+        lines = self.metrics.expose()[0].decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"bf16kit_golden_gate_{name}"))
+
+    def runs(self, outcome: str) -> float:
+        return self.gauge(f'runs_total{{model="m",outcome="{outcome}"')
+
+    @property
+    def gate(self) -> GoldenGate:
+        return self.model.gate
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Made]]:
+    made: list[Made] = []
+
+    def build(write: Callable[[Path], object] = write_product, **serving: object) -> Made:
+        write(tmp_path / "m" / "1")
+        made.append(Made(tmp_path / "m" / "1", **serving))
+        return made[-1]
+
+    yield build
+    for each in made:
+        assert each.model.close(time.monotonic() + 20)
+
+
+def test_a_model_that_is_well_says_when_it_was_looked_at_last(make: Callable[..., Made]) -> None:
+    made = make()
+    assert made.model.golden.startswith("golden samples within budget (y relative_l2")
+    assert (made.gauge("passed"), made.runs("passed"), made.runs("failed")) == (1, 1, 0)
+    before = made.gauge("timestamp_seconds")
+    assert made.gate.run("on schedule") == "passed"
+    assert "run again 20" in made.model.golden
+    assert (made.gauge("passed"), made.runs("passed")) == (1, 2)
+    assert made.gauge("timestamp_seconds") >= before
+    assert made.heard == []
+
+
+@needs_kernel
+def test_weights_damaged_in_memory_fail_the_gate_and_everybody_is_told(
+    make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bits of the weights that answer, in the memory of this very process."""
+    made, weight = make(), faults.stored(tmp_path / "m" / "1", "w")
+    faults.flip(os.getpid(), weight)
+    assert made.gate.run("on schedule") == "failed"
+    assert made.model.golden.startswith(f"{GATE_FAILED} 20")
+    assert "output 'y': relative_l2 is" in made.model.golden
+    assert (made.gauge("passed"), made.runs("failed")) == (0, 1)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "model 'm' version 1: golden gate failed on schedule" in line
+    assert "output 'y': relative_l2 is" in line
+    assert "the budget allows at most 0.015" in line
+    assert "load it anew" in line
+    (verdict,) = made.heard
+    assert (verdict.model, verdict.version, verdict.state, verdict.cause) == ("m", 1, "over", "broken")
+    assert verdict.low > 1
+    assert made.model.infer(ONE).outputs["y"].shape == (1, 64), "it goes on answering"
+    assert made.gate.run("again") == "failed"
+    assert len(made.heard) == 2, "for as long as it fails"
+
+
+@needs_kernel
+def test_a_gate_that_is_passed_again_says_so(
+    make: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make()
+    found = faults.copies(os.getpid(), faults.stored(tmp_path / "m" / "1", "w"))
+    for copy in found:
+        copy.write(bytes(copy.size))
+    assert made.gate.run("on schedule") == "failed"
+    for copy in found:
+        copy.write(faults.stored(tmp_path / "m" / "1", "w"))
+    with caplog.at_level(logging.INFO):
+        assert made.gate.run("again") == "passed"
+    assert "golden gate passed again" in caplog.text
+    assert (made.gauge("passed"), GATE_FAILED in made.model.golden) == (1, False)
+
+
+def test_both_runtimes_of_a_spread_model_are_looked_at(make: Callable[..., Made]) -> None:
+    made = make(write_mlp)
+    ran: list[str] = []
+
+    class Seen:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, feeds: object, outputs: object = None, *, seconds: float | None = None) -> dict[str, object]:
+            ran.append(self.name)
+            return dict(made.loaded.runtime.run(made.loaded.samples.inputs))  # type: ignore[union-attr]
+
+    made.gate._runtimes = [Seen("wide"), Seen("narrow")]  # type: ignore[list-item]
+    assert made.gate.run("on schedule") == "passed"
+    assert ran == ["wide", "narrow"]
+
+
+def test_samples_that_cannot_be_run_are_an_error_told_when_it_comes_twice(
+    make: Callable[..., Made], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once may be for want of memory."""
+    made = make()
+    made.loaded.runtime.close()
+    assert made.gate.run("on schedule") == "error"
+    assert (made.heard, made.gauge("passed"), made.runs("error")) == ([], 0, 1)
+    assert made.model.golden.startswith(GATE_FAILED)
+    assert "closed" not in made.model.golden, "what a runtime says is for the log"
+    assert "closed" in caplog.text
+    assert made.gate.run("again") == "error"
+    assert [(verdict.state, verdict.cause) for verdict in made.heard] == [("over", "broken")]
+
+
+def test_only_a_failure_that_is_not_the_inputs_has_the_gate_run(make: Callable[..., Made]) -> None:
+    made = make(golden_seconds=0)
+    later = time.monotonic() + 1e6
+    assert not made.gate.timetable.due(later)
+    for error, due in ((InputRefused("index", "index"), False), (RuntimeFailure("a device error"), True)):
+        _fail(made, error)
+        with pytest.raises(Exception, match=r"index|device"):
+            made.model.infer(ONE)
+        assert bool(made.gate.timetable.due(later)) is due
+
+
+def test_a_model_without_golden_samples_has_no_gate(make: Callable[..., Made], tmp_path: Path) -> None:
+    from artifacts import write_words
+
+    made = make(write_words)
+    made.gate.suspect()
+    assert not made.gate.timetable.due(time.monotonic() + 1e6)
+    assert "bf16kit_golden_gate_passed{" not in made.metrics.expose()[0].decode()
+
+
+def test_the_schedule_runs_what_is_due_one_after_the_other_and_leaves_the_rest(make: Callable[..., Made]) -> None:
+    due, quiet, told = make(golden_seconds=60), make(lambda path: None, golden_seconds=0), []
+    now = time.monotonic() + 60
+    schedule = GoldenSchedule(lambda: [due.model, quiet.model], lambda: told.append(1), lambda: now)
+    schedule.look()
+    schedule.look()
+    assert (due.runs("passed"), quiet.runs("passed"), len(told)) == (2, 1, 1)
+
+
+def test_a_model_that_is_unloaded_is_not_looked_at(make: Callable[..., Made]) -> None:
+    made = make(golden_seconds=60)
+    made.model.leases.end()
+    schedule = GoldenSchedule(lambda: [made.model], lambda: None, lambda: time.monotonic() + 1e6)
+    schedule.look()
+    assert made.runs("passed") == 1
+
+
+def test_the_thread_is_of_low_priority_and_ends(make: Callable[..., Made]) -> None:
+    made = make(golden_seconds=1)
+    nice: list[int] = []
+    schedule = GoldenSchedule(
+        lambda: [made.model], lambda: nice.append(os.getpriority(os.PRIO_PROCESS, schedule._thread.native_id or 0))
+    )
+    schedule.start()
+    until(lambda: nice, 30, "a gate on schedule")
+    schedule.stop()
+    assert nice[0] > 0
+    until(lambda: not schedule._thread.is_alive(), 30, "its end")
+
+
+def _fail(made: Made, error: Exception) -> None:
+    """Every run of the model fails from now on."""
+
+    def run(*given: object, **more: object) -> dict[str, object]:
+        raise error
+
+    made.loaded.runtime.run = run  # type: ignore[method-assign, assignment]
