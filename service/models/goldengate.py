@@ -23,7 +23,7 @@ from service.drift.shadow import lower_priority
 from service.drift.verdict import DriftVerdict
 from service.models.lease import Lease
 from service.models.loading import Loaded
-from service.telemetry.metrics import ModelMetrics
+from service.telemetry.modelmetrics import ModelMetrics
 
 if TYPE_CHECKING:
     from service.models.generation import Generation

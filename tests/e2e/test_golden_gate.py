@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import faults
 import numpy as np
@@ -32,7 +33,7 @@ def properties(server: ServerProcess) -> str:
         return str(client.get_model_config("m").config.parameters["golden"].string_value)
 
 
-def answer(server: ServerProcess) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def answer(server: ServerProcess) -> Any:
     x = np.ones((1, 64), np.float32)
     tensor = triton.InferInput("x", list(x.shape), "FP32")
     tensor.set_data_from_numpy(x)
