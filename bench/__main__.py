@@ -44,6 +44,7 @@ MODULES = {
     "shared_memory": "serving.shared_memory",
     "latency_mixed": "serving.mixed",
     "workers": "serving.workers",
+    "drift_overhead": "serving.drift_overhead",
     "gpu": "gpu.gpu",
     "calibrated_rounding": "conversion.calibrated_rounding",
     "latency_commits": "serving.latency_commits",

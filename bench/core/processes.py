@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -24,11 +24,15 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process that answers gRPC on ``port`` of the loopback interface; ``started_s`` is how long that took."""
+    """A process that answers gRPC on ``port`` of the loopback interface; ``started_s`` is how long that took.
+
+    ``http_port`` has its metrics, where it is one of ours.
+    """
 
     process: subprocess.Popen[str]
     port: int
     started_s: float
+    http_port: int = 0
 
     def cpu_seconds(self) -> float:
         """User and system time that the process and those it has started have used so far."""
@@ -68,7 +72,7 @@ def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = Non
     command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu", *flags]
     command += ["--grpc-port", str(port), "--http-port", str(http_port)]
     with _running(command, port, log, environment) as server:
-        yield server
+        yield replace(server, http_port=http_port)
 
 
 @contextmanager

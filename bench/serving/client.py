@@ -8,6 +8,7 @@ take turns while both clients stay connected and warm.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -36,11 +37,16 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one block with several calls in flight; ``client_cpu_s`` is what the client itself used, in seconds."""
+    """Of one block with several calls in flight; ``client_cpu_s`` is what the client itself used, in seconds.
+
+    ``p50`` and ``p99`` of the calls' own seconds are NaN where they were not asked for.
+    """
 
     calls: int
     seconds: float
     client_cpu_s: float
+    p50: float = math.nan
+    p99: float = math.nan
 
     @property
     def rate(self) -> float:
@@ -77,6 +83,10 @@ class Client:
         """
         how = {"in_flight": in_flight, "seconds": seconds, "transport": transport, "connections": connections}
         return Load(**self._do("load", **how))
+
+    def timed_load(self, in_flight: int, seconds: float) -> Load:
+        """The same by :mod:`bench.serving.http2` on one connection, and how long the calls took."""
+        return Load(**self._do("timed_load", in_flight=in_flight, seconds=seconds))
 
     def _do(self, command: str, **arguments: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -123,6 +133,19 @@ class _Caller:
         elapsed = time.perf_counter() - started
         return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu}
 
+    def timed_load(self, in_flight: int, seconds: float) -> dict[str, float]:
+        took: list[float] = []
+        connection = Connection(self._port, wire.INFER, self._request, len(self._calls[0](self._request)), took.append)
+        cpu, started = _cpu_seconds(), time.perf_counter()
+        try:
+            calls = keep_open([connection], in_flight, seconds)
+        finally:
+            connection.close()
+        elapsed = time.perf_counter() - started
+        took.sort()
+        shares = {"p50": took[calls // 2], "p99": took[calls * 99 // 100]}
+        return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu, **shares}
+
     def _over_http2(self, in_flight: int, seconds: float, connections: int) -> int:
         expected = len(self._calls[0](self._request))
         opened = [Connection(self._port, wire.INFER, self._request, expected) for _ in range(connections)]
@@ -168,7 +191,11 @@ def _cpu_seconds() -> float:
 
 def _main(port: int, request: bytes) -> None:
     caller = _Caller(port, request)
-    commands: dict[str, Callable[..., dict[str, float]]] = {"latency": caller.latency, "load": caller.load}
+    commands: dict[str, Callable[..., dict[str, float]]] = {
+        "latency": caller.latency,
+        "load": caller.load,
+        "timed_load": caller.timed_load,
+    }
     for line in sys.stdin:
         command, arguments = json.loads(line)
         print(json.dumps(commands[command](**arguments)), flush=True)

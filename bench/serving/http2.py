@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM = ACK = 1
@@ -27,9 +27,16 @@ _POST_OVER_HTTP = b"\x83\x86"  # RFC 7541, static table: ":method: POST", ":sche
 
 
 class Connection:
-    """Calls ``path`` with ``message`` on ``port`` of the loopback interface; each reply must have ``reply_bytes``."""
+    """Calls ``path`` with ``message`` on ``port`` of the loopback interface; each reply must have ``reply_bytes``.
 
-    def __init__(self, port: int, path: str, message: bytes, reply_bytes: int) -> None:
+    ``took`` is told the seconds of each call, from its first byte to its last.
+    """
+
+    def __init__(
+        self, port: int, path: str, message: bytes, reply_bytes: int, took: Callable[[float], None] | None = None
+    ) -> None:
+        self._took = took
+        self._begun: dict[int, float] = {}
         self._headers = request_headers(path, port)
         self._message = message
         self._reply_bytes = 5 + reply_bytes  # gRPC puts a flag and a length before the message
@@ -64,6 +71,8 @@ class Connection:
     def _request(self) -> bytes:
         stream = self._next_stream
         self._next_stream += 2
+        if self._took is not None:
+            self._begun[stream] = time.perf_counter()
         return request_frames(stream, self._headers, self._message)
 
     def _receive(self) -> tuple[int, list[bytes]]:
@@ -107,6 +116,8 @@ class Connection:
         received = self._received.pop(stream, 0)
         if received != self._reply_bytes:
             raise ConnectionError(f"a reply of {received} bytes, expected {self._reply_bytes}: the call failed")
+        if self._took is not None:
+            self._took(time.perf_counter() - self._begun.pop(stream))
         return 1
 
 

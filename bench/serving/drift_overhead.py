@@ -1,0 +1,189 @@
+"""What live drift costs those who ask: throughput and p99 with the shadow off, at its defaults, and at a tenth.
+
+One server has the same artifact three times, each with its own ``shadow``, and clients ask one after the other. Threads,
+memory and neighbours are then the same for all, and a percent can be seen: between two processes they differ by more.
+Servers are fresh in each round, and a round is one observation. The reference's process shares the cores with the server
+and the clients, as it does in a deployment that has no core to spare.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from bench.core import models
+from bench.core.grid import Grid
+from bench.core.processes import Server, bf16_serve
+from bench.core.results import Measurement, Result
+from bench.core.verdict import estimate
+from bench.core.workspace import Workspace
+from bench.serving import wire
+from bench.serving.client import Client, Load
+
+OFF, DEFAULTS, TENTH = "off", "defaults", "tenth"
+_SHADOWS = {
+    OFF: "shadow: {rate: 0}\n",
+    DEFAULTS: "",
+    TENTH: "shadow: {rate: 0.1, max_per_second: 10000}\n",
+}
+_GOALS = {DEFAULTS: (1.01, 1.02), TENTH: (1.05, 1.05)}  # seconds per request, and p99, over those without a shadow
+_IN_FLIGHT = (16, 1)
+_READY_S = 60.0
+_METRIC = re.compile(r'^bf16kit_drift_samples_total\{.*model="(\w+)",outcome="(\w+)".*\} (\S+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    rounds: int
+    turns: int
+    seconds: float  # of each turn; as much again as a quarter of it goes before and is not measured
+
+
+_FULL, _QUICK = _Effort(6, 6, 0.8), _Effort(1, 2, 0.4)
+
+
+@dataclass(slots=True)
+class _Found:
+    """Of one model and number in flight: loads by side, by round, by turn."""
+
+    loads: dict[str, list[list[Load]]] = field(default_factory=lambda: {side: [] for side in _SHADOWS})
+
+
+def measure(workspace: Workspace, *, quick: bool) -> Result:
+    """How many times as long a request takes, and p99 is, with each shadow as with none."""
+    effort = _QUICK if quick else _FULL
+    cases = {
+        "MiniLM": (workspace.minilm(), models.minilm_feeds(1)),
+        "MLP": (workspace.mlp(), models.mlp_feeds(rows=1)),
+    }
+    measurements: list[Measurement] = []
+    rates: dict[str, list[float]] = {}
+    late: dict[str, list[float]] = {}
+    shares: dict[str, list[float]] = {}
+    for name, (artifact, feeds) in cases.items():
+        repository = _repository(workspace, artifact)
+        requests = {side: wire.infer_request(side, feeds) for side in _SHADOWS}
+        found = {number: _Found() for number in _IN_FLIGHT}
+        samples = [_round(repository, workspace.root, requests, found, effort) for _ in range(effort.rounds)]
+        for number, of in found.items():
+            label = f"{name}, {number} in flight"
+            measurements += _judged(label, of)
+            rates[label] = [median(load.rate for turns in of.loads[side] for load in turns) for side in _SHADOWS]
+            late[label] = [1e3 * median(load.p99 for turns in of.loads[side] for load in turns) for side in _SHADOWS]
+        shares[name] = _shares(samples)
+    return Result(
+        "drift_overhead",
+        tuple(measurements),
+        settings={
+            "shadow": {side: text.strip() or "defaults" for side, text in _SHADOWS.items()},
+            "rounds": effort.rounds,
+            "turns": effort.turns,
+            "seconds_per_turn": effort.seconds,
+            "request": "one row; MiniLM's of 16 tokens; one connection",
+        },
+        notes=(
+            "one server serves the artifact three times; turns go round, in changing order",
+            "clients, server and the reference's process share the cores",
+        ),
+        grids=(
+            Grid("requests per second", "1/s", tuple(_SHADOWS), rates),
+            Grid("p99", "ms", tuple(_SHADOWS), late),
+            Grid("rows, in percent of requests", "", _COLUMNS, shares),
+        ),
+    )
+
+
+_COLUMNS = tuple(f"{side}: {what}" for side in (DEFAULTS, TENTH) for what in ("measured", "dropped"))
+
+
+def _judged(label: str, found: _Found) -> list[Measurement]:
+    measurements = []
+    for side, (throughput, p99) in _GOALS.items():
+        for what, goal in (("time per request", throughput), ("p99", p99)):
+            ratios = [
+                np.array([_value(what, load) / _value(what, base) for load, base in zip(loads, bases, strict=True)])
+                for loads, bases in zip(found.loads[side], found.loads[OFF], strict=True)
+            ]
+            detail = "over that without a shadow, in the same turn"
+            measurements.append(
+                Measurement.of(f"{label}: {what}, {side}", estimate(ratios), at_most=goal, detail=detail)
+            )
+    return measurements
+
+
+def _value(what: str, load: Load) -> float:
+    return load.p99 if what == "p99" else 1 / load.rate
+
+
+def _round(
+    repository: Path, root: Path, requests: Mapping[str, bytes], found: Mapping[int, _Found], effort: _Effort
+) -> dict[tuple[str, str], float]:
+    """Adds what was found; what became of samples, in rows per request, by side and outcome."""
+    with ExitStack() as stack:
+        server = stack.enter_context(bf16_serve(repository, root / "drift_overhead.log"))
+        clients = {side: stack.enter_context(Client(server.port, request)) for side, request in requests.items()}
+        _wait_for_references(server, clients)
+        before, asked = _samples(server), dict.fromkeys(clients, 0)
+        order = list(clients)
+        for number, into in found.items():
+            turns: dict[str, list[Load]] = {side: [] for side in clients}
+            for turn in range(effort.turns):
+                for side in order[turn % 3 :] + order[: turn % 3] if turn % 2 else order[::-1]:
+                    warm = clients[side].timed_load(number, effort.seconds / 4)
+                    load = clients[side].timed_load(number, effort.seconds)
+                    turns[side].append(load)
+                    asked[side] += warm.calls + load.calls
+            for side, taken in turns.items():
+                into.loads[side].append(taken)
+        after = _samples(server)
+        return {
+            (side, outcome): (count - before.get((side, outcome), 0)) / asked[side]
+            for (side, outcome), count in after.items()
+        }
+
+
+def _wait_for_references(server: Server, clients: Mapping[str, Client]) -> None:
+    """They are loaded when a sample was measured; at the defaults that takes a while."""
+    deadline = time.monotonic() + _READY_S
+    while time.monotonic() < deadline:
+        for client in clients.values():
+            client.timed_load(4, 0.3)
+        samples = _samples(server)
+        if all(samples.get((side, "measured"), 0) > 0 for side in (DEFAULTS, TENTH)):
+            return
+    raise RuntimeError(f"no live drift was measured within {_READY_S:g} s: {samples}")
+
+
+def _samples(server: Server) -> dict[tuple[str, str], float]:
+    """Rows by model and outcome, as the server tells its metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    return {(model, outcome): float(value) for model, outcome, value in _METRIC.findall(text)}
+
+
+def _shares(rounds: Sequence[Mapping[tuple[str, str], float]]) -> list[float]:
+    return [
+        100 * median(each.get((side, what), 0.0) for each in rounds)
+        for side in (DEFAULTS, TENTH)
+        for what in ("measured", "dropped")
+    ]
+
+
+def _repository(workspace: Workspace, artifact: Path) -> Path:
+    """The artifact as three models, one for each shadow."""
+    repository = workspace.repository("drift_overhead", artifact)
+    served = repository / artifact.parent.name
+    for side, shadow in _SHADOWS.items():
+        shutil.copytree(served / artifact.name, repository / side / artifact.name)
+        (repository / side / "serving.yaml").write_text(shadow, "utf-8")
+    shutil.rmtree(served)
+    return repository
