@@ -1,9 +1,9 @@
 """What live drift costs those who ask: throughput and p99 with the shadow off, at its defaults, and at a tenth.
 
-One server has the same artifact three times, each with its own ``shadow``, and clients ask one after the other. Threads,
-memory and neighbours are then the same for all, and a percent can be seen: between two processes they differ by more.
-Servers are fresh in each round, and a round is one observation. The reference's process shares the cores with the server
-and the clients, as it does in a deployment that has no core to spare.
+One server has the same artifact three times, each with its own ``shadow``, and clients ask one after the other.
+Threads, memory and neighbours are then the same for all, and a percent can be seen: between two processes they differ
+by more. Servers are fresh in each round, and a round is one observation. The reference's process shares the cores with
+the server and the clients, as it does in a deployment that has no core to spare.
 """
 
 from __future__ import annotations
