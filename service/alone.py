@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
@@ -14,12 +16,16 @@ from service.models.poll import Poll
 from service.models.repository import Repository
 from service.models.retries import Retries
 from service.operations import Operations, Settings
+from service.peers.channel import Body
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer
 from service.process.logsettings import LogSettings
 from service.process.stop import Ending, Started, Stop
 from service.process.ticking import Ticking
+from service.shadow.counting import CountingBoth
+from service.shadow.handing import PlannedHand
+from service.shadow.process import ShadowProcess
 from service.sharedmemory import open_regions
 from service.status_http.pages import routes
 from service.status_http.server import HttpServer
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from service.telemetry.tracing import Tracing
 
 _log = logging.getLogger(__name__)
+_TEND_SECONDS = 0.1
 _LAST_TRACES_SECONDS = 3.0  # that a stop waits for a collector, at most
 
 
@@ -41,8 +48,14 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     Raises ConfigError for a port in use.
     """
     metrics = Metrics()
-    explicit = config.model_control == "explicit"
-    repository = Repository(metrics, device=config.device, threads=config.threads, ready_when_empty=explicit)
+    shadow, counting = _shadow(config, metrics, lambda: repository)
+    repository = Repository(
+        metrics,
+        device=config.device,
+        threads=config.threads,
+        ready_when_empty=config.model_control == "explicit",
+        hand=lambda name, plan: PlannedHand(name, plan, shadow.ask, shadow.forget),
+    )
     controller = Controller(
         config.repository,
         repository.want,
@@ -56,9 +69,9 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     traces, tracing = open_tracing(config, repository, metrics.traced)
     operations = _operations(config, repository, controller, traces)
     transport = build_transport(config, repository, metrics.refused, credentials, operations, tracing)
-    history = History(lambda: metrics.samples(NAMES))
+    history = History(lambda: counting.samples(NAMES))
     status = Status(repository, history)
-    http = open_http(config, routes(repository, metrics, status.look), metrics, credentials)
+    http = open_http(config, routes(repository, counting, status.look), metrics, credentials)
     try:
         grpc_port = transport.start()
     except BaseException:
@@ -80,11 +93,28 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     heap.start()
     ticking = Ticking("history", TICK_SECONDS, history.tick)
     ticking.start()
-    stop.wait()
-    ticking.stop()
-    heap.stop()
-    poll.stop()
-    return _drain(config, repository, transport, http, tracing)
+    try:
+        while not stop.wait(_TEND_SECONDS):
+            shadow.tend()
+        ticking.stop()
+        heap.stop()
+        poll.stop()
+        return _drain(config, repository, transport, http, tracing)
+    finally:
+        shadow.close()
+
+
+def _shadow(
+    config: ServerConfig, metrics: Metrics, repository: Callable[[], Repository]
+) -> tuple[ShadowProcess, CountingBoth]:
+    """The process with the references, there once it is needed, and what it and this one count together."""
+
+    def ask() -> Future[Body] | None:
+        return None if (peer := shadow.peer) is None else peer.ask("counts")
+
+    counting = CountingBoth(metrics, ask, lambda: [(slot.name, slot.version) for slot in repository().models()])
+    shadow = ShadowProcess(config, counting.hear, counting.lost, forgotten=counting.forget)
+    return shadow, counting
 
 
 def _operations(config: ServerConfig, repository: Repository, controller: Controller, traces: Settings) -> Operations:

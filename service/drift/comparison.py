@@ -41,6 +41,11 @@ class Comparison:
             recent.extend(samples)
             self._tell_ratios(spec.name, DriftSummary.of(recent), observer)
 
+    def restart(self) -> None:
+        """Forget recent drift."""
+        for recent in self._recent.values():
+            recent.clear()
+
     def _tell_ratios(self, output: str, summary: DriftSummary, observer: DriftObserver) -> None:
         for metric in self._budget.as_dict():
             measured = summary.judged(metric)

@@ -38,5 +38,8 @@ class OutcomeObserver(Protocol):
     def sampled(self, outcome: Outcome, samples: int) -> None: ...
 
 
-class ShadowObserver(DriftObserver, OutcomeObserver, Protocol):
-    """Told what became of each sample, and its drift."""
+class ReferenceObserver(DriftObserver, Protocol):
+    """Told the drift of samples, when the last was measured, and whether the reference answers."""
+
+    def reference_up(self, up: bool) -> None: ...
+    def last_sample(self, at: float) -> None: ...

@@ -6,7 +6,6 @@ is.
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
@@ -125,24 +124,22 @@ class Chooser:
         self._observer.sampled(outcome, samples)
 
 
-class Sampler(Protocol):
-    """What a model offers its answers to."""
+class Hand(Protocol):
+    """Takes the samples of one model to the process that has its reference."""
 
-    def start(self) -> None: ...
-    def offer(self, request: Request, reply: Reply) -> None: ...
-    def stop(self) -> None: ...
-    def close(self, deadline: float = math.inf) -> bool: ...
+    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
+        """Returns at once, and tells the observer later what became of it."""
+
+    def forget(self) -> None:
+        """No more will come: the reference is not needed."""
 
 
 class Handing:
-    """A :class:`Sampler` that hands what it chooses to another process, which has the reference, and loads nothing.
-
-    ``hand`` is to return at once; it says later, to the observer, what became of a sample that was not measured.
-    """
+    """Hands what it chooses to another process, which has the reference, and loads nothing."""
 
     def __init__(
         self,
-        hand: Callable[[Sample, OutcomeObserver], None],
+        hand: Hand,
         policy: ShadowPolicy,
         observer: OutcomeObserver,
         *,
@@ -155,24 +152,21 @@ class Handing:
         self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
         self._closed = False
 
-    def start(self) -> None:
-        """There is nothing to load."""
-
     def offer(self, request: Request, reply: Reply) -> None:
-        """See :meth:`Shadow.offer`."""
+        """Choose by chance whether to measure this request; never blocks, never raises."""
         if self._closed:
             return
         sample = self._chooser.choose(request, reply, lambda nbytes: nbytes <= self._most)
         if sample is not None:
-            self._hand(sample, self._chooser)
+            self._hand.give(sample, self._chooser)
 
     def stop(self) -> None:
         self._closed = True
 
-    def close(self, deadline: float = math.inf) -> bool:
-        """Nothing is at work here."""
+    def close(self) -> None:
+        """For when every request has ended that might still offer its answer."""
         self._closed = True
-        return True
+        self._hand.forget()
 
 
 def some_of(rows: int, count: int, draw: Callable[[], float]) -> list[int]:

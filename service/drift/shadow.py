@@ -1,30 +1,28 @@
-"""Live drift: a share of the requests is run again on the fp32 reference, off the hot path, and compared.
+"""Live drift: samples of live requests are run again on the fp32 reference, and compared.
 
-One thread of low priority per model, before it a short queue. When the queue or the rate is full the sample is dropped
-and counted, not waited for.
+One thread of low priority per model, before it a short queue. When the queue is full the sample is dropped, not waited
+for; whoever put it there is told what became of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import queue
-import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from bf16kit.errors import Bf16kitError
 from bf16kit.runtime import Runtime
-from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 from service.drift.comparison import Comparison
-from service.drift.observer import ShadowObserver
+from service.drift.observer import Outcome, ReferenceObserver
 from service.drift.policy import ShadowPolicy
-from service.drift.sampling import Chooser, Sample, TokenBucket
-from service.request import Reply, Request
+from service.drift.sampling import Sample
 
 _log = logging.getLogger(__name__)
 QUEUE_SIZE = 8
@@ -33,31 +31,43 @@ LONGEST_RUN_S = 60.0  # of the reference; what takes longer measures nothing tha
 # it for long while request threads wait.
 NICENESS = 10
 
+Told = Callable[[Outcome], None]
+_Restart = Literal["restart"]
+_RESTART: Final = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    sample: Sample
+    told: Told
+
 
 class Shadow:
-    """:meth:`start` loads the reference in the background, once; :meth:`close` ends the thread."""
+    """:meth:`start` loads the reference in the background, once; :meth:`close` ends the thread.
+
+    ``measured`` is called on that thread after every sample that was.
+    """
 
     def __init__(
         self,
         load: Callable[[], Runtime],
         comparison: Comparison,
         policy: ShadowPolicy,
-        observer: ShadowObserver,
+        observer: ReferenceObserver,
         *,
         name: str,
-        batch_axis: int | None,
-        inputs: Sequence[TensorSpec] = (),
-        draw: Callable[[], float] = random.random,
+        measured: Callable[[], object] = lambda: None,
     ) -> None:
         self._load = load
         self._comparison = comparison
-        self._policy = policy
+        self._most = policy.max_bytes
         self._observer = observer
         self._name = name
-        self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
-        self._tokens = TokenBucket(policy.max_per_second)  # of samples that other processes have chosen
-        self._queue: queue.Queue[Sample | None] = queue.Queue(QUEUE_SIZE)
+        self._measured = measured
         self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._waiting: deque[_Waiting | _Restart] = deque()
+        self._samples = 0  # of those that wait
         self._held = 0  # bytes of the samples that wait or are measured
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"{name}-shadow", daemon=True)
@@ -66,29 +76,33 @@ class Shadow:
         if self._thread.ident is None and not self._closed:
             self._thread.start()
 
-    def offer(self, request: Request, reply: Reply) -> None:
-        """Choose by chance whether to measure this request; never blocks, never raises."""
-        sample = self._chooser.choose(request, reply, self._hold)
-        if sample is not None and not self._enqueue(sample):
-            self._chooser.sampled("dropped", sample.rows)
+    def put(self, sample: Sample, told: Told) -> None:
+        """Measure it; ``told`` hears, on any thread, what became of it: dropped where there is no room."""
+        with self._lock:
+            room = self._samples < QUEUE_SIZE and self._held + sample.nbytes <= self._most
+            if taken := room and not self._closed:
+                self._held += sample.nbytes
+                self._samples += 1
+                self._waiting.append(_Waiting(sample, told))
+                self._wake.notify()
+        if not taken:
+            told("dropped")
 
-    def put(self, sample: Sample) -> bool:
-        """Measure what another process has chosen; False where there is no room for it, or no time."""
-        return self._tokens.take() and self._hold(sample.nbytes) and self._enqueue(sample)
-
-    def _enqueue(self, sample: Sample) -> bool:
-        try:
-            self._queue.put_nowait(sample)
-        except queue.Full:
-            self._hold(-sample.nbytes)
-            return False
-        return True
+    def restart(self) -> None:
+        """Forget recent drift, once what was put before is measured: what follows was answered by another precision."""
+        with self._lock:
+            self._waiting.append(_RESTART)
+            self._wake.notify()
 
     def stop(self) -> None:
         """Tell the thread to end after the sample it is at; does not wait for it."""
-        self._closed = True
-        with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is closed
-            self._queue.put_nowait(None)
+        with self._lock:
+            self._closed = True
+            left = [each for each in self._waiting if each != _RESTART]
+            self._waiting.clear()
+            self._wake.notify()
+        for each in left:
+            each.told("dropped")
 
     def close(self, deadline: float = math.inf) -> bool:
         """End the thread. False when it still runs at ``deadline``, in :func:`time.monotonic` seconds: it is left
@@ -99,24 +113,31 @@ class Shadow:
         self._thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
-    def _hold(self, nbytes: int) -> bool:
-        """Take so many bytes (less than 0: give them back); False where that would hold more than may wait."""
-        with self._lock:
-            if nbytes > 0 and (self._held + nbytes > self._policy.max_bytes or self._queue.full()):
-                return False
-            self._held += nbytes
-            return True
-
     # --- the shadow's thread ------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         lower_priority()  # before loading: the threads that a session starts inherit it
         reference = None if self._closed else self._loaded()
-        while not self._closed and (sample := self._queue.get()) is not None:
-            self._measure(reference, sample)
-            self._hold(-sample.nbytes)
+        while (waiting := self._next()) is not None:
+            if waiting == _RESTART:
+                self._comparison.restart()
+                continue
+            outcome = self._measure(reference, waiting.sample)
+            with self._lock:
+                self._held -= waiting.sample.nbytes
+            waiting.told(outcome)
         if reference is not None:
             reference.close()
+
+    def _next(self) -> _Waiting | _Restart | None:
+        """What was put first of all that waits; None once this is closed."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            first = self._waiting.popleft()
+            self._samples -= first != _RESTART
+            return first
 
     def _loaded(self) -> Runtime | None:
         begun = time.monotonic()
@@ -127,23 +148,24 @@ class Shadow:
             _log.error("%s: no live drift: the fp32 reference cannot be loaded: %s", self._name, reason)
             return None
         _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - begun)
+        self._observer.reference_up(True)
         return reference
 
-    def _measure(self, reference: Runtime | None, sample: Sample) -> None:
+    def _measure(self, reference: Runtime | None, sample: Sample) -> Outcome:
         if reference is None:
-            self._observer.sampled("failed", sample.rows)
-            return
+            return "failed"
         try:
             expected = reference.run(sample.feeds, tuple(sample.outputs), seconds=LONGEST_RUN_S)
             self._comparison.observe(expected, sample.outputs, self._observer)
         except Bf16kitError as error:
             _log.error("%s: a shadow sample failed: %s", self._name, brief(error))
-            self._observer.sampled("failed", sample.rows)
+            return "failed"
         except Exception:  # noqa: BLE001 - one sample that fails must not end the measuring
             _log.exception("%s: a shadow sample failed", self._name)
-            self._observer.sampled("failed", sample.rows)
-        else:
-            self._observer.sampled("measured", sample.rows)
+            return "failed"
+        self._observer.last_sample(time.time())
+        self._measured()
+        return "measured"
 
 
 def lower_priority() -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from bf16kit.errors import InputRefused, RuntimeFailure
 from bf16kit.runtime import RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.contract import Array, Bounds, Meaning
-from service.drift.comparison import Comparison
 from service.drift.gate import Turn
-from service.drift.observer import OutcomeObserver
-from service.drift.sampling import Handing, Sample, Sampler
-from service.drift.shadow import Shadow
+from service.drift.sampling import Hand, Handing
 from service.models.engine import Engine, SpreadEngine
 from service.models.goldengate import GoldenGate, Hear, unheard
 from service.models.lease import Leases
@@ -27,7 +24,6 @@ from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
-Hand = Callable[[Sample, OutcomeObserver], None]
 _MOMENT_S = 0.2  # what a thread that has nothing to do may need to end, even where no time is left
 
 
@@ -45,7 +41,7 @@ class Generation:
         hear: Hear = unheard,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
-        """``hand``: to the process that has the reference; None: it is loaded here. ``hear`` and ``turn`` are the
+        """``hand``: to the process that has the reference; None: drift is not measured. ``hear`` and ``turn`` are the
         golden gate's."""
         opened, info = loaded.opened, loaded.info
         self.name = name
@@ -81,11 +77,6 @@ class Generation:
     def start(self) -> None:
         self._batcher.start()
 
-    def start_shadow(self) -> None:
-        """Begin to load the reference, once: when every model is ready, because it must delay none of them."""
-        if self._shadow is not None:
-            self._shadow.start()
-
     def infer(self, request: Request) -> Reply:
         """See :meth:`service.contract.Model.infer`."""
         self.metrics.in_flight(1)
@@ -109,8 +100,8 @@ class Generation:
     def close(self, deadline: float) -> bool:
         """Wait for the leases, refuse what still waits in the queue, end the threads, free the device's memory.
 
-        False when a request, a batch or the shadow was still at work at ``deadline`` (in :func:`time.monotonic`
-        seconds), and is left behind. The log says which.
+        False when a request or a batch was still at work at ``deadline`` (in :func:`time.monotonic` seconds), and is
+        left behind. The log says which.
         """
         self.leases.end()
         if self._shadow is not None:
@@ -119,8 +110,8 @@ class Generation:
         deadline = max(deadline, time.monotonic() + _MOMENT_S)
         if not self._batcher.close(deadline):
             left.append("a batch")
-        if self._shadow is not None and not self._shadow.close(deadline):
-            left.append("the fp32 reference, being loaded or run,")
+        if self._shadow is not None:
+            self._shadow.close()
         self._engine.close()
         if left:
             _log.warning("%s: unloaded with %s still at work", self.label, " and ".join(left))
@@ -167,28 +158,10 @@ class Generation:
         )
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 
-    def _new_shadow(self, opened: Opened, serving: Serving, hand: Hand | None) -> Sampler | None:
-        if serving.shadow.rate == 0:
+    def _new_shadow(self, opened: Opened, serving: Serving, hand: Hand | None) -> Handing | None:
+        if hand is None or serving.shadow.rate == 0:
             return None
         if opened.artifact.manifest.reference is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
-        if hand is not None:
-            return Handing(hand, serving.shadow, self.metrics, batch_axis=opened.batch_axis, inputs=opened.inputs)
-        return new_shadow(self.label, opened, serving, self.metrics)
-
-
-def new_shadow(label: str, opened: Opened, serving: Serving, metrics: ModelMetrics) -> Shadow:
-    """What measures an artifact's answers by its fp32 reference, which there must be."""
-    from bf16kit.runtime.loading import load_reference
-
-    artifact = opened.artifact
-    return Shadow(
-        lambda: load_reference(artifact, threads=1, low_priority=True),
-        Comparison(opened.outputs, opened.batch_axis, opened.budget),
-        serving.shadow,
-        metrics,
-        name=label,
-        batch_axis=opened.batch_axis,
-        inputs=opened.inputs,
-    )
+        return Handing(hand, serving.shadow, self.metrics, batch_axis=opened.batch_axis, inputs=opened.inputs)

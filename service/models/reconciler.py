@@ -13,17 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.weightstore import OWN, WeightStore
 from service.drift.gate import Turn
-from service.drift.observer import OutcomeObserver
-from service.drift.sampling import Sample
+from service.drift.sampling import Hand
 from service.models import loading
 from service.models.agreement import OWN_CHOICE, Agreement
-from service.models.generation import Generation, Hand
+from service.models.generation import Generation
 from service.models.goldengate import Hear, unheard
 from service.models.plan import Plan, Wish
 from service.models.slot import Slot
@@ -32,8 +30,8 @@ from service.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
 UNLOAD_SECONDS = 30.0  # how long the requests of a generation that is unloaded may still take
-#: To the process that has the references, with the model's name and what was loaded.
-HandPlanned = Callable[[str, Plan, Sample, OutcomeObserver], None]
+#: To the process that has the references, of a model's name and what was loaded.
+HandOf = Callable[[str, Plan], Hand]
 Slots = Mapping[str, Mapping[int, Slot]]
 _STOPPING = "the server is shutting down; try another"
 
@@ -60,7 +58,7 @@ class Reconciler:
         weights: WeightStore = OWN,
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
-        hand: HandPlanned | None = None,
+        hand: HandOf | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
         hear: Hear = unheard,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
@@ -192,8 +190,6 @@ class Reconciler:
     def _next(self) -> _Waiting | None:
         """The oldest wish; blocks until there is one. None when the reconciler is closed."""
         with self._wake:
-            if not self._waiting and not self._closed:
-                self._start_shadows()
             self._wake.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
                 return None
@@ -259,7 +255,7 @@ class Reconciler:
             replaced = slot.model
             if replaced is not None:
                 slot.series = self._metrics.add(slot.name, slot.version)
-            hand = self._hand_of(slot, plan)
+            hand = None if self._hand is None else self._hand(slot.name, plan)
             model = Generation(slot.name, slot.version, loaded, plan.serving, slot.series, hand, self._hear, self._turn)
             model.start()
             seconds = time.monotonic() - begun
@@ -268,9 +264,6 @@ class Reconciler:
             _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
             slot.publish(model, plan)
             return replaced
-
-    def _hand_of(self, slot: Slot, plan: Plan) -> Hand | None:
-        return None if self._hand is None else partial(self._hand, slot.name, plan)
 
     def _unload(self, wish: Wish) -> None:
         """Unload every version of the model that is not wished for."""
@@ -303,13 +296,6 @@ class Reconciler:
         if new:
             all_of_it = dict(sorted({**known, **new}.items()))
             self.slots = dict(sorted({**self.slots, wish.name: all_of_it}.items()))
-
-    def _start_shadows(self) -> None:
-        """Once nothing is left to load: a reference must delay no model."""
-        for versions in self.slots.values():
-            for slot in versions.values():
-                if slot.model is not None:
-                    slot.model.start_shadow()
 
     def _advise(self, label: str, info: RuntimeInfo) -> None:
         """Say what a model's numbers lack, and what to do about it, once: what one model lacks here, others do too."""

@@ -17,7 +17,7 @@ from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, Hear, unheard
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
-from service.models.reconciler import UNLOAD_SECONDS, HandPlanned, Reconciler, Slots
+from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler, Slots
 from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
 
@@ -31,8 +31,9 @@ class Repository:
 
     ``ready_when_empty``: nothing need be asked for, as where models are loaded and unloaded over the network.
     ``agree``: about the profile of a plan, with other processes of the server.
-    ``hand``: the fp32 references are in another process, which samples of live requests are handed to.
-    ``hear``: of golden gates that are not passed. ``turn``: this process', of those that serve the same models.
+    ``hand``: to the process that has the fp32 references, which samples of live requests are handed to; None: drift is
+    not measured. ``hear``: of golden gates that are not passed. ``turn``: this process', of those that serve the same
+    models.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Repository:
         weights: WeightStore = OWN,
         unload_seconds: float = UNLOAD_SECONDS,
         ready_when_empty: bool = False,
-        hand: HandPlanned | None = None,
+        hand: HandOf | None = None,
         agree: Callable[[Plan], Agreement] = lambda plan: OWN_CHOICE,
         hear: Hear = unheard,
         turn: Turn = Turn(),  # noqa: B008 -- frozen

@@ -1,31 +1,31 @@
-"""Live drift where several processes serve: one more has the references, and is there once it is needed.
+"""The process that has the fp32 references, as whoever leads it sees it: a server of one process, or a supervisor.
 
-Nothing here knows workers: a server of one process may keep such a process as well.
+It is there once it is needed, and kept running from then on. Nothing here knows workers.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bf16kit.errors import Unavailable
-from service.drift.observer import OutcomeObserver
-from service.drift.sampling import Sample
 from service.drift.shadow import QUEUE_SIZE
-from service.models.plan import Plan, Wish
+from service.drift.verdict import DriftVerdict
 from service.peers.channel import Body
 from service.peers.child import Child
-from service.peers.peer import Handler, Message, Peer
+from service.peers.peer import ENDED, Handler, Message, Peer
 from service.process.config import ServerConfig
-from service.shadow.samples import pack
 
 REFERENCES = "service.shadow.references"
 NAME = "the shadow"
-_MOST_BYTES = 256 << 20  # of samples that it was given and has not taken or refused yet
+_MOST_BYTES = 256 << 20  # of samples that it was given and has not measured yet
+# Of the gauges, which go with it when it dies, what is to be seen all the same, and as what.
+_DOWN, _LAST = "bf16kit_drift_reference_up", "bf16kit_drift_last_sample_timestamp_seconds"
+Key = tuple[str, int]  # a model's name, and its version
 
 
 class _Early(NamedTuple):
@@ -35,23 +35,45 @@ class _Early(NamedTuple):
 
 
 class ShadowProcess:
-    """Runs from the first sample on, for as long as :meth:`tend` is called by whoever tends the workers. ``counts``
-    hears what it has counted, ``lost`` that it has died."""
+    """Runs from the first sample on, for as long as :meth:`tend` is called by the thread that leads.
 
-    def __init__(self, config: ServerConfig, counts: Handler, lost: Callable[[], None]) -> None:
+    ``counts`` hears what it has counted, ``lost`` that it has died, ``forgotten`` that nothing more of a model will be
+    counted, ``verdicts`` what recent drift says of a model. They run on threads that must not be held up. ``shared``:
+    several processes choose samples, and the policy's rate is that of all of them.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        counts: Handler,
+        lost: Callable[[], None],
+        verdicts: Callable[[DriftVerdict], None] = lambda verdict: None,
+        *,
+        forgotten: Callable[[str], None] = lambda model: None,
+        shared: bool = False,
+    ) -> None:
         self._config = config
+        self._counts = counts
+        self._lost = lost
+        self._forgotten = forgotten
+        self._shared = shared
         self._lock = threading.Lock()
         self._held = 0
         self._early: list[_Early] = []  # they came before it was there
-        self._needed = False
-        self._child = Child(NAME, REFERENCES, {"counts": counts}, self._begin, lost)
+        self._wishes: dict[Key, str] = {}  # what it measures
+        self._gauges: Sequence[Sequence[Any]] = ()  # of its last counts, those that outlive it
+        handlers: dict[str, Handler] = {
+            "counts": self._hear,
+            "verdict": lambda message: verdicts(DriftVerdict.from_json(message.body)),
+        }
+        self._child = Child(NAME, REFERENCES, handlers, self._begin, self._bury)
 
     @property
     def peer(self) -> Peer | None:
         return self._child.peer
 
     def tend(self) -> None:
-        if self._needed:
+        if self._wishes:
             self._child.tend()
 
     def close(self) -> None:
@@ -59,79 +81,93 @@ class ShadowProcess:
         self._child.retire()
         self._child.kill()
         self._child.wait(0.0)
+        with self._lock:
+            early, self._early = self._early, []
+        for each in early:
+            os.close(each.file)
+            each.told.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def give(self, message: Message) -> Future[Body]:
-        """Hand a sample on; the answer says whether it was taken."""
+        """Hand a sample on; the answer says what became of it, and is Unavailable where the process died with it."""
         told: Future[Body] = Future()
-        nbytes = int(message.body["nbytes"])
+        body: Body = {**message.body, "shared": self._shared}
+        nbytes = int(body["nbytes"])
         with self._lock:
-            self._needed = True
+            self._wishes[body["model"], int(body["version"])] = body["wish"]
             peer, room = self.peer, self._held + nbytes <= _MOST_BYTES
-            if peer is None and room and len(self._early) < QUEUE_SIZE:
-                self._early.append(_Early(message.body, os.dup(message.files[0]), told))
-                return told
-            if peer is not None and room:
+            if room and peer is None and (room := len(self._early) < QUEUE_SIZE):
+                self._early.append(_Early(body, os.dup(message.files[0]), told))
+            if room:
                 self._held += nbytes
-        if peer is None or not room:
-            told.set_result({"taken": False})
-            return told
-        return self._ask(peer, message.body, message.files[0])
+        if room and peer is not None:
+            self._ask(peer, body, message.files[0], told)
+        elif not room:
+            told.set_result({"outcome": "dropped"})
+        return told
 
-    def _ask(self, peer: Peer, body: Body, file: int) -> Future[Body]:
+    def ask(self, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
+        """The same for whoever would otherwise ask a supervisor."""
+        return self.give(Message(dict(body), tuple(files)))
+
+    def forget(self, model: str, wish: str = "") -> None:
+        """It was loaded anew, or unloaded: its references are not needed any more; where ``wish`` says what was
+        loaded, that one alone."""
+        with self._lock:
+            gone = [key for key, known in self._wishes.items() if key[0] == model and wish in ("", known)]
+            for key in gone:
+                del self._wishes[key]
+        if gone and (peer := self.peer) is not None:
+            told = peer.ask("forget", {"keys": gone})
+            told.add_done_callback(lambda done: self._forget(model, done))
+
+    def restart(self, model: str, version: int) -> None:
+        """What comes from now on was answered by another precision: recent drift begins anew."""
+        if (peer := self.peer) is not None:  # if not, it begins anew in any case
+            peer.tell("restart", {"model": model, "version": version})
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _ask(self, peer: Peer, body: Body, file: int, told: Future[Body]) -> None:
         asked = peer.ask("sample", body, [file])
-        asked.add_done_callback(lambda done: self._give_back(int(body["nbytes"])))
-        return asked
+        asked.add_done_callback(partial(self._answer, int(body["nbytes"]), told))
 
-    def forget(self, model: str) -> None:
-        """It was loaded anew, or unloaded: its reference is not needed any more."""
-        if (peer := self.peer) is not None:
-            peer.tell("forget", {"model": model})
-
-    def _give_back(self, nbytes: int) -> None:
+    def _answer(self, nbytes: int, told: Future[Body], done: Future[Body]) -> None:
         with self._lock:
             self._held -= nbytes
+        error = done.exception()
+        if error is None:
+            told.set_result(done.result())
+        else:
+            told.set_exception(error)
 
     def _begin(self, peer: Peer) -> None:
         peer.tell("start", {"log_level": self._config.log_level, "log_format": self._config.log_format})
         with self._lock:
             early, self._early = self._early, []
-            self._held += sum(int(each.body["nbytes"]) for each in early)
+            for wish in self._wishes.values():
+                peer.tell("measure", {"wish": wish})
         for each in early:
-            self._ask(peer, each.body, each.file).add_done_callback(partial(_pass_on, each.told))
+            self._ask(peer, each.body, each.file, each.told)
             os.close(each.file)
 
+    def _hear(self, message: Message) -> None:
+        self._gauges = [family for family in message.body["metrics"] if family[0] in (_DOWN, _LAST)]
+        self._counts(message)
 
-def _pass_on(told: Future[Body], done: Future[Body]) -> None:
-    error = done.exception()
-    if error is None:
-        told.set_result(done.result())
-    else:
-        told.set_exception(error)
+    def _bury(self) -> None:
+        """What it has counted stays, and it is not forgotten that it should be there."""
+        self._lost()
+        left = [_after_death(family) for family in self._gauges]
+        self._counts(Message({"metrics": left, "statistics": []}))
+
+    def _forget(self, model: str, done: Future[Body]) -> None:
+        if done.exception() is None:
+            self._hear(Message(done.result()))  # without it
+        self._forgotten(model)
 
 
-class Hander:
-    """The side of a process that serves: hands samples to whoever has the references. ``ask`` is its peer's."""
-
-    def __init__(self, ask: Callable[[str, Mapping[str, object], list[int]], Future[Body]]) -> None:
-        self._ask = ask
-
-    def hand(self, name: str, plan: Plan, sample: Sample, observer: OutcomeObserver) -> None:
-        """See :data:`service.models.reconciler.HandPlanned`."""
-        try:
-            body, file = pack(sample)
-            try:
-                asked = self._ask("sample", {**body, "wish": Wish(name, (plan,)).to_json()}, [file])
-            finally:
-                os.close(file)
-        except OSError:  # for want of files or memory: the request has its answer, and does not fail for its sample
-            observer.sampled("failed", sample.rows)
-            return
-
-        def told(done: Future[Body]) -> None:
-            error = done.exception()
-            if isinstance(error, Unavailable):
-                observer.sampled("failed", sample.rows)  # the process died with it
-            elif error is not None or not done.result()["taken"]:
-                observer.sampled("dropped", sample.rows)
-
-        asked.add_done_callback(told)
+def _after_death(family: Sequence[Any]) -> list[Any]:
+    """``family`` as :meth:`service.telemetry.whole.Family.as_json` has it."""
+    *head, series = family
+    down = family[0] == _DOWN
+    return [*head, [[name, labels, 0.0 if down else value, exemplar] for name, labels, value, exemplar in series]]

@@ -1,7 +1,7 @@
-"""The process that has the fp32 references, and measures what all workers hand to it. ``python -m`` starts it.
+"""The process that has the fp32 references, and measures what is handed to it. ``python -m`` starts it.
 
-Alone in loading them, for a reference takes twice the memory of what serves; of low priority, like the threads that do
-this where one process serves.
+Alone in loading them, for a reference takes twice the memory of what serves; of low priority, so that whoever answers
+requests goes first.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import os
 import socket
 import sys
 import threading
-from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bf16kit.errors import ArtifactError, Bf16kitError
-from service.drift.sampling import Sample
-from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow
+from service.drift.comparison import Comparison
+from service.drift.observer import Outcome
+from service.drift.policy import ShadowPolicy
+from service.drift.sampling import Sample, TokenBucket
+from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow, Told
+from service.drift.verdict import DriftVerdict
 from service.models.directory import stamp_of
-from service.models.generation import new_shadow
-from service.models.opening import open_artifact
+from service.models.opening import Opened, open_artifact
 from service.models.plan import Plan, Wish
 from service.peers.channel import Body, Channel
 from service.peers.orphans import end_with, leave_signals_to_the_parent
@@ -31,108 +33,215 @@ from service.process.logs import configure
 from service.process.ticking import Ticking
 from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
+from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 Key = tuple[str, int]  # a model's name, and its version
-MEASURED = "bf16kit_drift_"  # what is counted here; the workers count everything else
+MEASURED = "bf16kit_drift_"  # what is counted here; whoever answers counts everything else
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A sample that came before its artifact was open."""
+
+    sample: Sample
+    told: Told
 
 
 @dataclass(eq=False)
 class _Measured:
-    """A version whose samples are measured. They wait here until its artifact is open."""
+    """A version whose samples are measured."""
 
+    wish: str
     plan: Plan
-    waiting: deque[Sample] = field(default_factory=lambda: deque(maxlen=QUEUE_SIZE))
+    metrics: ModelMetrics
+    tokens: TokenBucket
+    early: list[_Early] = field(default_factory=list)
     shadow: Shadow | None = None
     failed: bool = False
+    verdict: DriftVerdict | None = None  # the newest
+    told: DriftVerdict | None = None
+
+    @property
+    def policy(self) -> ShadowPolicy:
+        return self.plan.serving.shadow
+
+    def put(self, sample: Sample, told: Told) -> None:
+        """Called with the lock held; see :meth:`Shadow.put`."""
+        if self.failed:
+            told("failed")
+        elif self.shadow is not None:
+            self.shadow.put(sample, told)
+        elif len(self.early) < QUEUE_SIZE and self._held + sample.nbytes <= self.policy.max_bytes:
+            self.early.append(_Early(sample, told))
+        else:
+            told("dropped")
+
+    @property
+    def _held(self) -> int:
+        return sum(each.sample.nbytes for each in self.early)
 
 
 class References:
-    """Hears the supervisor on the peer's thread; opens artifacts on another; each model is measured on its own."""
+    """Hears whoever leads on the peer's thread; opens artifacts on another; each model is measured on its own."""
 
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
         self._models: dict[Key, _Measured] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is told of a sample may come back here
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
         handlers = {
             "start": lambda message: configure(message.body["log_level"], message.body["log_format"]),
             "ping": lambda message: None,
+            "measure": self._begin,
             "sample": self._sample,
+            "restart": self._restart,
             "forget": self._forget,
             "counts": lambda message: self._counts(),
         }
-        self._peer = Peer(Channel(end), "the supervisor", handlers, self._ended.set)
+        self._peer = Peer(Channel(end), "the server", handlers, self._ended.set)
 
     def run(self) -> None:
-        """Measure until the supervisor ends or closes the channel. Never returns."""
+        """Measure until the server ends or closes the channel. Never returns."""
         self._peer.start()
         HeapTrimmer().start()
-        Ticking("counting", TELL_SECONDS, lambda: self._peer.tell("counts", self._counts())).start()
+        Ticking("counting", TELL_SECONDS, self._tell).start()
         self._ended.wait()
         os._exit(0)  # a reference may be at work, and nobody waits for what it says
+
+    def _tell(self) -> None:
+        self._peer.tell("counts", self._counts())
+        with self._lock:
+            models = list(self._models.values())
+        for model in models:
+            self._tell_verdict(model)
 
     def _counts(self) -> Body:
         return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "statistics": []}
 
-    def _sample(self, message: Message) -> Mapping[str, bool]:
-        body = message.body
-        wish = Wish.from_json(body["wish"])
-        (plan,) = wish.plans
-        sample, key = unpack(body, message.files[0]), (wish.name, plan.version)
+    # --- what it is told ----------------------------------------------------------------------------------------------
+
+    def _begin(self, message: Message) -> None:
         with self._lock:
-            model = self._models.get(key)
-            if model is None or model.plan != plan:
-                if model is not None:
+            self._model(message.body["wish"])
+
+    def _sample(self, message: Message) -> Future[Body]:
+        body, answer = message.body, Future[Body]()
+        sample = unpack(body, message.files[0])
+
+        def told(outcome: Outcome) -> None:
+            answer.set_result({"outcome": outcome})
+
+        with self._lock:
+            model = self._model(body["wish"])
+            if body["shared"] and not model.tokens.take():  # each that chooses keeps to the rate, all of them do here
+                told("dropped")
+            else:
+                model.put(sample, told)
+        return answer
+
+    def _restart(self, message: Message) -> None:
+        with self._lock:
+            model = self._models.get((message.body["model"], message.body["version"]))
+            if model is not None and model.shadow is not None:
+                model.shadow.restart()
+
+    def _forget(self, message: Message) -> Body:
+        with self._lock:
+            for name, version in message.body["keys"]:
+                if (model := self._models.pop((name, version), None)) is not None:
                     self._close(model)
-                model = self._models[key] = _Measured(plan)
-                self._opening.submit(self._open, key, model)
-            if model.shadow is not None:
-                return {"taken": model.shadow.put(sample)}
-            taken = not model.failed and len(model.waiting) < QUEUE_SIZE and sample.nbytes <= self._room(model)
-            if taken:
-                model.waiting.append(sample)
-        return {"taken": taken}
+                    self._metrics.remove(model.metrics)
+        return self._counts()
 
-    def _room(self, model: _Measured) -> int:
-        return model.plan.serving.shadow.max_bytes - sum(sample.nbytes for sample in model.waiting)
+    # --- models, with the lock held -----------------------------------------------------------------------------------
 
-    def _open(self, key: Key, model: _Measured) -> None:
-        name, version = key
-        label, plan, metrics = f"model {name!r} version {version}", model.plan, self._metrics.add(name, version)
-        try:
-            if stamp_of(plan.path) != plan.stamp:
-                raise ArtifactError("its files are others than those that were loaded")
-            opened = open_artifact(plan.path, plan.serving)
-            metrics.opened(opened.weight_bytes, opened.outputs)
-            shadow = new_shadow(label, opened, plan.serving, metrics)
-        except (Bf16kitError, OSError) as error:
-            _log.error("%s: no live drift: %s", label, error)
-            with self._lock:
-                model.failed = True
-                lost = sum(sample.rows for sample in model.waiting)
-                model.waiting.clear()
-            metrics.sampled("failed", lost)
-            return
-        shadow.start()
-        with self._lock:
-            model.shadow = shadow
-            for sample in model.waiting:
-                if not shadow.put(sample):
-                    metrics.sampled("dropped", sample.rows)
-            model.waiting.clear()
-
-    def _forget(self, message: Message) -> None:
-        with self._lock:
-            for key in [key for key in self._models if key[0] == message.body["model"]]:
-                self._close(self._models.pop(key))
+    def _model(self, text: str) -> _Measured:
+        """What measures the samples of this wish, in place of what measured another of the same version."""
+        known = next((model for model in self._models.values() if model.wish == text), None)
+        if known is not None:
+            return known
+        wish = Wish.from_json(text)
+        (plan,) = wish.plans
+        key = wish.name, plan.version
+        known = self._models.get(key)
+        if known is not None and known.plan == plan:
+            return known
+        if known is not None:
+            self._close(known)
+        tokens = TokenBucket(plan.serving.shadow.max_per_second)
+        model = _Measured(text, plan, self._metrics.add(*key), tokens)
+        model.metrics.reference_up(False)
+        self._models[key] = model
+        self._opening.submit(self._open, key, model)
+        return model
 
     def _close(self, model: _Measured) -> None:
         """Its thread gives the reference back after the sample that it is at."""
         model.failed = True
+        early, model.early = model.early, []
+        for each in early:
+            each.told("dropped")
         if model.shadow is not None:
             model.shadow.stop()
+
+    # --- on other threads ---------------------------------------------------------------------------------------------
+
+    def _open(self, key: Key, model: _Measured) -> None:
+        label = f"model {key[0]!r} version {key[1]}"
+        try:
+            if stamp_of(model.plan.path) != model.plan.stamp:
+                raise ArtifactError("its files are others than those that were loaded")
+            opened = open_artifact(model.plan.path, model.plan.serving)
+            model.metrics.opened(opened.weight_bytes, opened.outputs)
+            shadow = self._new_shadow(key, model, opened)
+        except Exception as error:  # noqa: BLE001 -- whoever waits for what becomes of a sample must be told
+            if isinstance(error, (Bf16kitError, OSError)):
+                _log.error("%s: no live drift: %s", label, error)
+            else:
+                _log.exception("%s: no live drift", label)
+            with self._lock:
+                model.failed = True
+                early, model.early = model.early, []
+            for each in early:
+                each.told("failed")
+            return
+        with self._lock:
+            if model.failed:  # forgotten meanwhile
+                return
+            model.shadow = shadow
+            shadow.start()
+            early, model.early = model.early, []
+            for each in early:
+                shadow.put(each.sample, each.told)
+
+    def _new_shadow(self, key: Key, model: _Measured, opened: Opened) -> Shadow:
+        from bf16kit.runtime.loading import load_reference
+
+        comparison = Comparison(opened.outputs, opened.batch_axis, opened.budget)
+        return Shadow(
+            lambda: load_reference(opened.artifact, threads=1, low_priority=True),
+            comparison,
+            model.policy,
+            model.metrics,
+            name=f"model {key[0]!r} version {key[1]}",
+            measured=lambda: self._judge(model, lambda: DriftVerdict.unknown(*key)),
+        )
+
+    def _judge(self, model: _Measured, verdict: Callable[[], DriftVerdict]) -> None:
+        """After each sample: what is news is told at once, the rest with the counts."""
+        model.verdict = verdict()
+        if model.told is None or model.verdict.told != model.told.told:
+            self._tell_verdict(model)
+
+    def _tell_verdict(self, model: _Measured) -> None:
+        with self._lock:
+            verdict, live = model.verdict, model in self._models.values()
+            news = live and verdict is not None and verdict is not model.told
+            model.told = verdict
+        if news and verdict is not None:
+            self._peer.tell("verdict", verdict.to_json())
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Self
 
 Mode = Literal["sum", "min", "max"]
@@ -105,15 +106,8 @@ class Whole:
             live = {each.model for families in self._latest.values() for f in families.values() for each in f.series}
             stay = live | {None} | set(self._wanted())
             self._drop(lambda key: key not in stay)
-            merged: dict[str, _Merged] = {}
-            for family, series in self._kept.values():
-                merged.setdefault(family.name, _Merged(family)).add(series)
-            for families in self._latest.values():
-                for family in families.values():
-                    into = merged.setdefault(family.name, _Merged(family))
-                    for each in family.series:
-                        into.add(each)
-            return [each.family() for each in merged.values()]
+            kept = (replace(family, series=[series]) for family, series in self._kept.values())
+            return added(kept, *(families.values() for families in self._latest.values()))
 
     def samples(self, names: Iterable[str]) -> Iterator[Series]:
         """The series of these samples' names."""
@@ -131,6 +125,16 @@ class Whole:
 
     def _drop(self, which: Callable[[tuple[str, str] | None], bool]) -> None:
         self._kept = {key: kept for key, kept in self._kept.items() if not which(kept[1].model)}
+
+
+def added(*many: Iterable[Family]) -> list[Family]:
+    """Several processes' families as one's, in the order in which they are given."""
+    merged: dict[str, _Merged] = {}
+    for family in chain.from_iterable(many):
+        into = merged.setdefault(family.name, _Merged(family))
+        for each in family.series:
+            into.add(each)
+    return [each.family() for each in merged.values()]
 
 
 class _Merged:

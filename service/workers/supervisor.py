@@ -95,6 +95,8 @@ class Supervisor:
             config,
             lambda message: self.counting.hear(SHADOW, message.body),
             lambda: self.counting.lost(SHADOW),
+            forgotten=lambda model: self.counting.forget(model),
+            shared=True,
         )
         self._models = ModelChanges(self.fleet, self._changed)
         self._settings_of_all = SettingsOfAll(self.fleet)

@@ -29,7 +29,7 @@ from service.process.logs import configure
 from service.process.logsettings import LogSettings
 from service.process.stop import Ending
 from service.process.ticking import Ticking
-from service.shadow.process import Hander
+from service.shadow.handing import PlannedHand
 from service.sharedmemory import new_table
 from service.telemetry.metrics import Metrics
 from service.workers.agreements import AskedAgreement
@@ -178,7 +178,7 @@ class Worker:
             threads=threads_of(config.threads, config.workers),
             weights=weights,
             ready_when_empty=config.model_control == "explicit",
-            hand=Hander(self._peer.ask).hand,
+            hand=lambda name, plan: PlannedHand(name, plan, self._peer.ask),
             agree=lambda plan: AskedAgreement(plan, self._peer.ask),
             turn=Turn(body["number"] - 1, config.workers),
         )

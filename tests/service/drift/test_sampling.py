@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from collections import Counter
 
 import ml_dtypes
@@ -11,9 +12,27 @@ import numpy as np
 import pytest
 from traffic import INPUTS, Clock, arrivals
 
+from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import BURST, Chooser, Handing, Sample, TokenBucket, copies, size_of, some_of
 from service.request import Reply, Request
+
+
+class Hand:
+    """Keeps the samples that it is given, and tells ``outcome`` of each where there is one."""
+
+    def __init__(self, outcome: Outcome | None = None) -> None:
+        self.samples: list[Sample] = []
+        self.forgotten = False
+        self._outcome = outcome
+
+    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
+        self.samples.append(sample)
+        if self._outcome is not None:
+            observer.sampled(self._outcome, sample.rows)
+
+    def forget(self) -> None:
+        self.forgotten = True
 
 
 class Heard:
@@ -124,10 +143,7 @@ def test_what_another_process_does_not_take_slows_the_choosing_too() -> None:
     """It says so later, to the observer that it was given."""
     heard, crowded = Heard(), list[str]()
 
-    def hand(sample: Sample, observer: object) -> None:
-        observer.sampled("dropped", sample.rows)  # type: ignore[attr-defined]
-
-    handing = Handing(hand, ShadowPolicy(rate=1), heard, batch_axis=None, draw=lambda: 0.0)
+    handing = Handing(Hand("dropped"), ShadowPolicy(rate=1), heard, batch_axis=None, draw=lambda: 0.0)
     handing._chooser._strata.crowd = lambda: crowded.append("crowd")  # type: ignore[method-assign]
     handing.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
     assert heard.samples == {"dropped": 1}
@@ -142,3 +158,30 @@ def test_the_bucket_refills_at_its_rate_and_holds_a_burst() -> None:
     assert [bucket.take() for _ in range(2)] == [True, False]
     clock.now = 100.0
     assert sum(bucket.take() for _ in range(20)) == BURST
+
+
+def test_a_sample_holds_its_rows_and_not_the_message_and_the_batch_that_they_came_in() -> None:
+    """A view would keep both alive, and show what became of the memory meanwhile."""
+    hand = Hand()
+    message = np.ones((1000, 2), np.float32)
+    batch = message * np.float32(1.01)
+    alive = weakref.ref(message), weakref.ref(batch)
+    handing = Handing(hand, ShadowPolicy(rate=1, max_rows=2), Heard(), batch_axis=0, draw=lambda: 0.0)
+    handing.offer(Request({"x": message[:5]}, rows=5), Reply({"y": batch[:5]}, "bf16"))
+    message[:], batch[:] = 7, 8
+    del message, batch
+    assert [array() for array in alive] == [None, None]
+    (sample,) = hand.samples
+    assert sample.feeds["x"].tolist() == [[1, 1], [1, 1]]
+    assert np.allclose(sample.outputs["y"], 1.01)
+
+
+def test_nothing_is_taken_after_the_end_and_the_reference_is_given_back_once_requests_have_ended() -> None:
+    hand = Hand()
+    handing = Handing(hand, ShadowPolicy(rate=1), Heard(), batch_axis=0, draw=lambda: 0.0)
+    handing.stop()
+    handing.offer(Request({"x": np.zeros((1, 2))}, rows=1), Reply({}, "bf16"))
+    assert not hand.samples
+    was_forgotten = hand.forgotten
+    handing.close()
+    assert (was_forgotten, hand.forgotten) == (False, True)

@@ -3,10 +3,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.drift.comparison import Comparison
 from service.drift.policy import ShadowPolicy
+from service.drift.sampling import Sample
 from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow
-from service.request import Reply, Request
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
 
@@ -58,9 +57,21 @@ class Heard:
         self.samples: Counter[str] = Counter()
         self.drifts: list[SampleDrift] = []
         self.ratios: dict[tuple[str, str], float] = {}
+        self.up: list[bool] = []
+        self.at = 0.0
 
-    def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None:
-        self.samples[outcome] += samples
+    def put(self, shadow: Shadow, rows: int = 1, error: float = 0.0) -> None:
+        """Have a sample measured, and count what became of its rows."""
+        self.offer(shadow, sample(rows, error))
+
+    def offer(self, shadow: Shadow, each: Sample) -> None:
+        shadow.put(each, lambda outcome: self.samples.update({outcome: each.rows}))
+
+    def reference_up(self, up: bool) -> None:
+        self.up.append(up)
+
+    def last_sample(self, at: float) -> None:
+        self.at = at
 
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
         self.drifts.append(sample)
@@ -98,10 +109,13 @@ def heard() -> Heard:
 def make(reference: Reference, heard: Heard) -> Iterator[Make]:
     shadows: list[Shadow] = []
 
-    def build(load: Callable[[], Reference] = lambda: reference, draw: float = 0.0, **policy: float) -> Shadow:
-        chosen = ShadowPolicy.model_validate({"rate": 1.0, "max_per_second": 1000.0, "max_rows": 8, **policy})
-        comparison = Comparison(SPECS, 0, Budget())
-        shadow = Shadow(load, comparison, chosen, heard, name="m", batch_axis=0, draw=lambda: draw)
+    def build(
+        load: Callable[[], Reference] = lambda: reference,
+        max_bytes: int = 1 << 20,
+        measured: Callable[[], object] = int,
+    ) -> Shadow:
+        comparison, policy = Comparison(SPECS, 0, Budget()), ShadowPolicy(max_bytes=max_bytes)
+        shadow = Shadow(load, comparison, policy, heard, name="m", measured=measured)
         shadow.start()
         shadows.append(shadow)
         return shadow
@@ -112,26 +126,27 @@ def make(reference: Reference, heard: Heard) -> Iterator[Make]:
         shadow.close()
 
 
-def pair(rows: int = 1, error: float = 0.0) -> tuple[Request, Reply]:
+def sample(rows: int = 1, error: float = 0.0) -> Sample:
+    """Each row is 8 bytes of input and as many of output."""
     x = np.ones((rows, 2), np.float32)
-    return Request({"x": x}, rows=rows), Reply({"y": x * np.float32(1 + error)}, "bf16")
+    return Sample({"x": x}, {"y": x * np.float32(1 + error)}, rows, 16 * rows)
 
 
 def test_a_live_answer_is_compared_with_the_reference_row_by_row(make: Make, heard: Heard) -> None:
-    make().offer(*pair(rows=3, error=0.01))
+    heard.put(make(), rows=3, error=0.01)
     until(lambda: heard.samples["measured"] == 3)
     assert [round(d.relative_l2, 4) for d in heard.drifts] == [0.01] * 3
 
 
 def test_the_budget_ratio_is_recent_drift_over_its_bound(make: Make, heard: Heard) -> None:
-    make().offer(*pair(error=0.03))
+    heard.put(make(), error=0.03)
     until(lambda: heard.samples["measured"])
     assert heard.ratios["y", "relative_l2"] == pytest.approx(2.0, rel=1e-3)
     assert heard.ratios["y", "nonfinite"] == 0
 
 
 def test_an_answer_that_is_not_finite_is_a_breach_not_a_crash(make: Make, heard: Heard) -> None:
-    make().offer(*pair(error=np.inf))
+    heard.put(make(), error=np.inf)
     until(lambda: heard.samples["measured"])
     assert heard.ratios["y", "nonfinite"] == np.inf
     assert heard.drifts[0].nonfinite == 2
@@ -139,56 +154,22 @@ def test_an_answer_that_is_not_finite_is_a_breach_not_a_crash(make: Make, heard:
 
 def test_the_reference_runs_behind_everything_else(make: Make, heard: Heard, reference: Reference) -> None:
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    make().offer(*pair())
+    heard.put(make())
     until(lambda: heard.samples["measured"])
     assert reference.nice == NICENESS
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_only_the_chosen_share_is_measured(make: Make, heard: Heard) -> None:
-    """Drawing 0.5 chooses at rate 0.6 and not at rate 0.4; what is not chosen is not counted as dropped."""
-    make(draw=0.5, rate=0.4).offer(*pair())
-    make(draw=0.5, rate=0.6).offer(*pair())
-    until(lambda: heard.samples["measured"] == 1)
-    assert heard.samples == {"measured": 1}
-
-
-def test_more_than_max_rows_are_not_measured(make: Make, heard: Heard) -> None:
-    make(max_rows=2).offer(*pair(rows=5))
-    until(lambda: heard.samples["measured"])
-    assert heard.samples == {"measured": 2}
-
-
 def test_a_full_queue_drops_and_counts_and_never_blocks(make: Make, heard: Heard, reference: Reference) -> None:
     reference.gate.clear()
     shadow = make()
-    shadow.offer(*pair())
+    heard.put(shadow)
     until(lambda: reference.running)
     for _ in range(QUEUE_SIZE + 3):
-        shadow.offer(*pair())
+        heard.put(shadow)
     assert heard.samples == {"dropped": 3}
     reference.gate.set()
     until(lambda: heard.samples["measured"] == QUEUE_SIZE + 1)
-
-
-def test_a_sample_holds_its_rows_and_not_the_message_and_the_batch_that_they_came_in(
-    make: Make, heard: Heard, reference: Reference
-) -> None:
-    """A view would keep both alive, and show what became of the memory meanwhile."""
-    reference.gate.clear()
-    shadow = make(max_rows=2)
-    shadow.offer(*pair())
-    until(lambda: reference.running)
-    message = np.ones((1000, 2), np.float32)
-    batch = message * np.float32(1.01)
-    alive = weakref.ref(message), weakref.ref(batch)
-    shadow.offer(Request({"x": message[:5]}, rows=5), Reply({"y": batch[:5]}, "bf16"))
-    message[:], batch[:] = 7, 8
-    del message, batch
-    assert [array() for array in alive] == [None, None]
-    reference.gate.set()
-    until(lambda: heard.samples["measured"] == 3)
-    assert [round(drift.relative_l2, 4) for drift in heard.drifts] == [0, 0.01, 0.01]
 
 
 def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, reference: Reference) -> None:
@@ -196,30 +177,57 @@ def test_samples_that_wait_are_bounded_by_their_bytes(make: Make, heard: Heard, 
     reference.gate.clear()
     shadow = make(max_bytes=48)
     for _ in range(4):
-        shadow.offer(*pair())
+        heard.put(shadow)
     assert heard.samples == {"dropped": 1}
     reference.gate.set()
     until(lambda: heard.samples["measured"] == 3)
     until(lambda: not shadow._held)
-    shadow.offer(*pair(rows=4))  # alone, and still too large
-    shadow.offer(*pair(rows=3))
+    heard.put(shadow, rows=4)  # alone, and still too large
+    heard.put(shadow, rows=3)
     until(lambda: heard.samples["measured"] == 6)
     assert heard.samples == {"measured": 6, "dropped": 5}
 
 
-def test_more_than_max_per_second_are_dropped(make: Make, heard: Heard) -> None:
-    shadow = make(max_per_second=0.001)
-    shadow.offer(*pair())
-    shadow.offer(*pair(rows=2))
+def test_what_waits_when_it_is_stopped_is_dropped(make: Make, heard: Heard, reference: Reference) -> None:
+    reference.gate.clear()
+    shadow = make()
+    heard.put(shadow)
+    until(lambda: reference.running)
+    heard.put(shadow, rows=2)
+    shadow.stop()
+    heard.put(shadow)
+    assert heard.samples == {"dropped": 3}
+    reference.gate.set()
     until(lambda: heard.samples["measured"] == 1)
-    assert heard.samples == {"measured": 1, "dropped": 2}
+
+
+def test_whoever_wants_to_know_hears_of_every_sample_that_was_measured_and_when(make: Make, heard: Heard) -> None:
+    told: list[float] = []
+    begun = time.time()
+    heard.put(make(measured=lambda: told.append(heard.at)))
+    until(lambda: heard.samples["measured"])
+    assert heard.up == [True]
+    assert begun <= told[0] <= time.time()
+
+
+def test_recent_drift_begins_anew_after_what_was_put_before(make: Make, heard: Heard, reference: Reference) -> None:
+    reference.gate.clear()
+    shadow = make()
+    heard.put(shadow, error=0.03)
+    until(lambda: reference.running)
+    heard.put(shadow, error=0.03)
+    shadow.restart()
+    heard.put(shadow, error=0.015)
+    reference.gate.set()
+    until(lambda: heard.samples["measured"] == 3)
+    assert heard.ratios["y", "relative_l2"] == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_sample_that_fails_is_counted_and_the_next_is_measured(make: Make, heard: Heard) -> None:
     shadow = make()
-    request, reply = pair()
-    shadow.offer(Request({"wrong": request.feeds["x"]}, rows=1), reply)
-    shadow.offer(request, reply)
+    wrong = sample()
+    heard.offer(shadow, replace(wrong, feeds={"wrong": wrong.feeds["x"]}))
+    heard.put(shadow)
     until(lambda: heard.samples["measured"])
     assert heard.samples == {"failed": 1, "measured": 1}
 
@@ -231,7 +239,7 @@ def test_a_reference_that_refuses_a_sample_is_no_bug_and_leaves_no_traceback(
         raise RuntimeFailure("ONNX Runtime failed: dimensions")
 
     monkeypatch.setattr(reference, "run", refuse)
-    make().offer(*pair())
+    heard.put(make())
     until(lambda: heard.samples["failed"])
     assert "a shadow sample failed: ONNX Runtime failed: dimensions" in caplog.text
     assert all(record.exc_info is None for record in caplog.records)
@@ -241,14 +249,15 @@ def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog
     def load() -> Reference:
         raise ArtifactError("no residual")
 
-    make(load).offer(*pair())
+    heard.put(make(load))
     until(lambda: heard.samples["failed"] == 1)
     assert "no live drift: the fp32 reference cannot be loaded: no residual" in caplog.text
+    assert heard.up == []
 
 
-def test_closing_ends_the_thread_and_frees_the_reference(make: Make, reference: Reference) -> None:
+def test_closing_ends_the_thread_and_frees_the_reference(make: Make, heard: Heard, reference: Reference) -> None:
     shadow = make()
-    shadow.offer(*pair())
+    heard.put(shadow)
     until(lambda: reference.running)
     assert shadow.close()
     assert reference.closed

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,6 @@ from controlled import Controlled
 from waiting import until
 
 from bf16kit.errors import NotFound, Unavailable
-from bf16kit.runtime import loading as runtime_loading
 from service.models import loading
 from service.models.generation import Generation
 from service.models.plan import Wish
@@ -52,15 +50,6 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     """The loading of models."""
     held = Held(loading.load)
     monkeypatch.setattr(loading, "load", held)
-    yield held
-    held.go.set()
-
-
-@pytest.fixture
-def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """The loading of fp32 references."""
-    held = Held(runtime_loading.load_reference)
-    monkeypatch.setattr(runtime_loading, "load_reference", held)
     yield held
     held.go.set()
 
@@ -439,20 +428,6 @@ def test_equal_wishes_are_fulfilled_once(tmp_path: Path, repository: Controlled,
 
 
 # --- closing ----------------------------------------------------------------------------------------------------------
-
-
-def test_closing_waits_for_three_references_being_loaded_until_one_deadline_and_says_so(
-    tmp_path: Path, repository: Controlled, references: Held, caplog: pytest.LogCaptureFixture
-) -> None:
-    references.go.clear()
-    for name in ("a", "b", "c"):
-        put(tmp_path, name, serving="")
-    repository.scan()
-    until(lambda: len(references.begun) == 3)
-    begun = time.monotonic()
-    assert not repository.close(1.0)
-    assert time.monotonic() - begun < 4.0  # not 3 × 1 s, nor 3 × 5 s
-    assert caplog.text.count("unloaded with the fp32 reference, being loaded or run, still at work") == 3
 
 
 def test_closing_waits_for_a_model_being_loaded_until_the_deadline_and_says_so(

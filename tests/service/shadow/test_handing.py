@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bf16kit.errors import Unavailable
 from service.drift.sampling import Sample
 from service.models.plan import Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
-from service.shadow.process import Hander
+from service.shadow.handing import PlannedHand
 
 SAMPLE = Sample({"x": np.zeros((2, 4), np.float32)}, {"y": np.zeros((2, 4), np.float32)}, rows=2, nbytes=64)
 PLAN = Plan(1, Path("m/1"), Serving(), "stamp")
@@ -48,16 +49,27 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(("taken", "told"), [(True, []), (False, [("dropped", 2)])])
-def test_what_is_not_taken_is_counted(taken: bool, told: list[tuple[str, int]]) -> None:
+@pytest.mark.parametrize("outcome", ["measured", "dropped", "failed"])
+def test_what_became_of_a_sample_is_counted_where_it_was_taken(outcome: str) -> None:
     def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
         answer: Future[Body] = Future()
-        answer.set_result({"taken": taken})
+        answer.set_result({"outcome": outcome})
         return answer
 
     observer = Observer()
-    Hander(ask).hand("m", PLAN, SAMPLE, observer)
-    assert observer.told == told
+    PlannedHand("m", PLAN, ask).give(SAMPLE, observer)
+    assert observer.told == [(outcome, 2)]
+
+
+def test_a_sample_that_its_process_died_with_is_counted_as_failed() -> None:
+    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
+        answer: Future[Body] = Future()
+        answer.set_exception(Unavailable("the shadow of this server has ended"))
+        return answer
+
+    observer = Observer()
+    PlannedHand("m", PLAN, ask).give(SAMPLE, observer)
+    assert observer.told == [("failed", 2)]
 
 
 def test_a_request_that_was_answered_does_not_fail_for_its_sample() -> None:
@@ -66,5 +78,5 @@ def test_a_request_that_was_answered_does_not_fail_for_its_sample() -> None:
 
     observer = Observer()
     with no_more_files():
-        Hander(ask).hand("m", PLAN, SAMPLE, observer)
+        PlannedHand("m", PLAN, ask).give(SAMPLE, observer)
     assert observer.told == [("failed", 2)]
