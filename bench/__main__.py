@@ -45,6 +45,7 @@ MODULES = {
     "latency_mixed": "serving.mixed",
     "workers": "serving.workers",
     "drift_overhead": "serving.drift_overhead",
+    "drift_sampling": "serving.drift_sampling",
     "gpu": "gpu.gpu",
     "calibrated_rounding": "conversion.calibrated_rounding",
     "latency_commits": "serving.latency_commits",

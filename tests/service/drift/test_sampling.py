@@ -10,8 +10,8 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
-from traffic import INPUTS, Clock, arrivals
 
+from bench.serving.traffic import INPUTS, Clock, arrivals
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import BURST, Chooser, Handing, Sample, TokenBucket, copies, size_of, some_of

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from traffic import INPUTS, Clock, arrivals
 
+from bench.serving.traffic import INPUTS, Clock, arrivals
 from bf16kit.tensors import TensorSpec
 from service.drift.policy import ShadowPolicy
 from service.drift.strata import MOST_SIZES, Strata, allocated, free_dimensions

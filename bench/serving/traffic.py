@@ -1,4 +1,7 @@
-"""Made-up traffic on a clock of its own: requests of several shapes, with latency and drift that follow from them."""
+"""Made-up traffic on a clock of its own: requests of several shapes, with latency and drift that follow from them.
+
+For simulations, here and in the tests.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def arrivals(
     Latency is log-normal about a millisecond per element of length, drift 1 per element, half as much again where it
     took long and by the row's place.
     """
-    chance = random.Random(seed)
+    chance = random.Random(seed)  # noqa: S311 - simulated
     lengths, weights = list(rates), list(rates.values())
     inputs: dict[tuple[int, int], Array] = {}
     while clock.now < seconds:
