@@ -186,8 +186,9 @@ def _parse_version(version: str) -> int | None:
     if version == "":
         return None
     if not (version.isascii() and version.isdecimal()):
-        raise InvalidRequest(
-            f"model_version {quoted(version)} is not an integer ≥ 0; leave it empty for the newest version"
+        raise InvalidRequest(  # the first words are Triton's, which its clients look for
+            f"failed to get model version from specified version string {quoted(version)}: it is not an integer ≥ 0;"
+            " leave it empty for the newest version"
         )
     digits = version.lstrip("0")
     return int(digits or "0") if len(digits) <= LONGEST_VERSION else _NO_VERSION  # no directory has one so long

@@ -143,7 +143,7 @@ class InferenceCodec:
             raw = self._memory.read(f"input {name!r}", place, hold)
         if raw is None:
             array = decode_contents(name, dtype, shape, tensor.contents)
-        elif tensor.HasField("contents"):
+        elif tensor.HasField("contents") and tensor.contents.ListFields():  # MLServer's clients send them empty
             raise InvalidRequest(f"input {name!r} has contents beside raw_input_contents or shared memory; use one")
         else:
             array = decode_raw(name, dtype, shape, raw)

@@ -74,6 +74,14 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
     assert "raw_input_contents has 1 entries for 2 inputs" in refusal(instead)
 
 
+def test_contents_that_hold_nothing_may_stand_beside_raw_ones() -> None:
+    """MLServer's converters send them with every input."""
+    beside = infer_request(ids=IDS, mask=MASK)
+    for tensor in beside.inputs:
+        tensor.contents.SetInParent()
+    assert decode(beside).feeds["ids"].tolist() == IDS.tolist()
+
+
 def test_typed_contents_alone_are_read() -> None:
     message = infer_request(ids=IDS, mask=MASK)
     del message.raw_input_contents[:]

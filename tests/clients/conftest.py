@@ -1,0 +1,53 @@
+"""Clients of other projects, unmodified, each in an environment of its own; and a server with models for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from artifacts import write_mlp, write_typed, write_words
+from serverprocess import ServerProcess
+
+_HERE = Path(__file__).parent
+_ENVIRONMENTS = _HERE.parents[1] / "build" / "clients"
+Calls = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``host:port``."""
+    repository = tmp_path_factory.mktemp("repository")
+    for name in ("mlp", "spare"):
+        write_mlp(repository / name / "1")
+    write_typed(repository / "typed" / "1")
+    write_words(repository / "words" / "1")
+    server = ServerProcess(
+        *("--repository", str(repository), "--grpc-port", "0", "--http-port", "0", "--device", "cpu"),
+        env={**os.environ, "BF16KIT_MODEL_CONTROL": "explicit", "BF16KIT_LOAD_MODEL": '["*"]'},
+    )
+    yield server.wait_ready().target
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def calls(target: str) -> Calls:
+    """Has a client make its calls, and gives what came of each: "" where all was as it should be."""
+    made: dict[str, dict[str, str]] = {}
+
+    def call(client: str) -> dict[str, str]:
+        python = _ENVIRONMENTS / client / "bin" / "python"
+        if not python.exists():
+            pytest.skip(f"{client} is not installed: make test-clients does it")
+        if client not in made:
+            command = [str(python), str(_HERE / f"calls_of_{client}.py"), target]
+            with_ours = {**os.environ, "PYTHONPATH": str(_HERE.parent / "support")}
+            done = subprocess.run(command, env=with_ours, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr
+            made[client] = json.loads(done.stdout.splitlines()[-1])
+        return made[client]
+
+    return call

@@ -1,0 +1,101 @@
+"""Models of the names and shapes that tritonclient's published examples ask for; as a program, a repository of them.
+
+``python tests/support/examplemodels.py DIRECTORY``; docs/conformance.md has what to do with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from artifacts import write_artifact
+from onnx import NodeProto, TensorProto, helper
+
+from bf16kit.artifact import Artifact
+from bf16kit.tensors import TensorSpec
+
+_ROW = ("batch", 16)
+_IMAGE = (3, 224, 224)
+_LABELS = 10
+
+
+def write_sums(target: Path, dtype: str) -> Artifact:
+    """``OUTPUT0`` = ``INPUT0`` + ``INPUT1`` and ``OUTPUT1`` their difference, [batch,16]; strings are numbers."""
+    text = dtype == "string"
+    first, second = ("number0", "number1") if text else ("INPUT0", "INPUT1")
+    total, difference = ("sum", "difference") if text else ("OUTPUT0", "OUTPUT1")
+    nodes = [
+        helper.make_node("Add", [first, second], [total]),
+        helper.make_node("Sub", [first, second], [difference]),
+    ]
+    if text:
+        nodes = [
+            *(_cast(f"INPUT{i}", f"number{i}", TensorProto.INT32) for i in range(2)),
+            *nodes,
+            _cast("sum", "OUTPUT0", TensorProto.STRING),
+            _cast("difference", "OUTPUT1", TensorProto.STRING),
+        ]
+    return _write(target, nodes, dtype, inputs=("INPUT0", "INPUT1"), outputs=("OUTPUT0", "OUTPUT1"))
+
+
+def write_identity(target: Path, dtype: str) -> Artifact:
+    """``OUTPUT0`` = ``INPUT0``, [batch,16]."""
+    return _write(target, [helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"])], dtype, ("INPUT0",), ("OUTPUT0",))
+
+
+def write_image(target: Path, *, batched: bool = True) -> Artifact:
+    """Ten classes of an image, ``data_0`` fp32[batch,3,224,224] → ``fc6_1`` fp32[batch,10], or of one without a batch:
+    random, and the same always."""
+    rng = np.random.default_rng(0)
+    batch: tuple[str, ...] = ("batch",) if batched else ()
+    artifact = write_artifact(
+        target,
+        lambda weight: [
+            helper.make_node("Constant", [], ["place"], value_ints=[-2, -1]),
+            helper.make_node("ReduceMean", ["data_0", "place"], ["colours"], keepdims=0),
+            helper.make_node("MatMul", ["colours", weight("w")], ["fc6_1"]),
+        ],
+        {"w": rng.standard_normal((3, _LABELS)).astype(np.float32)},
+        [TensorSpec("data_0", "float32", (*batch, *_IMAGE))],
+        [TensorSpec("fc6_1", "float32", (*batch, _LABELS), "logits")],
+        {},
+        batch_axis=0 if batched else None,
+    )
+    (target.parent / "labels.txt").write_text("".join(f"label {i}\n" for i in range(_LABELS)), "utf-8")
+    serving = "labels: {fc6_1: labels.txt}\nformats: {data_0: NCHW}\n"
+    (target.parent / "serving.yaml").write_text(serving, "utf-8")
+    return artifact
+
+
+def write_examples(repository: Path) -> None:
+    """Eight models: one of the examples counts them."""
+    for name, dtype in (("simple", "int32"), ("simple_int8", "int8"), ("simple_string", "string")):
+        write_sums(repository / name / "1", dtype)
+    write_identity(repository / "simple_identity" / "1", "string")
+    write_identity(repository / "custom_identity_int32" / "1", "int32")
+    for name in ("image", "inception_graphdef"):
+        write_image(repository / name / "1")
+    write_image(repository / "densenet_onnx" / "1", batched=False)
+    (repository / "simple" / "serving.yaml").write_text("max_batch_size: 8\n", "utf-8")
+
+
+def _cast(source: str, target: str, to: int) -> NodeProto:
+    return helper.make_node("Cast", [source], [target], to=to)
+
+
+def _write(
+    target: Path, nodes: list[NodeProto], dtype: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> Artifact:
+    return write_artifact(
+        target,
+        lambda weight: nodes,
+        {},
+        [TensorSpec(name, dtype, _ROW) for name in inputs],
+        [TensorSpec(name, dtype, _ROW) for name in outputs],
+        {},
+    )
+
+
+if __name__ == "__main__":
+    write_examples(Path(sys.argv[1]))
