@@ -272,7 +272,7 @@ def test_versions_follow_the_policy_and_the_newest_ready_one_answers(tmp_path: P
 @pytest.mark.parametrize("version", ["x", "-1", "1.0", " 1", "²"])
 def test_a_version_that_is_no_number_is_an_invalid_request(tmp_path: Path, scan: Open, version: str) -> None:
     write_mlp(tmp_path / "mlp" / "1")
-    with pytest.raises(InvalidRequest, match="failed to get model version .* is not an integer"):
+    with pytest.raises(InvalidRequest, match=r"failed to get model version .* is not an integer"):
         scan().get("mlp", version)
 
 
