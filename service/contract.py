@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import Array as Array
 from bf16kit.tensors import TensorSpec
-from service.request import Claim, Observation, Reply, Request
+from service.request import Claim, Observation, Precision, Reply, Request
 
 State = Literal["loading", "ready", "unavailable"]
 GATE_FAILED = "FAILED"
@@ -68,6 +68,14 @@ class Scheduling:
 
 
 @dataclass(frozen=True, slots=True)
+class Answering:
+    """Which precision answers now, and for people why it is not bf16, or that it should not be; else empty."""
+
+    precision: Precision = "bf16"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Duration:
     """How often something happened and how long it took in all."""
 
@@ -109,7 +117,8 @@ class Statistics(Protocol):
 
 
 class Model(Protocol):
-    """One loaded generation of one version of a model: nothing but its statistics changes while it lives."""
+    """One loaded generation of one version of a model: nothing changes while it lives but its statistics, and which
+    precision answers."""
 
     @property
     def name(self) -> str: ...
@@ -138,6 +147,8 @@ class Model(Protocol):
     def scheduling(self) -> Scheduling: ...
     @property
     def info(self) -> RuntimeInfo: ...
+    @property
+    def answering(self) -> Answering: ...
     @property
     def golden(self) -> str:
         """How it answered the golden samples the last time, for people; begins with :data:`GATE_FAILED` where that was

@@ -89,26 +89,36 @@ class Move:
 
 
 class GatheredTensors:
-    """The graph in ``path``, whose external tensors are to be gathered in one file of ``size`` bytes by ``moves``.
+    """The graph in ``path``, whose external tensors are to be gathered: by ``moves`` in one file of ``size`` bytes, but
+    those named in ``given`` by ``given_moves`` in memory of ``given_size``.
 
     Its locations have passed :func:`check_locations`. Raises :class:`RuntimeFailure` when it is not an ONNX file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, given: Collection[str] = ()) -> None:
         self._model = _model(path)
-        self.moves: list[Move] = []
-        self.size = 0
-        for tensor in _external(self._model):
-            extent = _extent(path, tensor)
-            self.moves.append(Move(tensor.name, extent.location, extent.offset, extent.nbytes, self.size))
-            self.size += extent.nbytes + -extent.nbytes % ALIGNMENT
+        tensors = _external(self._model)
+        own = _given(self._model, tensors, given)
+        self.moves, self.size = _moves(path, [tensor for tensor in tensors if tensor.name not in own])
+        self.given_moves, self.given_size = _moves(path, [tensor for tensor in tensors if tensor.name in own])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of those that are given, by name."""
+        given = {move.name for move in self.given_moves}
+        return {tensor.name: tuple(tensor.dims) for tensor in self._model.graph.initializer if tensor.name in given}
 
     def graph_at(self, location: str) -> bytes:
-        """The graph when all its external tensors are in the file ``location`` beside it."""
-        for tensor, move in zip(_external(self._model), self.moves, strict=True):
-            del tensor.external_data[:]
-            for key, value in (("location", location), ("offset", move.target), ("length", move.nbytes)):
-                tensor.external_data.add(key=key, value=str(value))
+        """The graph when its external tensors are in the file ``location`` beside it. ONNX Runtime wants that to be
+        named for those that are given, too, and reads nothing of them."""
+        files = iter(self.moves)
+        given = {move.name: move.nbytes for move in self.given_moves}
+        for tensor in _external(self._model):
+            if tensor.name in given:
+                start, nbytes = 0, given[tensor.name]
+            else:
+                move = next(files)
+                start, nbytes = move.target, move.nbytes
+            _place(tensor, location, start, nbytes)
         return bytes(self._model.SerializeToString())
 
 
@@ -122,10 +132,7 @@ class CopiedTensors:
     def __init__(self, path: Path, given: Collection[str] = ()) -> None:
         self._model = _model(path)
         self._extents = [(tensor, _extent(path, tensor)) for tensor in _external(self._model)]
-        # A name may stand for another tensor in a body or a function: such are not given.
-        times = Counter(tensor.name for tensor, _ in self._extents)
-        names = {tensor.name for tensor in self._model.graph.initializer}
-        self._given = {name for name in names.intersection(given) if times[name] == 1}
+        self._given = _given(self._model, [tensor for tensor, _ in self._extents], given)
         self.file = Regions(extent for tensor, extent in self._extents if tensor.name not in self._given)
         self.memory = Regions(extent for tensor, extent in self._extents if tensor.name in self._given)
 
@@ -140,10 +147,31 @@ class CopiedTensors:
         that are given, too, and reads nothing of them."""
         for tensor, extent in self._extents:
             start = 0 if tensor.name in self._given else self.file.target(extent)
-            del tensor.external_data[:]
-            for key, value in (("location", location), ("offset", start), ("length", extent.nbytes)):
-                tensor.external_data.add(key=key, value=str(value))
+            _place(tensor, location, start, extent.nbytes)
         return bytes(self._model.SerializeToString())
+
+
+def _given(model: ModelProto, external: Iterable[TensorProto], given: Collection[str]) -> set[str]:
+    """Those of ``given`` that are one tensor each: a name may stand for another in a body or a function."""
+    times = Counter(tensor.name for tensor in external)
+    names = {tensor.name for tensor in model.graph.initializer}
+    return {name for name in names.intersection(given) if times[name] == 1}
+
+
+def _moves(path: Path, tensors: Iterable[TensorProto]) -> tuple[list[Move], int]:
+    """Each tensor behind the one before, aligned; and the size of all."""
+    moves, size = [], 0
+    for tensor in tensors:
+        extent = _extent(path, tensor)
+        moves.append(Move(tensor.name, extent.location, extent.offset, extent.nbytes, size))
+        size += extent.nbytes + -extent.nbytes % ALIGNMENT
+    return moves, size
+
+
+def _place(tensor: TensorProto, location: str, offset: int, nbytes: int) -> None:
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", offset), ("length", nbytes)):
+        tensor.external_data.add(key=key, value=str(value))
 
 
 def check_locations(path: Path, allowed: Collection[str]) -> None:

@@ -89,14 +89,20 @@ def load(
 
 
 def load_reference(
-    artifact: Artifact, *, threads: int | None = None, low_priority: bool = False, scratch: Path | None = None
+    artifact: Artifact,
+    *,
+    threads: int | None = None,
+    low_priority: bool = False,
+    scratch: Path | None = None,
+    weights: WeightStore | None = None,
 ) -> Runtime:
     """The model in fp32 on the CPU, its weights rebuilt from the bf16 ones and the residual.
 
     They lie in a temporary file without a name in ``scratch`` (None: the system's directory), mapped, or in memory
     where that cannot hold them: when it is read-only, full or a tmpfs. The runtime's note says which. With
     ``low_priority`` a run uses the calling thread only, unless ``threads`` says otherwise: a thread of low priority
-    then takes nothing from the live requests.
+    then takes nothing from the live requests. With ``weights`` the large ones are in that store's memory, where several
+    processes may share them, and products read them there: ONNX Runtime makes no copy in an order of its own.
 
     Raises :class:`ArtifactError` when the artifact has no reference, or no residual to rebuild it from.
     """
@@ -110,22 +116,24 @@ def load_reference(
     graph = artifact.file(name)
     check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _edges(artifact)
-    with rebuilt(artifact, graph, scratch) as weights:
+    with rebuilt(artifact, graph, scratch, weights) as found:
         if artifact.copies:
             artifact.verify()  # what was read is still what it was
         return OnnxRuntime(
-            weights.model,
+            found.model,
             inputs,
             outputs,
             device=CPU,
             profile=REFERENCE,
             precision="fp32",
             threads=1 if low_priority and threads is None else threads,
-            external=weights.external,
-            files=weights.files,
-            base_dir=weights.base_dir,
+            external=found.external,
+            files=found.files,
+            values=found.values,
+            base_dir=found.base_dir,
+            pack=not found.values,
             name=name,
-            note=f"the fp32 reference, its weights rebuilt from bf16 and the residual {weights.where}",
+            note=f"the fp32 reference, its weights rebuilt from bf16 and the residual {found.where}",
         )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bf16kit.artifact import Artifact
 from bf16kit.entries import Segment
 from bf16kit.reading import read_segment
 from bf16kit.runtime import Array
-from bf16kit.runtime.externaldata import REBUILT, GatheredTensors, initializers
+from bf16kit.runtime.externaldata import REBUILT, GatheredTensors, Move, initializers
+from bf16kit.runtime.inplace import read_in_place
 from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.runtime.weightstore import WeightStore
 
 VIRTUAL_FILE = "weights"  # the name of a file that does not exist
 
@@ -32,22 +36,28 @@ class Weights:
 
 
 @contextmanager
-def rebuilt(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Iterator[Weights]:
+def rebuilt(
+    artifact: Artifact, graph: Path, scratch: Path | None = None, store: WeightStore | None = None
+) -> Iterator[Weights]:
     """The weights of ``graph``, the artifact's reference, for a session that is opened within the block.
 
     They are written to a temporary file in ``scratch`` (None: the system's directory) and mapped from there, or, where
-    that is not possible, kept in memory, which takes twice as much of it while the session is opened.
+    that is not possible, kept in memory, which takes twice as much of it while the session is opened. With a ``store``
+    those that products and look-ups read as they lie are in its memory.
     """
-    gathered = GatheredTensors(graph)
+    gathered = GatheredTensors(graph, () if store is None else read_in_place(graph))
     try:
-        with scratch_file(gathered.size, scratch) as (path, mapped):
-            _write(gathered, artifact, mapped)
+        with scratch_file(max(gathered.size, 1), scratch, in_memory=store is not None) as (path, mapped):
+            _write(gathered.moves, artifact, mapped)
             del mapped
-            yield Weights(gathered.graph_at(path.name), "in a temporary file", base_dir=path.parent)
+            where = "in a temporary file" if store is None else "in memory for whoever serves it"
+            values = {} if store is None else _values(artifact, gathered, store)
+            yield Weights(gathered.graph_at(path.name), where, base_dir=path.parent, values=values)
     except NoScratch as reason:
+        gathered = GatheredTensors(graph)
         if artifact.copies:  # a session that is given the graph's own path maps what else the graph names
             buffer = np.empty(gathered.size, np.uint8)
-            _write(gathered, artifact, buffer)
+            _write(gathered.moves, artifact, buffer)
             where = f"in memory, because {reason}"
             yield Weights(gathered.graph_at(VIRTUAL_FILE), where, files={VIRTUAL_FILE: buffer})
             return
@@ -56,9 +66,28 @@ def rebuilt(artifact: Artifact, graph: Path, scratch: Path | None = None) -> Ite
         yield Weights(graph, f"in memory, because {reason}", external=arrays)
 
 
-def _write(gathered: GatheredTensors, artifact: Artifact, mapped: Array) -> None:
+def _values(artifact: Artifact, gathered: GatheredTensors, store: WeightStore) -> dict[str, Array]:
+    """What is given, as views of the store's memory."""
+    if not gathered.given_size:
+        return {}
+
+    def fill(memory: NDArray[np.uint8]) -> None:
+        _write(gathered.given_moves, artifact, memory)
+        artifact.verify()  # what was read is still what it was, before anybody else gets it
+
+    # What is where, and what of it is the same in no other artifact, follows from the manifest.
+    key = f"the fp32 reference of {hashlib.sha256(artifact.manifest.dumps()).hexdigest()}"
+    memory = store.get(key, gathered.given_size, fill)
+    shapes = gathered.shapes()
+    return {
+        move.name: memory[move.target : move.target + move.nbytes].view(np.float32).reshape(shapes[move.name])
+        for move in gathered.given_moves
+    }
+
+
+def _write(moves: Iterable[Move], artifact: Artifact, mapped: Array) -> None:
     reader = _reader(artifact)
-    for move in gathered.moves:
+    for move in moves:
         place = mapped[move.target : move.target + move.nbytes]
         if move.location == REBUILT:
             shape = reader.shape(move.name)

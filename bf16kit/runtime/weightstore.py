@@ -52,10 +52,10 @@ class Remembering:
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self._given: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self.given: dict[tuple[str, int], NDArray[np.uint8]] = {}
 
     def get(self, key: str, size: int, fill: Fill) -> NDArray[np.uint8]:
         """See :class:`WeightStore`."""
-        if (key, size) not in self._given:
-            self._given[key, size] = self._store.get(key, size, fill)
-        return self._given[key, size]
+        if (key, size) not in self.given:
+            self.given[key, size] = self._store.get(key, size, fill)
+        return self.given[key, size]

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
-from bf16kit.errors import InputRefused, RuntimeFailure
-from bf16kit.runtime import RuntimeInfo
+from bf16kit.errors import InputRefused, RuntimeFailure, Unsupported
+from bf16kit.runtime import Runtime, RuntimeInfo
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
-from service.contract import Array, Bounds, Meaning
+from service.contract import Answering, Array, Bounds, Meaning
 from service.drift.gate import Turn
+from service.drift.probe import Probe
 from service.drift.sampling import Hand, Handing
-from service.models.engine import Engine, SpreadEngine
+from service.models.engine import Engine, SpreadEngine, SwitchedEngine
 from service.models.goldengate import GoldenGate, Hear, unheard
 from service.models.lease import Leases
 from service.models.loading import Loaded
 from service.models.opening import Opened, baseline
 from service.models.policy import Serving
-from service.request import Claim, Observation, Reply, Request, Timings
+from service.models.standby import Standby
+from service.request import Claim, Observation, Precision, Reply, Request, Timings
 from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
 _MOMENT_S = 0.2  # what a thread that has nothing to do may need to end, even where no time is left
+
+
+def _none() -> Runtime:
+    raise Unsupported("nothing loads an fp32 reference here")
 
 
 class Generation:
@@ -40,10 +47,15 @@ class Generation:
         hand: Hand | None = None,
         hear: Hear = unheard,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
+        *,
+        fp32: Callable[[], Runtime] = _none,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """``hand``: to the process that has the reference; None: drift is not measured. ``hear`` and ``turn`` are the
-        golden gate's."""
+        golden gate's. ``fp32`` loads a reference that may answer; ``changed`` is told, on any thread, that another
+        precision answers."""
         opened, info = loaded.opened, loaded.info
+        self.since = time.time()
         self.name = name
         self.version = version
         self.inputs, self.outputs = opened.inputs, opened.outputs
@@ -58,7 +70,11 @@ class Generation:
         self.statistics = ModelStatistics(opened.weight_bytes)
         self.metrics = metrics
         self.leases = Leases()
-        self._engine = Engine(loaded.runtime) if loaded.narrow is None else SpreadEngine(loaded.runtime, loaded.narrow)
+        bf16 = Engine(loaded.runtime) if loaded.narrow is None else SpreadEngine(loaded.runtime, loaded.narrow)
+        self._engine = SwitchedEngine(bf16)
+        self._standby = Standby(self.label, self._engine, fp32, self._switched, metrics.fallback_failed)
+        self._changed = changed
+        self._probe: Probe | None = None
         self._batcher = self._new_batcher(serving)
         self._shadow = self._new_shadow(opened, serving, hand)
         metrics.opened(opened.weight_bytes, opened.outputs)
@@ -84,9 +100,23 @@ class Generation:
             reply = self._batcher.submit(request)
         finally:
             self.metrics.in_flight(-1)
+        self.metrics.answered(reply.told)
         if self._shadow is not None:
             self._shadow.offer(request, reply)
         return reply
+
+    @property
+    def answering(self) -> Answering:
+        """See :class:`service.contract.Model`."""
+        return self._standby.answering
+
+    def answer_with(self, precision: Precision, reason: str) -> Future[None]:
+        """See :meth:`service.models.standby.Standby.order`."""
+        return self._standby.order(precision, reason)
+
+    def _switched(self, answering: Answering) -> None:
+        self.metrics.fallback(answering.precision == "fp32")
+        self._changed()
 
     def claim(self, nbytes: int) -> Claim | None:
         """See :meth:`service.contract.Model.claim`."""
@@ -104,12 +134,16 @@ class Generation:
         left behind. The log says which.
         """
         self.leases.end()
-        if self._shadow is not None:
-            self._shadow.stop()
+        self._standby.close()
+        for measuring in (self._shadow, self._probe):
+            if measuring is not None:
+                measuring.stop()
         left = [] if self.leases.wait(deadline) else ["requests"]
         deadline = max(deadline, time.monotonic() + _MOMENT_S)
         if not self._batcher.close(deadline):
             left.append("a batch")
+        if self._probe is not None and not self._probe.close(deadline):
+            left.append("a sample that bf16 runs beside fp32")
         if self._shadow is not None:
             self._shadow.close()
         self._engine.close()
@@ -164,4 +198,5 @@ class Generation:
         if opened.artifact.manifest.reference is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
-        return Handing(hand, serving.shadow, self.metrics, batch_axis=opened.batch_axis, inputs=opened.inputs)
+        self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, hand, serving.shadow.max_bytes)
+        return Handing(self._probe, serving.shadow, self.metrics, batch_axis=opened.batch_axis, inputs=opened.inputs)

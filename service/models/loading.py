@@ -249,7 +249,8 @@ def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[s
     try:
         outputs = runtime.run(feeds, seconds=opened.first_run_seconds)
     except RuntimeFailure as error:
-        graph = opened.artifact.manifest.profiles[runtime.info.profile].graph
+        profile = opened.artifact.manifest.profiles.get(runtime.info.profile)
+        graph = opened.artifact.manifest.reference if profile is None else profile.graph
         raise RuntimeFailure(f"{graph}, run for the first time: {error}") from error
     for spec in opened.outputs:
         array = outputs[spec.name]

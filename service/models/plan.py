@@ -5,6 +5,7 @@ Whoever makes wishes and whoever fulfils them may be different processes: a wish
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,11 @@ class Plan:
     def key(self) -> str:
         """The same for equal plans, in every process."""
         return json.dumps(_plan_to_dict(self), sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """The same, short."""
+        return hashlib.sha256(self.key().encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

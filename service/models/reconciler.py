@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import RuntimeInfo
@@ -21,8 +22,10 @@ from service.drift.gate import Turn
 from service.drift.sampling import Hand
 from service.models import loading
 from service.models.agreement import OWN_CHOICE, Agreement
+from service.models.fp32 import load_fp32
 from service.models.generation import Generation
 from service.models.goldengate import Hear, unheard
+from service.models.orders import Orders
 from service.models.plan import Plan, Wish
 from service.models.slot import Slot
 from service.telemetry.metrics import Metrics
@@ -64,6 +67,7 @@ class Reconciler:
         turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
         self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
+        self.orders = Orders()
         self.leaving: tuple[Slot, ...] = ()  # whose last requests are at work
         self._ready_when_empty = ready_when_empty
         self._metrics = metrics
@@ -255,15 +259,31 @@ class Reconciler:
             replaced = slot.model
             if replaced is not None:
                 slot.series = self._metrics.add(slot.name, slot.version)
-            hand = None if self._hand is None else self._hand(slot.name, plan)
-            model = Generation(slot.name, slot.version, loaded, plan.serving, slot.series, hand, self._hear, self._turn)
+            model = self._generation(slot, plan, loaded)
             model.start()
             seconds = time.monotonic() - begun
             model.metrics.ready(True, seconds)
             # first: whoever sees the model ready can look
             _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
             slot.publish(model, plan)
+            self.orders.published(slot)
             return replaced
+
+    def _generation(self, slot: Slot, plan: Plan, loaded: loading.Loaded) -> Generation:
+        return Generation(
+            slot.name,
+            slot.version,
+            loaded,
+            plan.serving,
+            slot.series,
+            None if self._hand is None else self._hand(slot.name, plan),
+            self._hear,
+            self._turn,
+            fp32=partial(
+                load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads, weights=self._weights
+            ),
+            changed=self._changed,
+        )
 
     def _unload(self, wish: Wish) -> None:
         """Unload every version of the model that is not wished for."""
@@ -273,6 +293,8 @@ class Reconciler:
             if not gone:
                 return
             kept = {version: slot for version, slot in slots.items() if slot not in gone}
+            for slot in gone:
+                self.orders.forget(slot)
             self.slots = {name: held for name, held in {**self.slots, wish.name: kept}.items() if held}
             models = [slot.withdraw("unloaded") for slot in gone]
             self.leaving = tuple(gone)

@@ -11,6 +11,7 @@ from bf16kit.errors import InvalidRequest, NotFound, Unavailable
 from bf16kit.runtime.weightstore import OWN, WeightStore
 from bf16kit.wording import quoted, without_long_words
 from service.drift.gate import Turn
+from service.drift.owner import Order
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.directory import LONGEST_VERSION
 from service.models.generation import Generation
@@ -85,6 +86,10 @@ class Repository:
     def desire(self, wishes: Iterable[Wish]) -> Mapping[str, Future[None]]:
         """See :meth:`Reconciler.desire`; nothing is begun any more when the server stops."""
         return {} if self._stopping else self._reconciler.desire(wishes)
+
+    def order(self, order: Order) -> Future[None]:
+        """See :meth:`service.models.orders.Orders.give`."""
+        return self._reconciler.orders.give(order, self._slots.get(order.model, {}).get(order.version))
 
     def retire(self) -> None:
         """From now on not ready, so that load balancers send no more; whoever still comes is answered."""

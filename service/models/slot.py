@@ -53,6 +53,11 @@ class Slot:
     def model(self) -> Generation | None:
         return self._now.model
 
+    @property
+    def plan(self) -> Plan | None:
+        """What the generation was loaded by."""
+        return self._now.plan
+
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Slot.observe`."""
         self.series.request(seen)

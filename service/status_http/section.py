@@ -164,6 +164,7 @@ def _how(running: Running) -> str:
         fact("Runtime", escape(f"{running.backend} on {running.device}")),
         fact("Profile", profile),
         fact("Precision", escape(running.precision)),
+        fact("Answers in", _answers(running)),
         fact("Accumulation", f"<span{' class=over' if running.accumulation != 'fp32' else ''}>{escape(proof)}</span>"),
         fact("CPU kernel", escape(running.kernel or "none")),
         fact("Golden gate", f"<span{failed}>{escape(running.golden)}</span>"),
@@ -173,6 +174,13 @@ def _how(running: Running) -> str:
     if running.note:
         facts.append(fact("Note", escape(running.note)))
     return "\n".join(["<h3>How it runs</h3>", '<dl class="facts">', *facts, "</dl>"])
+
+
+def _answers(running: Running) -> str:
+    """What answers now; marked where that is not bf16, or should not be."""
+    reason = running.active_precision_reason
+    said = escape(running.active_precision + (f": {reason}" if reason else ""))
+    return f'<span class="over">{said}</span>' if reason else said
 
 
 def _batching(running: Running) -> str:

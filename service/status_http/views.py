@@ -38,6 +38,8 @@ class Running:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     budget: Mapping[str, float]
+    active_precision: str = "bf16"  # and why it is not that, or should not be
+    active_precision_reason: str = ""
 
     @classmethod
     def of(cls, model: Model) -> Running:
@@ -51,6 +53,8 @@ class Running:
             accumulation=info.accumulation,
             kernel=info.kernel,
             note=info.note,
+            active_precision=model.answering.precision,
+            active_precision_reason=model.answering.reason,
             golden=model.golden,
             weight_bytes=model.statistics.snapshot().weight_bytes,
             max_batch_size=model.max_batch_size,

@@ -122,6 +122,7 @@ class Families:
         self.answers = counter("answers_total", "Requests answered, by the precision that answered.", "precision")
         self.fallback_active = gauge("fallback_active", "1 while fp32 answers instead of bf16.", mode="max")
         self.fallback_transitions = counter("fallback_transitions_total", "Changes of precision.", "to")
+        self.fallback_failures = counter("fallback_failures_total", "Times that fp32 could not be loaded to answer.")
         self.gate_passed = gauge("golden_gate_passed", "1 when the last golden gate was passed, else 0.", mode="min")
         self.gate_runs = counter("golden_gate_runs_total", "Runs of the golden gate.", "outcome")
         self.gate_at = gauge("golden_gate_timestamp_seconds", "When the golden gate last ran, Unix time.", mode="min")

@@ -53,6 +53,7 @@ class ModelMetrics:
         self._outputs: dict[str, _OutputSeries] = {}
         self._answers = {precision: self._of(f.answers, precision) for precision in words.PRECISIONS}
         self._fallback_active = self._of(f.fallback_active)
+        self._fallback_failures = self._of(f.fallback_failures)
         self._transitions = {to: self._of(f.fallback_transitions, to) for to in words.PRECISIONS}
         self._gate_runs = {outcome: self._of(f.gate_runs, outcome) for outcome in words.GATE_OUTCOMES}
         self._over_budget = self._of(f.over_budget)
@@ -191,6 +192,10 @@ class ModelMetrics:
     def fallback(self, active: bool) -> None:
         """Whether fp32 answers instead of bf16."""
         self._fallback_active.set(1 if active else 0)
+
+    def fallback_failed(self) -> None:
+        """fp32 could not be loaded to answer."""
+        self._fallback_failures.inc()
 
     def transition(self, to: words.Precision) -> None:
         """The precision that answers has changed."""

@@ -169,6 +169,8 @@ def _properties(model: Model) -> dict[str, str]:
         "note": info.note,
         "choice": info.choice,
         "golden": model.golden,
+        "active_precision": model.answering.precision,
+        "active_precision_reason": model.answering.reason,
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from bf16kit.errors import Unavailable
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import TensorSpec
-from service.contract import Bounds, Meaning, Model, QueueBounds, Scheduling, StatisticsSnapshot
+from service.contract import Answering, Bounds, Meaning, Model, QueueBounds, Scheduling, StatisticsSnapshot
 from service.request import Observation, Request
 
 
@@ -28,6 +28,7 @@ def describe(model: Model) -> dict[str, Any]:
         "scheduling": asdict(model.scheduling),
         "meaning": asdict(model.meaning),
         "golden": model.golden,
+        "answering": asdict(model.answering),
         "budget": dict(model.budget),
     }
 
@@ -56,6 +57,7 @@ class Described:
         self.scheduling = _scheduling(told["scheduling"])
         self.meaning = Meaning(**told["meaning"])
         self.golden: str = told["golden"]
+        self.answering = Answering(**told["answering"])
         self.budget: Mapping[str, float] = told["budget"]
         self.statistics = statistics
 

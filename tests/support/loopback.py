@@ -23,7 +23,7 @@ from bf16kit.tensors import BY_NAME, TensorSpec
 from service.batching.batcher import Batcher
 from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
-from service.contract import Array, Bounds, Duration, Meaning, Scheduling, State, StatisticsSnapshot
+from service.contract import Answering, Array, Bounds, Duration, Meaning, Scheduling, State, StatisticsSnapshot
 from service.operations import Operations
 from service.request import Claim, Observation, Reply, Request, Timings, Tracer
 from service.transport.handlers import SERVICE
@@ -101,6 +101,7 @@ class LoopbackModel:
         self.max_queue_delay_s = 0.002
         self.instances = 1
         self.info = info
+        self.answering = Answering()
         self.golden = "golden samples within budget (y relative_l2 0.0017)"
         self.budget: Mapping[str, float] = {"relative_l2": 0.015, "cosine_distance": 0.0005}
         self.bounds = bounds

@@ -19,6 +19,7 @@ from bf16kit.heap import trimmer
 from bf16kit.manifest import Manifest, ProfileEntry
 from bf16kit.runtime.loading import choose_profile, load, load_reference
 from bf16kit.runtime.session import has_cuda
+from bf16kit.runtime.weightstore import OWN, Remembering
 
 WIDTH = 64
 no_cuda = pytest.mark.skipif(has_cuda() or torch.cuda.is_available(), reason="this machine may run CUDA")
@@ -115,6 +116,27 @@ def test_a_reference_of_low_priority_answers_the_same_on_the_callers_thread(mlp:
     assert len(list(Path("/proc/self/task").iterdir())) == before
     golden = mlp.golden()
     np.testing.assert_allclose(reference.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_references_of_one_store_read_one_copy_of_their_weights(mlp: Artifact) -> None:
+    """As those of several workers do; what they answer is what one answers that has its own."""
+    store = Remembering(OWN)
+    golden = mlp.golden()
+    for reference in (load_reference(mlp, weights=store), load_reference(mlp, weights=store)):
+        np.testing.assert_allclose(reference.run(golden.inputs)["y"], golden.outputs["y"], rtol=1e-5, atol=1e-6)
+    (memory,) = store.given.values()
+    assert memory.nbytes == 2 * WIDTH * WIDTH * 4
+    assert not memory.flags.writeable
+
+
+def test_the_shared_weights_of_a_damaged_artifact_reach_nobody(tmp_path: Path) -> None:
+    artifact = Artifact.open(artifacts.write_mlp(tmp_path / "mlp" / "1").path, copies=True)
+    with (tmp_path / "mlp" / "1" / "residual.bin").open("r+b") as file:
+        file.write(b"\xff\xff")
+    store = Remembering(OWN)
+    with pytest.raises(ArtifactError, match=r"residual\.bin"):
+        load_reference(artifact, weights=store)
+    assert store.given == {}
 
 
 def test_without_a_reference_the_artifact_says_so(mlp: Artifact) -> None:

@@ -43,6 +43,7 @@ DESIGN = {
     "bf16kit_drift_baseline": ("gauge", {"output", "metric"}),
     "bf16kit_fallback_active": ("gauge", set()),
     "bf16kit_fallback_transitions_total": ("counter", {"to"}),
+    "bf16kit_fallback_failures_total": ("counter", set()),
 } | {  # and of live drift as a team is paged on it: docs/drift.md
     "bf16kit_drift_effective_samples": ("gauge", {"output"}),
     "bf16kit_drift_budget_ratio_low": ("gauge", {"output", "metric"}),

@@ -9,7 +9,7 @@ import bf16kit
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import RuntimeInfo
 from bf16kit.tensors import BY_NAME, TensorSpec
-from service.contract import BatchStatistics, Duration, Meaning, StatisticsSnapshot
+from service.contract import Answering, BatchStatistics, Duration, Meaning, StatisticsSnapshot
 from service.operations import Indexed, RegistryModels
 from service.wire.metadata import model_config, model_metadata, model_statistics, repository_index, server_metadata
 
@@ -39,7 +39,17 @@ def test_free_dimensions_are_minus_one_and_properties_tell_how_the_model_runs() 
         "note": "weights are widened as they are used",
         "choice": "",
         "golden": "golden samples within budget (y relative_l2 0.0017)",
+        "active_precision": "bf16",
+        "active_precision_reason": "",
     }
+
+
+def test_which_precision_answers_and_why_is_told_as_it_is_now() -> None:
+    model = LoopbackModel()
+    model.answering = Answering("fp32", "y is 1.4 times its budget")
+    properties = model_metadata(model, [1]).properties
+    assert properties["active_precision"] == "fp32"
+    assert properties["active_precision_reason"] == "y is 1.4 times its budget"
 
 
 def test_why_a_profile_was_chosen_is_a_property_and_a_parameter() -> None:

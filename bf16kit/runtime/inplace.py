@@ -1,0 +1,43 @@
+"""Which weights of an fp32 graph ONNX Runtime can read where they lie, so that several sessions share one copy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.tensors import BY_NAME
+
+if TYPE_CHECKING:
+    from onnx import GraphProto
+
+#: By operator, the position of an input that its kernel multiplies by or looks up in, and makes no other tensor of.
+#: Not Conv's: ONNX Runtime lays those out anew when it opens a session.
+_READ_AS_THEY_LIE = {("MatMul", 1), ("Gemm", 1), ("Gather", 0)}
+_OTHERWISE = ("", -1)
+
+
+def read_in_place(path: Path) -> frozenset[str]:
+    """The fp32 initializers of the graph in ``path`` that nothing reads but such operators of the main graph."""
+    import onnx
+
+    model = onnx.load(path, format="protobuf", load_external_data=False)
+    uses = defaultdict[str, set[tuple[str, int]]](set)
+    for name, operator, position in _uses(model.graph, main=True):
+        uses[name].add((operator, position))
+    fp32 = [tensor.name for tensor in model.graph.initializer if tensor.data_type == BY_NAME["float32"].onnx]
+    return frozenset(name for name in fp32 if uses[name] and uses[name] <= _READ_AS_THEY_LIE)
+
+
+def _uses(graph: GraphProto, *, main: bool) -> Iterator[tuple[str, str, int]]:
+    """Each name that is read in ``graph``, by which operator and at which position; bodies read otherwise."""
+    for output in graph.output:
+        yield output.name, *_OTHERWISE
+    for node in graph.node:
+        known = main and node.domain in ("", "ai.onnx")
+        for position, name in enumerate(node.input):
+            yield (name, node.op_type, position) if known else (name, *_OTHERWISE)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _uses(inner, main=False)

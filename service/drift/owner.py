@@ -1,0 +1,177 @@
+"""The one place of a server that decides which precision answers for each model, however many processes serve it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol, Self
+
+from bf16kit.errors import Bf16kitError, RuntimeFailure
+from bf16kit.wording import brief
+from service.drift.fallback import Fallback
+from service.drift.fallbackpolicy import FallbackPolicy
+from service.drift.verdict import DriftVerdict
+from service.request import Precision
+
+_log = logging.getLogger(__name__)
+_Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which precision is to answer for what was loaded by ``plan`` (:attr:`service.models.plan.Plan.digest`), and why;
+    for whatever else is in its place it says nothing."""
+
+    model: str
+    version: int
+    plan: str
+    precision: Precision
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
+        """What :meth:`to_json` wrote: for processes of one server, which trust each other."""
+        return cls(told["model"], told["version"], told["plan"], told["precision"], told["reason"])
+
+
+class Answers(NamedTuple):
+    """What answers for a version now: what it was loaded by, and since when, in Unix seconds.
+
+    ``generation`` is another one for each that takes its place, also by the same plan."""
+
+    plan: str
+    generation: Hashable
+    since: float
+    policy: FallbackPolicy
+
+
+class Servers(Protocol):
+    """The processes that serve, be they one or several."""
+
+    def answers(self, model: str, version: int) -> Answers | None:
+        """What all of them serve in this place; None: nothing."""
+        ...
+
+    def order(self, order: Order) -> Future[None]:
+        """Have all of them do it, those that are started later as well. Ends when one of them has, at the earliest, and
+        fails where none could."""
+        ...
+
+    def transition(self, model: str, version: int, to: Precision) -> None:
+        """Count that the precision has changed: once, however many they are."""
+        ...
+
+
+@dataclass(slots=True)
+class _State:
+    answers: Answers
+    fallback: Fallback
+    asked: float = 0.0  # when fp32 was asked for last
+
+
+class FallbackOwner:
+    """Hears verdicts, decides by :class:`Fallback` and gives orders. Any thread may call; nothing blocks.
+
+    ``restart`` has the shadow measure anew, so that what is judged next was measured after the change.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        restart: Callable[[str, int], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._servers = servers
+        self._restart = restart
+        self._clock = clock
+        self._states: dict[_Key, _State] = {}
+        self._lock = threading.RLock()  # an order may be carried out at once, on this very thread
+
+    def hear(self, verdict: DriftVerdict) -> None:
+        """Do what follows of it. One of what was measured before the present generation says nothing of that."""
+        key, now = (verdict.model, verdict.version), self._clock()
+        answers = self._servers.answers(*key)
+        with self._lock:
+            state = self._state(key, answers, now)
+            if state is None or verdict.at < state.answers.since:
+                return
+            before = state.fallback.phase
+            if not state.fallback.hear(verdict, now):
+                return
+            self._act(key, state, before)
+
+    def tend(self) -> None:
+        """To be called now and then where several processes serve: one that was started again, and could not load the
+        reference then, is asked once more."""
+        now = self._clock()
+        with self._lock:
+            for key, state in list(self._states.items()):
+                if state.fallback.phase != "fp32" or now - state.asked < state.answers.policy.retry_seconds:
+                    continue
+                answers = self._servers.answers(*key)
+                if self._state(key, answers, now) is state:
+                    state.asked = now
+                    self._order(key, state, "fp32")
+
+    def _state(self, key: _Key, answers: Answers | None, now: float) -> _State | None:
+        """The state of what answers now: anew for another generation."""
+        state = self._states.get(key)
+        if answers is None:
+            self._states.pop(key, None)
+            return None
+        if state is None or state.answers.generation != answers.generation:
+            state = self._states[key] = _State(answers, Fallback(answers.policy, now))
+        return state
+
+    def _act(self, key: _Key, state: _State, before: str) -> None:
+        """The phase, or the reason, is another: say so, and have it done."""
+        label, fallback = f"model {key[0]!r} version {key[1]}", state.fallback
+        if fallback.phase == "warming":
+            _log.error(
+                "%s is over its drift budget: %s; the fp32 reference is loaded to answer", label, fallback.reason
+            )
+            state.asked = self._clock()
+            self._order(key, state, "fp32").add_done_callback(lambda done: self._warmed(key, state, done))
+            return
+        self._order(key, state, "bf16")
+        if before == "fp32":
+            _log.warning("%s: bf16 answers again: its drift is clearly within the budget", label)
+            self._changed(key, "bf16")
+        elif fallback.reason:
+            _log.error("%s is over its drift budget: %s", label, fallback.reason)
+        else:
+            _log.info("%s is within its drift budget again", label)
+
+    def _warmed(self, key: _Key, state: _State, done: Future[None]) -> None:
+        label, error = f"model {key[0]!r} version {key[1]}", done.exception()
+        with self._lock:
+            if self._states.get(key) is not state:
+                return  # something else was loaded meanwhile
+            if error is None:
+                state.fallback.warmed(self._clock())
+                _log.warning("%s: fp32 answers: %s", label, state.fallback.reason)
+                self._changed(key, "fp32")
+                return
+            # What a runtime says is for the log, not for whoever asks over the network.
+            public = isinstance(error, Bf16kitError) and not isinstance(error, RuntimeFailure)
+            retry = state.answers.policy.retry_seconds
+            _log.error(
+                "%s: fp32 cannot answer, and is tried again in %g s at the earliest: %s", label, retry, brief(error)
+            )
+            state.fallback.failed(brief(error) if public else "the server's log says why", self._clock())
+            self._order(key, state, "bf16")
+
+    def _changed(self, key: _Key, to: Precision) -> None:
+        self._servers.transition(*key, to)
+        self._restart(*key)
+
+    def _order(self, key: _Key, state: _State, precision: Precision) -> Future[None]:
+        return self._servers.order(Order(*key, state.answers.plan, precision, state.fallback.reason))

@@ -1,0 +1,38 @@
+"""The fp32 reference as something that may answer requests: loaded with all threads, warmed up, judged."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from bf16kit.errors import ArtifactError
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.weightstore import WeightStore
+from service.models.loading import check_golden, golden_of, warm_up
+from service.models.opening import Opened
+from service.models.policy import Serving
+
+_log = logging.getLogger(__name__)
+
+
+def load_fp32(label: str, opened: Opened, serving: Serving, *, threads: int | None, weights: WeightStore) -> Runtime:
+    """The reference of ``opened``, on ``threads`` where ``serving`` does not say. Its large weights are in ``weights``,
+    once for all processes that share it.
+
+    Raises what loading a model raises: ArtifactError for one whose files are no longer those that were loaded.
+    """
+    from bf16kit.runtime.loading import load_reference
+
+    artifact, begun = opened.artifact, time.monotonic()
+    if artifact.manifest.reference is None:
+        raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
+    runtime = load_reference(artifact, threads=threads if serving.threads is None else serving.threads, weights=weights)
+    try:
+        golden = golden_of(artifact)
+        warm_up(runtime, opened, serving.warmup, golden)
+        verdict = check_golden(runtime, opened, golden)
+    except BaseException:
+        runtime.close()
+        raise
+    _log.info("%s: the fp32 reference is warm after %.2f s: %s", label, time.monotonic() - begun, verdict)
+    return runtime

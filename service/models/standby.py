@@ -1,0 +1,118 @@
+"""The fp32 reference of one generation, for when it is to answer: loaded on a thread of its own, warm before it does.
+
+Nothing of it is in memory while bf16 answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from bf16kit.errors import Bf16kitError, Unavailable
+from bf16kit.runtime import Runtime
+from bf16kit.wording import brief
+from service.contract import Answering
+from service.models.engine import SwitchedEngine
+from service.request import Precision
+
+_log = logging.getLogger(__name__)
+
+
+class Standby:
+    """Has the precision answer that :meth:`order` says. ``load`` gives the reference, warm.
+
+    ``changed`` is told, on any thread, after every change of :attr:`answering`; ``failed`` that the reference could not
+    be loaded.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        engine: SwitchedEngine,
+        load: Callable[[], Runtime],
+        changed: Callable[[Answering], None],
+        failed: Callable[[], None],
+    ) -> None:
+        self.answering = Answering()
+        self._label = label
+        self._engine = engine
+        self._load = load
+        self._changed = changed
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._wanted: Precision = "bf16"
+        self._reason = ""
+        self._waiting: list[Future[None]] = []
+        self._loading = False
+        self._closed = False
+
+    def order(self, precision: Precision, reason: str) -> Future[None]:
+        """The future ends when ``precision`` answers. It fails with what loading the reference met, or with Unavailable
+        where another order came first, or the model is unloaded."""
+        told: Future[None] = Future()
+        with self._lock:
+            if self._closed:
+                told.set_exception(Unavailable(f"{self._label} is unloaded"))
+                return told
+            self._wanted, self._reason = precision, reason
+            overtaken: list[Future[None]] = []
+            if precision == "fp32" and not self._engine.switched:
+                self._waiting.append(told)
+                if not self._loading:
+                    self._loading = True
+                    threading.Thread(target=self._work, name=f"{self._label}-fp32", daemon=True).start()
+                return told
+            if precision == "bf16":
+                overtaken, self._waiting = self._waiting, []
+                self._engine.switch(None)
+            self._show()
+        for each in overtaken:
+            each.set_exception(Unavailable(f"{self._label} is to answer in bf16 instead"))
+        told.set_result(None)
+        return told
+
+    def close(self) -> None:
+        """Nothing is switched any more; a reference that is being loaded is closed when it is there."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.set_exception(Unavailable(f"{self._label} is unloaded"))
+
+    def _show(self) -> None:
+        """Called with the lock held."""
+        answering = Answering("fp32" if self._engine.switched else "bf16", self._reason)
+        if answering != self.answering:
+            self.answering = answering
+            self._changed(answering)
+
+    def _work(self) -> None:
+        error: Exception | None = None
+        runtime: Runtime | None = None
+        try:
+            runtime = self._load()
+        except Exception as met:  # noqa: BLE001 - bf16 goes on, whatever it was, and whoever asked is told
+            error = met
+            _log.error(
+                "%s: the fp32 reference cannot be loaded to answer: %s",
+                self._label,
+                brief(met),
+                exc_info=None if isinstance(met, Bf16kitError) else met,
+            )
+            self._failed()
+        with self._lock:
+            self._loading = False
+            waiting, self._waiting = self._waiting, []
+            if runtime is not None and self._wanted == "fp32" and not self._closed:
+                self._engine.switch(runtime)
+                self._show()
+                runtime = None
+        if runtime is not None:
+            runtime.close()  # nobody wants it any more
+        for each in waiting:
+            if error is None:
+                each.set_result(None)
+            else:
+                each.set_exception(error)

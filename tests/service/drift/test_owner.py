@@ -1,0 +1,163 @@
+"""The one place that decides: verdicts come in, orders go out, once for each change, about what answers now alone."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from bf16kit.errors import ArtifactError, RuntimeFailure
+from service.drift.fallbackpolicy import FallbackPolicy
+from service.drift.owner import Answers, FallbackOwner, Order
+from service.drift.verdict import DriftVerdict
+from service.request import Precision
+
+WITHIN = DriftVerdict("m", 1, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400, False, 100.0)
+OVER = replace(WITHIN, state="over", cause="rounding", ratio=1.5, low=1.2, high=1.8)
+FP32 = FallbackPolicy(policy="fp32", min_stay_seconds=10, retry_seconds=5)
+
+
+class Rig:
+    """Processes that do what they are told when the test says so, and a clock of its own."""
+
+    def __init__(self, policy: FallbackPolicy = FP32) -> None:
+        self.now = 0.0
+        self.serves: Answers | None = Answers("plan", 1, 50.0, policy)
+        self.orders: list[tuple[Precision, str]] = []
+        self.told: list[Future[None]] = []
+        self.transitions: list[Precision] = []
+        self.restarts: list[tuple[str, int]] = []
+        self.owner = FallbackOwner(self, lambda *key: self.restarts.append(key), clock=lambda: self.now)
+
+    def answers(self, model: str, version: int) -> Answers | None:
+        return self.serves if (model, version) == ("m", 1) else None
+
+    def order(self, order: Order) -> Future[None]:
+        assert (order.model, order.version) == ("m", 1)
+        assert self.serves is not None
+        assert order.plan == self.serves.plan
+        assert Order.from_json(order.to_json()) == order
+        self.orders.append((order.precision, order.reason))
+        self.told.append(Future())
+        return self.told[-1]
+
+    def transition(self, model: str, version: int, to: Precision) -> None:
+        self.transitions.append(to)
+
+    def hear(self, *verdicts: DriftVerdict) -> list[Precision]:
+        """The precisions ordered for them."""
+        before = len(self.orders)
+        for verdict in verdicts:
+            self.owner.hear(verdict)
+        return [precision for precision, _ in self.orders[before:]]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_breach_has_fp32_answer_and_a_clean_time_bf16(rig: Rig) -> None:
+    assert rig.hear(WITHIN, OVER, OVER) == ["fp32"]
+    assert (rig.transitions, rig.restarts) == ([], [])
+    rig.told[0].set_result(None)
+    assert (rig.transitions, rig.restarts) == (["fp32"], [("m", 1)])
+    assert rig.hear(WITHIN) == [], "the minimum stay"
+    rig.now = 11.0
+    assert rig.hear(OVER, WITHIN, WITHIN) == ["bf16"]
+    assert rig.orders[-1] == ("bf16", "")
+    assert (rig.transitions, rig.restarts) == (["fp32", "bf16"], [("m", 1)] * 2)
+
+
+def test_an_order_may_be_carried_out_at_once(rig: Rig) -> None:
+    """On the very thread that gives it."""
+    done: Future[None] = Future()
+    done.set_result(None)
+    rig.order = lambda order: done  # type: ignore[method-assign]
+    rig.hear(OVER)
+    assert rig.transitions == ["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("error", "public"), [(ArtifactError("no residual"), "no residual"), (RuntimeFailure("0xbad"), "the server's log")]
+)
+def test_where_fp32_cannot_be_loaded_bf16_stays_and_it_is_tried_again(
+    rig: Rig, error: Exception, public: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert rig.hear(OVER) == ["fp32"]
+        rig.told[0].set_exception(error)
+    assert str(error) in caplog.text
+    assert rig.orders[-1][0] == "bf16"
+    assert f"fp32 cannot answer: {public}" in rig.orders[-1][1]
+    assert (rig.transitions, rig.restarts) == ([], [])
+    rig.now = 4.9
+    assert rig.hear(OVER) == []
+    rig.now = 5.0
+    assert rig.hear(OVER) == ["fp32"]
+
+
+def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
+    rig.hear(OVER)
+    rig.told[0].set_result(None)
+    rig.serves = Answers("another", 2, 200.0, FP32)
+    assert rig.hear(OVER) == [], "measured before it was loaded"
+    assert rig.hear(replace(WITHIN, at=300.0)) == []
+    assert rig.hear(replace(OVER, at=300.0)) == ["fp32"]
+
+
+def test_a_generation_loaded_by_the_same_plan_begins_anew_too(rig: Rig) -> None:
+    rig.hear(OVER)
+    rig.told[0].set_result(None)
+    rig.serves = Answers("plan", 2, 60.0, FP32)
+    assert rig.hear(OVER) == ["fp32"]
+
+
+def test_a_reference_that_was_loaded_for_what_is_gone_says_nothing_of_what_is_there(rig: Rig) -> None:
+    rig.hear(OVER)
+    rig.serves = Answers("another", 2, 90.0, FP32)
+    rig.hear(WITHIN)
+    rig.told[0].set_result(None)
+    assert rig.transitions == []
+
+
+def test_what_nothing_answers_for_is_not_decided(rig: Rig) -> None:
+    rig.serves = None
+    assert rig.hear(OVER, replace(OVER, model="other")) == []
+
+
+def test_an_alert_is_logged_once_and_told_to_whoever_describes_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(FallbackPolicy(policy="alert"))
+    with caplog.at_level(logging.INFO):
+        assert rig.hear(OVER, OVER, WITHIN) == ["bf16", "bf16"]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
+    assert "model 'm' version 1 is over its drift budget: relative_l2 of output 'y' is 1.5 times" in caplog.text
+    assert rig.orders[0][1].startswith("relative_l2 of output 'y'")
+    assert rig.orders[1] == ("bf16", "")
+
+
+def test_off_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(FallbackPolicy(policy="off"))
+    assert rig.hear(OVER, WITHIN) == []
+    assert caplog.text == ""
+
+
+def test_processes_are_asked_again_while_fp32_is_to_answer(rig: Rig) -> None:
+    """One that was started again may have failed to load it, when nobody waited for its answer."""
+    rig.hear(OVER)
+    rig.told[0].set_result(None)
+    rig.now = 4.0
+    rig.owner.tend()
+    assert len(rig.orders) == 1
+    rig.now = 5.0
+    rig.owner.tend()
+    rig.owner.tend()
+    assert [precision for precision, _ in rig.orders] == ["fp32", "fp32"]
+    assert rig.transitions == ["fp32"]
+    rig.now = 20.0
+    rig.hear(WITHIN)
+    rig.now = 30.0
+    rig.owner.tend()
+    assert [precision for precision, _ in rig.orders] == ["fp32", "fp32", "bf16"]

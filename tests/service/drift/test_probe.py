@@ -1,0 +1,107 @@
+"""Samples that fp32 has answered are run on bf16 before they are measured."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+from waiting import until
+
+from bf16kit.errors import RuntimeFailure
+from service.contract import Array
+from service.drift.observer import OutcomeObserver
+from service.drift.probe import Probe
+from service.drift.sampling import Sample
+from service.drift.shadow import QUEUE_SIZE
+
+X = np.ones((2, 3), np.float32)
+ANSWERED = Sample({"x": X}, {"y": X * 5}, 2, 48, probability=0.25, precision="bf16-weights")
+BY_FP32 = replace(ANSWERED, precision="fp32")
+
+
+class Rig:
+    """bf16 is a function that may be held up or fail."""
+
+    def __init__(self) -> None:
+        self.handed: list[Sample] = []
+        self.counted: list[tuple[str, int]] = []
+        self.forgotten = False
+        self.go = threading.Event()
+        self.go.set()
+        self.fails: Exception | None = None
+        self.probe = Probe("m", "bf16-weights", self._run, self, most_bytes=10_000)
+
+    def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> tuple[dict[str, Array], str]:
+        assert self.go.wait(30)
+        if self.fails is not None:
+            raise self.fails
+        return dict.fromkeys(outputs, feeds["x"] * 2), "bf16-weights"
+
+    def give(self, sample: Sample, observer: OutcomeObserver) -> None:
+        self.handed.append(sample)
+
+    def forget(self) -> None:
+        self.forgotten = True
+
+    def offer(self, sample: Sample) -> None:
+        self.probe.give(sample, self)
+
+    def sampled(self, outcome: Literal["measured", "dropped", "failed"], samples: int) -> None:
+        self.counted.append((outcome, samples))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.go.set()
+    assert rig.probe.close()
+
+
+def test_what_bf16_answered_is_handed_on_as_it_is(rig: Rig) -> None:
+    rig.offer(ANSWERED)
+    assert rig.handed == [ANSWERED]
+
+
+def test_what_fp32_answered_is_measured_by_what_bf16_makes_of_it(rig: Rig) -> None:
+    rig.offer(BY_FP32)
+    until(lambda: rig.handed != [], 30, "handed on")
+    (sample,) = rig.handed
+    np.testing.assert_array_equal(sample.outputs["y"], X * 2)
+    assert (sample.precision, sample.probability, sample.rows) == ("bf16-weights", 0.25, 2)
+    assert rig.counted == []
+
+
+def test_more_than_may_wait_is_dropped_and_counted(rig: Rig) -> None:
+    rig.go.clear()
+    for _ in range(QUEUE_SIZE + 4):
+        rig.offer(BY_FP32)
+    assert len(rig.counted) >= 3, "one is at work, and as many wait as may"
+    assert set(rig.counted) == {("dropped", 2)}
+    rig.offer(replace(BY_FP32, nbytes=20_000))
+    assert rig.counted[-1] == ("dropped", 2)
+
+
+@pytest.mark.parametrize("error", [RuntimeFailure("no"), ZeroDivisionError()])
+def test_one_that_fails_is_counted_and_the_next_is_measured(rig: Rig, error: Exception) -> None:
+    rig.fails = error
+    rig.offer(BY_FP32)
+    until(lambda: rig.counted == [("failed", 2)], 30, "counted")
+    rig.fails = None
+    rig.offer(BY_FP32)
+    until(lambda: len(rig.handed) == 1, 30, "measured")
+
+
+def test_what_is_closed_begins_nothing(rig: Rig) -> None:
+    assert rig.probe.close()
+    rig.offer(BY_FP32)
+    assert rig.counted == [("dropped", 2)]
+
+
+def test_that_no_more_will_come_is_passed_on(rig: Rig) -> None:
+    rig.probe.forget()
+    assert rig.forgotten

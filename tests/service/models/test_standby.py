@@ -1,0 +1,114 @@
+"""The fp32 reference of a generation, ordered to answer: loaded then, gone when it is not, bf16 where it fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from heldruntime import Held
+from waiting import until
+
+from bf16kit.errors import ArtifactError, Unavailable
+from bf16kit.runtime import Runtime
+from service.contract import Answering
+from service.models.engine import Engine, SwitchedEngine
+from service.models.standby import Standby
+
+
+class Loading:
+    """Gives a reference when it is let, or fails."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.made: list[Held] = []
+        self.begun = 0
+        self.error: Exception | None = None
+
+    def __call__(self) -> Runtime:
+        self.begun += 1
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.made.append(Held("fp32"))
+        return self.made[-1]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.load = Loading()
+        self.engine = SwitchedEngine(Engine(Held("bf16")))
+        self.told: list[Answering] = []
+        self.failures = 0
+        self.standby = Standby("the model", self.engine, self.load, self.told.append, self._failed)
+
+    def _failed(self) -> None:
+        self.failures += 1
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_what_is_ordered_answers_and_is_told_with_its_reason(rig: Rig) -> None:
+    for precision, reason in (("fp32", "drift"), ("fp32", "drift"), ("bf16", "")):
+        rig.standby.order(precision, reason).result(30)  # type: ignore[arg-type]  # one of its literals
+        assert rig.engine.switched == (precision == "fp32")
+    assert not rig.load.made[0].open, "nothing of it stays in memory"
+    assert rig.told == [Answering("fp32", "drift"), Answering("bf16", "")]
+    assert rig.load.begun == 1
+    assert rig.standby.answering == Answering()
+
+
+def test_bf16_answers_until_fp32_is_warm(rig: Rig) -> None:
+    rig.load.go.clear()
+    told = rig.standby.order("fp32", "drift")
+    until(lambda: rig.load.begun == 1, 30, "being loaded")
+    assert not told.done()
+    assert not rig.engine.switched
+    again = rig.standby.order("fp32", "drift")
+    rig.load.go.set()
+    told.result(30)
+    again.result(30)
+    assert (rig.engine.switched, rig.load.begun) == (True, 1)
+
+
+def test_a_reason_alone_is_told_too(rig: Rig) -> None:
+    rig.standby.order("bf16", "over its budget").result(30)
+    assert rig.told == [Answering("bf16", "over its budget")]
+
+
+def test_where_it_cannot_be_loaded_bf16_goes_on_and_it_can_be_tried_again(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.load.error = ArtifactError("no residual")
+    with caplog.at_level(logging.ERROR), pytest.raises(ArtifactError, match="no residual"):
+        rig.standby.order("fp32", "drift").result(30)
+    assert "the model: the fp32 reference cannot be loaded to answer: no residual" in caplog.text
+    assert (rig.engine.switched, rig.failures, rig.told) == (False, 1, [])
+    rig.load.error = None
+    rig.standby.order("fp32", "drift").result(30)
+    assert rig.engine.switched
+
+
+@pytest.mark.parametrize("end", ["order", "close"])
+def test_what_is_not_wanted_any_more_when_it_is_loaded_is_closed(rig: Rig, end: str) -> None:
+    rig.load.go.clear()
+    told = rig.standby.order("fp32", "drift")
+    if end == "order":
+        rig.standby.order("bf16", "").result(30)
+    else:
+        rig.standby.close()
+    with pytest.raises(Unavailable):
+        told.result(30)
+    rig.load.go.set()
+    until(lambda: bool(rig.load.made) and not rig.load.made[0].open, 30, "closed")
+    assert not rig.engine.switched
+
+
+def test_nothing_is_ordered_of_what_is_unloaded(rig: Rig) -> None:
+    rig.standby.close()
+    with pytest.raises(Unavailable, match="the model is unloaded"):
+        rig.standby.order("fp32", "drift").result(30)

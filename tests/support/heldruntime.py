@@ -1,0 +1,35 @@
+"""A runtime whose runs a test holds up, to see what happens meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from bf16kit.runtime import Array, RuntimeInfo
+
+
+class Held:
+    """A runtime whose runs last until they are let go; closed ones fail, as ONNX Runtime's do."""
+
+    def __init__(self, precision: str) -> None:
+        self.info = RuntimeInfo("onnxruntime", "cpu", "cpu", precision, "fp32")
+        self.inputs = self.outputs = ()
+        self.open = True
+        self.running = 0
+        self.go = threading.Event()
+        self.go.set()
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
+        assert self.open
+        self.running += 1
+        assert self.go.wait(30)
+        assert self.open, "closed beneath a run"
+        self.running -= 1
+        return {"y": np.zeros(1)}
+
+    def close(self) -> None:
+        self.open = False
