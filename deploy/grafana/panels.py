@@ -1,0 +1,202 @@
+"""What the dashboard shows: each panel's question, its queries and its unit. How Grafana writes that: ``board.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+OF = 'job=~"$job", instance=~"$instance"'
+MODEL = f'{OF}, model=~"$model"'
+NAME = "{{model}} v{{version}}"
+KEYS = "job, instance, model, version"
+HOW = "instance, model, version, backend, device, profile, precision, accumulation"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A PromQL expression, and how its series are called."""
+
+    expression: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """``bound`` is drawn as a line, or beyond it a number is red; ``width`` is of 24 columns."""
+
+    kind: Literal["stat", "lines", "heat", "states", "table"]
+    title: str
+    words: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    bound: float | None = None
+    width: int = 8
+
+
+def _lines(title: str, words: str, *queries: Query, unit: str = "short", bound: float | None = None) -> Panel:
+    return Panel("lines", title, words, queries, unit, bound)
+
+
+def _stat(title: str, words: str, expression: str, unit: str = "short", bound: float | None = 0.5) -> Panel:
+    return Panel("stat", title, words, (Query(expression),), unit, bound, width=4)
+
+
+def _rate(metric: str, labels: str = MODEL) -> str:
+    return f"rate({metric}{{{labels}}}[$__rate_interval])"
+
+
+def _mean(metric: str, by: str) -> str:
+    return f"sum by ({by}) ({_rate(metric + '_sum')}) / sum by ({by}) ({_rate(metric + '_count')})"
+
+
+def _quantile(share: float, metric: str) -> str:
+    return f"histogram_quantile({share}, sum by (le, model, version) ({_rate(metric + '_bucket')}))"
+
+
+NOW = (
+    _stat(
+        "Alerts firing", "Of the rules in deploy/prometheus/rules.",
+        f'count(ALERTS{{alertstate="firing", alertname=~"Bf16.+", {OF}}}) or vector(0)',
+    ),
+    _stat("Versions not ready", "", f"count(bf16kit_model_ready{{{MODEL}}} == 0) or vector(0)"),
+    _stat("Over budget", "With 95 % confidence.", f"sum(bf16kit_drift_over_budget{{{MODEL}}})"),
+    _stat("Answering in fp32", "Fallback is active.", f"sum(bf16kit_fallback_active{{{MODEL}}})"),
+    _stat(
+        "References down", "Shadows that are on and measure nothing.",
+        f"count(bf16kit_drift_reference_up{{{MODEL}}} == 0) or vector(0)",
+    ),
+    _stat("Golden gates failed", "", f"count(bf16kit_golden_gate_passed{{{MODEL}}} == 0) or vector(0)"),
+)  # fmt: skip
+
+DRIFT = (
+    Panel(
+        "lines", "Drift ÷ budget, with its 95 % interval",
+        "Of each model the bound that comes nearest to a breach. A breach is when the whole band lies above the line.",
+        (
+            Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio{{{MODEL}}})", f"{NAME} on {{{{instance}}}}"),
+            Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio_low{{{MODEL}}})", f"{NAME} on {{{{instance}}}}, low"),
+            Query(f"max by ({KEYS}) (bf16kit_drift_budget_ratio_high{{{MODEL}}})", f"{NAME} on {{{{instance}}}}, high"),
+        ),
+        "percentunit", bound=1.0, width=16,
+    ),
+    Panel(
+        "states", "Cause", "What ails a model: rounding, broken, out_of_range. Nothing shown: nothing ails it.",
+        (Query(f"bf16kit_drift_cause{{{MODEL}}} == 1", f"{NAME} {{{{cause}}}}"),),
+    ),
+    _lines(
+        "Change detector", "Its sum ÷ its threshold; 1 is an alarm.",
+        Query(f"bf16kit_drift_change_score{{{MODEL}}}", f"{NAME} {{{{output}}}}"), bound=1.0,
+    ),
+    _lines(
+        "Live drift ÷ what was certified",
+        "Mean relative_l2 of live rows ÷ the manifest's. About 1 on traffic like the samples of the conversion.",
+        Query(
+            f"{_mean('bf16kit_drift_relative_l2', KEYS + ', output')}"
+            f' / on ({KEYS}, output) sum by ({KEYS}, output) (bf16kit_drift_baseline{{metric="relative_l2", {MODEL}}})',
+            f"{NAME} {{{{output}}}}",
+        ),
+    ),
+    _lines(
+        "Top-1 agreement with fp32", "Of outputs that are logits.",
+        Query(
+            f"sum by (model, version, output) ({_rate('bf16kit_drift_top1_matches_total')})"
+            f" / sum by (model, version, output) ({_rate('bf16kit_drift_top1_rows_total')})",
+            f"{NAME} {{{{output}}}}",
+        ),
+        unit="percentunit",
+    ),
+    Panel(
+        "heat", "relative_l2 of live rows", "Weighted: an estimate of all rows, not of those that were sampled.",
+        (Query(f"sum by (le) (increase(bf16kit_drift_relative_l2_bucket{{{MODEL}}}[$__rate_interval]))", "{{le}}"),),
+    ),
+    _lines(
+        "Effective samples", "How many samples of one weight recent drift is worth.",
+        Query(f"bf16kit_drift_effective_samples{{{MODEL}}}", f"{NAME} {{{{output}}}}"),
+    ),
+    _lines(
+        "Samples, by what became of them", "Rows per second.",
+        Query(f"sum by (outcome) ({_rate('bf16kit_drift_samples_total')})", "{{outcome}}"), unit="rowsps",
+    ),
+    _lines(
+        "Since the last sample", "",
+        Query(f"time() - bf16kit_drift_last_sample_timestamp_seconds{{{MODEL}}}", NAME), unit="s",
+    ),
+    _lines(
+        "Rows outside the calibrated range", "Of those measured, by input.",
+        Query(f"sum by (model, version, input) ({_rate('bf16kit_drift_out_of_range_total')})", f"{NAME} {{{{input}}}}"),
+        unit="rowsps",
+    ),
+    _lines(
+        "Elements that are not finite", "Where the reference's are.",
+        Query(f"sum by (model, version, output) ({_rate('bf16kit_drift_nonfinite_total')})", f"{NAME} {{{{output}}}}"),
+    ),
+)  # fmt: skip
+
+ACTIONS = (
+    _lines(
+        "Answers, by the precision that answered", "",
+        Query(f"sum by (model, version, precision) ({_rate('bf16kit_answers_total')})", f"{NAME} {{{{precision}}}}"),
+        unit="reqps",
+    ),
+    _lines(
+        "Changes of precision", "In an hour; more than two falls in six hours are flapping.",
+        Query(
+            f"sum by (model, version, to) (increase(bf16kit_fallback_transitions_total{{{MODEL}}}[1h]))",
+            f"{NAME} to {{{{to}}}}",
+        ),
+    ),
+    _lines(
+        "Since the golden gate last ran", "By the worker that ran it longest ago.",
+        Query(f"time() - bf16kit_golden_gate_timestamp_seconds{{{MODEL}}}", NAME), unit="s",
+    ),
+)  # fmt: skip
+
+SERVING = (
+    _lines(
+        "Requests, by code", "",
+        Query(f"sum by (model, code) ({_rate('bf16kit_requests_total')}) > 0", "{{model}} {{code}}"), unit="reqps",
+    ),
+    _lines(
+        "Latency", "From arrival to encoded answer.",
+        Query(_quantile(0.5, "bf16kit_request_duration_seconds"), f"{NAME} p50"),
+        Query(_quantile(0.99, "bf16kit_request_duration_seconds"), f"{NAME} p99"),
+        unit="s",
+    ),
+    _lines(
+        "Requests over 0.25 s", "The objective allows 1 %.",
+        Query('bf16kit:requests_slow:ratio_rate5m{job=~"$job", model=~"$model"}', NAME), unit="percentunit", bound=0.01,
+    ),
+    _lines(
+        "Waiting and running", "Means of requests, and of batches.",
+        Query(_mean("bf16kit_queue_duration_seconds", "model, version"), f"{NAME} waits"),
+        Query(_mean("bf16kit_compute_duration_seconds", "model, version"), f"{NAME} runs"), unit="s",
+    ),
+    _lines(
+        "Queue", "",
+        Query(f"sum by (model, version) (bf16kit_queue_depth{{{MODEL}}})", f"{NAME} waiting"),
+        Query(f"sum by (model, version) (bf16kit_requests_in_flight{{{MODEL}}})", f"{NAME} in flight"),
+    ),
+    _lines(
+        "Rows per batch", "",
+        Query(
+            f"sum by (model, version) ({_rate('bf16kit_rows_total')})"
+            f" / sum by (model, version) ({_rate('bf16kit_executions_total')})",
+            NAME,
+        ),
+    ),
+    _lines(
+        "Rejected before they ran", "By the model's queue, and at the door.",
+        Query(f"sum by (model, reason) ({_rate('bf16kit_rejected_total')}) > 0", "{{model}} {{reason}}"),
+        Query(f"sum by (reason) ({_rate('bf16kit_refused_total', OF)}) > 0", "door: {{reason}}"), unit="reqps",
+    ),
+    _lines(
+        "Memory", "Resident, of all processes of a server.",
+        Query(f"process_resident_memory_bytes{{{OF}}}", "{{instance}}"), unit="bytes",
+    ),
+    _lines("Processors", "", Query(_rate("process_cpu_seconds_total", OF), "{{instance}}")),
+    Panel(
+        "table", "How models run", "", (Query(f"max by ({HOW}) (bf16kit_model_info{{{MODEL}}})"),), width=24,
+    ),
+)  # fmt: skip
+
+ROWS = {"Now": NOW, "Drift": DRIFT, "What was done about it": ACTIONS, "Serving": SERVING}

@@ -1,0 +1,82 @@
+"""The Grafana dashboard: that it is one by Grafana's schema, is what its source writes, and asks for what exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+from dashboard import FILE, board, queries
+from exposed import everything_exposed
+from promql import grouped
+from scraped import Scraped
+from typed import mistyped
+
+RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
+needs_schema = pytest.mark.skipif(
+    find_spec("grafana_foundation_sdk") is None, reason="grafana-foundation-sdk is not installed (make setup has it)"
+)
+
+
+def scraped() -> Scraped:
+    groups = [group for path in RULES.glob("*.yml") for group in yaml.safe_load(path.read_text("utf-8"))["groups"]]
+    rules = [rule for group in groups for rule in group["rules"]]
+    return Scraped(everything_exposed(), [(rule["record"], rule["expr"]) for rule in rules if "record" in rule])
+
+
+@needs_schema
+def test_the_file_is_what_its_source_writes() -> None:
+    from board import board as written  # not at the top: it needs the schema
+
+    assert FILE.read_text("utf-8") == written(), "run python deploy/grafana/board.py"
+
+
+@needs_schema
+def test_grafanas_schema_knows_every_field_and_loses_none() -> None:
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    read = Dashboard.from_json(board())
+    assert json.loads(JSONEncoder().encode(read)) == board()
+    assert list(mistyped(read, Dashboard)) == []
+
+
+@pytest.mark.parametrize(("title", "expression"), list(queries()), ids=[title for title, _ in queries()])
+def test_a_query_names_only_metrics_labels_and_values_that_exist(title: str, expression: str) -> None:
+    assert scraped().unknown(expression) == []
+
+
+def test_panels_have_names_of_their_own_and_do_not_overlap() -> None:
+    panels = board()["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        assert not _overlap(one, other)
+    assert all(place["x"] + place["w"] <= 24 for place in (panel["gridPos"] for panel in panels))
+
+
+def _overlap(a: dict[str, int], b: dict[str, int]) -> bool:
+    return (
+        a["x"] < b["x"] + b["w"] and b["x"] < a["x"] + a["w"] and a["y"] < b["y"] + b["h"] and b["y"] < a["y"] + a["h"]
+    )
+
+
+def test_every_panel_asks_the_prometheus_that_is_chosen() -> None:
+    for panel in board()["panels"]:
+        for part in (panel, *panel.get("targets", ())):
+            if panel["type"] != "row":
+                assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+def test_a_legend_names_only_labels_that_its_query_leaves() -> None:
+    """Grafana writes an empty string for one that is not there."""
+    for panel in board()["panels"]:
+        for target in panel.get("targets", ()):
+            wanted = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            kept = grouped(target["expr"])
+            assert not kept or wanted <= kept, panel["title"]
