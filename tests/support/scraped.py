@@ -27,7 +27,8 @@ class Scraped:
 
     def unknown(self, expression: str, free: Iterable[str] = ("model", "version", *SCRAPE)) -> list[str]:
         """What the expression names that is not there, in words. Values of ``free`` labels are anybody's."""
-        wrong, known = [], set[str]()
+        wrong: list[str] = []
+        known = set[str]()
         for selector in selectors(expression):
             labels = self.labels.get(selector.metric)
             if labels is None:
@@ -39,5 +40,4 @@ class Scraped:
                 there = self.values.get((selector.metric, label), set())
                 if label not in free and label in labels and there and value not in there:
                     wrong.append(f"no {label}={value!r} of {selector.metric}, only {sorted(there)}")
-        wrong += [f"no label {label} to group by" for label in sorted(grouped(expression) - known)]
-        return wrong
+        return wrong or [f"no label {label} to group by" for label in sorted(grouped(expression) - known)]

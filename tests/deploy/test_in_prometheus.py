@@ -1,0 +1,113 @@
+"""Rules and dashboard in a real Prometheus that scrapes a real server, which is asked real questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import prometheusprocess
+import pytest
+import tritonclient.grpc as triton
+import yaml
+from converting import ONNX_ONLY, process
+from dashboard import queries
+from prometheusprocess import RULES, Prometheus
+from scraped import Scraped
+from serverprocess import ServerProcess
+from waiting import until
+
+import graphs
+
+pytestmark = [
+    pytest.mark.long,  # starts a server, and rates need some seconds of scrapes
+    pytest.mark.skipif(
+        prometheusprocess.find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)"
+    ),
+]
+MEASURED = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
+# What a healthy model without a calibrated range has nothing to show in.
+EMPTY = {"Cause", "Rows outside the calibrated range", "Rejected before they ran", "Change detector"}
+
+UNMEASURED = {"no metric bf16kit_drift_out_of_range_total", "no metric bf16kit_drift_change_score"}
+
+
+def ask(target: str, times: int) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+    tensor = triton.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    with triton.InferenceServerClient(target) as client:
+        for _ in range(times):
+            client.infer("mlp", [tensor])
+
+
+def written() -> list[dict[str, Any]]:
+    """All rules of all files."""
+    groups = [group for path in RULES.glob("*.yml") for group in yaml.safe_load(path.read_text("utf-8"))["groups"]]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A converted model of logits, with baseline and all, of which every answer is measured."""
+    repository = tmp_path_factory.mktemp("repository")
+    source = tmp_path_factory.mktemp("source") / "mlp.onnx"
+    onnx.save(graphs.mlp(), source)
+    # A row in fifty changes its top, for these logits are noise.
+    options = ("--output", "y:logits", "--budget", "top1_agreement=0.5", "--profile", "cpu", *ONNX_ONLY)
+    process("checkpoint", source, "--out", repository / "mlp" / "1", *options).published()
+    (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n")
+    server = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository))
+    try:
+        yield server.wait_ready()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """It has seen the server measure drift, and enough scrapes since for a rate."""
+    with Prometheus(server.ports()[1], tmp_path_factory.mktemp("prometheus") / "own") as prometheus:
+
+        def asked_and_rated() -> bool:
+            ask(server.target, 20)
+            return bool(prometheus.query(f"rate({MEASURED}[30s]) > 0 and {MEASURED} > 100"))
+
+        until(asked_and_rated, 120, "a rate of measured samples")
+        yield prometheus
+
+
+def test_every_query_of_the_dashboard_is_answered(prometheus: Prometheus) -> None:
+    empty = set()
+    for title, expression in queries():
+        if not prometheus.query(expression):
+            empty.add(title)
+    assert empty <= EMPTY
+
+
+def test_every_rule_is_evaluated_and_nothing_fires(prometheus: Prometheus) -> None:
+    def health() -> list[str]:
+        return [rule["health"] for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+
+    until(lambda: "unknown" not in health(), 30, "an evaluation of each rule")
+    assert health() == ["ok"] * len(written())
+    assert prometheus.query("bf16kit:requests_slow:ratio_rate5m")
+    assert prometheus.firing() == set()
+
+
+def test_rules_and_dashboard_name_only_what_the_server_exposes(server: ServerProcess) -> None:
+    rules = written()
+    there = Scraped(server.get("/metrics")[1], [(rule["record"], rule["expr"]) for rule in rules if "record" in rule])
+    assert there.labels["bf16kit_drift_baseline"]
+    wrong = {name for rule in rules for name in there.unknown(rule["expr"])}
+    wrong |= {name for _, expression in queries() for name in there.unknown(expression)}
+    assert wrong <= UNMEASURED
+
+
+def test_an_alert_fires_and_ends_in_prometheus(server: ServerProcess, tmp_path: Path) -> None:
+    with Prometheus(server.ports()[1], tmp_path / "own", at_once=True) as prometheus:
+        assert prometheus.firing() == set()
+        server.terminate()
+        until(lambda: "Bf16ServerDown" in prometheus.firing(), 60, "the alert")

@@ -1,0 +1,120 @@
+"""A real Prometheus with the rules of deploy/prometheus, scraping once a second."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from waiting import until
+
+RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
+_ADDRESS = re.compile(r'msg="Listening on" address=(?:\[::\]|[\d.]+):(\d+)')
+
+
+def find() -> str | None:
+    """The binary, which Debian's package has beside promtool."""
+    return shutil.which("prometheus")
+
+
+class Prometheus:
+    """Scrapes the server whose HTTP port is ``port``; its files are under ``where``. A context manager.
+
+    ``at_once``: alerts fire when their expression is first true. How long it has to be is promtool's to test, on its own
+    clock.
+    """
+
+    def __init__(self, port: int, where: Path, *, at_once: bool = False) -> None:
+        where.mkdir()
+        (where / "rules").mkdir()
+        for path in RULES.glob("*.yml"):
+            (where / "rules" / path.name).write_text(_hasty(path) if at_once else path.read_text("utf-8"), "utf-8")
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": ["rules/*.yml"],
+            "scrape_configs": [{"job_name": "bf16kit", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}],
+        }
+        (where / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
+        binary = find()
+        assert binary is not None
+        self._process = subprocess.Popen(
+            [binary, "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address=127.0.0.1:0"],
+            cwd=where,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        try:
+            until(lambda: _ADDRESS.search("".join(self._log)) or self._process.poll() is not None, 60, "its port")
+            found = _ADDRESS.search("".join(self._log))
+            assert found is not None, "".join(self._log)
+            self._port = int(found[1])
+            until(self._ready, 60, "Prometheus' readiness")
+            until(lambda: self.query("up"), 60, "a first scrape")
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        self._reader.join(30)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """``data`` of an answer of the HTTP API; AssertionError for one that is no success."""
+        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=20) as reply:
+            answer = json.load(reply)
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, promql: str) -> list[dict[str, str]]:
+        """The labels of each series of an instant query, and its value as ``""``."""
+        return [{**each["metric"], "": each["value"][1]} for each in self.ask("query", query=promql)["result"]]
+
+    def firing(self) -> set[str]:
+        """The names of the alerts that fire now."""
+        return {alert["labels"]["alertname"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"}
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/ready", timeout=20):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._log.append(line)
+
+
+def _hasty(path: Path) -> str:
+    rules = yaml.safe_load(path.read_text("utf-8"))
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            rule.pop("for", None)
+            rule.pop("keep_firing_for", None)
+    return yaml.safe_dump(rules)
