@@ -29,8 +29,8 @@ def find() -> str | None:
 class Prometheus:
     """Scrapes the server whose HTTP port is ``port``; its files are under ``where``. A context manager.
 
-    ``at_once``: alerts fire when their expression is first true. How long it has to be is promtool's to test, on its own
-    clock.
+    ``at_once``: alerts fire when their expression is first true. How long it has to be is for promtool's tests, which
+    have a clock of their own.
     """
 
     def __init__(self, port: int, where: Path, *, at_once: bool = False) -> None:
