@@ -24,6 +24,14 @@ def _write_number(value: float) -> float | str:
 Number = Annotated[float, BeforeValidator(_read_number), PlainSerializer(_write_number, when_used="json")]
 
 
+def drawn_at_random(source: str) -> bool:
+    """Whether the samples that a :class:`DriftEntry` names were drawn at random, for want of any: they are called so.
+
+    Live inputs are not like them, so that nothing that is compared with live ones may come of them.
+    """
+    return source.startswith("random ")
+
+
 class _Entry(BaseModel):
     model_config = STRICT
 

@@ -1,9 +1,9 @@
 """``measurements.json``: everything a conversion measured, in rows; the manifest has what is judged of it.
 
 Per profile the drift of each sample, the SQNR of each layer and what the search for fp32 islands found; per tensor what
-rounding met. Canonical JSON like the manifest's (:mod:`bf16kit.measured` says how a float that is not finite is
-written), and bounded: where there is more than the maxima below allow, rows are left out and ``measured`` says of how
-many.
+rounding met; per input the range of its samples. Canonical JSON like the manifest's (:mod:`bf16kit.measured` says how a
+float that is not finite is written), and bounded: where there is more than the maxima below allow, rows are left out
+and ``measured`` says of how many.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from bf16kit.drift import SampleDrift
 from bf16kit.entries import STRICT, Size
 from bf16kit.errors import ArtifactError
+from bf16kit.inputranges import InputRange
 from bf16kit.measured import Number
 from bf16kit.numerics import OVERFLOW, SMALLEST_NORMAL, Census
 
@@ -206,6 +207,7 @@ class Measurements(_Entry):
 
     profiles: dict[str, ProfileMeasurements] = {}
     ranges: Ranges = Ranges(measured=0, tensors={})
+    inputs: dict[str, InputRange] = {}  # by name; empty where an older bf16kit measured
     version: int = VERSION
 
     @model_validator(mode="after")
@@ -224,6 +226,8 @@ class Measurements(_Entry):
     def dumps(self) -> bytes:
         """The canonical bytes of the file."""
         fields = self.model_dump(mode="json")
+        if not self.inputs:  # the bytes that older versions know
+            del fields["inputs"]
         return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def fitted(self) -> Measurements:
@@ -231,7 +235,9 @@ class Measurements(_Entry):
         if len(self.dumps()) <= MAX_BYTES:
             return self
         profiles = {name: ProfileMeasurements(outputs=entry.outputs) for name, entry in self.profiles.items()}
-        return Measurements(profiles=profiles, ranges=Ranges(measured=self.ranges.measured, tensors={}))
+        return Measurements(
+            profiles=profiles, ranges=Ranges(measured=self.ranges.measured, tensors={}), inputs=self.inputs
+        )
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Measurements:

@@ -74,7 +74,7 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         # Each profile's layers take a tenth of a conversion: of what nobody asked for, `explain` tells them later.
         unasked = options.optional_profiles
         layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late, without=unasked)
-        measurements = measured(manifest, certified, layers, census, mending)
+        measurements = measured(manifest, certified, layers, census, mending, calibration.feeds)
         # Not `sentences`: the page takes what a search did from the measurements, and shows it beside the islands.
         artifact = publish(options, stage, manifest, measurements, [*notes, *mending.remarks()], progress)
     return Result(artifact, (*notes, *mending.sentences()))

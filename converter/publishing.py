@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bf16kit.artifact import Artifact
+from bf16kit.inputranges import input_ranges
 from bf16kit.manifest import MEASUREMENTS, Manifest
 from bf16kit.measurements import Layers, Measurements, ProfileMeasurements, ranges, sample_columns
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
+from converter.model import Feeds
 from converter.options import Options
 from converter.process.progress import Progress
 from converter.proof.certify import Certified
@@ -22,6 +24,7 @@ def measured(
     layers: Mapping[str, Layers],
     census: Mapping[str, Census],
     mending: Mending,
+    feeds: Sequence[Feeds],
 ) -> Measurements:
     """What ``measurements.json`` keeps of the profiles that are published."""
     columns = sample_columns(certified.drifts)
@@ -30,7 +33,7 @@ def measured(
         profile: ProfileMeasurements(outputs=columns[profile], layers=layers.get(profile), search=searches.get(profile))
         for profile in manifest.drift
     }
-    return Measurements(profiles=profiles, ranges=ranges(census))
+    return Measurements(profiles=profiles, ranges=ranges(census), inputs=input_ranges(feeds))
 
 
 def publish(

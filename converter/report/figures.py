@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bf16kit.inputranges import InputRange
 from bf16kit.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry, ProfileEntry, Source, SpecEntry
 from bf16kit.measurements import Measurements
 from bf16kit.panels import WIDTH
@@ -58,8 +59,8 @@ class Reference:
 class Figures:
     """Everything that is shown of an artifact.
 
-    ``samples``, ``layers`` and ``spans`` are empty where the artifact keeps no measurements; ``measured_tensors`` is
-    how many bf16 tensors ``spans`` shows the worst of.
+    ``samples``, ``layers``, ``spans`` and ``input_ranges`` are empty where the artifact keeps no measurements;
+    ``measured_tensors`` is how many bf16 tensors ``spans`` shows the worst of.
     """
 
     model: str
@@ -81,6 +82,7 @@ class Figures:
     plan: tuple[PlanGroup, ...]
     inputs: tuple[SpecEntry, ...]
     outputs: tuple[SpecEntry, ...]
+    input_ranges: Mapping[str, InputRange]
     profiles: Mapping[str, ProfileEntry]
     budget: Mapping[str, float]
     files: Mapping[str, FileEntry]
@@ -137,6 +139,7 @@ def figures(
         plan=tuple(plan_groups(manifest.plan)),
         inputs=tuple(manifest.inputs),
         outputs=tuple(manifest.outputs),
+        input_ranges=dict(sorted(measured.inputs.items())),
         profiles=dict(sorted(manifest.profiles.items())),
         budget=dict(manifest.budget),
         files=dict(sorted(files.items())),

@@ -104,9 +104,13 @@ def needs(entry: ProfileEntry) -> str:
 
 
 def _edges(found: Figures) -> str:
-    rows = [("input", e.name, e.dtype, describe_shape(e.shape), "") for e in found.inputs]
-    rows += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind) for e in found.outputs]
-    return table("Inputs and outputs", ("", "name", "dtype", "shape", "kind"), rows)
+    ranges = found.input_ranges
+    rows = [("input", e.name, e.dtype, describe_shape(e.shape), "", str(ranges.get(e.name, ""))) for e in found.inputs]
+    rows += [("output", e.name, e.dtype, describe_shape(e.shape), e.kind, "") for e in found.outputs]
+    columns = ("", "name", "dtype", "shape", "kind", "calibrated on")
+    return table(
+        "Inputs and outputs", columns if ranges else columns[:-1], [row[: None if ranges else -1] for row in rows]
+    )
 
 
 def _profiles(found: Figures) -> str:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bf16kit import measurements
 from bf16kit.drift import SampleDrift
 from bf16kit.errors import ArtifactError
+from bf16kit.inputranges import InputRange
 from bf16kit.measurements import (
     LayerEntry,
     Layers,
@@ -44,7 +45,11 @@ def _measured() -> Measurements:
         ),
         search=SearchEntry(candidates=3, before=2.0, after=0.5, bf16_bytes=0.9, bf16_flops=0.8),
     )
-    return Measurements(profiles={"cpu": profile}, ranges=ranges({"w": census(np.ones(4, np.float32))}))
+    return Measurements(
+        profiles={"cpu": profile},
+        ranges=ranges({"w": census(np.ones(4, np.float32))}),
+        inputs={"x": InputRange(low=-1.5, high=2.0, nonfinite=True)},
+    )
 
 
 def test_what_is_written_is_read_again_to_the_bit() -> None:
@@ -53,6 +58,13 @@ def test_what_is_written_is_read_again_to_the_bit() -> None:
     assert Measurements.loads(data, "m").dumps() == data
     assert b'"inf"' in data
     assert data.endswith(b"}\n")
+
+
+def test_measurements_that_are_older_than_ranges_of_inputs_are_read_and_written_as_they_were() -> None:
+    old = _measured().model_copy(update={"inputs": {}})
+    assert b'"inputs"' not in old.dumps()
+    assert Measurements.loads(old.dumps(), "m") == old
+    assert _measured().fitted().inputs == _measured().inputs
 
 
 def test_an_output_that_is_no_logits_has_no_top1_columns() -> None:

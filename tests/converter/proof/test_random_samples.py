@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 import graphs
 from bf16kit.errors import RuntimeFailure
+from bf16kit.measured import drawn_at_random
 from bf16kit.tensors import TensorSpec, check_feeds
 from converter.graph.constants import compared_with, index_bound
 from converter.proof.random_samples import COUNT, ROWS, generate
@@ -85,6 +86,7 @@ def test_the_same_seed_gives_the_same_samples_and_another_gives_others() -> None
     model = read(graphs.mlp())
     first, again, other = (generate(input_specs(model), model, None, seed).feeds for seed in (0, 0, 1))
     assert len(first) == COUNT
+    assert drawn_at_random(generate(input_specs(model), model, None, 0).origin)
     assert all(np.array_equal(a["x"], b["x"]) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first[0]["x"], other[0]["x"])
 

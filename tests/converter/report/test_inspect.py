@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import reported
@@ -19,11 +20,34 @@ from onnx import helper
 
 import graphs
 from bf16kit.artifact import Artifact
+from bf16kit.inputranges import InputRange
 from bf16kit.manifest import MEASUREMENTS, FileEntry, Plan, PlanEntry
 from bf16kit.measurements import Measurements
 from converter.report.figures import figures
+from converter.report.page import render
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m[bold]"
+
+
+def recorded(artifact: Artifact) -> dict[str, InputRange]:
+    """The ranges of its inputs that an artifact keeps."""
+    measured = artifact.measurements()
+    assert measured is not None
+    return measured.inputs
+
+
+def test_the_ranges_of_inputs_are_those_of_the_samples_and_are_shown(cli: Cli, tmp_path: Path, target: Path) -> None:
+    onnx.save(graphs.mlp(), tmp_path / "m.onnx")
+    width = next(dim.dim_value for dim in graphs.mlp().graph.input[0].type.tensor_type.shape.dim if dim.dim_value)
+    np.savez(tmp_path / "s.npz", x=np.linspace(-3, 7, 4 * width, dtype=np.float32).reshape(4, width))
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, "--samples", tmp_path / "s.npz", *ONNX_ONLY).published()
+    assert recorded(Artifact.open(target)) == {"x": InputRange(low=-3.0, high=7.0)}
+    assert "-3 to 7" in cli("inspect", target).published().out
+    found = json.loads(cli("inspect", target, "--json").published().out)["input_ranges"]
+    assert found == {"x": {"low": -3.0, "high": 7.0, "nonfinite": False}}
+    manifest = Artifact.open(target).manifest
+    page = render(manifest, manifest.files, [], Artifact.open(target).measurements())
+    assert "-3 to 7" in page
 
 
 def test_everything_of_note_is_shown(cli: Cli, mlp: Artifact) -> None:
@@ -36,6 +60,8 @@ def test_everything_of_note_is_shown(cli: Cli, mlp: Artifact) -> None:
         "batching    axis 0",
         "[batch,16]",
         "emulated on the CPU, not verified on a device",
+        "calibrated on",
+        str(recorded(mlp)["x"]),
         "Precision plan",
         "every digest matches",
         *(entry.sha256 for entry in manifest.files.values()),
@@ -94,7 +120,7 @@ _ROW = {"profile", "output", "metric", "measured", "judged", "worst", "bound", "
 _KEYS = {
     *("path", "model", "version", "within", "headline", "verdicts", "drift", "budget", "oracle", "reference"),
     *("source", "sizes", "layout", "batch_axis", "inputs", "outputs", "profiles", "plan", "islands", "searches"),
-    *("off_the_line", "diagnoses", "lossy_tensors", "files", "tools", "seed", "measurements"),
+    *("off_the_line", "diagnoses", "lossy_tensors", "files", "tools", "seed", "measurements", "input_ranges"),
 }
 
 
