@@ -2,8 +2,8 @@
 
 Work-conserving: a batch starts as soon as the runtime is idle, with whatever is waiting (or after ``max_delay_s``,
 where an operator prefers fuller batches to short waits). What runs next is :class:`~service.batching.queue.Queue`'s
-decision, how it runs :class:`~service.batching.execution.Execution`'s; here are the threads. A request whose client has
-left is taken out at once, and one whose deadline has passed is never run.
+decision; here are the threads. A request whose client has left is taken out at once, and one whose deadline has passed
+is never run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from bf16kit.errors import (
     Cancelled,
@@ -22,12 +22,15 @@ from bf16kit.errors import (
     RequestError,
 )
 from service.batching.claim import IdleClaim, Quickness
-from service.batching.execution import Execution, Run
-from service.batching.gather import signature
+from service.batching.gather import gather, signature, split, wanted
 from service.batching.policy import BatchObserver, BatchPolicy
 from service.batching.queue import Job, Queue
 from service.batching.waiting import LEFT, TOO_LATE, Waiting, invalid, unloading, until, why_over, word
+from service.contract import Array
 from service.request import Reply, Request, Timings
+
+# Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
+Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
 
 _PACE_S = 0.02  # at most so often is the queue told how long requests run while nothing waits in it
 _ROOM_S = 0.1  # how often a request that waits for room looks whether its client is still there
@@ -49,7 +52,6 @@ class Batcher:
         self._idle = policy.instances
         self._paced = -math.inf
         self._quickness = Quickness()
-        self._execution = Execution(run, policy.axis, observer)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-executor-{i}", daemon=True)
@@ -229,7 +231,7 @@ class Batcher:
     def _work(self) -> None:
         while batch := self._next_batch():
             try:
-                self._execution.run(batch, self._observe)
+                self._execute(batch)
             finally:
                 self.release()
 
@@ -260,3 +262,53 @@ class Batcher:
         job.work.stamp(job.arrived, now)
         self._observer.queued(-1)
         self._observer.rejected(word(why))
+
+    def _execute(self, batch: list[_Job]) -> None:
+        """Run a batch. One that fails is halved until those that fail are alone: each is answered as soon as it can be,
+        and nobody's input fails another's answer."""
+        taken = time.monotonic()
+        parts = [batch]
+        while parts:
+            part = parts.pop()
+            begun = time.monotonic()
+            try:
+                self._run_together(part, taken)
+            except Exception as error:  # noqa: BLE001 - whatever it was belongs to the clients; this thread must live on
+                if len(part) == 1:
+                    part[0].work.stamp(part[0].arrived, taken, begun, time.monotonic())
+                    part[0].work.fail(invalid(error) if isinstance(error, InputRefused) else error)
+                    continue
+                living = self._still_wanted(part)
+                half = len(living) // 2
+                parts += [half_part for half_part in (living[half:], living[:half]) if half_part]
+
+    def _still_wanted(self, jobs: list[_Job]) -> list[_Job]:
+        """Those whose client still waits; the others are told that it is over."""
+        now = time.monotonic()
+        living = []
+        for job in jobs:
+            over = why_over(job.work.request, now)
+            if over is None:
+                living.append(job)
+            else:
+                job.work.stamp(job.arrived, now)
+                self._observer.rejected(word(over))
+                job.work.fail(over)
+        return living
+
+    def _run_together(self, batch: list[_Job], taken: float) -> None:
+        requests = [job.work.request for job in batch]
+        begun = time.monotonic()
+        feeds = gather(requests, self._policy.axis)
+        gathered = time.monotonic()
+        outputs, precision = self._run(feeds, wanted(requests))
+        ran = time.monotonic()
+        parts = split(outputs, requests, self._policy.axis)
+        done = time.monotonic()
+        rows = sum(job.rows for job in batch)
+        phases = Timings(0.0, gathered - begun, ran - gathered, done - ran, begun=begun, rows=rows)
+        self._observe(batch[0].shape, rows, done - begun)
+        self._observer.executed(len(batch), rows, phases)
+        for job, part in zip(batch, parts, strict=True):
+            job.work.request.timings = phases.queued(job.arrived, taken)
+            job.work.succeed(Reply(part, precision))

@@ -1,53 +1,200 @@
-"""Live answers against the fp32 reference's, and recent ones together against the budget."""
+"""Live answers against the fp32 reference's: what each sample says, and what recent ones say together."""
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from bf16kit.drift import Budget, DriftSummary, SampleDrift, measure
+import numpy as np
+
+from bf16kit.drift import Budget, SampleDrift, measure
 from bf16kit.errors import ArtifactError
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
+from service.drift.calibration import Calibration
+from service.drift.census import Census
+from service.drift.detector import LEARN, Detector, Expected
+from service.drift.diagnosis import diagnose, worst
 from service.drift.observer import DriftObserver
+from service.drift.recent import Estimate, Recent, Window, estimates
+from service.drift.sampling import Sample
+from service.drift.verdict import Cause, DriftVerdict, State
 
-WINDOW = 256  # the newest samples of each output, which the budget ratio is taken over
+_log = logging.getLogger(__name__)
+_WEIGHTS = 256  # requests, whose weights say which weight is a common one
+
+
+class _Judged(NamedTuple):
+    """What is known of one output after its newest sample."""
+
+    estimates: list[Estimate]
+    cause: Cause
+    effective: float
+
+
+class _Output:
+    """Recent drift of one output, and its detector."""
+
+    def __init__(self, spec: TensorSpec, expected: Expected | None, outputs: int) -> None:
+        self.spec = spec
+        self.recent = Recent()
+        self.detector = Detector(expected, outputs)
+        self.judged = _Judged([], "none", 0.0)
+
+    def restart(self) -> None:
+        self.recent = Recent()
+        self.detector.restart()
+        self.judged = _Judged([], "none", 0.0)
+
+    def judge(self, window: Window, found: list[Estimate]) -> None:
+        ails = self.detector.alarm or any(each.low > 1 for each in found)
+        cause = diagnose(window, self.detector.expected) if ails else "none"
+        self.judged = _Judged(found, cause, window.size)
 
 
 class Comparison:
-    """Live drift of one model: each sample as it comes, and the newest :data:`WINDOW` together. For one thread."""
+    """Live drift of one model version. For one thread, but for :meth:`verdict`."""
 
-    def __init__(self, outputs: Sequence[TensorSpec], batch_axis: int | None, budget: Budget) -> None:
-        self._outputs = outputs
+    def __init__(
+        self,
+        outputs: Sequence[TensorSpec],
+        batch_axis: int | None,
+        budget: Budget,
+        *,
+        model: str = "",
+        version: int = 0,
+        calibration: Calibration | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``calibration`` is what live drift is compared with; without any it is learnt from live samples. ``clock``
+        gives Unix seconds."""
+        self._specs = outputs
         self._batch_axis = batch_axis
         self._budget = budget
-        self._recent: dict[str, deque[SampleDrift]] = {spec.name: deque(maxlen=WINDOW) for spec in outputs}
+        self._label = f"model {model!r} version {version}"
+        self._calibration = calibration or Calibration()
+        self._clock = clock
+        self._census = Census(self._calibration.ranges, batch_axis)
+        self._profile: str | None = None
+        self._outputs: dict[str, _Output] = {}
+        self._common: deque[float] = deque(maxlen=_WEIGHTS)
+        self._samples = 0
+        self._verdict = DriftVerdict.unknown(model, version)
 
-    def observe(self, expected: Mapping[str, Array], answered: Mapping[str, Array], observer: DriftObserver) -> None:
-        """Compare one request's outputs; those that were not asked for are passed over.
-
-        Raises ArtifactError for a reference that answers without rows.
-        """
-        for spec in self._outputs:
-            if spec.name not in answered:
-                continue
-            samples = measure(expected[spec.name], answered[spec.name], spec, self._batch_axis)
-            if not samples:
-                raise ArtifactError(f"the fp32 reference's output {spec.name!r} has no rows")
-            for sample in samples:
-                observer.drift(spec.name, sample, 1.0)
-            recent = self._recent[spec.name]
-            recent.extend(samples)
-            self._tell_ratios(spec.name, DriftSummary.of(recent), observer)
+    def verdict(self) -> DriftVerdict:
+        """After the newest sample."""
+        return self._verdict
 
     def restart(self) -> None:
-        """Forget recent drift."""
-        for recent in self._recent.values():
-            recent.clear()
+        """Forget recent drift and the detector's sums: what answers is another now. What is expected stays known."""
+        for output in self._outputs.values():
+            output.restart()
+        self._samples = 0
+        self._verdict = DriftVerdict.unknown(self._verdict.model, self._verdict.version)
 
-    def _tell_ratios(self, output: str, summary: DriftSummary, observer: DriftObserver) -> None:
-        for metric in self._budget.as_dict():
-            measured = summary.judged(metric)
-            if measured is not None:
-                observer.budget_ratio(output, metric, self._budget.ratio(metric, measured), 0.0, math.inf)
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
+        """Compare one request's outputs; those that were not asked for are passed over.
+
+        Raises ArtifactError for a reference that answers without rows, of which nothing counts then.
+        """
+        drifts = self._measured(expected, sample)
+        if self._profile != sample.profile:
+            self._begin(sample.profile, observer)
+        weight = 1.0 / sample.probability
+        self._common.append(weight)
+        outside = self._outside(sample, observer)
+        for name, rows in drifts.items():
+            self._add(self._outputs[name], rows, weight, outside, observer)
+        self._samples += sample.rows
+        self._verdict = self._judged()
+        observer.judged(self._verdict.state == "over", self._verdict.cause)
+
+    def _measured(self, expected: Mapping[str, Array], sample: Sample) -> dict[str, list[SampleDrift]]:
+        found = {}
+        for spec in self._specs:
+            if spec.name in sample.outputs:
+                rows = measure(expected[spec.name], sample.outputs[spec.name], spec, self._batch_axis)
+                if not rows:
+                    raise ArtifactError(f"the fp32 reference's output {spec.name!r} has no rows")
+                found[spec.name] = rows
+        return found
+
+    def _begin(self, profile: str, observer: DriftObserver) -> None:
+        """What answers has another arithmetic, or is the first: what is expected of it is another's."""
+        rows = self._calibration.rows.get(profile, {})
+        known = {spec.name: Expected.of(rows.get(spec.name, ()), len(self._specs)) for spec in self._specs}
+        if any(expected is None for expected in known.values()):
+            why = self._calibration.why
+            _log.info("%s: how drift spreads is learnt from %d live rows within budget: %s", self._label, LEARN, why)
+        self._profile = profile
+        self._outputs = {spec.name: _Output(spec, known[spec.name], len(self._specs)) for spec in self._specs}
+        self._samples = 0
+        for name in self._census.ranges:
+            observer.out_of_range(name, 0)
+
+    def _outside(self, sample: Sample, observer: DriftObserver) -> list[bool]:
+        """By row of the sample, whether any input is out of its range."""
+        found = self._census.outside(sample.feeds, sample.rows)
+        for name, rows in found.items():
+            observer.out_of_range(name, int(rows.sum()))
+        return [any(row) for row in zip(*found.values(), strict=True)] if found else [False] * sample.rows
+
+    def _add(
+        self, output: _Output, rows: list[SampleDrift], weight: float, outside: list[bool], observer: DriftObserver
+    ) -> None:
+        name, detector = output.spec.name, output.detector
+        for row in rows:
+            observer.drift(name, row, weight)
+        if len(rows) != len(outside):  # an output without rows is all inputs' together
+            outside = [any(outside)] * len(rows)
+        output.recent.add(rows, weight, outside)
+        drifts = [row.relative_l2 for row in rows]
+        change = detector.add(drifts, self._share(weight), clean=self._clean(rows))
+        if change:
+            output.recent.keep(detector.since if change == "risen" else detector.below)
+        if change == "risen":
+            observer.changed(name)
+        window = output.recent.window()
+        found = list(estimates(window, self._budget))
+        output.judge(window, found)
+        for each in found:
+            observer.budget_ratio(name, each.metric, each.ratio, each.low, each.high)
+        observer.recent(name, window.size, detector.score)
+
+    def _clean(self, rows: list[SampleDrift]) -> bool:
+        """Whether what is expected may be learnt from these: rows that keep to the budget."""
+        bound = self._budget.bound("relative_l2")
+        most = math.inf if bound is None else bound
+        return all(math.isfinite(row.relative_l2) and row.relative_l2 <= most for row in rows)
+
+    def _share(self, weight: float) -> float:
+        """What a request counts for in the detector: those that were sampled more often than common ones count less, as
+        much less as they are over-represented."""
+        return min(1.0, weight / float(np.quantile(self._common, 0.9, method="higher")))
+
+    def _judged(self) -> DriftVerdict:
+        seen = [(output, each) for output in self._outputs.values() for each in output.judged.estimates]
+        over = [pair for pair in seen if pair[1].low > 1]
+        open_ = [pair for pair in seen if not pair[1].high <= 1]
+        state: State = "over" if over else "unknown" if open_ or not seen else "within"
+        output, nearest = max(over or open_ or seen, key=lambda pair: pair[1].ratio, default=(None, None))
+        effective = [each.judged.effective for each in self._outputs.values() if each.judged.effective]
+        return DriftVerdict(
+            model=self._verdict.model,
+            version=self._verdict.version,
+            state=state,
+            cause=worst([each.judged.cause for each in self._outputs.values()]),
+            output=output.spec.name if output else "",
+            metric=nearest.metric if nearest else "",
+            ratio=nearest.ratio if nearest else 0.0,
+            low=nearest.low if nearest else 0.0,
+            high=nearest.high if nearest else math.inf,
+            effective_samples=output.judged.effective if output else min(effective, default=0.0),
+            samples=self._samples,
+            changed=any(each.detector.alarm for each in self._outputs.values()),
+            at=self._clock(),
+        )

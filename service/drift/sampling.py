@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +31,8 @@ class Sample:
     """The rows to measure of a chosen request: feeds as they ran, the outputs that were answered; copies of both.
 
     ``probability``, in (0, 1], is that with which each of its rows came to be here: a row counts 1 ÷ ``probability``
-    times. ``precision`` is that of what made ``outputs``, as in :class:`~service.request.Reply`.
+    times. ``precision`` is that of what made ``outputs``, as in :class:`~service.request.Reply`, and
+    ``profile`` the artifact's that it was, by which its drift was measured before; "" where that is not known.
     """
 
     feeds: dict[str, Array]
@@ -40,6 +41,7 @@ class Sample:
     nbytes: int
     probability: float = 1.0
     precision: str = ""
+    profile: str = ""
 
 
 class TokenBucket:
@@ -145,9 +147,12 @@ class Handing:
         *,
         batch_axis: int | None,
         inputs: Sequence[TensorSpec] = (),
+        profile: str = "",
         draw: Callable[[], float] = random.random,
     ) -> None:
+        """``profile`` is the one that answers."""
         self._hand = hand
+        self._profile = profile
         self._most = policy.max_bytes
         self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
         self._closed = False
@@ -158,7 +163,7 @@ class Handing:
             return
         sample = self._chooser.choose(request, reply, lambda nbytes: nbytes <= self._most)
         if sample is not None:
-            self._hand.give(sample, self._chooser)
+            self._hand.give(replace(sample, profile=self._profile), self._chooser)
 
     def stop(self) -> None:
         self._closed = True

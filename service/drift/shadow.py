@@ -156,7 +156,7 @@ class Shadow:
             return "failed"
         try:
             expected = reference.run(sample.feeds, tuple(sample.outputs), seconds=LONGEST_RUN_S)
-            self._comparison.observe(expected, sample.outputs, self._observer)
+            self._comparison.observe(expected, sample, self._observer)
         except Bf16kitError as error:
             _log.error("%s: a shadow sample failed: %s", self._name, brief(error))
             return "failed"

@@ -199,4 +199,7 @@ class Generation:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
         self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, hand, serving.shadow.max_bytes)
-        return Handing(self._probe, serving.shadow, self.metrics, batch_axis=opened.batch_axis, inputs=opened.inputs)
+        return Handing(
+            self._probe, serving.shadow, self.metrics,
+            batch_axis=opened.batch_axis, inputs=opened.inputs, profile=self.info.profile,
+        )  # fmt: skip

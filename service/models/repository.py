@@ -18,9 +18,8 @@ from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, Hear, unheard
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
-from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler
+from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler, Slots
 from service.models.slot import Slot
-from service.models.slottable import Slots
 from service.telemetry.metrics import Metrics
 
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}

@@ -16,12 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bf16kit.errors import ArtifactError, Bf16kitError
-from service.drift.comparison import Comparison
 from service.drift.observer import Outcome
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import Sample, TokenBucket
 from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow, Told
 from service.drift.verdict import DriftVerdict
+from service.models.comparing import new_comparison
 from service.models.directory import stamp_of
 from service.models.opening import Opened, open_artifact
 from service.models.plan import Plan, Wish
@@ -219,14 +219,14 @@ class References:
     def _new_shadow(self, key: Key, model: _Measured, opened: Opened) -> Shadow:
         from bf16kit.runtime.loading import load_reference
 
-        comparison = Comparison(opened.outputs, opened.batch_axis, opened.budget)
+        comparison = new_comparison(*key, opened)
         return Shadow(
             lambda: load_reference(opened.artifact, threads=1, low_priority=True),
             comparison,
             model.policy,
             model.metrics,
             name=f"model {key[0]!r} version {key[1]}",
-            measured=lambda: self._judge(model, lambda: DriftVerdict.unknown(*key)),
+            measured=lambda: self._judge(model, comparison.verdict),
         )
 
     def _judge(self, model: _Measured, verdict: Callable[[], DriftVerdict]) -> None:

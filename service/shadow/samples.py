@@ -18,7 +18,7 @@ from service.peers.channel import Body
 from service.wire.tensors import decode_raw, encode_raw
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-_PLAIN = ("rows", "nbytes", "probability", "precision")  # what of a sample travels as it is
+_PLAIN = ("rows", "nbytes", "probability", "precision", "profile")  # what of a sample travels as it is
 
 
 def pack(sample: Sample) -> tuple[Body, int]:

@@ -1,83 +1,284 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from bf16kit.drift import Budget, SampleDrift
 from bf16kit.errors import ArtifactError
+from bf16kit.inputranges import InputRange
 from bf16kit.tensors import TensorSpec
-from service.drift.comparison import WINDOW, Comparison
-from service.drift.gate import judge
+from service.contract import Array
+from service.drift.calibration import Calibration
+from service.drift.comparison import Comparison
+from service.drift.detector import LEARN
+from service.drift.recent import HALF_LIFE, REQUESTS
+from service.drift.sampling import Sample
+from service.drift.verdict import DriftVerdict
 
 SPECS = (TensorSpec("y", "float32", ("batch", 2), "embedding"), TensorSpec("z", "float32", ("batch", 2), "logits"))
 ONES = np.ones((1, 2), np.float32)
+BUDGET = Budget.from_dict({"relative_l2": 1e-2, "nonfinite": 0.0})
+MEASURED = tuple(float(value) for value in 4e-3 * np.exp(0.1 * np.random.default_rng(0).standard_normal(200)))
+CALIBRATION = Calibration({"cpu": {"y": MEASURED}}, {"x": InputRange(low=-1.0, high=1.0)})
 
 
 class Heard:
     """What the comparison told its observer."""
 
     def __init__(self) -> None:
-        self.drifts: list[str] = []
-        self.ratios: dict[tuple[str, str], float] = {}
+        self.drifts: list[tuple[str, float]] = []
+        self.ratios: dict[tuple[str, str], tuple[float, float, float]] = {}
+        self.effective: dict[str, float] = {}
+        self.scores: list[float | None] = []
+        self.alarms: list[str] = []
+        self.out: dict[str, int] = {}
+        self.said: tuple[bool, str] = (False, "")
 
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
-        self.drifts.append(output)
+        self.drifts.append((output, weight))
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
-        self.ratios[output, metric] = ratio
+        self.ratios[output, metric] = ratio, low, high
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
-        pass
+        self.effective[output] = effective_samples
+        self.scores.append(change_score)
 
     def changed(self, output: str) -> None:
-        pass
+        self.alarms.append(output)
 
     def out_of_range(self, name: str, rows: int) -> None:
-        pass
+        self.out[name] = self.out.get(name, 0) + rows
 
     def judged(self, over: bool, cause: str) -> None:
-        pass
+        self.said = over, cause
+
+
+class Live:
+    """Requests of one row of one output, whose drift a test says."""
+
+    def __init__(self, calibration: Calibration | None = CALIBRATION, budget: Budget = BUDGET) -> None:
+        self.heard = Heard()
+        self.comparison = Comparison(
+            SPECS[:1], 0, budget, model="m", version=2, calibration=calibration, clock=lambda: 5.0
+        )
+        self._random = np.random.default_rng(1)
+
+    def send(
+        self, drift: float, count: int = 1, *, spread: float = 0.1, x: float = 0.5, probability: float = 1.0
+    ) -> DriftVerdict:
+        for factor in np.exp(spread * self._random.standard_normal(count)):
+            answered = np.array([[1.0 + drift * factor * math.sqrt(2), 1.0]], np.float64)
+            self.comparison.observe({"y": np.ones((1, 2))}, sample({"y": answered}, x, probability), self.heard)
+        return self.comparison.verdict()
+
+    def until(self, drift: float, most: int, *, x: float = 0.5) -> int:
+        """How many samples the alarm took."""
+        for count in range(1, most + 1):
+            if self.send(drift, x=x).changed:
+                return count
+        raise AssertionError(f"no alarm within {most} samples")
+
+
+def sample(outputs: dict[str, Array], x: float = 0.5, probability: float = 1.0, profile: str = "cpu") -> Sample:
+    rows = len(next(iter(outputs.values())))
+    return Sample({"x": np.full((rows, 3), x, np.float32)}, outputs, rows, 64, probability, "bf16", profile)
 
 
 def test_an_output_that_was_not_asked_for_is_passed_over() -> None:
     heard = Heard()
-    Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, {"z": ONES}, heard)
-    assert heard.drifts == ["z"]
+    Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, sample({"z": ONES}), heard)
+    assert heard.drifts == [("z", 1.0)]
 
 
-def test_the_ratio_is_of_recent_samples_so_an_old_breach_is_forgotten() -> None:
-    heard = Heard()
-    comparison = Comparison(SPECS[:1], 0, Budget())
-    comparison.observe({"y": ONES}, {"y": ONES * 2}, heard)
-    assert heard.ratios["y", "relative_l2"] == pytest.approx(1 / 1.5e-2)
-    for _ in range(WINDOW):
-        comparison.observe({"y": ONES}, {"y": ONES}, heard)
-    assert heard.ratios["y", "relative_l2"] == 0
+def test_a_row_counts_for_all_that_it_was_chosen_from() -> None:
+    live = Live()
+    live.send(4e-3, probability=0.01)
+    assert live.heard.drifts == [("y", 100.0)]
+
+
+def test_a_mean_is_that_of_all_rows_that_were_answered_and_not_of_those_sampled() -> None:
+    live = Live(budget=Budget.from_dict({"relative_l2": 1.0}))
+    for _ in range(50):
+        live.send(0.1, spread=0, probability=0.01)
+        live.send(0.9, spread=0, probability=1.0)
+    ratio, low, high = live.heard.ratios["y", "relative_l2"]
+    assert ratio == pytest.approx((100 * 0.1 + 0.9) / 101, rel=0.02)
+    assert low < ratio < high
+
+
+def test_an_old_breach_is_forgotten() -> None:
+    live = Live()
+    live.send(1.0)
+    assert live.heard.ratios["y", "relative_l2"][0] == pytest.approx(100, rel=0.5)
+    live.send(0.0, REQUESTS)
+    assert live.heard.ratios["y", "relative_l2"][0] == 0
+
+
+def test_after_a_half_life_what_was_before_is_worth_half() -> None:
+    live = Live()
+    live.send(4e-3, REQUESTS, spread=0)
+    live.send(5.6e-3, HALF_LIFE, spread=0)  # no change yet
+    assert live.heard.ratios["y", "relative_l2"][0] == pytest.approx(0.48, rel=0.01)
 
 
 def test_only_logits_have_a_ratio_of_agreement() -> None:
     heard = Heard()
-    Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, {"y": ONES, "z": ONES}, heard)
+    Comparison(SPECS, 0, Budget()).observe({"y": ONES, "z": ONES}, sample({"y": ONES, "z": ONES}), heard)
     assert {output for output, metric in heard.ratios if metric == "top1_agreement"} == {"z"}
 
 
-def test_judging_names_every_breach_and_says_the_drift_of_each_output() -> None:
-    breaches, words = judge({"y": ONES, "z": ONES}, {"y": ONES * 2, "z": ONES}, SPECS, 0, Budget())
-    assert [str(b) for b in breaches] == ["output 'y': relative_l2 is 1, the budget allows at most 0.015"]
-    assert words == "y relative_l2 1, z relative_l2 0"
+def test_nothing_is_known_before_enough_samples_and_much_after() -> None:
+    live = Live()
+    assert live.comparison.verdict() == DriftVerdict.unknown("m", 2)
+    few = live.send(4e-3, 7)
+    assert (few.state, few.cause, few.high, few.samples, few.at) == ("unknown", "none", math.inf, 7, 5.0)
+    many = live.send(4e-3, 93)
+    assert (many.state, many.cause, many.changed) == ("within", "none", False)
+    assert (many.output, many.metric) == ("y", "relative_l2")
+    assert 0.35 < many.low < many.ratio < many.high < 0.45
+    assert many.effective_samples == pytest.approx(live.heard.effective["y"])
+    assert live.heard.said == (False, "none")
 
 
-def test_an_output_without_golden_samples_cannot_be_judged() -> None:
-    with pytest.raises(ArtifactError, match="hold no output 'z'"):
-        judge({"y": ONES}, {"y": ONES, "z": ONES}, SPECS, 0, Budget())
+def test_a_model_on_the_border_is_neither_within_nor_over() -> None:
+    live = Live(calibration=None)
+    assert live.send(1e-2 / math.exp(0.005), 100).state == "unknown"
 
 
-def test_golden_samples_of_another_shape_are_an_error_and_no_drift() -> None:
-    for theirs in (np.ones((0, 2), np.float32), np.ones((3, 2), np.float32), np.ones(2, np.float32)):
-        with pytest.raises(ArtifactError, match=r"output 'y' has shape .*, and the model gives \[1, 2\]"):
-            judge({"y": theirs}, {"y": ONES}, SPECS[:1], 0, Budget())
+def test_drift_over_budget_that_was_to_be_expected_is_rounding() -> None:
+    live = Live(budget=Budget.from_dict({"relative_l2": 3e-3}))
+    found = live.send(4e-3, 50)
+    assert (found.state, found.cause, found.changed) == ("over", "rounding", False)
+    assert found.low > 1
+    assert live.heard.said == (True, "rounding")
+
+
+def test_a_doubling_within_budget_is_a_change_and_rounding() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    assert live.heard.alarms == []
+    assert live.until(8e-3, 200) <= 25
+    found = live.comparison.verdict()
+    assert (found.state, found.cause) == ("within", "rounding")
+    assert live.heard.alarms == ["y"]
+    live.send(8e-3, 50)
+    assert live.heard.alarms == ["y"]  # one alarm for one change
+
+
+def test_something_broken_is_told_from_rounding() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    assert live.until(0.2, 50) <= 12
+    found = live.comparison.verdict()
+    assert (found.state, found.cause) == ("over", "broken")
+
+
+def test_what_comes_of_inputs_out_of_range_is_told_from_what_is_broken() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    assert live.until(0.2, 50, x=1e6) <= 12
+    assert live.comparison.verdict().cause == "out_of_range"
+    assert live.heard.out["x"] >= 8
+
+
+def test_inputs_out_of_range_that_cost_nothing_ail_nobody() -> None:
+    live = Live()
+    assert live.send(4e-3, 100, x=1e6).cause == "none"
+    assert live.heard.out == {"x": 100}
+
+
+def test_a_change_leaves_nothing_of_what_was_before_it() -> None:
+    live = Live()
+    live.send(4e-3, 300)
+    took = live.until(0.2, 50)
+    assert live.comparison.verdict().effective_samples == pytest.approx(took, abs=1.1)
+    assert live.comparison.verdict().ratio == pytest.approx(20, rel=0.2)
+    while live.comparison.verdict().changed:
+        live.send(4e-3)
+    found = live.send(4e-3, 8)
+    assert (found.state, found.cause) == ("within", "none")
+    assert found.ratio == pytest.approx(0.4, rel=0.1)
+
+
+def test_one_element_that_is_not_finite_is_a_breach_at_once() -> None:
+    live = Live()
+    live.send(4e-3, 100)
+    found = live.send(math.inf)
+    assert (found.state, found.cause, found.metric) == ("over", "broken", "relative_l2")
+    assert (found.ratio, found.low) == (math.inf, math.inf)
+    assert live.heard.ratios["y", "nonfinite"] == (math.inf, math.inf, math.inf)
+
+
+def test_an_alarm_ends_when_drift_is_as_expected_again() -> None:
+    live = Live()
+    live.until(8e-3, 200)
+    for _ in range(40):
+        changed = live.send(4e-3).changed
+    assert not changed
+    live.until(8e-3, 200)
+    assert live.heard.alarms == ["y", "y"]
+
+
+def test_beginning_anew_forgets_all_but_what_to_expect() -> None:
+    live = Live()
+    live.send(0.2, 50)
+    live.comparison.restart()
+    assert live.comparison.verdict() == DriftVerdict.unknown("m", 2)
+    assert live.send(4e-3, 50).state == "within"
+    assert live.until(0.2, 50) <= 12
+
+
+@pytest.mark.parametrize("calibration", [None, Calibration({"cuda": {"y": MEASURED}}), Calibration()])
+def test_what_to_expect_is_learnt_where_no_spread_was_measured(calibration: Calibration | None) -> None:
+    live = Live(calibration)
+    live.send(3.0, 20)  # over budget: it teaches nothing
+    live.comparison.restart()
+    live.send(4e-3, LEARN - 1)
+    assert live.heard.scores == [None] * (LEARN + 19)
+    live.send(4e-3, 200)
+    assert live.heard.alarms == []
+    assert live.heard.scores[-1] is not None
+    assert live.until(8e-3, 200) <= 25
+
+
+def test_another_profile_is_expected_to_drift_as_it_was_measured() -> None:
+    twice = Calibration({"cpu": {"y": MEASURED}, "cuda": {"y": [2 * value for value in MEASURED]}})
+    comparison, heard = Comparison(SPECS[:1], 0, BUDGET, calibration=twice), Heard()
+    for profile, drift in (("cpu", 4e-3), ("cuda", 8e-3)):
+        for _ in range(100):
+            answered = np.array([[1.0 + drift * math.sqrt(2), 1.0]])
+            comparison.observe({"y": np.ones((1, 2))}, sample({"y": answered}, profile=profile), heard)
+    assert heard.alarms == []
+    assert comparison.verdict().samples == 100
+
+
+def test_what_is_sampled_more_often_counts_less_in_the_detector_too() -> None:
+    """Rare requests that drift more are drawn as often as common ones: that is no change."""
+    live = Live()
+    for _ in range(300):
+        live.send(4e-3, probability=0.01)
+        live.send(1.2e-2, probability=1.0)
+    assert live.heard.alarms == []
+    for _ in range(300):  # but common ones that drift as much are
+        live.send(8e-3, probability=0.01)
+    assert live.heard.alarms == ["y"]
 
 
 def test_a_reference_without_rows_measures_nothing() -> None:
-    with pytest.raises(ArtifactError, match="the fp32 reference's output 'y' has no rows"):
-        Comparison(SPECS, 0, Budget()).observe({"y": np.ones((0, 2), np.float32)}, {"y": ONES}, Heard())
+    heard = Heard()
+    with pytest.raises(ArtifactError, match="the fp32 reference's output 'z' has no rows"):
+        Comparison(SPECS, 0, Budget()).observe(
+            {"y": ONES, "z": np.ones((0, 2), np.float32)}, sample({"y": ONES, "z": ONES}), heard
+        )
+    assert heard.drifts == []
+
+
+def test_without_a_batch_axis_a_request_is_one_row() -> None:
+    heard = Heard()
+    comparison = Comparison(SPECS[:1], None, BUDGET, calibration=CALIBRATION)
+    many = Sample({"x": np.full((4, 3), 9.0)}, {"y": np.ones((4, 2))}, 1, 64, 1.0, "bf16", "cpu")
+    comparison.observe({"y": np.ones((4, 2))}, many, heard)
+    assert (heard.drifts, heard.out) == ([("y", 1.0)], {"x": 1})

@@ -25,6 +25,7 @@ SAMPLE = Sample(
     nbytes=99,
     probability=1 / 3,
     precision="bf16",
+    profile="cpu-bf16",
 )
 
 
@@ -33,7 +34,7 @@ def test_a_sample_is_the_same_after_its_journey() -> None:
     found = unpack(json.loads(json.dumps(told)), file)
     os.close(file)
     assert (found.rows, found.nbytes) == (2, 99)
-    assert (found.probability, found.precision) == (1 / 3, "bf16")
+    assert (found.probability, found.precision, found.profile) == (1 / 3, "bf16", "cpu-bf16")
     for kind in ("feeds", "outputs"):
         there, here = getattr(found, kind), getattr(SAMPLE, kind)
         assert there.keys() == here.keys()

@@ -1,0 +1,39 @@
+"""What an artifact says of the drift and the inputs that its conversion saw: what live ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bf16kit.inputranges import InputRange
+from bf16kit.manifest import Manifest
+from bf16kit.measured import drawn_at_random
+from bf16kit.measurements import Measurements
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """``rows``: the relative_l2 of each sample measured, by profile and output; ``ranges``: of inputs, by name.
+
+    Neither is there where the samples were random ones, for want of any: live inputs are not like them. ``why`` says so
+    of what is missing.
+    """
+
+    rows: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    ranges: Mapping[str, InputRange] = field(default_factory=dict)
+    why: str = "its artifact keeps no measurements"
+
+    @classmethod
+    def of(cls, manifest: Manifest, measurements: Measurements | None) -> Calibration:
+        """Of an artifact, which may be older than measurements are."""
+        if measurements is None:
+            return cls()
+        told = {profile for profile, entry in manifest.drift.items() if not drawn_at_random(entry.source)}
+        if not told:
+            return cls(why="it was measured on random inputs")
+        rows = {
+            profile: {output: columns.relative_l2 for output, columns in entry.outputs.items()}
+            for profile, entry in measurements.profiles.items()
+            if profile in told
+        }
+        return cls(rows, measurements.inputs, "too few samples were measured")

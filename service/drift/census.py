@@ -1,0 +1,30 @@
+"""The census of live inputs: which rows hold values that the calibration has not seen the like of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.inputranges import InputRange
+from service.contract import Array
+
+
+class Census:
+    """``ranges`` are those of the inputs that have one; without any, nothing is ever outside."""
+
+    def __init__(self, ranges: Mapping[str, InputRange], batch_axis: int | None) -> None:
+        self.ranges = ranges
+        self._batch_axis = batch_axis
+
+    def outside(self, feeds: Mapping[str, Array], rows: int) -> dict[str, NDArray[np.bool_]]:
+        """Of each input that has a range, which of its ``rows`` lie outside."""
+        return {name: self._rows(feeds[name], known, rows) for name, known in self.ranges.items() if name in feeds}
+
+    def _rows(self, array: Array, known: InputRange, rows: int) -> NDArray[np.bool_]:
+        axis = self._batch_axis
+        out = known.outside(array)
+        if axis is None or axis >= array.ndim or array.shape[axis] != rows:
+            return np.full(rows, bool(out.any()))
+        return np.asarray(out.any(axis=tuple(i for i in range(array.ndim) if i != axis)))

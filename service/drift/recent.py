@@ -1,0 +1,153 @@
+"""Recent drift of one output, and the interval of each bound's share of the budget.
+
+What counts as recent: the newest :data:`REQUESTS` measured requests, each worth half as much for every
+:data:`HALF_LIFE` that came after it, and none from before the last change that was detected. A row's weight is 1 ÷ its
+probability, so that what is estimated is the drift of all rows that were answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bf16kit.drift import DISTRIBUTIONS, Budget, SampleDrift
+from service.drift import weighted
+from service.drift.weighted import Interval, Values
+
+HALF_LIFE = 200  # measured requests
+REQUESTS = 1024  # what is older would be worth less than a thirtieth
+ROWS = 8192  # of these requests together
+LEAST = 8.0  # effective samples, below which nothing is estimated with confidence
+_SHARES = {"p50": 0.5, "p99": 0.99}
+_COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")
+_ANYTHING = (-math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One bound's share of the budget (over 1 is a breach), and its 95 % interval."""
+
+    metric: str
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Rows, the oldest first: a column per metric, their weights, and the requests that they are of, from 0."""
+
+    columns: NDArray[np.float64]  # [metrics, rows]
+    weights: Values
+    clusters: NDArray[np.int64]
+    outside: NDArray[np.bool_]  # of the rows: an input is out of its calibrated range
+    size: float  # effective samples
+
+    def __getitem__(self, metric: str) -> Values:
+        column: Values = self.columns[_COLUMNS.index(metric)]
+        return column
+
+
+class Recent:
+    """The recent rows of one output."""
+
+    def __init__(self) -> None:
+        self._columns = np.zeros((len(_COLUMNS), ROWS))
+        self._weights = np.zeros(ROWS)
+        self._requests = np.full(ROWS, -REQUESTS, np.int64)
+        self._outside = np.zeros(ROWS, np.bool_)
+        self._next = self._request = self._since = 0
+
+    def add(self, drifts: Sequence[SampleDrift], weight: float, outside: Sequence[bool]) -> None:
+        """One request's rows, each of which speaks for ``weight``."""
+        self._request += 1
+        for drift, out in zip(drifts[-ROWS:], outside[-ROWS:], strict=True):
+            place = self._next % ROWS
+            self._columns[:, place] = [getattr(drift, name) for name in _COLUMNS]
+            self._weights[place], self._requests[place], self._outside[place] = weight, self._request, out
+            self._next += 1
+
+    def keep(self, requests: int) -> None:
+        """Forget all but the newest ``requests``: what was before is past."""
+        self._since = self._request - requests + 1
+
+    def window(self) -> Window:
+        """All that is recent, as of now."""
+        order = np.arange(max(0, self._next - ROWS), self._next) % ROWS
+        order = order[self._requests[order] >= max(self._since, self._request - REQUESTS + 1)]
+        requests = self._requests[order]
+        weights = self._weights[order] * np.exp2((requests - self._request) / HALF_LIFE)
+        clusters = requests - requests[0] if len(requests) else requests
+        size = weighted.effective_size(weights, clusters)
+        return Window(self._columns[:, order], weights, clusters, self._outside[order], size)
+
+
+def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
+    """Every bound that the rows have a metric for, in the order of the budget.
+
+    ``.worst``, ``max_abs`` and ``nonfinite`` bound what was measured, and the interval of a count has no width: none of
+    n effective samples over such a bound speaks for at most 3 ÷ n of all that were answered.
+    """
+    for bound in budget.as_dict():
+        found = _measured(window, bound)
+        if found is not None:
+            ratio, *ends = (budget.ratio(bound, value) for value in _clipped(found, bound))
+            yield Estimate(bound, ratio, min(ends), max(ends))
+
+
+def _measured(window: Window, bound: str) -> Interval | None:
+    metric, _, part = bound.partition(".")
+    if metric == "nonfinite":
+        return _certain(float(window["nonfinite"].sum()))
+    if metric == "top1_agreement":
+        return _agreement(window)
+    values = window[metric]
+    if part == "worst" or (metric == "max_abs" and not part):
+        return _certain(float(values.min() if metric == "sqnr_db" else values.max()))
+    if part:
+        return _quantile(window, metric, _SHARES[part])
+    return _mean(window, metric)
+
+
+def _mean(window: Window, metric: str) -> Interval:
+    """As :class:`bf16kit.drift.DriftSummary` has it: infinite when the worst is; +inf dB of exact rows is left out."""
+    values, floor = window[metric], metric == "sqnr_db"
+    worst = float(values.min() if floor else values.max())
+    if math.isinf(worst):
+        return _certain(worst)
+    finite = np.isfinite(values)
+    if window.size < LEAST:
+        return Interval(float(np.average(values[finite], weights=window.weights[finite])), *_ANYTHING)
+    return weighted.mean(values[finite], window.weights[finite], window.clusters[finite], positive=not floor)
+
+
+def _quantile(window: Window, metric: str, share: float) -> Interval:
+    sign = -1.0 if metric == "sqnr_db" else 1.0  # quantiles lie on the bad side
+    found = weighted.quantile(sign * window[metric], window.weights, share, max(window.size, 1.0))
+    if window.size < LEAST:
+        found = Interval(found.estimate, *_ANYTHING)
+    return Interval(sign * found.estimate, *sorted((sign * found.low, sign * found.high)))
+
+
+def _agreement(window: Window) -> Interval | None:
+    """Rows of one request are not independent of each other: the effective samples are counted, not the rows."""
+    rows = float(np.dot(window.weights, window["top1_rows"]))
+    if not rows:
+        return None
+    share = min(1.0, float(np.dot(window.weights, window["top1_matches"])) / rows)
+    return weighted.wilson(share, window.size) if window.size >= LEAST else Interval(share, 0.0, 1.0)
+
+
+def _certain(value: float) -> Interval:
+    return Interval(value, value, value)
+
+
+def _clipped(found: Interval, bound: str) -> Interval:
+    """No drift is below 0; decibels may be."""
+    if bound.startswith("sqnr_db"):
+        return found
+    return Interval(*(max(0.0, value) for value in found))

@@ -1,0 +1,155 @@
+"""The change detector by simulation, with fixed seeds; `python -m bench drift_detector` has the weeks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bf16kit.drift import TIE
+from service.drift.detector import ALLOWANCE, CLIP, FEWEST, HORIZON, LEARN, REQUESTS, Detector, Expected, threshold
+
+CENTRE = 4e-3  # MiniLM's
+SPREADS = (0.07, 0.1, 0.3)  # MiniLM has 0.07 to 0.11
+
+
+def drawn(rng: np.random.Generator, spread: float, count: int, factor: float = 1.0) -> NDArray[np.float64]:
+    return CENTRE * factor * np.exp(spread * rng.standard_normal(count))
+
+
+def calibrated(spread: float, seed: int = 0) -> Expected:
+    expected = Expected.of(list(drawn(np.random.default_rng(seed), spread, 200)))
+    assert expected is not None
+    return expected
+
+
+def samples_until_alarm(expected: Expected, drifts: NDArray[np.float64], weight: float = 1.0) -> float:
+    detector = Detector(expected)
+    for count, drift in enumerate(drifts, 1):
+        if detector.add([drift], weight) == "risen":
+            return count
+    return math.inf
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_doubling_is_seen_within_200_samples_and_a_corrupted_weight_within_50(spread: float) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        assert samples_until_alarm(calibrated(spread, seed), drawn(rng, spread, 200, 2.0)) <= 200
+        assert samples_until_alarm(calibrated(spread, seed), drawn(rng, spread, 50, 20.0)) <= 50
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_half_a_day_of_what_was_measured_gives_no_alarm(spread: float) -> None:
+    rng = np.random.default_rng(7)
+    assert samples_until_alarm(calibrated(spread), drawn(rng, spread, 43_200)) == math.inf
+
+
+def test_rows_with_heavier_tails_than_those_measured_give_no_alarm() -> None:
+    rng = np.random.default_rng(8)
+    heavy = CENTRE * np.exp(0.07 * rng.standard_t(3, 43_200))
+    assert samples_until_alarm(calibrated(0.07), heavy) == math.inf
+
+
+def test_the_guarantee_holds_for_what_was_expected_whatever_its_spread() -> None:
+    """E[exp(θ g)] ≤ 1 over the rows that were measured, and over normal ones of their spread."""
+    for spread in (0.01, 0.1, 0.5, 1.5):
+        rows = drawn(np.random.default_rng(1), spread, 400)
+        found = Expected.of(list(rows))
+        assert found is not None
+        for sample in (rows, drawn(np.random.default_rng(2), spread, 100_000)):
+            steps = np.clip(np.log(sample) - found.centre, -CLIP, CLIP) - ALLOWANCE
+            assert np.exp(found.root * steps).mean() <= 1 + 1e-6
+
+
+def test_no_alarm_comes_of_a_few_odd_requests_however_odd() -> None:
+    detector = Detector(calibrated(0.07))
+    for _ in range(REQUESTS - 1):
+        assert detector.add([math.inf]) == ""
+    assert detector.add([math.inf]) == "risen"
+
+
+def test_an_alarm_stays_until_drift_was_as_expected_for_a_while() -> None:
+    rng = np.random.default_rng(3)
+    detector = Detector(calibrated(0.1))
+    heard = [detector.add([drift]) for drift in drawn(rng, 0.1, 300, 2.0)]
+    assert (heard.count("risen"), detector.alarm) == (1, True)
+    assert detector.score == pytest.approx(1)
+    after = [detector.add([drift]) for drift in drawn(rng, 0.1, 60)]
+    assert (after.count("ended"), detector.alarm) == (1, False)
+    assert 2 < after.index("ended") < 40
+
+
+def test_since_when_it_has_changed_is_told() -> None:
+    rng = np.random.default_rng(4)
+    detector = Detector(calibrated(0.1))
+    for drift in drawn(rng, 0.1, 500):
+        detector.add([drift])
+    count = 0
+    while not detector.alarm:
+        detector.add([float(drawn(rng, 0.1, 1, 3.0)[0])])
+        count += 1
+    assert abs(detector.since - count) <= 1
+
+
+def test_drift_that_falls_is_no_change_and_neither_is_half_more() -> None:
+    rng = np.random.default_rng(5)
+    for factor in (0.0, 0.1, 1.3):
+        assert samples_until_alarm(calibrated(0.1), drawn(rng, 0.1, 5000, factor)) == math.inf
+
+
+def test_an_output_that_was_exact_and_is_no_more_has_changed() -> None:
+    exact = Expected.of([0.0] * 50)
+    assert exact is not None
+    assert samples_until_alarm(exact, np.full(100, TIE / 2)) == math.inf
+    assert samples_until_alarm(exact, np.full(100, 1e-3)) == REQUESTS
+
+
+def test_rows_of_one_request_count_as_their_mean() -> None:
+    one, many = (Detector(calibrated(0.1)) for _ in range(2))
+    for _ in range(5):
+        one.add([2.5 * CENTRE])
+        many.add([2.5 * CENTRE] * 8)
+    assert one.score == pytest.approx(many.score)
+
+
+def test_a_request_that_counts_half_moves_half_as_far() -> None:
+    whole, half = (Detector(calibrated(0.3)) for _ in range(2))
+    whole.add([2 * CENTRE])
+    half.add([2 * CENTRE], 0.5)
+    assert whole.score == pytest.approx(2 * (half.score or 0))
+
+
+@pytest.mark.parametrize("rows", [[], [CENTRE] * (FEWEST - 1), [CENTRE] * 50 + [math.inf] * 10])
+def test_too_few_or_too_broken_rows_say_not_what_to_expect(rows: list[float]) -> None:
+    assert Expected.of(rows) is None
+
+
+def test_a_spread_from_few_rows_is_taken_for_larger_than_it_looks() -> None:
+    few, many = (Expected.of(list(drawn(np.random.default_rng(6), 0.3, n))) for n in (FEWEST, 5000))
+    assert few is not None
+    assert many is not None
+    assert many.spread == pytest.approx(0.3, rel=0.05)
+    assert few.spread > many.spread
+    assert few.root < many.root
+
+
+def test_what_to_expect_is_learnt_from_clean_samples_alone() -> None:
+    rng = np.random.default_rng(9)
+    detector = Detector(None)
+    for drift in drawn(rng, 0.1, 100, 50.0):
+        detector.add([drift], clean=False)
+    for drift in drawn(rng, 0.1, LEARN):
+        assert detector.score is None
+        detector.add([drift])
+    assert detector.expected is not None
+    assert detector.expected.centre == pytest.approx(math.log(CENTRE), abs=0.05)
+    detector.restart()
+    assert detector.expected is not None
+
+
+def test_more_outputs_have_a_higher_threshold_each() -> None:
+    assert threshold(1) == pytest.approx(math.log(HORIZON))
+    assert threshold(4) - threshold(1) == pytest.approx(math.log(4))

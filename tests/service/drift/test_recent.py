@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from bf16kit.drift import Budget, SampleDrift
+from service.drift.recent import LEAST, REQUESTS, ROWS, Estimate, Recent, estimates
+
+
+def row(
+    relative_l2: float = 1e-3,
+    *,
+    sqnr_db: float = 60.0,
+    max_abs: float = 0.1,
+    top1: tuple[int, int] = (0, 0),
+    bad: int = 0,
+) -> SampleDrift:
+    return SampleDrift(relative_l2, relative_l2**2 / 2, max_abs, sqnr_db, *top1, bad)
+
+
+def judged(rows: list[SampleDrift], **bounds: float) -> dict[str, Estimate]:
+    recent = Recent()
+    for each in rows:
+        recent.add([each], 1.0, [False])
+    budget = Budget.from_dict({name.replace("__", "."): bound for name, bound in bounds.items()})
+    return {each.metric: each for each in estimates(recent.window(), budget)}
+
+
+def test_fewer_than_the_least_samples_have_an_estimate_and_no_interval() -> None:
+    few = judged([row()] * int(LEAST - 1), relative_l2=1e-2, sqnr_db=40, top1_agreement=0.9, relative_l2__p50=1e-2)
+    for bound in ("relative_l2", "sqnr_db", "relative_l2.p50"):
+        assert few[bound].ratio == pytest.approx(0.1)
+        assert (few[bound].low, few[bound].high) == (0.0, math.inf)
+    assert "top1_agreement" not in few
+
+
+def test_floors_have_their_interval_the_right_way_round() -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        row(sqnr_db=float(db), top1=(int(hit), 1))
+        for db, hit in zip(rng.normal(46, 2, 300), rng.random(300) < 0.97, strict=True)
+    ]
+    found = judged(rows, sqnr_db=40, top1_agreement=0.9, sqnr_db__p99=40)
+    for bound in found.values():
+        assert bound.low < bound.ratio < bound.high
+    assert found["sqnr_db"].ratio == pytest.approx(0.5, rel=0.05)
+    assert found["top1_agreement"].ratio == pytest.approx(0.3, abs=0.15)
+    assert found["sqnr_db.p99"].ratio > found["sqnr_db"].ratio
+
+
+def test_a_high_quantile_is_bounded_once_enough_samples_speak_for_it() -> None:
+    rng = np.random.default_rng(1)
+    rows = [row(float(value)) for value in 1e-3 * np.exp(0.1 * rng.standard_normal(800))]
+    assert judged(rows[:300], relative_l2__p99=1e-2)["relative_l2.p99"].high == math.inf
+    assert judged(rows, relative_l2__p99=1e-2)["relative_l2.p99"].high < 1
+
+
+def test_the_worst_and_what_is_not_finite_are_counted_and_have_no_width() -> None:
+    found = judged(
+        [row(max_abs=0.1), row(max_abs=3.0, bad=2), row()], max_abs=1.0, nonfinite=1.0, relative_l2__worst=1e-2
+    )
+    assert found["max_abs"] == Estimate("max_abs", 3.0, 3.0, 3.0)
+    assert found["nonfinite"] == Estimate("nonfinite", 2.0, 2.0, 2.0)
+    assert found["relative_l2.worst"].ratio == found["relative_l2.worst"].high == pytest.approx(0.1)
+
+
+def test_a_row_that_is_infinitely_far_makes_the_mean_so_as_it_does_in_the_converter() -> None:
+    found = judged([*[row()] * 20, row(math.inf, sqnr_db=-math.inf)], relative_l2=1e-2, sqnr_db=40)
+    assert found["relative_l2"] == Estimate("relative_l2", math.inf, math.inf, math.inf)
+    assert found["sqnr_db"] == Estimate("sqnr_db", math.inf, math.inf, math.inf)
+
+
+def test_exact_rows_hide_no_decibels() -> None:
+    found = judged([*[row(sqnr_db=40.0)] * 10, *[row(0.0, sqnr_db=math.inf)] * 10], sqnr_db=40)
+    assert found["sqnr_db"].ratio == pytest.approx(1)
+    assert judged([row(0.0, sqnr_db=math.inf)] * 10, sqnr_db=40)["sqnr_db"].ratio == 0
+
+
+def test_a_bound_of_zero_is_kept_by_zero_alone() -> None:
+    assert judged([row(0.0)] * 20, relative_l2=0.0)["relative_l2"] == Estimate("relative_l2", 0.0, 0.0, 0.0)
+    assert judged([row(1e-9)] * 20, relative_l2=0.0)["relative_l2"].low == math.inf
+
+
+def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() -> None:
+    recent = Recent()
+    for index in range(100):
+        recent.add([row(top1=(index % 2, 1))], 1.0 if index % 2 else 9.0, [False])
+    (found,) = estimates(recent.window(), Budget.from_dict({"top1_agreement": 0.5}))
+    assert found.ratio == pytest.approx(0.9 / 0.5, rel=0.01)
+    assert recent.window().size == pytest.approx(1000**2 / (100 * 82) * 0.5, rel=0.2)
+
+
+def test_rows_of_a_request_are_one_sample_and_more_rows_than_there_is_room_for_push_out_the_oldest() -> None:
+    recent = Recent()
+    for _ in range(20):
+        recent.add([row()] * 8, 1.0, [False] * 8)
+    assert recent.window().size == pytest.approx(20, rel=0.01)
+    recent.add([row(0.5)] * (ROWS + 5), 1.0, [False] * (ROWS + 5))
+    window = recent.window()
+    assert (len(window.weights), float(window["relative_l2"].min())) == (ROWS, 0.5)
+
+
+def test_what_is_old_or_from_before_a_change_is_past() -> None:
+    recent = Recent()
+    for index in range(REQUESTS + 10):
+        recent.add([row(float(index))], 1.0, [index % 2 == 0])
+    window = recent.window()
+    assert (len(window.weights), float(window["relative_l2"][0])) == (REQUESTS, 10.0)
+    assert window.outside[:2].tolist() == [True, False]
+    recent.keep(5)
+    assert len(recent.window().weights) == 5
+    recent.add([row()], 1.0, [False])
+    assert len(recent.window().weights) == 6
+
+
+def test_nothing_is_estimated_of_nothing() -> None:
+    assert Recent().window().size == 0

@@ -1,0 +1,139 @@
+"""Intervals hold what they are to hold as often as they say: checked by simulation with fixed seeds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from bf16kit.drift import DriftSummary, SampleDrift, upper_limit
+from service.drift import weighted
+from service.drift.weighted import Values
+
+DRAWS = 1000
+
+
+def apart(n: int) -> np.ndarray:
+    """Every row a request of its own."""
+    return np.arange(n)
+
+
+def test_the_effective_size_is_that_of_equal_weights_and_counts_requests() -> None:
+    assert weighted.effective_size(np.ones(50), apart(50)) == 50
+    assert weighted.effective_size(np.array([1.0, 1.0, 1e9]), apart(3)) == pytest.approx(1, abs=1e-6)
+    assert weighted.effective_size(np.ones(80), np.arange(80) // 8) == 10
+    assert weighted.effective_size(np.array([]), np.array([], np.int64)) == 0
+
+
+@pytest.mark.parametrize(("freedom", "table"), [(5, 2.5706), (9, 2.2622), (30, 2.0423), (1e6, 1.9600)])
+def test_students_t_is_the_tables(freedom: float, table: float) -> None:
+    assert weighted.student(freedom) == pytest.approx(table, rel=2e-3)
+    assert weighted.student(2.9) == math.inf
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3])
+@pytest.mark.parametrize("n", [20, 200])
+@pytest.mark.parametrize("weights", ["equal", "halving", "strata"])
+def test_the_interval_of_a_mean_misses_it_on_each_side_as_seldom_as_it_says(
+    spread: float, n: int, weights: str
+) -> None:
+    rng = np.random.default_rng(n)
+    below = above = 0
+    for _ in range(DRAWS):
+        values, of = _drawn(rng, spread, n, weights)
+        truth = math.exp(spread**2 / 2) * ((1.5 + 4) / 5 if weights == "strata" else 1)
+        found = weighted.mean(values, of, apart(n), positive=True)
+        below += found.high < truth
+        above += found.low > truth
+    assert above <= 0.035 * DRAWS  # 25 of 1000 are meant, 35 are two standard errors more
+    assert below <= 0.05 * DRAWS  # drift is skewed: see decision 0054
+
+
+def _drawn(rng: np.random.Generator, spread: float, n: int, weights: str) -> tuple[Values, Values]:
+    values = np.exp(spread * rng.standard_normal(n))
+    if weights == "equal":
+        return values, np.ones(n)
+    if weights == "halving":
+        return values, np.exp2(-np.arange(n) / 200)
+    rare = rng.random(n) < 0.5  # drawn four times as often as others, and drifting by half more
+    return np.where(rare, 1.5 * values, values), np.where(rare, 1.0, 4.0)
+
+
+def test_rows_of_one_request_do_not_count_as_independent_ones() -> None:
+    rng = np.random.default_rng(0)
+    missed = 0
+    for _ in range(DRAWS):
+        requests = np.exp(0.3 * rng.standard_normal(25))
+        found = weighted.mean(np.repeat(requests, 8), np.ones(200), np.arange(200) // 8, positive=True)
+        missed += not found.low <= math.exp(0.045) <= found.high
+    assert missed < 0.08 * DRAWS
+
+
+def test_a_mean_without_spread_has_no_width_and_may_be_zero() -> None:
+    for value in (0.0, 3e-3):
+        found = weighted.mean(np.full(20, value), np.ones(20), apart(20), positive=True)
+        assert tuple(found) == pytest.approx((value, value, value))
+
+
+def test_decibels_may_be_negative() -> None:
+    found = weighted.mean(np.linspace(-3, 1, 30), np.ones(30), apart(30), positive=False)
+    assert found.estimate == pytest.approx(-1)
+    assert found.low < -1 < found.high < 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.99])
+def test_a_quantile_lies_between_its_order_statistics_as_often_as_it_says(share: float) -> None:
+    rng = np.random.default_rng(1)
+    truth = {0.5: 0.0, 0.99: 2.3263479}[share]
+    missed = 0
+    for _ in range(DRAWS):
+        found = weighted.quantile(rng.standard_normal(577), np.ones(577), share, 577.0)
+        missed += not found.low <= truth <= found.high
+    assert missed <= 0.065 * DRAWS
+
+
+def test_a_quantile_of_weighted_samples_is_that_of_all_rows() -> None:
+    rng = np.random.default_rng(2)
+    missed = 0
+    for _ in range(DRAWS):
+        rare = rng.random(800) < 0.5
+        values = np.where(rare, 3.0, 0.0) + rng.random(800)
+        weights = np.where(rare, 1.0, 9.0)  # nine in ten rows are below 1, so that the median is 0.5555…
+        found = weighted.quantile(values, weights, 0.5, weighted.effective_size(weights, apart(800)))
+        missed += not found.low <= 0.5 / 0.9 <= found.high
+    assert missed <= 0.065 * DRAWS
+
+
+def test_few_draws_do_not_bound_a_high_quantile() -> None:
+    assert weighted.ranks(367, 0.99)[1] == 368
+    assert weighted.ranks(368, 0.99)[1] == 368
+    low, high = weighted.ranks(20, 0.5)
+    assert (low, high) == (6, 15)  # the table of every textbook
+    assert weighted.quantile(np.arange(100.0), np.ones(100), 0.99, 100.0).high == math.inf
+    assert weighted.quantile(np.arange(3.0), np.ones(3), 0.5, 3.0).low == -math.inf
+
+
+def test_estimates_are_the_converters_where_weights_are_equal() -> None:
+    values = np.exp(np.random.default_rng(3).standard_normal(101))
+    told = DriftSummary.of([SampleDrift(v, 0.0, 0.0, 0.0, 0, 0, 0) for v in values]).stats["relative_l2"]
+    ones = np.ones(101)
+    assert weighted.mean(values, ones, apart(101), positive=True).estimate == pytest.approx(told["mean"])
+    assert weighted.quantile(values, ones, 0.5, 101).estimate == told["p50"]
+    assert weighted.quantile(values, ones, 0.99, 101).estimate == told["p99"]
+    assert weighted.median(values, ones) == told["p50"]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.97, 1.0])
+def test_wilsons_interval_is_the_converters_formula_at_95_percent(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bf16kit.drift._Z", weighted.Z)
+    assert weighted.wilson(share, 400).high == pytest.approx(upper_limit(share, 400))
+    assert weighted.wilson(1 - share, 400).low == pytest.approx(1 - upper_limit(share, 400), abs=1e-12)
+
+
+def test_full_agreement_of_few_samples_speaks_for_little() -> None:
+    assert weighted.wilson(1.0, 10.0).low == pytest.approx(10 / (10 + weighted.Z**2))
+    assert weighted.wilson(1.0, 10.0).high == 1
+    assert weighted.wilson(0.0, 10.0).low == 0
