@@ -8,9 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from service.drift.owner import FallbackOwner
 from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
 from service.httpport import announce, open_http
 from service.models.controller import Controller
+from service.models.deciding import OneServer
 from service.models.listing import Listing
 from service.models.poll import Poll
 from service.models.repository import Repository
@@ -48,13 +50,15 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     Raises ConfigError for a port in use.
     """
     metrics = Metrics()
-    shadow, counting = _shadow(config, metrics, lambda: repository)
+    owner = FallbackOwner(OneServer(lambda: repository), lambda *version: shadow.restart(*version))
+    shadow, counting = _shadow(config, metrics, lambda: repository, owner)
     repository = Repository(
         metrics,
         device=config.device,
         threads=config.threads,
         ready_when_empty=config.model_control == "explicit",
         hand=lambda name, plan: PlannedHand(name, plan, shadow.ask, shadow.forget),
+        hear=owner.hear,
     )
     controller = Controller(
         config.repository,
@@ -105,7 +109,7 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
 
 
 def _shadow(
-    config: ServerConfig, metrics: Metrics, repository: Callable[[], Repository]
+    config: ServerConfig, metrics: Metrics, repository: Callable[[], Repository], owner: FallbackOwner
 ) -> tuple[ShadowProcess, CountingBoth]:
     """The process with the references, there once it is needed, and what it and this one count together."""
 
@@ -113,7 +117,7 @@ def _shadow(
         return None if (peer := shadow.peer) is None else peer.ask("counts")
 
     counting = CountingBoth(metrics, ask, lambda: [(slot.name, slot.version) for slot in repository().models()])
-    shadow = ShadowProcess(config, counting.hear, counting.lost, forgotten=counting.forget)
+    shadow = ShadowProcess(config, counting.hear, counting.lost, owner.hear, forgotten=counting.forget)
     return shadow, counting
 
 

@@ -35,12 +35,13 @@ class Fallback:
         self.reason = ""
         self._policy = policy
         self._since = now  # in this phase
+        self._over_at = now  # heard last while fp32 answered
         self._falls = 0  # in a row
         self._retry_at = now
 
     @property
     def stay(self) -> float:
-        """The seconds that fp32 answers at least, this time."""
+        """The seconds that fp32 answers at least, this time, since bf16 was last over its budget."""
         longest = self._policy.longest_stay_seconds
         return min(longest, self._policy.min_stay_seconds * 2.0 ** min(self._falls - 1, 64))
 
@@ -64,7 +65,7 @@ class Fallback:
         if now - self._since >= self._policy.longest_stay_seconds:
             self._falls = 0
         self._falls += 1
-        self.phase, self._since = "fp32", now
+        self.phase, self._since, self._over_at = "fp32", now, now
 
     def failed(self, why: str, now: float) -> None:
         """fp32 cannot answer: bf16 goes on, and it is tried again when the next verdicts ask for it."""
@@ -81,13 +82,15 @@ class Fallback:
         return said
 
     def _return(self, verdict: DriftVerdict, now: float) -> bool:
+        if verdict.state == "over":
+            self._over_at = now
         clean = (
             verdict.state == "within"
             and not verdict.changed
             and verdict.effective_samples >= self._policy.clean_samples
             and verdict.high < 1 - self._policy.margin
         )
-        if not clean or now - self._since < self.stay:
+        if not clean or now - self._over_at < self.stay:
             return False
         self.phase, self._since, self.reason = "bf16", now, ""
         return True

@@ -11,8 +11,8 @@ class FallbackPolicy(BaseModel):
     """``off`` measures, and no more; ``alert`` says so, in the log and wherever the model is described; with ``fp32``
     the fp32 reference answers until bf16 is sound again.
 
-    The numbers are for ``fp32``. ``min_stay_seconds`` is the least that fp32 answers once it does, twice as long each
-    time that bf16 did not hold for ``longest_stay_seconds``, and never longer than that. bf16 answers again when
+    The numbers are for ``fp32``. ``min_stay_seconds`` is the least that fp32 answers after bf16 was over, twice as long
+    each time that bf16 did not hold for ``longest_stay_seconds``, and never longer than that. bf16 answers again when
     ``clean_samples`` effective samples since the fall are below the budget by ``margin``, a share of it, with their
     whole interval.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -42,12 +42,10 @@ class Order:
 
 
 class Answers(NamedTuple):
-    """What answers for a version now: what it was loaded by, and since when, in Unix seconds.
-
-    ``generation`` is another one for each that takes its place, also by the same plan."""
+    """What answers for a version now: what it was loaded by, and since when, in Unix seconds; both together are others
+    for what takes its place."""
 
     plan: str
-    generation: Hashable
     since: float
     policy: FallbackPolicy
 
@@ -127,7 +125,7 @@ class FallbackOwner:
         if answers is None:
             self._states.pop(key, None)
             return None
-        if state is None or state.answers.generation != answers.generation:
+        if state is None or state.answers[:2] != answers[:2]:
             state = self._states[key] = _State(answers, Fallback(answers.policy, now))
         return state
 

@@ -39,7 +39,8 @@ class Orders:
             self._orders.pop((slot.name, slot.version), None)
 
     def _carry_out(self, slot: Slot) -> Future[None] | None:
-        order, model, plan = self._orders.get((slot.name, slot.version)), slot.model, slot.plan
-        if order is None or model is None or plan is None or plan.digest != order.plan:
+        order, loaded = self._orders.get((slot.name, slot.version)), slot.loaded
+        if order is None or loaded is None:
             return None
-        return model.answer_with(order.precision, order.reason)
+        model, plan = loaded
+        return model.answer_with(order.precision, order.reason) if plan.digest == order.plan else None

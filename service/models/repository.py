@@ -20,6 +20,7 @@ from service.models.lease import Lease
 from service.models.plan import Plan, Wish
 from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler, Slots
 from service.models.slot import Slot
+from service.request import Precision
 from service.telemetry.metrics import Metrics
 
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
@@ -90,6 +91,12 @@ class Repository:
     def order(self, order: Order) -> Future[None]:
         """See :meth:`service.models.orders.Orders.give`."""
         return self._reconciler.orders.give(order, self._slots.get(order.model, {}).get(order.version))
+
+    def transition(self, model: str, version: int, to: Precision) -> None:
+        """Count that the precision has changed that answers for this version, where it is here."""
+        slot = self._slots.get(model, {}).get(version)
+        if slot is not None:
+            slot.series.transition(to)
 
     def retire(self) -> None:
         """From now on not ready, so that load balancers send no more; whoever still comes is answered."""

@@ -54,9 +54,10 @@ class Slot:
         return self._now.model
 
     @property
-    def plan(self) -> Plan | None:
-        """What the generation was loaded by."""
-        return self._now.plan
+    def loaded(self) -> tuple[Generation, Plan] | None:
+        """The generation, and what it was loaded by."""
+        now = self._now
+        return None if now.model is None or now.plan is None else (now.model, now.plan)
 
     def observe(self, seen: Observation) -> None:
         """See :meth:`service.contract.Slot.observe`."""

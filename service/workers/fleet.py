@@ -86,6 +86,12 @@ class Fleet:
         with self._lock:
             self._state[kind, name] = body
 
+    def forget(self, kind: str, begins: str) -> None:
+        """Tell no worker any more what of this kind was remembered of ``begins``, or of a name below it."""
+        with self._lock:
+            for key in [key for key in self._state if key[0] == kind and key[1].rpartition("/")[0] == begins]:
+                del self._state[key]
+
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
         """Every worker that runs, by its name, those first that serve."""
         return {name: self.ask_one(name, kind, body) for name in self.running}

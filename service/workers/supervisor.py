@@ -9,6 +9,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from bf16kit.errors import Unavailable
+from service.drift.owner import FallbackOwner
+from service.drift.verdict import DriftVerdict
 from service.httpport import announce, open_http
 from service.models.controller import Controller
 from service.models.poll import Poll
@@ -32,6 +34,7 @@ from service.workers import agreements
 from service.workers.asking import settings_from_json
 from service.workers.changes import ModelChanges, SettingsOfAll
 from service.workers.counting import Counting
+from service.workers.deciding import Workers
 from service.workers.fleet import Fleet
 from service.workers.overview import Overview
 from service.workers.statistics import as_json
@@ -88,6 +91,7 @@ class Supervisor:
             "settings": self._later(self._settings),
             agreements.KIND: agreements.Agreements().answer,
             "sample": lambda worker, message: self.shadow.give(message),
+            "verdict": lambda worker, message: self._owner.hear(DriftVerdict.from_json(message.body)),
         }
         self.fleet = Fleet(config, port, handlers=handlers, lost=lambda worker: self.counting.lost(worker))
         self.counting = Counting(self.metrics, self._counts, lambda: self.fleet.view.slots)
@@ -95,9 +99,12 @@ class Supervisor:
             config,
             lambda message: self.counting.hear(SHADOW, message.body),
             lambda: self.counting.lost(SHADOW),
+            lambda verdict: self._owner.hear(verdict),
             forgotten=lambda model: self.counting.forget(model),
             shared=True,
         )
+        self._workers = Workers(self.fleet)
+        self._owner = FallbackOwner(self._workers, self.shadow.restart)
         self._models = ModelChanges(self.fleet, self._changed)
         self._settings_of_all = SettingsOfAll(self.fleet)
         self._logs = LogSettings(config.log_level, config.log_format)
@@ -128,6 +135,7 @@ class Supervisor:
         """Keep all processes running."""
         self.fleet.tend()
         self.shadow.tend()
+        self._owner.tend()
 
     def _counts(self) -> dict[str, Future[Body]]:
         asked = self.fleet.ask("counts")
@@ -138,6 +146,7 @@ class Supervisor:
     def _changed(self, model: str) -> None:
         self.counting.forget(model)
         self.shadow.forget(model)
+        self._workers.changed(model)
 
     def _index(self) -> list[list[str]]:
         served = [

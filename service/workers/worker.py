@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
 from service.drift.gate import Turn
+from service.drift.owner import Order
 from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
 from service.models.plan import Wish
 from service.models.repository import Repository
@@ -95,6 +96,9 @@ class Worker:
                 "ping": lambda message: None,
                 "retire": self._retire,
                 "drain": self._drain,
+                "precision": self._remember,
+                "switch": self._switch,
+                "transition": self._transition,
                 "adopt": self._adopt,
                 "forget": self._forget,
             },
@@ -180,6 +184,7 @@ class Worker:
             ready_when_empty=config.model_control == "explicit",
             hand=lambda name, plan: PlannedHand(name, plan, self._peer.ask),
             agree=lambda plan: AskedAgreement(plan, self._peer.ask),
+            hear=lambda verdict: self._peer.tell("verdict", verdict.to_json()),
             turn=Turn(body["number"] - 1, config.workers),
         )
         repository.desire(Wish.from_json(wish) for wish in body["wishes"])
@@ -214,6 +219,16 @@ class Worker:
         body, _ = message.body, self._served
         now = self._settings[body["what"]].update(settings_from_json(body["changes"]), body["model"])
         return {"settings": {name: list(values) for name, values in now.items()}}
+
+    def _remember(self, message: Message) -> None:
+        """It is carried out when what it is for is loaded, which is not here yet."""
+        self._served.order(Order.from_json(message.body))
+
+    def _switch(self, message: Message) -> Any:
+        return self._served.order(Order.from_json(message.body))
+
+    def _transition(self, message: Message) -> None:
+        self._served.transition(message.body["model"], message.body["version"], message.body["to"])
 
     def _counts(self) -> Body:
         models = [model for slot in self._served.models() if (model := slot.model) is not None]

@@ -60,7 +60,7 @@ def test_it_returns_only_for_enough_clean_samples_clearly_below_the_budget(uncle
     fallback = fallen()
     assert not fallback.hear(unclean, 1000.0)
     assert fallback.phase == "fp32"
-    assert fallback.hear(WITHIN, 1001.0)
+    assert fallback.hear(WITHIN, 1100.0)
     assert (fallback.phase, fallback.reason) == ("bf16", "")
 
 
@@ -68,6 +68,13 @@ def test_fp32_stays_for_a_while_whatever_is_measured() -> None:
     fallback = fallen()
     assert not fallback.hear(WITHIN, 99.0)
     assert fallback.hear(WITHIN, 100.0)
+
+
+def test_the_stay_begins_anew_when_bf16_is_over_once_more() -> None:
+    fallback = fallen()
+    fallback.hear(OVER, 90.0)
+    assert not fallback.hear(WITHIN, 189.0)
+    assert fallback.hear(WITHIN, 190.0)
 
 
 def test_it_stays_twice_as_long_each_time_it_falls_again_up_to_the_longest() -> None:

@@ -24,7 +24,7 @@ class Rig:
 
     def __init__(self, policy: FallbackPolicy = FP32) -> None:
         self.now = 0.0
-        self.serves: Answers | None = Answers("plan", 1, 50.0, policy)
+        self.serves: Answers | None = Answers("plan", 50.0, policy)
         self.orders: list[tuple[Precision, str]] = []
         self.told: list[Future[None]] = []
         self.transitions: list[Precision] = []
@@ -66,7 +66,9 @@ def test_a_breach_has_fp32_answer_and_a_clean_time_bf16(rig: Rig) -> None:
     assert (rig.transitions, rig.restarts) == (["fp32"], [("m", 1)])
     assert rig.hear(WITHIN) == [], "the minimum stay"
     rig.now = 11.0
-    assert rig.hear(OVER, WITHIN, WITHIN) == ["bf16"]
+    assert rig.hear(OVER, WITHIN) == []
+    rig.now = 21.0
+    assert rig.hear(WITHIN, WITHIN) == ["bf16"]
     assert rig.orders[-1] == ("bf16", "")
     assert (rig.transitions, rig.restarts) == (["fp32", "bf16"], [("m", 1)] * 2)
 
@@ -102,7 +104,7 @@ def test_where_fp32_cannot_be_loaded_bf16_stays_and_it_is_tried_again(
 def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
     rig.hear(OVER)
     rig.told[0].set_result(None)
-    rig.serves = Answers("another", 2, 200.0, FP32)
+    rig.serves = Answers("another", 200.0, FP32)
     assert rig.hear(OVER) == [], "measured before it was loaded"
     assert rig.hear(replace(WITHIN, at=300.0)) == []
     assert rig.hear(replace(OVER, at=300.0)) == ["fp32"]
@@ -111,13 +113,13 @@ def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
 def test_a_generation_loaded_by_the_same_plan_begins_anew_too(rig: Rig) -> None:
     rig.hear(OVER)
     rig.told[0].set_result(None)
-    rig.serves = Answers("plan", 2, 60.0, FP32)
+    rig.serves = Answers("plan", 60.0, FP32)
     assert rig.hear(OVER) == ["fp32"]
 
 
 def test_a_reference_that_was_loaded_for_what_is_gone_says_nothing_of_what_is_there(rig: Rig) -> None:
     rig.hear(OVER)
-    rig.serves = Answers("another", 2, 90.0, FP32)
+    rig.serves = Answers("another", 90.0, FP32)
     rig.hear(WITHIN)
     rig.told[0].set_result(None)
     assert rig.transitions == []

@@ -1,0 +1,34 @@
+"""What the owner of the fallback has before it where one process serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from bf16kit.errors import RequestError
+from service.drift.owner import Answers, Order
+from service.models.repository import Repository
+from service.request import Precision
+
+
+class OneServer:
+    """See :class:`service.drift.owner.Servers`."""
+
+    def __init__(self, repository: Callable[[], Repository]) -> None:
+        self._repository = repository
+
+    def answers(self, model: str, version: int) -> Answers | None:
+        try:
+            loaded = self._repository().find(model, str(version)).loaded
+        except RequestError:  # it was unloaded
+            return None
+        if loaded is None:
+            return None
+        generation, plan = loaded
+        return Answers(plan.digest, generation.since, plan.serving.fallback)
+
+    def order(self, order: Order) -> Future[None]:
+        return self._repository().order(order)
+
+    def transition(self, model: str, version: int, to: Precision) -> None:
+        self._repository().transition(model, version, to)
