@@ -270,6 +270,31 @@ def _edges(specs: Sequence[TensorSpec]) -> list[onnx.ValueInfoProto]:
     return [helper.make_tensor_value_info(s.name, BY_NAME[s.dtype].onnx, list(s.shape)) for s in specs]
 
 
+def write_damaged(target: Path, *, scale: float = 1.05, above: float = 0.0) -> Artifact:
+    """An MLP whose bf16 graph answers ``scale`` times what it should, and its reference does not; with ``above``, only
+    where an input's first value is larger. No golden samples tell, and all digests are right."""
+    artifact = write_mlp(target)
+    model = onnx.load(target / "cpu.onnx", load_external_data=False)
+    constants = {"scale": ([1], [scale]), "one": ([1], [1.0]), "above": ([1], [above or -math.inf])}
+    for name, (dims, values) in constants.items():
+        model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, dims, values))
+    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [1], [0]))
+    model.graph.node[-1].output[0] = "y_before"
+    model.graph.node.extend(
+        [
+            helper.make_node("Gather", ["x", "first"], ["x_first"], axis=1),
+            helper.make_node("Greater", ["x_first", "above"], ["is_above"]),
+            helper.make_node("Where", ["is_above", "scale", "one"], ["factor"]),
+            helper.make_node("Mul", ["y_before", "factor"], ["y"]),
+        ]
+    )
+    (target / "cpu.onnx").write_bytes(model.SerializeToString())
+    files = artifact.manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
+    manifest = artifact.manifest.model_copy(update={"files": files, "golden": None})
+    (target / "manifest.json").write_bytes(manifest.dumps())
+    return Artifact.open(target)
+
+
 def write_endless(target: Path) -> Artifact:
     """An MLP whose graph also has a Loop that never ends, its digests right."""
     artifact = write_mlp(target)

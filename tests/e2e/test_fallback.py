@@ -1,0 +1,172 @@
+"""A damaged copy: fp32 answers in its place once that is beyond chance, and no more when a sound one is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_damaged, write_mlp
+from loopback import infer_request
+from serverprocess import Serve, ServerProcess
+from waiting import until
+from workerprocesses import Client, pids
+
+from bf16kit.artifact import Artifact
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.runtime import Array
+from bf16kit.runtime.loading import load_reference
+
+X = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
+SERVING = """
+shadow: {rate: 1.0, max_per_second: 1000}
+fallback: {policy: fp32, min_stay_seconds: %s, clean_samples: 20}
+"""
+
+
+class Asking:
+    """One client after another asks for as long as the block lasts; every request must be answered."""
+
+    def __init__(self, server: ServerProcess, x: Array = X) -> None:
+        self.x = x
+        self._server = server
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self.failed: list[BaseException] = []
+        self.answers: list[tuple[str, Array]] = []
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        assert self.failed == []
+
+    def _work(self) -> None:
+        try:
+            while not self._over.is_set():
+                client = Client(self._server.target)
+                with client.channel:
+                    for _ in range(5):
+                        self.answers.append(answer(client, self.x))
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.failed.append(error)
+
+    @property
+    def newest(self) -> set[str]:
+        """The precisions of the last answers, of several connections."""
+        return {precision for precision, _ in self.answers[-40:]}
+
+
+def answer(client: Client, x: Array) -> tuple[str, Array]:
+    """Its precision, as the response says, and the output."""
+    response: pb.ModelInferResponse = client.call("ModelInfer", infer_request("mlp", x=x), timeout=120)
+    output = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(2, 16)
+    return response.parameters["precision"].string_param, output
+
+
+def serving(repository: Path, stay: float) -> None:
+    (repository / "mlp").mkdir(exist_ok=True)
+    (repository / "mlp" / "serving.yaml").write_text(SERVING % stay, "utf-8")
+
+
+def test_fp32_answers_for_a_damaged_copy_until_a_sound_one_is_there(tmp_path: Path, serve: Serve) -> None:
+    serving(tmp_path, 600)
+    damaged = write_damaged(tmp_path / "mlp" / "1")
+    expected = load_reference(Artifact.open(damaged.path), threads=1).run({"x": X})["y"]
+    environment = {**os.environ, "BF16KIT_POLL_SECONDS": "1"}
+    server = serve("--repository", str(tmp_path), "--model-control", "poll", env=environment).wait_ready()
+    client = Client(server.target)
+    with Asking(server) as asking:
+        until(lambda: asking.newest == {"fp32"}, 60, "fp32 answers")
+        assert server.metric('bf16kit_fallback_active{model="mlp",version="1"}') == 1
+        assert server.metric('bf16kit_fallback_transitions_total{model="mlp",to="fp32",version="1"}') == 1
+        assert server.metric('bf16kit_answers_total{model="mlp",precision="fp32",version="1"}') > 0
+        properties = client.call("ModelMetadata", pb.ModelMetadataRequest(name="mlp")).properties
+        assert properties["active_precision"] == "fp32"
+        assert "times its budget" in properties["active_precision_reason"]
+        assert "times its budget" in server.get("/")[1]
+        assert server.log.count("is over its drift budget") == 1
+        measured = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="1"}'
+        before = server.metric(measured)
+        until(lambda: server.metric(measured) > before + 20, 60, "bf16 measured on, beside fp32")
+        assert server.metric('bf16kit_drift_over_budget{model="mlp",version="1"}') == 1
+        sound = write_mlp(tmp_path / "mlp" / "2")
+        (tmp_path / "mlp" / "1").rename(tmp_path / "old")
+        (tmp_path / "mlp" / "2").rename(tmp_path / "mlp" / "1")
+        until(lambda: asking.newest == {"bf16"}, 60, "bf16 answers again")
+    client.channel.close()
+    by_bf16 = [y for precision, y in asking.answers if precision == "bf16"]
+    np.testing.assert_allclose(by_bf16[0], expected * 1.05, rtol=2e-2, atol=1e-2)
+    np.testing.assert_allclose(by_bf16[-1], expected, rtol=2e-2, atol=1e-2)
+    for y in (y for precision, y in asking.answers if precision == "fp32"):
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    assert sound.manifest.golden
+    assert server.metric('bf16kit_fallback_active{model="mlp",version="1"}') == 0
+    server.terminate()
+    assert server.exit_code() == 0
+
+
+@pytest.mark.long
+def test_bf16_answers_again_when_it_is_clearly_within_its_budget(tmp_path: Path, serve: Serve) -> None:
+    """Without anybody's help: it is wrong for some inputs, and they come no more."""
+    serving(tmp_path, 0)
+    write_damaged(tmp_path / "mlp" / "1", above=50.0)
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    wrong = X.copy()
+    wrong[:, 0] = 100.0
+    with Asking(server, wrong) as asking:
+        until(lambda: asking.newest == {"fp32"}, 60, "fp32 answers")
+        asking.x = X
+        until(lambda: asking.newest == {"bf16"}, 60, "bf16 answers again")
+    assert server.metric('bf16kit_fallback_active{model="mlp",version="1"}') == 0
+    assert server.metric('bf16kit_fallback_transitions_total{model="mlp",to="fp32",version="1"}') == 1
+    assert server.metric('bf16kit_fallback_transitions_total{model="mlp",to="bf16",version="1"}') == 1
+    assert "bf16 answers again" in server.log
+    server.terminate()
+    assert server.exit_code() == 0
+
+
+@pytest.mark.long
+def test_all_workers_answer_in_fp32_and_so_does_one_that_is_started_again(tmp_path: Path, serve: Serve) -> None:
+    serving(tmp_path, 600)
+    write_damaged(tmp_path / "mlp" / "1")
+    server = serve("--repository", str(tmp_path), "--workers", "2").wait_ready()
+    with Asking(server) as asking:
+        until(lambda: asking.newest == {"fp32"}, 60, "fp32 answers, whoever is asked")
+    transitions = 'bf16kit_fallback_transitions_total{model="mlp",to="fp32",version="1"}'
+    assert server.metric(transitions) == 1, "once, not by each"
+    before = pids(server)
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: len(pids(server)) == 2 and before[0] not in pids(server), 60, "another in its place")
+    server.wait_ready()
+    until(lambda: server.log.count("the fp32 reference is warm") == 3, 60, "warm in that one too")
+    with Asking(server) as asking:
+        until(lambda: len(asking.answers) >= 100, 60, "answers of both")
+    assert asking.newest == {"fp32"}
+    assert server.metric(transitions) == 1
+    client = Client(server.target)
+    with client.channel:
+        properties = client.call("ModelMetadata", pb.ModelMetadataRequest(name="mlp")).properties
+    assert properties["active_precision"] == "fp32"
+    server.terminate()
+    assert server.exit_code() == 0
+
+
+@pytest.mark.long
+def test_alert_says_it_and_bf16_goes_on(tmp_path: Path, serve: Serve) -> None:
+    (tmp_path / "mlp").mkdir()
+    (tmp_path / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000}\n", "utf-8")
+    write_damaged(tmp_path / "mlp" / "1")
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    with Asking(server) as asking:
+        until(lambda: "is over its drift budget: " in server.log, 60, "said")
+        until(lambda: "times its budget" in server.get("/")[1], 60, "on the page")
+    assert {precision for precision, _ in asking.answers} == {"bf16"}
+    server.terminate()
+    assert server.exit_code() == 0

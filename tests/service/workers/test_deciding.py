@@ -1,0 +1,97 @@
+"""What the owner of the fallback sees of several workers, and how what they answer together counts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bf16kit.errors import ArtifactError, Unavailable
+from service.drift.owner import Order
+from service.models.plan import Plan, Wish
+from service.models.policy import Serving
+from service.peers.peer import ENDED
+from service.process.config import ServerConfig
+from service.workers.deciding import Workers
+from service.workers.fleet import Fleet
+
+PLAN = Plan(3, Path("/models/m/3"), Serving(), "stamp")
+ORDER = Order("m", 3, PLAN.digest, "fp32", "drift")
+
+
+class AskedFleet(Fleet):
+    """Its workers run nowhere: what they are asked is answered by the test."""
+
+    asked: dict[str, Future[Any]]
+
+    def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Any]]:
+        assert (kind, body) == ("switch", ORDER.to_json())
+        return self.asked
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """What a worker that is started is told."""
+        return list(self._state)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[AskedFleet]:
+    fleet = AskedFleet(ServerConfig(repository=tmp_path, workers=2), 1)
+    fleet.asked = {"worker 1": Future(), "worker 2": Future()}
+    yield fleet
+    fleet.close()
+
+
+def test_what_answers_is_what_all_are_to_serve_since_they_do(fleet: AskedFleet) -> None:
+    now = 100.0
+    workers = Workers(fleet, lambda: now)
+    assert workers.answers("m", 3) is None
+    fleet.change({"m": Wish("m", (PLAN,))})
+    first = workers.answers("m", 3)
+    assert first is not None
+    assert (first.plan, first.policy) == (PLAN.digest, PLAN.serving.fallback)
+    assert workers.answers("m", 4) is None
+    workers.changed("m")
+    second = workers.answers("m", 3)
+    assert second is not None
+    assert second.since == now
+    assert second != first, "another generation, if by the same plan"
+
+
+def test_one_that_can_is_enough_and_one_that_cannot_is_named(
+    fleet: AskedFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = Workers(fleet).order(ORDER)
+    with caplog.at_level(logging.ERROR):
+        fleet.asked["worker 2"].set_exception(ArtifactError("no residual"))
+        assert not told.done(), "the other may need longer"
+        fleet.asked["worker 1"].set_result({})
+    assert told.result(0) is None
+    assert "worker 2 cannot answer as it was ordered to: no residual" in caplog.text
+
+
+def test_where_none_can_it_says_what_they_met_and_not_that_one_has_died(fleet: AskedFleet) -> None:
+    told = Workers(fleet).order(ORDER)
+    fleet.asked["worker 1"].set_exception(Unavailable("it has ended", ENDED))
+    fleet.asked["worker 2"].set_exception(ArtifactError("no residual"))
+    with pytest.raises(ArtifactError, match="no residual"):
+        told.result(0)
+
+
+def test_where_no_worker_runs_the_order_fails_and_is_there_for_those_to_come(fleet: AskedFleet) -> None:
+    fleet.asked = {}
+    with pytest.raises(Unavailable, match="no worker"):
+        Workers(fleet).order(ORDER).result(0)
+    assert fleet.told == [("precision", "m/3")]
+
+
+def test_what_was_ordered_is_forgotten_with_what_it_was_for(fleet: AskedFleet) -> None:
+    workers = Workers(fleet)
+    workers.order(ORDER)
+    fleet.remember("precision", "other/m/3", {})
+    workers.changed("m")
+    assert fleet.told == [("precision", "other/m/3")]
