@@ -183,7 +183,7 @@ def _cost(name: str, feeds: dict[str, Array], outputs: dict[str, Array]) -> Iter
     assert sample is not None
 
     def written() -> None:
-        _, file = pack(sample)
+        _, file = pack([sample])
         os.close(file)
 
     yield Measurement(f"{name}: not chosen", _us(offering(ShadowPolicy())), "µs", at_most=_AT_MOST_US)

@@ -22,6 +22,7 @@ from service.drift.policy import ShadowPolicy
 from service.drift.strata import Strata
 from service.request import Reply, Request, Timings
 
+MOST_WAITING = 64  # samples of one model that are on their way, wait for the reference or are measured
 BURST = 8.0  # samples at once, after a while without
 _NEVER = Timings()
 
@@ -154,6 +155,8 @@ class Handing:
         self._hand = hand
         self._profile = profile
         self._most = policy.max_bytes
+        self._lock = threading.Lock()
+        self._waiting = self._held = 0  # samples of which nothing is known yet, and their bytes
         self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
         self._closed = False
 
@@ -161,9 +164,10 @@ class Handing:
         """Choose by chance whether to measure this request; never blocks, never raises."""
         if self._closed:
             return
-        sample = self._chooser.choose(request, reply, lambda nbytes: nbytes <= self._most)
+        sample = self._chooser.choose(request, reply, self._hold)
         if sample is not None:
-            self._hand.give(replace(sample, profile=self._profile), self._chooser)
+            held = _Held(self._chooser, sample.nbytes, self._give_back)
+            self._hand.give(replace(sample, profile=self._profile), held)
 
     def stop(self) -> None:
         self._closed = True
@@ -172,6 +176,34 @@ class Handing:
         """For when every request has ended that might still offer its answer."""
         self._closed = True
         self._hand.forget()
+
+    def _hold(self, nbytes: int) -> bool:
+        with self._lock:
+            if self._waiting >= MOST_WAITING or self._held + nbytes > self._most:
+                return False
+            self._waiting += 1
+            self._held += nbytes
+            return True
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._waiting -= 1
+            self._held -= nbytes
+
+
+class _Held:
+    """Hears what became of one sample, and gives its room back."""
+
+    __slots__ = ("_give_back", "_nbytes", "_observer")
+
+    def __init__(self, observer: OutcomeObserver, nbytes: int, give_back: Callable[[int], None]) -> None:
+        self._observer = observer
+        self._nbytes = nbytes
+        self._give_back = give_back
+
+    def sampled(self, outcome: Outcome, samples: int) -> None:
+        self._give_back(self._nbytes)
+        self._observer.sampled(outcome, samples)
 
 
 def some_of(rows: int, count: int, draw: Callable[[], float]) -> list[int]:

@@ -22,10 +22,10 @@ from bf16kit.wording import brief
 from service.drift.comparison import Comparison
 from service.drift.observer import Outcome, ReferenceObserver
 from service.drift.policy import ShadowPolicy
-from service.drift.sampling import Sample
+from service.drift.sampling import MOST_WAITING, Sample
 
 _log = logging.getLogger(__name__)
-QUEUE_SIZE = 8
+QUEUE_SIZE = MOST_WAITING
 LONGEST_RUN_S = 60.0  # of the reference; what takes longer measures nothing that anybody waits for
 # Not 19: this thread holds Python's lock for a moment now and then, and one that the kernel never schedules would hold
 # it for long while request threads wait.

@@ -88,7 +88,7 @@ class ShadowProcess:
             each.told.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def give(self, message: Message) -> Future[Body]:
-        """Hand a sample on; the answer says what became of it, and is Unavailable where the process died with it."""
+        """Hand samples on; the answer says what became of each, and is Unavailable where the process died with them."""
         told: Future[Body] = Future()
         body: Body = {**message.body, "shared": self._shared}
         nbytes = int(body["nbytes"])
@@ -102,7 +102,7 @@ class ShadowProcess:
         if room and peer is not None:
             self._ask(peer, body, message.files[0], told)
         elif not room:
-            told.set_result({"outcome": "dropped"})
+            told.set_result({"outcomes": ["dropped"] * len(body["samples"])})
         return told
 
     def ask(self, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
@@ -128,7 +128,7 @@ class ShadowProcess:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _ask(self, peer: Peer, body: Body, file: int, told: Future[Body]) -> None:
-        asked = peer.ask("sample", body, [file])
+        asked = peer.ask("samples", body, [file])
         asked.add_done_callback(partial(self._answer, int(body["nbytes"]), told))
 
     def _answer(self, nbytes: int, told: Future[Body], done: Future[Body]) -> None:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from bf16kit.errors import ArtifactError, Bf16kitError
 from service.drift.observer import Outcome
@@ -82,6 +83,24 @@ class _Measured:
         return sum(each.sample.nbytes for each in self.early)
 
 
+class _Outcomes:
+    """What became of samples that came together: answered when the last is known."""
+
+    def __init__(self, count: int) -> None:
+        self.answer = Future[Body]()
+        self._outcomes: list[Outcome | None] = [None] * count
+        self._left = count
+        self._lock = threading.Lock()
+
+    def told(self, at: int, outcome: Outcome) -> None:
+        with self._lock:
+            self._outcomes[at] = outcome
+            self._left -= 1
+            last = not self._left
+        if last:
+            self.answer.set_result({"outcomes": self._outcomes})
+
+
 class References:
     """Hears whoever leads on the peer's thread; opens artifacts on another; each model is measured on its own."""
 
@@ -95,7 +114,7 @@ class References:
             "start": lambda message: configure(message.body["log_level"], message.body["log_format"]),
             "ping": lambda message: None,
             "measure": self._begin,
-            "sample": self._sample,
+            "samples": self._sampled,
             "restart": self._restart,
             "forget": self._forget,
             "counts": lambda message: self._counts(),
@@ -126,20 +145,18 @@ class References:
         with self._lock:
             self._model(message.body["wish"])
 
-    def _sample(self, message: Message) -> Future[Body]:
-        body, answer = message.body, Future[Body]()
-        sample = unpack(body, message.files[0])
-
-        def told(outcome: Outcome) -> None:
-            answer.set_result({"outcome": outcome})
-
+    def _sampled(self, message: Message) -> Future[Body]:
+        body = message.body
+        samples = unpack(body, message.files[0])
+        outcomes = _Outcomes(len(samples))
         with self._lock:
             model = self._model(body["wish"])
-            if body["shared"] and not model.tokens.take():  # each that chooses keeps to the rate, all of them do here
-                told("dropped")
-            else:
-                model.put(sample, told)
-        return answer
+            for at, sample in enumerate(samples):
+                if body["shared"] and not model.tokens.take():  # each that chooses keeps to the rate, all do here
+                    outcomes.told(at, "dropped")
+                else:
+                    model.put(sample, partial(outcomes.told, at))
+        return outcomes.answer
 
     def _restart(self, message: Message) -> None:
         with self._lock:

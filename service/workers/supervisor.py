@@ -90,7 +90,7 @@ class Supervisor:
             "unload": self._later(lambda body: self.controller.unload(body["name"])),
             "settings": self._later(self._settings),
             agreements.KIND: agreements.Agreements().answer,
-            "sample": lambda worker, message: self.shadow.give(message),
+            "samples": lambda worker, message: self.shadow.give(message),
             "verdict": lambda worker, message: self._owner.hear(DriftVerdict.from_json(message.body)),
         }
         self.fleet = Fleet(config, port, handlers=handlers, lost=lambda worker: self.counting.lost(worker))

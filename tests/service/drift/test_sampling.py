@@ -14,7 +14,7 @@ import pytest
 from bench.serving.traffic import INPUTS, Clock, arrivals
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.policy import ShadowPolicy
-from service.drift.sampling import BURST, Chooser, Handing, Sample, TokenBucket, copies, size_of, some_of
+from service.drift.sampling import BURST, MOST_WAITING, Chooser, Handing, Sample, TokenBucket, copies, size_of, some_of
 from service.request import Reply, Request
 
 
@@ -148,6 +148,31 @@ def test_what_another_process_does_not_take_slows_the_choosing_too() -> None:
     handing.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
     assert heard.samples == {"dropped": 1}
     assert crowded == ["crowd"]
+
+
+def test_what_waits_is_bounded_in_number_and_bytes_until_it_is_known_what_became_of_it() -> None:
+    """Before anything of it is copied."""
+    heard, given = Heard(), list[tuple[Sample, OutcomeObserver]]()
+
+    class Keeping:
+        def give(self, sample: Sample, observer: OutcomeObserver) -> None:
+            given.append((sample, observer))
+
+        def forget(self) -> None:
+            """Nothing to forget."""
+
+    policy = ShadowPolicy(rate=1, max_per_second=10_000, max_bytes=1000)
+    handing = Handing(Keeping(), policy, heard, batch_axis=None, draw=lambda: 0.0)
+    large, small = (Request({"x": np.zeros(size, np.uint8)}) for size in (600, 1))
+    handing.offer(large, Reply({}, "bf16"))
+    handing.offer(large, Reply({}, "bf16"))
+    assert (len(given), heard.samples) == (1, {"dropped": 1})
+    for _ in range(MOST_WAITING):
+        handing.offer(small, Reply({}, "bf16"))
+    assert (len(given), heard.samples) == (MOST_WAITING, {"dropped": 2})
+    given[0][1].sampled("measured", 1)
+    handing.offer(small, Reply({}, "bf16"))
+    assert (len(given), heard.samples) == (MOST_WAITING + 1, {"dropped": 2, "measured": 1})
 
 
 def test_the_bucket_refills_at_its_rate_and_holds_a_burst() -> None:

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from waiting import until
 
 from bf16kit.errors import Unavailable
 from service.drift.sampling import Sample
@@ -18,6 +20,7 @@ from service.models.plan import Plan
 from service.models.policy import Serving
 from service.peers.channel import Body
 from service.shadow.handing import PlannedHand
+from service.shadow.samples import unpack
 
 SAMPLE = Sample({"x": np.zeros((2, 4), np.float32)}, {"y": np.zeros((2, 4), np.float32)}, rows=2, nbytes=64)
 PLAN = Plan(1, Path("m/1"), Serving(), "stamp")
@@ -49,34 +52,87 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("outcome", ["measured", "dropped", "failed"])
-def test_what_became_of_a_sample_is_counted_where_it_was_taken(outcome: str) -> None:
-    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
-        answer: Future[Body] = Future()
-        answer.set_result({"outcome": outcome})
-        return answer
+class Leader:
+    """Asked to have samples measured: keeps what it was asked, and answers what it is told to."""
 
+    def __init__(self) -> None:
+        self.asked: list[tuple[Mapping[str, Any], list[Sample]]] = []
+        self.answer: Future[Body] = Future()
+
+    def ask(self, kind: str, body: Mapping[str, Any], files: list[int]) -> Future[Body]:
+        assert kind == "samples"
+        self.asked.append((body, unpack(body, files[0])))
+        return self.answer
+
+
+@pytest.fixture
+def leader() -> Leader:
+    return Leader()
+
+
+@pytest.fixture
+def hand(leader: Leader) -> Iterator[PlannedHand]:
+    made = PlannedHand("m", PLAN, leader.ask)
+    yield made
+    made.forget()
+
+
+def test_what_became_of_each_sample_is_counted_where_it_was_taken(hand: PlannedHand, leader: Leader) -> None:
+    observers = [Observer(), Observer(), Observer()]
+    for observer in observers:
+        hand.give(SAMPLE, observer)
+    until(lambda: leader.asked)
+    leader.answer.set_result({"outcomes": ["measured", "dropped", "failed"]})
+    assert [each.told for each in observers] == [[("measured", 2)], [("dropped", 2)], [("failed", 2)]]
+
+
+def test_samples_that_come_at_about_the_same_time_go_together(
+    hand: PlannedHand, leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.shadow.handing.TOGETHER_S", 0.5)
+    for _ in range(5):
+        hand.give(SAMPLE, Observer())
+    until(lambda: leader.asked)
+    ((body, samples),) = leader.asked
+    assert [sample.nbytes for sample in samples] == [64] * 5
+    assert (body["model"], body["version"], body["nbytes"]) == ("m", 1, 5 * 64)
+    hand.give(SAMPLE, Observer())
+    until(lambda: len(leader.asked) == 2)
+
+
+def test_samples_that_their_process_died_with_are_counted_as_failed(hand: PlannedHand, leader: Leader) -> None:
+    leader.answer.set_exception(Unavailable("the shadow of this server has ended"))
     observer = Observer()
-    PlannedHand("m", PLAN, ask).give(SAMPLE, observer)
-    assert observer.told == [(outcome, 2)]
-
-
-def test_a_sample_that_its_process_died_with_is_counted_as_failed() -> None:
-    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
-        answer: Future[Body] = Future()
-        answer.set_exception(Unavailable("the shadow of this server has ended"))
-        return answer
-
-    observer = Observer()
-    PlannedHand("m", PLAN, ask).give(SAMPLE, observer)
+    hand.give(SAMPLE, observer)
+    until(lambda: observer.told)
     assert observer.told == [("failed", 2)]
 
 
-def test_a_request_that_was_answered_does_not_fail_for_its_sample() -> None:
-    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
-        raise AssertionError("there is no file to hand over")
-
+def test_samples_for_which_there_is_no_file_are_counted_as_failed_and_the_next_is_handed_on(
+    hand: PlannedHand, leader: Leader
+) -> None:
     observer = Observer()
+    hand.give(SAMPLE, Observer())  # its thread has begun
+    until(lambda: leader.asked)
     with no_more_files():
-        PlannedHand("m", PLAN, ask).give(SAMPLE, observer)
+        hand.give(SAMPLE, observer)
+        until(lambda: observer.told)
     assert observer.told == [("failed", 2)]
+    hand.give(SAMPLE, Observer())
+    until(lambda: len(leader.asked) == 2)
+
+
+def test_what_still_waits_when_the_model_goes_is_dropped_and_so_is_what_comes_later(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.shadow.handing.TOGETHER_S", 60.0)
+    gone: list[str] = []
+    hand = PlannedHand("m", PLAN, leader.ask, lambda name, wish: gone.append(name))
+    observer = Observer()
+    hand.give(SAMPLE, observer)
+    hand.forget()
+    hand.give(SAMPLE, observer)
+    assert observer.told == [("dropped", 2)] * 2
+    assert gone == ["m"]
+    until(lambda: not hand._thread.is_alive())
+    assert leader.asked == []

@@ -30,9 +30,12 @@ SAMPLE = Sample(
 
 
 def test_a_sample_is_the_same_after_its_journey() -> None:
-    told, file = pack(SAMPLE)
-    found = unpack(json.loads(json.dumps(told)), file)
+    other = Sample({"x": np.ones(1)}, {"y": np.zeros(1)}, rows=1, nbytes=1)
+    told, file = pack([other, SAMPLE])
+    first, found = unpack(json.loads(json.dumps(told)), file)
     os.close(file)
+    assert told["nbytes"] == 100
+    np.testing.assert_array_equal(first.feeds["x"], other.feeds["x"])
     assert (found.rows, found.nbytes) == (2, 99)
     assert (found.probability, found.precision, found.profile) == (1 / 3, "bf16", "cpu-bf16")
     for kind in ("feeds", "outputs"):
@@ -52,7 +55,7 @@ def _text(element: str | bytes) -> bytes:
 
 
 def test_the_file_cannot_be_changed_under_its_reader() -> None:
-    _, file = pack(SAMPLE)
+    _, file = pack([SAMPLE])
     with pytest.raises(PermissionError):
         os.truncate(file, 0)
     with pytest.raises(PermissionError):
@@ -62,8 +65,8 @@ def test_the_file_cannot_be_changed_under_its_reader() -> None:
 
 
 def test_a_file_that_is_not_as_described_is_refused() -> None:
-    told, file = pack(SAMPLE)
-    told["tensors"] = told["tensors"][:-1]
-    with pytest.raises(ValueError, match="is described as"):
+    told, file = pack([SAMPLE])
+    told["samples"][0]["tensors"].pop()
+    with pytest.raises(ValueError, match="are described as"):
         unpack(told, file)
     os.close(file)
