@@ -83,7 +83,7 @@ class _Measured:
         return sum(each.sample.nbytes for each in self.early)
 
 
-class _Outcomes:
+class Outcomes:
     """What became of samples that came together: answered when the last is known."""
 
     def __init__(self, count: int) -> None:
@@ -148,7 +148,7 @@ class References:
     def _sampled(self, message: Message) -> Future[Body]:
         body = message.body
         samples = unpack(body, message.files[0])
-        outcomes = _Outcomes(len(samples))
+        outcomes = Outcomes(len(samples))
         with self._lock:
             model = self._model(body["wish"])
             for at, sample in enumerate(samples):
