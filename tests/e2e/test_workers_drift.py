@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -63,7 +64,12 @@ def test_one_process_measures_what_all_workers_answer_and_only_once_it_is_needed
 
 
 def test_the_rate_is_that_of_the_server_and_not_of_each_worker(repository: Path, serve: Serve) -> None:
-    (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 0.001}\n")
+    """Three workers choose 0.8 requests a second each, and one a second is measured."""
+    (repository / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1}\n")
     server = serve("--repository", str(repository), "--workers", "3").wait_ready()
-    ask(server, 20)
-    until(lambda: server.metric(MEASURED) == 2 and server.metric(DROPPED) == 38, 60, "one request measured")
+    begun = time.monotonic()
+    while time.monotonic() < begun + 8:
+        ask(server, 6)
+    until(lambda: server.metric(DROPPED) > 0, 60, "what is beyond the rate dropped")
+    until(lambda: server.metric(MEASURED) > 0, 60, "the rest measured")
+    assert server.metric(MEASURED) / 2 <= 1 + time.monotonic() - begun
