@@ -8,6 +8,7 @@ from html import escape
 
 from bf16kit.wording import brief
 from service.status_http import amounts
+from service.status_http.drifting import troubles
 from service.status_http.markup import code, details, figure, table
 from service.status_http.section import latency, model_section
 from service.status_http.style import STYLE
@@ -35,7 +36,7 @@ def status_page(server: ServerView, *, refreshing: bool = False) -> str:
     asked for that, because it takes the place away from those who listen."""
     detailed = _detailed(server.models)
     anchors = {id(model): f"m{at}" for at, model in enumerate(detailed)}
-    sections = [model_section(model, anchors[id(model)]) for model in detailed]
+    sections = [model_section(model, anchors[id(model)], server.at_seconds) for model in detailed]
     left = len(server.models) - len(detailed)
     if left:
         sections.append(f"<p>{left:,} more models, in order, are in the table above and in /status.json.</p>")
@@ -63,9 +64,9 @@ def _detailed(models: tuple[ModelView, ...]) -> list[ModelView]:
     if len(models) <= MOST_SECTIONS:
         return list(models)
 
-    def calm(model: ModelView) -> tuple[bool, float, int]:
+    def calm(model: ModelView) -> tuple[bool, bool, float, int]:
         answered = 0 if model.recent is None else model.recent.counts.answered
-        return model.state == "ready", -(model.drift_ratio or 0.0), -answered
+        return model.state == "ready", not troubles(model), -(model.drift_ratio or 0.0), -answered
 
     chosen = {id(model) for model in sorted(models, key=calm)[:MOST_SECTIONS]}
     return [model for model in models if id(model) in chosen]
@@ -107,24 +108,26 @@ def _time(at: str) -> str:
 
 def _verdict(server: ServerView, anchors: dict[int, str]) -> str:
     waits = server.waits_for
-    drifting = [model for model in server.models if (model.drift_ratio or 0.0) > 1]
-    bad = not server.ready or bool(drifting)
+    found = {id(model): troubles(model) for model in server.models}
+    ill = [model for model in server.models if found[id(model)]]
+    bad = not server.ready or bool(ill)
     mark = f'<span class="mark{" no" if bad else ""}" aria-hidden="true">{"✗" if bad else "✓"}</span>'
     items = [_item(model, anchors, _state(model)) for model in waits]
-    items += [_item(model, anchors, f"drifts: {amounts.share(model.drift_ratio)} of its budget") for model in drifting]
+    items += [_item(model, anchors, "; ".join(found[id(model)])) for model in ill]
     left = [f"<li>and {len(items) - _MOST_REASONS} more</li>"] if len(items) > _MOST_REASONS else []
     listed = "\n".join(["<ul>", *items[:_MOST_REASONS], *left, "</ul>\n"]) if items else ""
     return (
         f'<section class="verdict{" bad" if bad else ""}" aria-labelledby="verdict">\n'
-        f'<h2 id="verdict">{mark} {_headline(server, len(drifting))}</h2>\n{listed}</section>'
+        f'<h2 id="verdict">{mark} {_headline(server, ill)}</h2>\n{listed}</section>'
     )
 
 
-def _headline(server: ServerView, drifting: int) -> str:
+def _headline(server: ServerView, ill: list[ModelView]) -> str:
     models = amounts.plural(len(server.models), "model")
     if server.ready:
-        over = f", and {amounts.plural(drifting, 'model')} over the drift budget" if drifting else ""
-        return f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{over}"
+        over = sum(model.over_budget for model in ill)
+        what = f"{amounts.plural(over, 'model')} over the drift budget" if over else f"{len(ill):,} to look at"
+        return f"Ready: {models} {'answers' if len(server.models) == 1 else 'answer'}{f', and {what}' if ill else ''}"
     if not server.models:
         return "Not ready: there are no models"
     waits = len(server.waits_for)
@@ -167,7 +170,9 @@ def _figures(server: ServerView) -> str:
             figure("Highest p99", latency(slowest), "latency of a request"),
             figure("In flight", f"{in_flight:,}", f"{waiting:,} of them in a queue"),
             figure("Rejected", f"{rejected:,}", f"in the last {amounts.duration(WINDOW_SECONDS)}"),
-            figure("Highest drift", amounts.share(worst), "of a budget", over=(worst or 0.0) > 1),
+            figure(
+                "Highest drift", amounts.share(worst), "of a budget", over=any(m.over_budget for m in server.models)
+            ),
             "</dl>",
         ]
     )
@@ -202,7 +207,7 @@ def _model(model: ModelView, anchor: str | None) -> tuple[str, ...]:
     name = escape(model.name)
     if anchor is not None:
         name = f'<a href="#{anchor}" aria-label="{escape(model.label)}">{name}</a>'
-    drift = f'<span class="over">{amounts.share(ratio)}</span>' if (ratio or 0.0) > 1 else amounts.share(ratio)
+    drift = f'<span class="over">{amounts.share(ratio)}</span>' if model.over_budget else amounts.share(ratio)
     return (
         name,
         str(model.version),

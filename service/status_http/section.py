@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from html import escape
 
-from bf16kit.budget import Budget
-from service.contract import GATE_FAILED
 from service.status_http import amounts
-from service.status_http.markup import code, details, fact, figure, grouped_table, meter, table
+from service.status_http.drifting import MOST_OUTPUTS, drift_part, golden
+from service.status_http.markup import code, details, fact, figure, grouped_table, table
 from service.status_http.sparkline import sparkline
 from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, Running
 from service.telemetry.history import TICKS, Recent
@@ -16,7 +14,6 @@ from service.telemetry.quantiles import Durations
 from service.telemetry.vocabulary import SECONDS
 
 _SPAN = f"last {amounts.duration(SPAN_SECONDS)}"
-_MOST_OUTPUTS = 20  # rows of the table of drift, and names of tensors
 _PROOFS = {
     "fp32": "fp32: measured on this device when the model was loaded",
     "bf16": "bf16: measured on this device when the model was loaded. Long sums lose digits",
@@ -24,8 +21,8 @@ _PROOFS = {
 }
 
 
-def model_section(model: ModelView, anchor: str) -> str:
-    """The section with the id ``anchor``."""
+def model_section(model: ModelView, anchor: str, now: float) -> str:
+    """The section with the id ``anchor``; ``now`` is in Unix seconds."""
     state = escape(model.state)
     parts = [
         f'<section id="{anchor}" aria-labelledby="{anchor}-name">',
@@ -34,9 +31,10 @@ def model_section(model: ModelView, anchor: str) -> str:
     if model.reason not in ("", model.state):
         parts.append(f'<p class="reason {state}">{escape(model.reason)}</p>')
     if model.recent is not None and model.running is not None:
-        parts += [_trends(model, model.recent), _numbers(model.recent, model.running)]
-    if model.running is not None:
-        parts.append(_how(model.running))
+        parts += [_trends(model, model.recent), drift_part(model.recent, model.running, now)]
+        parts.append(f'<div class="pair">\n{_latency(model.recent)}\n{_how(model.running)}\n</div>')
+    elif model.running is not None:
+        parts.append(_how(model.running, fact("Golden gate", golden(model.running))))
     if model.recent is not None:
         parts.append(details("Answers and rejections by reason", _outcomes(model.recent)))
     if model.running is not None:
@@ -90,19 +88,16 @@ def _drift_figure(ratio: float | None, recent: Recent) -> str:
     picture = sparkline("Drift against its budget", _SPAN, recent.trend.drift, amounts.share, length=TICKS, bound=1.0)
     if ratio is None:
         return figure("Drift, of its budget", amounts.NONE, words, picture=picture)
-    over = ratio > 1
+    over = recent.drift.over
     words += "; over its budget" if over else ""
     return figure("Drift, of its budget", amounts.share(ratio), words, over=over, picture=picture)
 
 
-def _numbers(recent: Recent, running: Running) -> str:
+def _latency(recent: Recent) -> str:
     phases = (("request", recent.request), ("queue", recent.queue), ("compute", recent.compute))
     columns = ("phase", "mean", "p50", "p90", "p99")
     phased = table(f"Of the {_window(recent)}; compute is of a batch", columns, [_phase(*phase) for phase in phases])
-    return (
-        f'<div class="pair">\n<div>\n<h3>Latency</h3>\n{phased}\n</div>\n'
-        f"<div>\n<h3>Drift</h3>\n{_drift(recent, running)}\n</div>\n</div>"
-    )
+    return f"<div>\n<h3>Latency</h3>\n{phased}\n</div>"
 
 
 def _phase(name: str, seen: Durations) -> tuple[str, ...]:
@@ -119,68 +114,25 @@ def _window(recent: Recent) -> str:
     return f"last {amounts.duration(min(recent.seconds, WINDOW_SECONDS))}"
 
 
-def _drift(recent: Recent, running: Running) -> str:
-    if not recent.ratios:
-        return f'<p class="muted">No sample was measured yet. {_budget(running.budget)}</p>'
-    budget = Budget.from_dict(running.budget)
-    shown = list(recent.ratios.items())[:_MOST_OUTPUTS]
-    groups = {
-        code(output): [
-            _bound(metric, ratio, budget, recent.baseline.get(output, {})) for metric, ratio in metrics.items()
-        ]
-        for output, metrics in shown
-    }
-    columns = ("metric", "recent", "budget", "used", "baseline")
-    more = len(recent.ratios) - len(shown)
-    left = f'<p class="muted">{amounts.plural(more, "more output")} in /status.json.</p>' if more else ""
-    return grouped_table("The newest samples against the fp32 reference", columns, groups, wide=1) + left
-
-
-def _bound(metric: str, ratio: float, budget: Budget, baseline: Mapping[str, float]) -> tuple[str, ...]:
-    words = f'<span class="share{" over" if ratio > 1 else ""}">{amounts.share(ratio)}</span>'
-    bound, recent = budget.bound(metric), budget.measured(metric, ratio)
-    numbers = (
-        amounts.number(recent),
-        amounts.number(bound),
-        f"{meter(ratio)} {words}",
-        amounts.number(baseline.get(metric)),
-    )
-    return escape(metric), *numbers
-
-
-def _budget(bounds: Mapping[str, float]) -> str:
-    listed = ", ".join(f"{name} {amounts.number(bound)}" for name, bound in bounds.items())
-    return f"The budget: {escape(listed)}." if listed else "There is no budget."
-
-
 # --- how it runs ------------------------------------------------------------------------------------------------------
 
 
-def _how(running: Running) -> str:
+def _how(running: Running, *more: str) -> str:
     profile = escape(running.profile) + (f"; {escape(running.choice)}" if running.choice else "")
     proof = _PROOFS.get(running.accumulation, running.accumulation)
-    failed = " class=over" if running.golden.startswith(GATE_FAILED) else ""
     facts = [
         fact("Runtime", escape(f"{running.backend} on {running.device}")),
         fact("Profile", profile),
         fact("Precision", escape(running.precision)),
-        fact("Answers in", _answers(running)),
         fact("Accumulation", f"<span{' class=over' if running.accumulation != 'fp32' else ''}>{escape(proof)}</span>"),
         fact("CPU kernel", escape(running.kernel or "none")),
-        fact("Golden gate", f"<span{failed}>{escape(running.golden)}</span>"),
         fact("Weights", amounts.size(running.weight_bytes)),
         fact("Batching", escape(_batching(running))),
+        *more,
     ]
     if running.note:
         facts.append(fact("Note", escape(running.note)))
-    return "\n".join(["<h3>How it runs</h3>", '<dl class="facts">', *facts, "</dl>"])
-
-
-def _answers(running: Running) -> str:
-    """What answers now; marked where that is not bf16, or should not be."""
-    reason = running.active_precision_reason
-    said = escape(running.active_precision + (f": {reason}" if reason else ""))
-    return f'<span class="over">{said}</span>' if reason else said
+    return "\n".join(["<div>", "<h3>How it runs</h3>", '<dl class="facts">', *facts, "</dl>", "</div>"])
 
 
 def _batching(running: Running) -> str:
@@ -221,5 +173,5 @@ def _tensors(running: Running) -> str:
 
 
 def _lines(names: tuple[str, ...]) -> str:
-    left = [f"and {len(names) - _MOST_OUTPUTS} more"] if len(names) > _MOST_OUTPUTS else []
-    return "<br>".join([*map(code, names[:_MOST_OUTPUTS]), *left])
+    left = [f"and {len(names) - MOST_OUTPUTS} more"] if len(names) > MOST_OUTPUTS else []
+    return "<br>".join([*map(code, names[:MOST_OUTPUTS]), *left])

@@ -63,6 +63,7 @@ p.spark { font-size: .8rem; font-weight: 400; color: var(--muted); height: auto;
 .limit { fill: none; stroke: var(--bad); stroke-width: 1.25; stroke-dasharray: 5 4; }
 .pair { display: grid; grid-template-columns: 5fr 6fr; gap: 0 2rem; }
 .pair > div { min-width: 0; }
+.pair.left { grid-template-columns: 11fr 7fr; }
 table { border-collapse: collapse; width: 100%; margin: .25rem 0; font-size: .9rem; }
 caption { text-align: left; color: var(--muted); font-size: .85rem; padding-bottom: .25rem; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
@@ -75,6 +76,7 @@ tr > :last-child { padding-right: 0; }
 .meter .track { fill: var(--grid); }
 .meter .used { fill: var(--accent); }
 .meter .used.full { fill: var(--bad); }
+.range { white-space: normal; }
 .share { display: inline-block; min-width: 3.2em; }
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.25rem; margin: .25rem 0;
   font-size: .9rem; }
@@ -85,6 +87,7 @@ details { margin-top: .6rem; }
 section > details:first-child { margin: 0; }
 summary { cursor: pointer; color: var(--accent); padding: .2rem 0; }
 footer { color: var(--muted); font-size: .85rem; padding-bottom: 2rem; }
+@media (max-width: 72rem) { .pair.left { grid-template-columns: 1fr; } }
 @media (max-width: 64rem) {
   .figures { grid-template-columns: repeat(3, 1fr); }
   .trends { grid-template-columns: repeat(2, 1fr); }

@@ -88,12 +88,18 @@ class ModelView:
             return None
         return max((ratio for metrics in self.recent.ratios.values() for ratio in metrics.values()), default=None)
 
+    @property
+    def over_budget(self) -> bool:
+        """With confidence."""
+        return self.recent is not None and self.recent.drift.over
+
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
     """A server and its models, at one moment."""
 
     at: str  # the moment, in UTC
+    at_seconds: float  # the same in Unix seconds
     version: str
     uptime_seconds: float
     workers: int
@@ -137,6 +143,7 @@ class Status:
         models = tuple(_view(slot, recent.get((slot.name, str(slot.version)))) for slot in slots)
         return ServerView(
             at=datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+            at_seconds=now,
             version=bf16kit.__version__,
             uptime_seconds=round(time.monotonic() - self._begun, 1),
             workers=self._workers,

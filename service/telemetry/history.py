@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from service.request import REFUSALS
 from service.telemetry import vocabulary as words
+from service.telemetry.livedrift import ACTIVE, LiveDrift
 from service.telemetry.quantiles import Durations, durations, quantiles
 from service.telemetry.readings import (
     BASELINE,
@@ -86,6 +87,7 @@ class Recent:
     in_flight: int
     ratios: Mapping[str, Mapping[str, float]]  # recent drift ÷ budget, by output and metric
     baseline: Mapping[str, Mapping[str, float]]
+    drift: LiveDrift
     trend: Trend
 
     def per_second(self, count: int) -> float:
@@ -106,6 +108,8 @@ class _Track:
     def __init__(self, size: int, totals: Totals) -> None:
         self.before = np.zeros_like(totals)
         self.rows: Rows = np.full((TICKS, size), np.nan, np.float32)
+        self.fallback: bool | None = None  # None: not looked at yet
+        self.fallback_since: float | None = None
 
     def growth(self, totals: Totals) -> Totals:
         """Since the last tick. Nothing where a counter went back: it began anew, and what it lost is not known."""
@@ -118,6 +122,12 @@ class _Track:
         self.rows[-1, len(totals) :] = value
         self.before = totals
 
+    def precision(self, fallback: bool, now: float) -> None:
+        """What answers now; since when is known to a tick, or to the last look at it."""
+        if self.fallback not in (None, fallback):
+            self.fallback_since = now
+        self.fallback = fallback
+
     def window(self, totals: Totals) -> Totals:
         """What the last :data:`WINDOW_TICKS` ticks and the time since then grew by."""
         past: Totals = np.nansum(self.rows[-WINDOW_TICKS:, : len(totals)], axis=0, dtype=np.float64)
@@ -125,11 +135,15 @@ class _Track:
 
 
 class History:
-    """:meth:`tick` is for a thread, every :data:`TICK_SECONDS`; :meth:`read` for whoever wants to know."""
+    """:meth:`tick` is for a thread, every :data:`TICK_SECONDS`; :meth:`read` for whoever wants to know. ``wall`` is in
+    Unix seconds, for people."""
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, source: Source, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
         self._source = source
         self._clock = clock
+        self._wall = wall
         self._lock = threading.Lock()
         self._at = clock()
         self._lengths: deque[float] = deque([0.0] * TICKS, TICKS)  # of the ticks, seconds
@@ -146,6 +160,7 @@ class History:
             tracks = {key: self._track(key, totals) for key, totals in read.totals.items()}
             for key, track in tracks.items():
                 track.append(read.totals[key], read.ratio(key))
+                track.precision(_falls_back(read, key), self._wall())
             self._models = tracks
 
     def read(self) -> tuple[dict[Key, Recent], Door]:
@@ -165,6 +180,7 @@ class History:
         seen = ~np.isnan(track.rows[:, 0])
         lengths = np.array(self._lengths)
         drift, gauges = read.drift.get(key, {}), read.gauges.get(key, {})
+        track.precision(_falls_back(read, key), self._wall())
         request, queue, compute = (_durations(window, name) for name in HISTOGRAMS)
         return Recent(
             seconds=float(lengths[-WINDOW_TICKS:][seen[-WINDOW_TICKS:]].sum() + since),
@@ -177,8 +193,13 @@ class History:
             in_flight=gauges.get(IN_FLIGHT, 0),
             ratios=drift.get(RATIO, {}),
             baseline=drift.get(BASELINE, {}),
+            drift=LiveDrift.of(read.live.get(key, {}), track.fallback_since),
             trend=_trend(track.rows[seen], lengths[seen]),
         )
+
+
+def _falls_back(read: Reading, key: Key) -> bool:
+    return read.live.get(key, {}).get(ACTIVE, {}).get(()) == 1
 
 
 def _counts(totals: Totals) -> Counts:

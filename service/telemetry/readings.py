@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from service.request import REFUSALS
 from service.telemetry import vocabulary as words
+from service.telemetry.livedrift import LABELS
 
 _OTHER = "other"
 CODES = (*words.CODES, _OTHER)
@@ -27,6 +28,7 @@ NAMES = (
     "bf16kit_executions_total",
     *(f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum")),
     *(RATIO, BASELINE, DEPTH, IN_FLIGHT, _REFUSED),
+    *LABELS,
 )
 
 Totals = NDArray[np.float64]
@@ -98,6 +100,7 @@ class Reading:
         self.totals: dict[Key, Totals] = {}
         self.gauges: dict[Key, dict[str, int]] = {}
         self.drift: dict[Key, dict[str, dict[str, dict[str, float]]]] = {}
+        self.live: dict[Key, dict[str, dict[tuple[str, ...], float]]] = {}
         self.refused = np.zeros(len(REFUSALS))
         for sample in samples:
             self._take(sample.name, sample.labels, sample.value)
@@ -118,6 +121,9 @@ class Reading:
             drift[name].setdefault(labels["output"], {})[labels["metric"]] = words.finite(value)
         elif name in (DEPTH, IN_FLIGHT):
             self.gauges.setdefault(key, {})[name] = round(value)
+        elif name in LABELS:
+            of = tuple(labels[label] for label in LABELS[name])
+            self.live.setdefault(key, {}).setdefault(name, {})[of] = value
         elif (column := LAYOUT.column(name, labels)) is not None:
             row[column] += value
 

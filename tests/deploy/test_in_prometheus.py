@@ -31,6 +31,7 @@ MEASURED = 'bf16kit_drift_samples_total{model="mlp",outcome="measured",version="
 # What a healthy model without a calibrated range has nothing to show in.
 EMPTY = {"Cause", "Rows outside the calibrated range", "Rejected before they ran", "Change detector"}
 
+SLOW = "bf16kit:requests_slow:ratio_rate5m"
 UNMEASURED = {"no metric bf16kit_drift_out_of_range_total", "no metric bf16kit_drift_change_score"}
 
 
@@ -73,7 +74,7 @@ def prometheus(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) 
 
         def asked_and_rated() -> bool:
             ask(server.target, 20)
-            return bool(prometheus.query(f"rate({MEASURED}[30s]) > 0 and {MEASURED} > 100"))
+            return bool(prometheus.query(f"rate({MEASURED}[30s]) > 0 and {MEASURED} > 100 and on (model) {SLOW}"))
 
         until(asked_and_rated, 120, "a rate of measured samples")
         yield prometheus

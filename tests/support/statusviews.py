@@ -9,6 +9,7 @@ from loopback import LoopbackModel, LoopbackRegistry
 
 from service.status_http.views import ModelView, Running, ServerView, Status
 from service.telemetry.history import TICKS, Counts, Door, History, Recent, Trend
+from service.telemetry.livedrift import LiveDrift
 from service.telemetry.metrics import Metrics
 from service.telemetry.quantiles import Durations
 
@@ -41,8 +42,35 @@ def running(**changes: object) -> Running:
     return Running(**(fields | changes))  # type: ignore[arg-type]
 
 
-def recent(*, output: str = "sentence_embedding", ratio: float = 0.36, phase: float = 0.0) -> Recent:
-    """A busy model over five minutes."""
+AT = 1_767_323_045.0  # 2026-01-02T03:04:05, when the server is looked at
+
+
+def live(*, output: str = "sentence_embedding", ratio: float = 0.36, **changes: object) -> LiveDrift:
+    """What is known of its drift: all is well, unless the ratio says otherwise."""
+    over = ratio > 1
+    fields: dict[str, object] = {
+        "low": {output: {"relative_l2": 0.95 * ratio, "cosine_distance": 0.09 * ratio, "nonfinite": 0.0}},
+        "high": {output: {"relative_l2": 1.05 * ratio, "cosine_distance": 0.11 * ratio, "nonfinite": 0.0}},
+        "effective_samples": {output: 212.4},
+        "change_score": {output: 1.7 if over else 0.31},
+        "changes": 1 if over else 0,
+        "over": over,
+        "cause": "broken" if over else "",
+        "out_of_range": {"input_ids": 3} if over else {},
+        "last_sample": AT - 2,
+        "reference_up": True,
+        "gate_passed": True,
+        "gate_at": AT - 1_500,
+        "fallback": over,
+        "fallback_since": AT - 320 if over else None,
+        "falls": 1 if over else 0,
+        "answers": {"bf16": 80_000, "fp32": 8_000 if over else 0},
+    }
+    return LiveDrift(**(fields | changes))  # type: ignore[arg-type]
+
+
+def recent(*, output: str = "sentence_embedding", ratio: float = 0.36, phase: float = 0.0, **drift: object) -> Recent:
+    """A busy model over five minutes; ``drift`` is what :func:`live` takes."""
     waves = [1 + 0.4 * math.sin(phase + at / 9) + 0.1 * math.sin(at * 1.7) for at in range(TICKS)]
     counts = Counts({"OK": 12_900, "RESOURCE_EXHAUSTED": 31}, {"queue_full": 31}, {"measured": 380}, 40_100, 9_500)
     total = Counts({"OK": 88_000, "RESOURCE_EXHAUSTED": 31}, {"queue_full": 31}, {"measured": 2_600}, 280_000, 65_000)
@@ -63,6 +91,7 @@ def recent(*, output: str = "sentence_embedding", ratio: float = 0.36, phase: fl
         in_flight=5,
         ratios={output: {"relative_l2": ratio, "cosine_distance": ratio / 10, "nonfinite": 0.0}},
         baseline={output: {"relative_l2": 0.0047, "cosine_distance": 1.1e-5, "nonfinite": 0.0}},
+        drift=live(output=output, ratio=ratio, **drift),
         trend=trend,
     )
 
@@ -71,6 +100,7 @@ def server(models: Sequence[ModelView], **changes: object) -> ServerView:
     """A server that is ready if its models are."""
     fields: dict[str, object] = {
         "at": "2026-01-02T03:04:05+00:00",
+        "at_seconds": AT,
         "version": "1.2.3",
         "uptime_seconds": 93_784.0,
         "workers": 1,
@@ -83,12 +113,22 @@ def server(models: Sequence[ModelView], **changes: object) -> ServerView:
     return ServerView(**(fields | changes))  # type: ignore[arg-type]
 
 
+FALLEN = running(
+    accumulation="bf16",
+    note="a note",
+    golden="FAILED 2026-01-02T02:39:05+00:00: golden samples are over the drift budget: sentence_embedding 0.19",
+    active_precision="fp32",
+    active_precision_reason="relative_l2 of output 'sentence_embedding' is 1.31 times its budget (95 %: 1.24 to 1.38,"
+    " 212 effective samples), more than rounding explains: something is broken",
+)
+
+
 def everything() -> ServerView:
     """One of each: well, over budget, loading, unavailable, answering and never asked."""
     return server(
         [
             ModelView("minilm", 1, "ready", "", running(), recent()),
-            ModelView("minilm", 2, "ready", "", running(accumulation="bf16", note="a note"), recent(ratio=1.31)),
+            ModelView("minilm", 2, "ready", "", FALLEN, recent(ratio=1.31, gate_passed=False, reference_up=False)),
             ModelView("quiet", 1, "ready", "", running(max_batch_size=0, kernel="", choice="")),
             ModelView("vision", 1, "loading", "loading"),
             ModelView("vision", 2, "unavailable", "golden samples are over the drift budget: output 'y'"),

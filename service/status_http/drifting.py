@@ -1,0 +1,178 @@
+"""One model's drift on the status page: how far it is and how sure that is, why, and what was done about it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from html import escape
+
+from bf16kit.budget import Budget
+from service.contract import GATE_FAILED
+from service.status_http import amounts
+from service.status_http.markup import code, fact, grouped_table, meter
+from service.status_http.views import ModelView, Running
+from service.telemetry.history import Recent
+from service.telemetry.livedrift import LiveDrift
+
+MOST_OUTPUTS = 20  # rows of the table of drift, and names of tensors
+_CAUSES = {
+    "rounding": "rounding: more of what bf16 does anyway",
+    "broken": "broken: more than rounding explains. Weights, memory, kernel or artifact are damaged or wrong",
+    "out_of_range": "out of range: inputs that the calibration never saw",
+}
+
+
+def troubles(model: ModelView) -> list[str]:
+    """What somebody should look at, in words, the worst first; nothing of a model that is well."""
+    if model.recent is None:
+        return []
+    drift, found = model.recent.drift, []
+    if drift.over:
+        found.append(f"drifts: {amounts.share(model.drift_ratio)} of its budget")
+    if drift.cause == "broken":
+        found.append("is broken: it differs from fp32 by more than rounding explains")
+    if drift.gate_passed is False:
+        found.append("answers its golden samples over budget")
+    if drift.fallback:
+        found.append("answers in fp32, because bf16 went over its budget")
+    if drift.reference_up is False:
+        found.append("is not measured: its fp32 reference loads or is dead")
+    return found
+
+
+def drift_part(recent: Recent, running: Running, now: float) -> str:
+    """The heading, the table and the facts; ``now`` is in Unix seconds."""
+    return (
+        f'<h3>Drift <span class="state {_KINDS[_state(recent)]}">{_state(recent)}</span></h3>\n'
+        f'<div class="pair left">\n<div>\n{_table(recent, running)}\n</div>\n'
+        f"<div>\n{_facts(recent, running, now)}\n</div>\n</div>"
+    )
+
+
+_KINDS = {"over budget": "unavailable", "within budget": "ready", "not known yet": "loading", "not measured": "loading"}
+
+
+def _state(recent: Recent) -> str:
+    """What is said with 95 % confidence."""
+    if recent.drift.over:
+        return "over budget"
+    if not recent.ratios:
+        return "not measured"
+    highs = [high for metrics in recent.drift.high.values() for high in metrics.values()]
+    return "within budget" if highs and all(high is not None and high < 1 for high in highs) else "not known yet"
+
+
+def _table(recent: Recent, running: Running) -> str:
+    if not recent.ratios:
+        return f'<p class="muted">No sample was measured yet. {_budget(running)}</p>'
+    shown = list(recent.ratios)[:MOST_OUTPUTS]
+    budget = Budget.from_dict(running.budget)
+    groups = {
+        _heading(output, recent.drift): [
+            _bound(recent, output, metric, ratio, budget) for metric, ratio in recent.ratios[output].items()
+        ]
+        for output in shown
+    }
+    columns = ("metric", "used", "95 % interval", "recent", "budget", "baseline")
+    more = len(recent.ratios) - len(shown)
+    left = f'<p class="muted">{amounts.plural(more, "more output")} in /status.json.</p>' if more else ""
+    return grouped_table("The newest samples against the fp32 reference", columns, groups, wide=3) + left
+
+
+def _heading(output: str, drift: LiveDrift) -> str:
+    """The output's name, what its samples are worth, and what its change detector says."""
+    words = []
+    if (effective := drift.effective_samples.get(output)) is not None:
+        words.append(f"{amounts.number(effective)} effective samples")
+    if output in drift.change_score:
+        score = drift.change_score[output]
+        alarm = score is None or score >= 1
+        said = f"change detector at {amounts.share(score)} of its threshold"
+        words.append(f'<span class="over">{said}: changed</span>' if alarm else said)
+    return ", ".join([code(output), *words])
+
+
+def _bound(recent: Recent, output: str, metric: str, ratio: float, budget: Budget) -> tuple[str, ...]:
+    low, high = (side.get(output, {}).get(metric) for side in (recent.drift.low, recent.drift.high))
+    over = low is not None and low > 1
+    words = f'<span class="share{" over" if over else ""}">{amounts.share(ratio)}</span>'
+    return (
+        escape(metric),
+        f"{meter(ratio)} {words}",
+        _interval(low, high),
+        amounts.number(budget.measured(metric, ratio)),
+        amounts.number(budget.bound(metric)),
+        amounts.number(recent.baseline.get(output, {}).get(metric)),
+    )
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    if high is None:
+        return "not known" if not low else f"over {amounts.share(low)}"
+    return f'<span class="range">{amounts.share(low)} to {amounts.share(high)}</span>'
+
+
+def _budget(running: Running) -> str:
+    listed = ", ".join(f"{name} {amounts.number(bound)}" for name, bound in running.budget.items())
+    return f"The budget: {escape(listed)}." if listed else "There is no budget."
+
+
+# --- why, and what was done about it ----------------------------------------------------------------------------------
+
+
+def _facts(recent: Recent, running: Running, now: float) -> str:
+    drift = recent.drift
+    facts = [
+        fact(
+            "Cause", _marked(_CAUSES.get(drift.cause, drift.cause), drift.cause == "broken") if drift.cause else "none"
+        ),
+        fact("Changes", f"{drift.changes:,} since it was loaded" if drift.changes else "none since it was loaded"),
+        fact("Answers in", _answers(drift, running, now)),
+        fact("Golden gate", _gate(drift, running, now)),
+        fact("Reference", _reference(drift, now)),
+    ]
+    if drift.out_of_range:
+        rows = [f"{code(name)}: {amounts.plural(count, 'measured row')}" for name, count in drift.out_of_range.items()]
+        facts.insert(1, fact("Out of range", "<br>".join(rows[:MOST_OUTPUTS])))
+    return "\n".join(['<dl class="facts">', *facts, "</dl>"])
+
+
+def _marked(text: str, bad: bool) -> str:
+    return f'<span class="over">{escape(text)}</span>' if bad else escape(text)
+
+
+def _answers(drift: LiveDrift, running: Running, now: float) -> str:
+    """What answers, since when, and why that is not bf16 or should not be."""
+    said = _marked("fp32" if drift.fallback else "bf16", drift.fallback)
+    if drift.fallback_since is not None:
+        said += f" since {_moment(drift.fallback_since, now)}"
+    if running.active_precision_reason:
+        said += f": {escape(running.active_precision_reason)}"
+    if drift.falls:
+        said += f'<br><span class="muted">fell back {amounts.plural(drift.falls, "time")} since it was loaded</span>'
+    return said
+
+
+def golden(running: Running) -> str:
+    """How the golden samples were answered the last time."""
+    return f"<span{' class=over' if running.golden.startswith(GATE_FAILED) else ''}>{escape(running.golden)}</span>"
+
+
+def _gate(drift: LiveDrift, running: Running, now: float) -> str:
+    if drift.gate_passed is None or drift.gate_at is None:
+        return golden(running)
+    result = "passed" if drift.gate_passed else _marked("failed", bad=True)
+    return f"{result} at {_moment(drift.gate_at, now)}<br>{golden(running)}"
+
+
+def _reference(drift: LiveDrift, now: float) -> str:
+    words = {None: "off", True: "up", False: _marked("loading or dead: nothing is measured", bad=True)}
+    last = "" if drift.last_sample is None else f"; last sample {_moment(drift.last_sample, now)}"
+    return words[drift.reference_up] + last
+
+
+def _moment(at: float, now: float) -> str:
+    """A time of day, with the date where it was another, and how long ago that is."""
+    moment, today = datetime.fromtimestamp(at, UTC), datetime.fromtimestamp(now, UTC).date()
+    said = moment.strftime("%H:%M:%S" if moment.date() == today else "%Y-%m-%d %H:%M:%S")
+    stamp = moment.isoformat(timespec="seconds")
+    return f'<time datetime="{stamp}">{said} UTC</time> ({amounts.duration(max(0.0, now - at))} ago)'

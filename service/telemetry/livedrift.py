@@ -1,0 +1,96 @@
+"""What the metrics say of one model's drift at this moment: how sure it is, why, and what was done about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LOW, _HIGH = "bf16kit_drift_budget_ratio_low", "bf16kit_drift_budget_ratio_high"
+_EFFECTIVE, _SCORE = "bf16kit_drift_effective_samples", "bf16kit_drift_change_score"
+_CHANGES, _OVER, _CAUSE = "bf16kit_drift_changes_total", "bf16kit_drift_over_budget", "bf16kit_drift_cause"
+_OUT_OF_RANGE, _LAST = "bf16kit_drift_out_of_range_total", "bf16kit_drift_last_sample_timestamp_seconds"
+_UP = "bf16kit_drift_reference_up"
+_PASSED, _AT = "bf16kit_golden_gate_passed", "bf16kit_golden_gate_timestamp_seconds"
+_FALLS, _ANSWERS = "bf16kit_fallback_transitions_total", "bf16kit_answers_total"
+ACTIVE = "bf16kit_fallback_active"
+
+#: The samples that this is made of, and the labels that tell those of one model apart.
+LABELS: Mapping[str, tuple[str, ...]] = {
+    _LOW: ("output", "metric"),
+    _HIGH: ("output", "metric"),
+    _EFFECTIVE: ("output",),
+    _SCORE: ("output",),
+    _CHANGES: ("output",),
+    _OVER: (),
+    _CAUSE: ("cause",),
+    _OUT_OF_RANGE: ("input",),
+    _LAST: (),
+    _UP: (),
+    _PASSED: (),
+    _AT: (),
+    ACTIVE: (),
+    _FALLS: ("to",),
+    _ANSWERS: ("precision",),
+}
+Values = Mapping[str, Mapping[tuple[str, ...], float]]  # by name, then by the labels' values
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDrift:
+    """One model. Times are Unix seconds; what is not known, or not bounded, is None."""
+
+    low: Mapping[str, Mapping[str, float | None]]  # of the 95 % interval of drift ÷ budget, by output and metric
+    high: Mapping[str, Mapping[str, float | None]]
+    effective_samples: Mapping[str, float]  # by output
+    change_score: Mapping[str, float | None]  # by output; 1 is an alarm
+    changes: int  # alarms since it was loaded
+    over: bool  # with confidence
+    cause: str  # empty: nothing ails it
+    out_of_range: Mapping[str, int]  # measured rows, by input
+    last_sample: float | None
+    reference_up: bool | None  # None: there is to be none
+    gate_passed: bool | None
+    gate_at: float | None
+    fallback: bool  # fp32 answers
+    fallback_since: float | None  # None: since it was loaded
+    falls: int  # since it was loaded
+    answers: Mapping[str, int]  # by precision
+
+    @classmethod
+    def of(cls, values: Values, fallback_since: float | None = None) -> LiveDrift:
+        """``values`` are those of :data:`LABELS` of one model, as far as there are any."""
+        passed, up = _alone(values, _PASSED), _alone(values, _UP)
+        return cls(
+            low=_bounds(values, _LOW),
+            high=_bounds(values, _HIGH),
+            effective_samples={name: value for (name,), value in values.get(_EFFECTIVE, {}).items()},
+            change_score={name: _finite(value) for (name,), value in values.get(_SCORE, {}).items()},
+            changes=round(sum(values.get(_CHANGES, {}).values())),
+            over=_alone(values, _OVER) == 1,
+            cause=next((cause for (cause,), value in values.get(_CAUSE, {}).items() if value == 1), ""),
+            out_of_range={name: round(rows) for (name,), rows in values.get(_OUT_OF_RANGE, {}).items() if rows},
+            last_sample=_alone(values, _LAST),
+            reference_up=None if up is None else up == 1,
+            gate_passed=None if passed is None else passed == 1,
+            gate_at=_alone(values, _AT),
+            fallback=_alone(values, ACTIVE) == 1,
+            fallback_since=fallback_since,
+            falls=round(values.get(_FALLS, {}).get(("fp32",), 0)),
+            answers={precision: round(count) for (precision,), count in values.get(_ANSWERS, {}).items()},
+        )
+
+
+def _alone(values: Values, name: str) -> float | None:
+    return values.get(name, {}).get(())
+
+
+def _bounds(values: Values, name: str) -> dict[str, dict[str, float | None]]:
+    bounds: dict[str, dict[str, float | None]] = {}
+    for (output, metric), value in values.get(name, {}).items():
+        bounds.setdefault(output, {})[metric] = _finite(value)
+    return bounds
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from statusviews import AT, FALLEN, live, recent, running, server
+
+from service.status_http.drifting import drift_part, troubles
+from service.status_http.page import status_page
+from service.status_http.views import ModelView, Running
+
+
+def part(*, specs: Running | None = None, **changes: object) -> str:
+    return drift_part(recent(**changes), specs or running(), AT)  # type: ignore[arg-type]
+
+
+def test_recent_drift_stands_beside_its_interval_budget_and_baseline() -> None:
+    row = part()[part().index('<th scope="row">relative_l2</th>') :]
+    row = row[: row.index("</tr>")]
+    for words in ("36\u00a0%", "34\u00a0% to 38\u00a0%", "0.0054", "0.015", "0.0047"):
+        assert words in row, words
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(0.0, None, "not known"), (0.4, None, "over 40\u00a0%"), (1.2, 1.4, "120\u00a0% to 140\u00a0%</span>")],
+)
+def test_an_interval_that_ends_nowhere_says_so(low: float, high: float | None, said: str) -> None:
+    bounds = {"sentence_embedding": {"relative_l2": low}}, {"sentence_embedding": {"relative_l2": high}}
+    assert f">{said}</td>" in part(low=bounds[0], high=bounds[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "within budget"),
+        ({"ratio": 1.31}, "over budget"),
+        ({"ratio": 0.99}, "not known yet"),
+        ({"high": {}}, "not known yet"),
+        ({"high": {"y": {"relative_l2": None}}}, "not known yet"),
+    ],
+)
+def test_what_is_said_of_the_budget_is_said_with_confidence(changes: dict[str, Any], state: str) -> None:
+    """A ratio above 1 is no breach, and one below it no proof."""
+    assert f">{state}</span></h3>" in part(**changes)
+
+
+def test_what_was_never_measured_is_told_as_that() -> None:
+    seen = recent()
+    object.__setattr__(seen, "ratios", {})
+    said = drift_part(seen, running(), AT)
+    assert ">not measured</span>" in said
+    assert "No sample was measured yet. The budget: relative_l2 0.015" in said
+
+
+def test_an_output_says_what_its_samples_are_worth_and_whether_it_changed() -> None:
+    assert "212 effective samples, change detector at 31\u00a0% of its threshold</th>" in part()
+    changed = "change detector at 170\u00a0% of its threshold: changed</span>"
+    assert changed in part(change_score={"sentence_embedding": 1.7})
+    assert "change detector" not in part(change_score={})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "<dt>Cause</dt><dd>none</dd>"),
+        ({"cause": "rounding"}, "<dd>rounding: more of what bf16 does anyway</dd>"),
+        ({"cause": "broken"}, '<span class="over">broken: more than rounding explains.'),
+        ({"cause": "out_of_range", "out_of_range": {"x<": 1}}, "<code>x&lt;</code>: 1 measured row<"),
+        ({"changes": 0}, "<dt>Changes</dt><dd>none since it was loaded</dd>"),
+        ({"changes": 3}, "<dt>Changes</dt><dd>3 since it was loaded</dd>"),
+        ({}, "<dt>Answers in</dt><dd>bf16</dd>"),
+        ({}, "<dt>Reference</dt><dd>up; last sample "),
+        ({"reference_up": None, "last_sample": None}, "<dt>Reference</dt><dd>off</dd>"),
+        ({"reference_up": False}, '<span class="over">loading or dead: nothing is measured</span>; last sample'),
+        ({}, '<dd>passed at <time datetime="2026-01-02T02:39:05+00:00">02:39:05 UTC</time> (25\u00a0min ago)<br>'),
+        ({"gate_passed": False}, '<dd><span class="over">failed</span> at <time'),
+        ({"gate_passed": None, "gate_at": None}, "<dt>Golden gate</dt><dd><span>golden samples within budget"),
+        ({"gate_at": AT - 90_000}, ">2026-01-01 02:04:05 UTC</time> (1\u00a0d 1\u00a0h ago)"),
+        ({"gate_at": AT + 5}, "03:04:10 UTC</time> (0\u00a0s ago)"),
+    ],
+)
+def test_facts(changes: dict[str, Any], words: str) -> None:
+    assert words in part(**changes)
+
+
+def test_fp32_that_answers_says_since_when_why_and_how_often() -> None:
+    said = part(specs=FALLEN, ratio=1.31)
+    assert '<dd><span class="over">fp32</span> since <time datetime="2026-01-02T02:58:45+00:00">' in said
+    assert "(5\u00a0min 20\u00a0s ago): relative_l2 of output &#x27;sentence_embedding&#x27; is 1.31 times" in said
+    assert "fell back 1 time since it was loaded" in said
+    assert "</span> since" not in part(specs=FALLEN, ratio=1.31, fallback_since=None)
+
+
+def test_troubles_are_told_first_and_a_ratio_alone_is_none() -> None:
+    def told(**changes: object) -> list[str]:
+        return troubles(ModelView("m", 1, "ready", "", running(), recent(**changes)))  # type: ignore[arg-type]
+
+    assert told() == []
+    assert told(ratio=1.2, over=False, cause="", fallback=False) == []
+    assert told(ratio=1.31, fallback=False, cause="") == ["drifts: 131\u00a0% of its budget"]
+    assert [words[:9] for words in told(ratio=1.31, gate_passed=False, reference_up=False)] == [
+        "drifts: 1", "is broken", "answers i", "answers i", "is not me",
+    ]  # fmt: skip
+    assert troubles(ModelView("m", 1, "ready", "")) == []
+
+
+def test_a_model_that_fell_back_is_looked_at_though_it_is_within_its_budget() -> None:
+    seen = recent(fallback=True, fallback_since=AT - 10)
+    page = status_page(server([ModelView("m", 1, "ready", "", running(), seen)]))
+    assert "Ready: 1 model answers, and 1 to look at" in page
+    assert "answers in fp32, because bf16 went over its budget" in page
+    assert 'class="verdict bad"' in page
+
+
+def test_everything_that_is_known_is_json_for_programs() -> None:
+    view = server([ModelView("m", 1, "ready", "", running(), recent(high={"y": {"relative_l2": None}}))])
+    assert b'"effective_samples": {"sentence_embedding": 212.4}' in view.as_json()
+    assert live().fallback_since is None

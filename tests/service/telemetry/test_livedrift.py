@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from exposed import everything
+
+from bf16kit.tensors import TensorSpec
+from service.telemetry.history import History, Recent
+from service.telemetry.livedrift import LiveDrift
+from service.telemetry.metrics import Metrics
+from service.telemetry.modelmetrics import ModelMetrics
+from service.telemetry.readings import NAMES
+
+NOTHING = LiveDrift.of({})
+
+
+class Watched:
+    """One model's metrics, and what a history makes of them; ``wall`` moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.metrics, self.wall = Metrics(), 100.0
+        self.history = History(lambda: self.metrics.samples(NAMES), lambda: 0.0, lambda: self.wall)
+
+    def model(self) -> ModelMetrics:
+        series = self.metrics.add("m", 1)
+        series.opened(1, [TensorSpec("y", "float32", ("batch", 4))])
+        return series
+
+    @property
+    def recent(self) -> Recent:
+        return self.history.read()[0]["m", "1"]
+
+    @property
+    def drift(self) -> LiveDrift:
+        return self.recent.drift
+
+
+def test_a_model_that_was_just_found_is_known_for_nothing() -> None:
+    watched = Watched()
+    watched.model()
+    drift = watched.drift
+    assert (drift.over, drift.cause, drift.changes, drift.falls, drift.fallback) == (False, "", 0, 0, False)
+    assert (drift.reference_up, drift.gate_passed, drift.gate_at, drift.last_sample) == (None, None, None, None)
+    assert (dict(drift.low), dict(drift.change_score), dict(drift.out_of_range)) == ({}, {}, {})
+    assert drift.answers == {"bf16": 0, "fp32": 0}
+    assert NOTHING.answers == {}
+
+
+def test_what_the_metrics_say_is_what_it_says() -> None:
+    watched = Watched()
+    series = watched.model()
+    series.budget_ratio("y", "relative_l2", 1.3, 1.1, 1.5)
+    series.recent("y", 42.5, 1.2)
+    series.changed("y")
+    series.judged(True, "out_of_range")
+    series.out_of_range("x", 7)
+    series.out_of_range("z", 0)
+    series.last_sample(99.0)
+    series.reference_up(False)
+    series.gate("failed", 98.0)
+    series.answered("fp32")
+    drift = watched.drift
+    assert (drift.low["y"]["relative_l2"], drift.high["y"]["relative_l2"]) == (1.1, 1.5)
+    assert (drift.effective_samples, drift.change_score, drift.changes) == ({"y": 42.5}, {"y": 1.2}, 1)
+    assert (drift.over, drift.cause, drift.out_of_range) == (True, "out_of_range", {"x": 7})
+    assert (drift.last_sample, drift.reference_up, drift.gate_passed, drift.gate_at) == (99.0, False, False, 98.0)
+    assert drift.answers == {"bf16": 0, "fp32": 1}
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_bounded_is_not_known_and_json_can_bear_it(value: float) -> None:
+    watched = Watched()
+    series = watched.model()
+    series.budget_ratio("y", "relative_l2", 0.3, 0.0, value)
+    series.recent("y", 1.0, value)
+    assert (watched.drift.high["y"]["relative_l2"], watched.drift.change_score["y"]) == (None, None)
+
+
+def test_since_when_fp32_answers_is_told_to_a_tick() -> None:
+    watched = Watched()
+    series = watched.model()
+    watched.history.tick()
+    series.fallback(True)
+    series.transition("fp32")
+    watched.wall = 150.0
+    watched.history.tick()
+    watched.wall = 190.0
+    watched.history.tick()
+    assert (watched.drift.fallback, watched.drift.fallback_since, watched.drift.falls) == (True, 150.0, 1)
+    series.fallback(False)
+    watched.wall = 200.0
+    assert (watched.drift.fallback, watched.drift.fallback_since) == (False, 200.0), "a look is as good as a tick"
+
+
+def test_a_model_that_was_found_falling_back_has_no_time_that_anybody_knows() -> None:
+    watched = Watched()
+    watched.model().fallback(True)
+    watched.history.tick()
+    watched.history.tick()
+    assert (watched.drift.fallback, watched.drift.fallback_since) == (True, None)
+
+
+def test_every_series_of_drift_is_read_by_the_labels_that_it_has() -> None:
+    history = History(lambda: everything().samples(NAMES))
+    drift = history.read()[0]["m", "1"].drift
+    assert drift.reference_up is True
+    assert (drift.gate_passed, drift.changes) == (True, 1)
