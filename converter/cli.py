@@ -272,18 +272,35 @@ def verify(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_js
     type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
     help="Profiles to look into; may be given more than once.  [default: all in the artifact]",
 )
+@click.option(
+    "--artifact", "of", type=_PATH, metavar="ARTIFACT", help="That was served, where evidence is looked into."
+)
 @click.option("--json", "as_json", is_flag=True, help="Every layer, as JSON.")
 @_debug
-def explain(artifact: Path, samples: str | None, profiles: tuple[str, ...], as_json: bool, debug: bool) -> None:
+def explain(
+    artifact: Path, samples: str | None, profiles: tuple[str, ...], of: Path | None, as_json: bool, debug: bool
+) -> None:
     """Show where the drift of ARTIFACT comes from, layer by layer, and what --keep-fp32 would mend it.
 
-    The cuda profile is emulated on the CPU.
+    In place of ARTIFACT, a file that `bf16-serve evidence` has written, with --artifact: whether the artifact gives
+    what was served over budget, and which layer left the expected line on exactly that input. The cuda profile is
+    emulated on the CPU.
     """
     from bf16kit.runtime import kernel
     from converter.proof.explanation import explain as explain_artifact
+    from converter.proof.reproduction import explain_evidence
 
     kernel.chosen()
-    _say(explain_artifact(artifact, samples, profiles, as_json=as_json))
+    if of is None:
+        if artifact.is_file():
+            raise errors.UsageError(
+                f"{artifact}: is a file; for evidence of a breach give --artifact DIRECTORY as well"
+            )
+        _say(explain_artifact(artifact, samples, profiles, as_json=as_json))
+        return
+    if samples is not None or profiles:
+        raise errors.UsageError("evidence names its sample and its profile: leave --samples and --profile out")
+    _say(explain_evidence(artifact, of, as_json=as_json))
 
 
 @command.command()

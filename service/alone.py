@@ -29,6 +29,7 @@ from service.shadow.counting import CountingBoth
 from service.shadow.handing import PlannedHand
 from service.shadow.process import ShadowProcess
 from service.sharedmemory import open_regions
+from service.status_http.evidence import evidence_route
 from service.status_http.pages import routes
 from service.status_http.server import HttpServer
 from service.status_http.views import Status
@@ -75,7 +76,8 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     transport = build_transport(config, repository, metrics.refused, credentials, operations, tracing)
     history = History(lambda: counting.samples(NAMES))
     status = Status(repository, history)
-    http = open_http(config, routes(repository, counting, status.look), metrics, credentials)
+    evidence = evidence_route(repository, shadow.evidence if config.evidence else None)
+    http = open_http(config, routes(repository, counting, status.look, evidence), metrics, credentials)
     try:
         grpc_port = transport.start()
     except BaseException:

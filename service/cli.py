@@ -17,6 +17,7 @@ import click
 from bf16kit.errors import Bf16kitError
 from service.commands.bench import bench
 from service.commands.check import check
+from service.commands.evidence import evidence
 from service.commands.list import list_models
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ EXIT_USAGE = 2
 @click.option("--tls-client-ca", metavar="FILE", help="Clients must show a certificate of this authority.")
 @click.option("--token-file", metavar="FILE", help="Lines of 'token scope[,scope]': infer, read, manage.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="One line, or one JSON object, per event.")
+@click.option(
+    "--evidence",
+    is_flag=True,
+    default=None,
+    help="Keep a live sample of the newest breach in memory, for `bf16-serve evidence`.  [default: off]",
+)
 @click.option(
     "--lame-duck-seconds",
     type=float,
@@ -96,7 +103,7 @@ def _refuse_misplaced(context: click.Context) -> None:
 
 # What a server may be started with may be checked.
 check.params.extend(main.params)
-for _command in (check, list_models, bench):
+for _command in (check, list_models, bench, evidence):
     main.add_command(_command)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from service.process.config import ServerConfig
+from service.process.config import LOOPBACK, ServerConfig
 from service.process.credentials import Credentials
 from service.status_http.conversation import Limits
 from service.status_http.pages import Access, Routes
@@ -48,5 +48,5 @@ def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:
         config.host,
         http_port,
     )
-    if config.token_file and not config.tls_certificate and config.host not in ("127.0.0.1", "::1", "localhost"):
+    if config.token_file and not config.tls_certificate and config.host not in LOOPBACK:
         _log.warning("tokens pass over the network unencrypted: give tls_certificate and tls_key, or put TLS in front")

@@ -56,8 +56,8 @@ def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: 
             found.append(explained(graph, artifact, feeds, profile))
             release()
     if as_json:
-        return json.dumps({"samples": origin, "profiles": [_as_dict(each) for each in found]}, indent=1)
-    return "\n\n".join(_text(each, origin) for each in found)
+        return json.dumps({"samples": origin, "profiles": [as_dict(each) for each in found]}, indent=1)
+    return "\n\n".join(text(each, origin) for each in found)
 
 
 def tables(
@@ -126,12 +126,14 @@ def _feeds(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], st
     return (artifact.golden().inputs,), "the golden samples"
 
 
-def _as_dict(explanation: Explanation) -> dict[str, object]:
+def as_dict(explanation: Explanation) -> dict[str, object]:
+    """For JSON: every layer."""
     found: dict[str, object] = {"profile": explanation.profile, "layers": plain(explanation.layers)}
     return found | explanation.diagnosis.model_dump(mode="json")
 
 
-def _text(explanation: Explanation, origin: str) -> str:
+def text(explanation: Explanation, origin: str) -> str:
+    """For people: a table of the layers that count, and what they say. ``origin`` is what was run."""
     shown = [each for each in explanation.layers if _is_shown(each)]
     rows = [
         (each.depth, each.name, each.op, each.weight, f"{each.sqnr_db:.1f}", f"{each.expected_db:.1f}", _mark(each))

@@ -19,7 +19,7 @@ from typing import Final, Literal
 from bf16kit.errors import Bf16kitError
 from bf16kit.runtime import Runtime
 from bf16kit.wording import brief
-from service.drift.comparison import Comparison
+from service.drift.evidence import Comparing
 from service.drift.observer import Outcome, ReferenceObserver
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import MOST_WAITING, Sample
@@ -51,7 +51,7 @@ class Shadow:
     def __init__(
         self,
         load: Callable[[], Runtime],
-        comparison: Comparison,
+        comparison: Comparing,
         policy: ShadowPolicy,
         observer: ReferenceObserver,
         *,

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from bf16kit.errors import ConfigError
 
 ENV_PREFIX = "BF16KIT_"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine's programs reach
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
 
@@ -55,6 +56,7 @@ class ServerConfig(BaseSettings):
     trace_endpoint: str = Field(default="", pattern=r"^(https?://[!-~]+)?$")  # of a collector; "": as OTEL_… says
     trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
     change_settings: bool = False  # of log and traces, by RPC; they can be read in any case
+    evidence: bool = False  # a live sample of the newest breach is kept in memory, for whoever may manage
 
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
     tls_key: Path | None = None
@@ -98,6 +100,15 @@ class ServerConfig(BaseSettings):
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError(
                 "tls_client_ca is given without tls_certificate and tls_key; clients' certificates need TLS"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evidence_is_not_for_everybody(self) -> Self:
+        if self.evidence and self.token_file is None and self.host not in LOOPBACK:
+            raise ValueError(
+                f"evidence is given with host {self.host} and no token_file: whoever reaches the HTTP port could fetch"
+                " what a client has sent; give token_file, with the scope manage for those who may"
             )
         return self
 

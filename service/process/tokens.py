@@ -80,6 +80,18 @@ class TokenFile:
         _log.error("the token file changed and cannot be used; the old tokens stay in force: %s", error)
 
 
+def read_tokens(path: Path) -> list[tuple[str, Scopes]]:
+    """The tokens of such a file, for a program that shows one. Raises :class:`ConfigError` for one that is not so."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)[:LARGEST_FILE]
+    except OSError as error:
+        raise ConfigError(f"token_file {path}: cannot be read: {error.strerror}") from None
+    table = _parse(content, str(path))
+    lines = (line.partition("#")[0].split() for line in content.decode("ascii").splitlines())
+    return [(words[0], table[_digest(words[0])]) for words in lines if words]
+
+
 def _parse(content: bytes, where: str) -> _Table:
     """The table of a file. Its errors name the line and never what stands there: it may be a token."""
     try:

@@ -19,6 +19,7 @@ from service.peers.channel import Body
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
 from service.process.config import ServerConfig
+from service.shadow.fetching import fetch
 
 REFERENCES = "service.shadow.references"
 NAME = "the shadow"
@@ -125,6 +126,10 @@ class ShadowProcess:
         if (peer := self.peer) is not None:  # if not, it begins anew in any case
             peer.tell("restart", {"model": model, "version": version})
 
+    def evidence(self, model: str, version: int) -> bytes:
+        """See :func:`service.shadow.fetching.fetch`."""
+        return fetch(lambda: self.peer, model, version)
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _ask(self, peer: Peer, body: Body, file: int, told: Future[Body]) -> None:
@@ -141,7 +146,9 @@ class ShadowProcess:
             told.set_exception(error)
 
     def _begin(self, peer: Peer) -> None:
-        peer.tell("start", {"log_level": self._config.log_level, "log_format": self._config.log_format})
+        config = self._config
+        told = {"log_level": config.log_level, "log_format": config.log_format, "evidence": config.evidence}
+        peer.tell("start", told)
         with self._lock:
             early, self._early = self._early, []
             for wish in self._wishes.values():

@@ -11,12 +11,13 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from bf16kit.errors import ArtifactError, Bf16kitError
+from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
+from service.drift.evidence import Witness
 from service.drift.observer import Outcome
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import Sample, TokenBucket
@@ -32,6 +33,7 @@ from service.peers.peer import TELL_SECONDS, Message, Peer
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking
+from service.shadow.fetching import KIND, answer
 from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
@@ -61,6 +63,8 @@ class _Measured:
     shadow: Shadow | None = None
     failed: bool = False
     verdict: DriftVerdict | None = None  # the newest
+    witness: Witness | None = None  # where evidence is kept
+    files: Mapping[str, str] = field(default_factory=dict)  # of the artifact, with their sha256
     told: DriftVerdict | None = None
 
     @property
@@ -110,13 +114,15 @@ class References:
         self._lock = threading.RLock()  # what is told of a sample may come back here
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
+        self._keeps_evidence = False
         handlers = {
-            "start": lambda message: configure(message.body["log_level"], message.body["log_format"]),
+            "start": self._start,
             "ping": lambda message: None,
             "measure": self._begin,
             "samples": self._sampled,
             "restart": self._restart,
             "forget": self._forget,
+            KIND: lambda message: answer(message, self._evidence_of),
             "counts": lambda message: self._counts(),
         }
         self._peer = Peer(Channel(end), "the server", handlers, self._ended.set)
@@ -139,7 +145,21 @@ class References:
     def _counts(self) -> Body:
         return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "statistics": []}
 
+    def _evidence_of(self, name: str, version: int) -> bytes:
+        """Raises NotFound where there is none."""
+        with self._lock:
+            model = self._models.get((name, version))
+        if model is None or model.witness is None:
+            raise NotFound(
+                f"model {name!r} version {version}: no live sample has been measured, so there is no evidence"
+            )
+        return model.witness.evidence(model.files).dumps()
+
     # --- what it is told ----------------------------------------------------------------------------------------------
+
+    def _start(self, message: Message) -> None:
+        configure(message.body["log_level"], message.body["log_format"])
+        self._keeps_evidence = message.body["evidence"]
 
     def _begin(self, message: Message) -> None:
         with self._lock:
@@ -237,9 +257,12 @@ class References:
         from bf16kit.runtime.loading import load_reference
 
         comparison = new_comparison(*key, opened)
+        if self._keeps_evidence:
+            model.witness = Witness(comparison, opened.batch_axis, opened.budget)
+            model.files = {name: entry.sha256 for name, entry in opened.artifact.manifest.files.items()}
         return Shadow(
             lambda: load_reference(opened.artifact, threads=1, low_priority=True),
-            comparison,
+            model.witness or comparison,
             model.policy,
             model.metrics,
             name=f"model {key[0]!r} version {key[1]}",

@@ -48,6 +48,7 @@ class Asked:
     """A request, as far as this port looks at it."""
 
     path: str
+    query: str
     accept: str
     authorization: str
     has_certificate: bool
@@ -207,8 +208,10 @@ class Conversation:
             return ", ".join(value.decode("latin-1") for key, value in request.headers if key == name)
 
         _, writer = self._connected
+        path, query = _parted(request.target)
         return Asked(
-            path=_path(request.target),
+            path=path,
+            query=query,
             accept=header(b"accept"),
             authorization=header(b"authorization"),  # two of them joined are no token
             has_certificate=bool(writer.get_extra_info("peercert")),
@@ -225,11 +228,13 @@ def _malformed(error: h11.RemoteProtocolError) -> Page:
     return text(status, f"{status.phrase.lower()}: this is no request that can be read", refused="http_malformed")
 
 
-def _path(target: bytes) -> str:
+def _parted(target: bytes) -> tuple[str, str]:
+    """The path and the query."""
     try:
-        return urlsplit(target.decode("latin-1")).path
+        found = urlsplit(target.decode("latin-1"))
     except ValueError:  # an IPv6 address that is none
-        return ""
+        return "", ""
+    return found.path, found.query
 
 
 async def _open(

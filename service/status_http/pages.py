@@ -8,11 +8,12 @@ from http import HTTPStatus
 from typing import Protocol
 
 from service.contract import Registry
-from service.process.tokens import TokenFile
+from service.process.tokens import Scope, TokenFile
 from service.status_http.page import status_page
 from service.status_http.views import ServerView
 
 TEXT = "text/plain; charset=utf-8"
+EVIDENCE = "/evidence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,13 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers a path, given the request's Accept header. A probe costs nothing and is for everybody."""
+    """What answers a path, given the request's Accept header, or where ``asks`` its query. A probe costs nothing and is
+    for everybody; for others a token needs ``scope``."""
 
     make: Callable[[str], Page]
     probe: bool = False
+    asks: bool = False
+    scope: Scope = "read"
 
 
 Routes = Mapping[str, Route]
@@ -43,9 +47,11 @@ class Scraped(Protocol):
     def expose(self, accept: str = "") -> tuple[bytes, str]: ...
 
 
-def routes(registry: Registry, metrics: Scraped, look: Callable[[], ServerView]) -> Routes:
+def routes(
+    registry: Registry, metrics: Scraped, look: Callable[[], ServerView], evidence: Route | None = None
+) -> Routes:
     """``/metrics``, ``/livez`` and ``/readyz``; what ``look`` sees, for people at ``/`` and ``/watch``, for programs at
-    ``/status.json``."""
+    ``/status.json``; ``evidence``, where there is any."""
 
     def scrape(accept: str) -> Page:
         body, content_type = metrics.expose(accept)
@@ -73,6 +79,7 @@ def routes(registry: Registry, metrics: Scraped, look: Callable[[], ServerView])
         "/status.json": Route(programs),
         "/watch": Route(watchers),
         "/": Route(people),
+        **({} if evidence is None else {EVIDENCE: evidence}),
     }
 
 
@@ -92,7 +99,7 @@ class Access:
     tokens: TokenFile | None = None
     client_certificate: bool = False
 
-    def refusal(self, authorization: str, has_certificate: bool) -> Page | None:
+    def refusal(self, authorization: str, has_certificate: bool, scope: Scope = "read") -> Page | None:
         """Why this client is refused; None for one that may see the page."""
         if self.client_certificate and not has_certificate:
             words = "this page needs a client certificate of the configured authority"
@@ -104,9 +111,9 @@ class Access:
             words = "this page needs a token: send 'Authorization: Bearer TOKEN'"
             challenge = ("WWW-Authenticate", 'Bearer realm="bf16kit"')
             return text(HTTPStatus.UNAUTHORIZED, words, challenge, refused="unauthenticated")
-        if "read" not in scopes:
-            challenge = ("WWW-Authenticate", 'Bearer realm="bf16kit", error="insufficient_scope", scope="read"')
-            words = "this token lacks the scope 'read'"
+        if scope not in scopes:
+            challenge = ("WWW-Authenticate", f'Bearer realm="bf16kit", error="insufficient_scope", scope="{scope}"')
+            words = f"this token lacks the scope {scope!r}"
             return text(HTTPStatus.FORBIDDEN, words, challenge, refused="forbidden")
         return None
 

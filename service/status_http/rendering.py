@@ -29,7 +29,8 @@ class Rendering:
         self._waiting: dict[tuple[str, str], Future[Page]] = {}  # asked for and not begun
 
     async def page(self, path: str, accept: str) -> Page:
-        """The page at ``path``, which exists; 503 when too many wait, 500 when it cannot be made."""
+        """The page at ``path``, which exists, for an Accept header, or for a query where it goes by that; 503 when too
+        many wait, 500 when it cannot be made."""
         route = self._pages[path]
         if route.probe:
             return _made(path, route, accept)

@@ -156,12 +156,13 @@ class HttpServer:
             async with self._turns:
                 await asyncio.sleep(0)
         if route is None or not route.probe:
-            refusal = self._access.refusal(asked.authorization, asked.has_certificate)
+            scope = "read" if route is None else route.scope
+            refusal = self._access.refusal(asked.authorization, asked.has_certificate, scope)
             if refusal is not None:
                 return refusal
         if route is None:
             return text(HTTPStatus.NOT_FOUND, f"not found; there are {', '.join(self._pages)}")
-        return await self._rendering.page(asked.path, asked.accept)
+        return await self._rendering.page(asked.path, asked.query if route.asks else asked.accept)
 
 
 def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from service.process.stop import Ending, Started, Stop
 from service.process.ticking import Ticking
 from service.shadow.process import NAME as SHADOW
 from service.shadow.process import ShadowProcess
+from service.status_http.evidence import evidence_route
 from service.status_http.pages import routes
 from service.status_http.views import Status
 from service.telemetry.history import NAMES, TICK_SECONDS, History
@@ -55,7 +56,8 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
         fleet, overview = supervisor.fleet, Overview(supervisor.fleet, supervisor.counting.statistics_of)
         history = History(lambda: supervisor.counting.samples(NAMES))
         status = Status(overview, history, workers=config.workers)
-        pages = routes(overview, supervisor.counting, status.look)
+        evidence = evidence_route(overview, supervisor.shadow.evidence if config.evidence else None)
+        pages = routes(overview, supervisor.counting, status.look, evidence)
         http = open_http(config, pages, supervisor.metrics, Credentials.of(config))
         status.listening(port.port, http.port)
         ticking = Ticking("history", TICK_SECONDS, history.tick)

@@ -91,9 +91,11 @@ def copies(process: int, content: bytes) -> list[Copy]:
     return found
 
 
-def flip(process: int, content: bytes, *, bit: int = 14, every: int = 64) -> int:
-    """Flip one bit of every so many bf16 elements of a weight, in all its copies; how many there were. Bit 14 is the
-    highest of the exponent: a weight of 0.1 becomes one of 10³⁷."""
+def flip(process: int, content: bytes, *, bit: int = 14, every: int = 61) -> int:
+    """Flip one bit of every so many bf16 elements of a weight, in all its copies; how many there were.
+
+    Bit 14 is the highest of the exponent: a weight of 0.1 becomes one of 10³⁷. An odd ``every`` meets every column.
+    """
     elements = np.frombuffer(content, np.uint16).copy()
     elements[::every] ^= np.uint16(1 << bit)
     return _replace(process, content, elements)

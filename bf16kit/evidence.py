@@ -1,0 +1,193 @@
+"""Evidence of a breach: one live sample that a model answered over its budget, and everything needed to look into it.
+
+A file of it is a safetensors file: tensors ``input:NAME`` (what was asked), ``served:NAME`` (what was answered) and
+``reference:NAME`` (what the fp32 reference answered), and in its metadata, under :data:`KEY`, a :class:`Header` as
+JSON. Nothing in it is executed when it is read. safetensors knows neither bf16 in numpy nor strings: bf16 is kept as
+its uint16 bits, strings as a JSON list in uint8. It holds what a client sent: keep it as the model's inputs are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bf16kit.errors import UsageError
+from bf16kit.tensors import BY_NAME, Array
+from bf16kit.wording import brief
+
+KEY = "bf16kit.evidence"
+FORMAT = 1
+MOST_BYTES = 256 << 20  # of a file; a server keeps far less
+Part = Literal["input", "served", "reference"]
+
+_STORED = {"bfloat16": np.dtype(np.uint16), "string": np.dtype(np.uint8)}
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorNote(_Kept):
+    """A tensor as it was: ``dtype`` is a key of :data:`bf16kit.tensors.BY_NAME`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Header(_Kept):
+    """What the tensors are of. ``drift`` is this sample's own, by output and metric; ``verdict`` what was known of all
+    recent ones (:class:`service.drift.verdict.DriftVerdict`); numbers that are not finite are the strings inf and nan.
+
+    ``files`` are the artifact's, with their sha256; ``profile`` is what answered, ``precision`` how. ``at`` is the
+    moment, UTC.
+    """
+
+    format: int = FORMAT
+    model: str
+    version: int
+    at: str
+    profile: str
+    precision: str
+    rows: int = Field(ge=0)
+    of_rows: int = Field(ge=0)  # the request's, of which those were taken that show the breach
+    batch_axis: int | None
+    budget: dict[str, float]
+    drift: dict[str, dict[str, float | str]]
+    verdict: dict[str, Any]
+    files: dict[str, str]
+    versions: dict[str, str]
+    tensors: dict[str, TensorNote] = {}
+
+
+class _Found(NamedTuple):
+    metadata: dict[str, str]
+    tensors: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One breach, in memory."""
+
+    header: Header
+    feeds: dict[str, Array]
+    served: dict[str, Array]
+    reference: dict[str, Array]
+
+    def dumps(self) -> bytes:
+        """The file."""
+        from safetensors.numpy import save
+
+        parts = {"input": self.feeds, "served": self.served, "reference": self.reference}
+        arrays = {f"{part}:{name}": array for part, held in parts.items() for name, array in held.items()}
+        notes = {name: TensorNote(dtype=_dtype(array), shape=array.shape) for name, array in arrays.items()}
+        header = self.header.model_copy(update={"tensors": notes})
+        return save({name: _stored(array) for name, array in arrays.items()}, {KEY: header.model_dump_json()})
+
+    @classmethod
+    def loads(cls, data: bytes, where: str) -> Evidence:
+        """What :meth:`dumps` wrote. UsageError in one line for anything else; ``where`` is what it calls it."""
+        found = _parse(data, where)
+        if KEY not in found.metadata:
+            raise UsageError(f"{where}: a safetensors file, but no evidence: only `bf16-serve evidence` writes that")
+        header = _header(found.metadata[KEY], where)
+        parts: dict[str, dict[str, Array]] = {"input": {}, "served": {}, "reference": {}}
+        if found.tensors.keys() != header.tensors.keys():
+            raise UsageError(f"{where}: its tensors are not those that its header speaks of: fetch it again")
+        for key, note in header.tensors.items():
+            part, _, name = key.partition(":")
+            if part not in parts or note.dtype not in BY_NAME:
+                raise UsageError(f"{where}: holds {key!r} of dtype {note.dtype!r}, which no evidence does")
+            parts[part][name] = _restored(found.tensors[key], note, f"{where}: {key!r}")
+        if parts["served"].keys() != parts["reference"].keys() or not parts["served"]:
+            raise UsageError(f"{where}: its answers and the reference's are not of the same outputs: fetch it again")
+        return cls(header, parts["input"], parts["served"], parts["reference"])
+
+    @classmethod
+    def read(cls, path: Path) -> Evidence:
+        """The evidence in the file ``path``. UsageError in one line where it cannot be read, or is none."""
+        try:
+            with path.open("rb") as file:
+                data = file.read(MOST_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        if len(data) > MOST_BYTES:
+            raise UsageError(f"{path}: has more than {MOST_BYTES >> 20} MiB, which no evidence has")
+        return cls.loads(data, str(path))
+
+
+def _parse(data: bytes, where: str) -> _Found:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        tensors = load(data)
+        size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise UsageError(f"{where}: is no evidence, but something else or damaged ({brief(error)})") from None
+    return _Found(metadata, tensors)
+
+
+def _header(text: str, where: str) -> Header:
+    try:
+        told = json.loads(text)
+        if isinstance(told, dict) and isinstance(told.get("format"), int) and told["format"] > FORMAT:
+            raise UsageError(
+                f"{where}: is of format {told['format']}, written by a newer bf16kit; this one knows {FORMAT}"
+            )
+        return Header.model_validate(told)
+    except (ValidationError, ValueError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise UsageError(f"{where}: has a header that cannot be read: {first}") from None
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | str]:
+    """``values`` for a header: JSON has no word for what is not finite."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+
+
+def _dtype(array: Array) -> str:
+    return "string" if array.dtype == np.object_ else array.dtype.name
+
+
+def _stored(array: Array) -> Array:
+    """What safetensors takes for ``array``, C-contiguous."""
+    if array.dtype == np.object_:
+        return np.frombuffer(json.dumps(list(_texts(array))).encode() or b"", np.uint8)
+    whole = np.asarray(array, order="C")
+    return whole.view(np.uint16) if array.dtype.name == "bfloat16" else whole
+
+
+def _texts(array: Array) -> Iterator[str]:
+    for each in array.flat:
+        yield each if isinstance(each, str) else bytes(each).decode("utf-8", "replace")
+
+
+def _restored(stored: Array, note: TensorNote, where: str) -> Array:
+    dtype = BY_NAME[note.dtype]
+    if stored.dtype != _STORED.get(note.dtype, dtype.numpy):
+        raise UsageError(f"{where} is of dtype {stored.dtype.name}, its header says {note.dtype}: fetch it again")
+    if note.dtype == "string":
+        return _strings(stored, note, where)
+    if stored.shape != note.shape:
+        raise UsageError(f"{where} has shape {list(stored.shape)}, its header says {list(note.shape)}: fetch it again")
+    return stored.view(dtype.numpy) if note.dtype in _STORED else stored
+
+
+def _strings(stored: Array, note: TensorNote, where: str) -> Array:
+    try:
+        texts = json.loads(stored.tobytes())
+    except ValueError:
+        texts = None
+    if not isinstance(texts, list) or len(texts) != math.prod(note.shape):
+        raise UsageError(f"{where} is no list of {math.prod(note.shape)} strings: fetch it again")
+    array = np.empty(len(texts), np.object_)
+    array[:] = [str(text) for text in texts]
+    return array.reshape(note.shape)

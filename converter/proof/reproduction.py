@@ -1,0 +1,206 @@
+"""``bf16-convert explain EVIDENCE``: what a server answered over its budget, run again here, and where it comes from.
+
+Two questions, in this order. Does the artifact give what was served? If not, the server had something else in memory,
+and no layer of the artifact is to blame. If it does, which layer leaves the expected line on exactly this input?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bf16kit import document
+from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
+from bf16kit.errors import InvalidRequest, UsageError
+from bf16kit.evidence import Evidence
+from bf16kit.manifest import Manifest
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import Array, check_feeds
+from bf16kit.text import table
+from converter.proof import explanation
+from converter.proof.explain import reference
+from converter.proof.running import open_profile
+
+#: Of the distance between what was served and the reference, what may be left between what was served and what is
+#: computed here: then 15/16 of the drift's power are the artifact's own. Another CPU sums in another order, and rounds
+#: a few activations to the other side.
+EXPLAINED = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """One output, run again here. Distances are relative to the norm of the reference's answer then.
+
+    ``served`` is what was answered from the reference, ``left`` from what the artifact gives here; ``reference`` is the
+    reference here from the reference then.
+    """
+
+    output: str
+    served: float
+    left: float
+    reference: float
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether what was served is what the artifact gives."""
+        return self.left <= _allowed(self.served)
+
+    @property
+    def same_reference(self) -> bool:
+        """Whether the reference is what it was there."""
+        return self.reference <= _allowed(self.served)
+
+
+def _allowed(served: float) -> float:
+    return EXPLAINED * served if math.isfinite(served) else EXPLAINED
+
+
+def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
+    """What the evidence in the file ``path`` says of the artifact in ``where``, as text or JSON.
+
+    Raises :class:`~bf16kit.errors.UsageError` for a file that is no evidence, or of another artifact;
+    :class:`~bf16kit.errors.ArtifactError` or its kin when the artifact is damaged.
+    """
+    evidence = Evidence.read(path)
+    artifact = Artifact.open(where)
+    profile = _check(evidence, artifact, path)
+    again = _again(evidence, artifact, profile)
+    layers = None
+    if artifact.manifest.profiles[profile].format == "onnx":
+        with reference(artifact) as graph:
+            layers = explanation.explained(graph, artifact, (evidence.feeds,), profile, mend=_mends(again))
+    if as_json:
+        told = document.plain(evidence.header) | {"tensors": None}
+        rows = [{**document.plain(each), "reproduced": each.reproduced} for each in again]
+        profiles = [] if layers is None else [explanation.as_dict(layers)]
+        return document.dumps({"evidence": told, "again": rows, "profiles": profiles})
+    parts = [_heading(evidence), _table(evidence, again), _told(again)]
+    parts += ["TorchScript keeps no layers to look into."] if layers is None else [explanation.text(layers, str(path))]
+    return "\n\n".join(parts)
+
+
+def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
+    """The profile that answered; UsageError where the evidence is not of this artifact."""
+    header, manifest = evidence.header, artifact.manifest
+    if manifest.reference is None:
+        raise UsageError(f"{artifact.path}: keeps no fp32 reference, so no server has measured its drift")
+    entry = manifest.profiles.get(header.profile)
+    if entry is None:
+        raise UsageError(f"{path}: was answered by profile {header.profile!r}, which {artifact.path} does not have")
+    for name in _deciding(manifest, entry.graph):
+        there, here = header.files.get(name), manifest.files[name].sha256
+        if there != here:
+            raise UsageError(
+                f"{path}: is evidence about another artifact than {artifact.path}: {name} has the digest"
+                f" {(there or 'none')[:12]} there and {here[:12]} here; give the artifact that was served"
+            )
+    try:
+        check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
+    except InvalidRequest as error:
+        raise UsageError(f"{path}: {error}") from None
+    unknown = evidence.served.keys() - {each.name for each in manifest.outputs}
+    if unknown:
+        raise UsageError(f"{path}: holds output {min(unknown)!r}, which {artifact.path} does not have")
+    return header.profile
+
+
+def _deciding(manifest: Manifest, graph: str) -> list[str]:
+    """The files that decide what a profile and the reference answer: not reports and figures."""
+    names = {graph, manifest.reference, *(tensor.file for tensor in manifest.tensors)}
+    names |= {"residual.bin"} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
+    return sorted(name for name in names if name is not None)
+
+
+def _again(evidence: Evidence, artifact: Artifact, profile: str) -> list[Again]:
+    names = list(evidence.served)
+    runtime, _ = open_profile(artifact, profile)
+    here = _run(runtime, evidence.feeds, names)
+    fp32 = _run(load_reference(artifact), evidence.feeds, names)
+    return [
+        Again(
+            name,
+            served=_distance(evidence.served[name], evidence.reference[name], evidence.reference[name]),
+            left=_distance(evidence.served[name], here[name], evidence.reference[name]),
+            reference=_distance(fp32[name], evidence.reference[name], evidence.reference[name]),
+        )
+        for name in names
+    ]
+
+
+def _run(runtime: Runtime, feeds: Mapping[str, Array], outputs: list[str]) -> dict[str, Array]:
+    try:
+        return runtime.run(feeds, outputs)
+    finally:
+        runtime.close()
+
+
+def _distance(one: Array, other: Array, scale: Array) -> float:
+    """‖one − other‖ ÷ ‖scale‖, in float64; elements that are the same are no distance, whatever they are."""
+    if one.shape != other.shape:
+        return math.inf
+    if one.dtype == np.object_:
+        return float(np.mean(one != other))
+    a, b = (np.asarray(array, np.float64) for array in (one, other))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = float(np.linalg.norm(np.where(same, 0.0, a - b)))
+        size = np.asarray(scale, np.float64)
+        norm = float(np.linalg.norm(np.where(np.isfinite(size), size, 0.0)))
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm and math.isfinite(difference) else math.inf
+
+
+def _mends(again: list[Again]) -> bool:
+    """Whether a remedy is worth looking for: no fp32 island mends what the artifact did not do."""
+    return all(each.reproduced for each in again)
+
+
+def _heading(evidence: Evidence) -> str:
+    header, verdict = evidence.header, evidence.header.verdict
+    rows = f"{header.rows} of the {header.of_rows} rows of a request" if header.batch_axis is not None else "a request"
+    versions = ", ".join(f"{name} {version}" for name, version in header.versions.items())
+    return (
+        f"Evidence of model {header.model!r} version {header.version}, profile {header.profile} ({header.precision}):"
+        f" {rows}, measured {header.at}.\nThe server's verdict: {verdict.get('state')}, cause {verdict.get('cause')},"
+        f" {verdict.get('metric')} of output {verdict.get('output')!r} at {_number(verdict.get('ratio'))} × its"
+        f" budget.\nThere: {versions}."
+    )
+
+
+def _number(value: object) -> str:
+    try:
+        return f"{float(str(value)):.3g}"
+    except ValueError:
+        return "?"
+
+
+def _table(evidence: Evidence, again: list[Again]) -> str:
+    bound = Budget.from_dict(evidence.header.budget).bounds.get("relative_l2")
+    rows = [(each.output, each.served, bound, each.left, each.reference) for each in again]
+    columns = ("output", "served – reference", "budget", "served – the artifact here", "reference here – there")
+    return table("Distances on this input, relative to the reference's answer", columns, rows)
+
+
+def _told(again: list[Again]) -> str:
+    worst = max(again, key=lambda each: each.left / each.served if each.served else 0.0)
+    if not all(each.same_reference for each in again):
+        each = max(again, key=lambda each: each.reference)
+        return (
+            f"The fp32 reference gives another {each.output!r} here than it gave there ({each.reference:.3g}): the"
+            " process that measures was damaged, or computes otherwise. What follows is this machine's view."
+        )
+    if all(each.reproduced for each in again):
+        return "The artifact gives here what was served: the drift is the model's own on this input."
+    return (
+        f"The artifact does not give what was served: output {worst.output!r} is {worst.left:.3g} away from it here,"
+        f" and was {worst.served:.3g} away from the reference there. What answered was not what this artifact holds:"
+        " damaged memory or a device, or another program. Load the model anew, and where it comes again look at the"
+        " machine. The layers below are the artifact's own on this input."
+    )

@@ -1,0 +1,147 @@
+"""The client side of ``/evidence``: one GET over HTTP or TLS, and one file."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Self
+from urllib.parse import quote, urlsplit
+
+from bf16kit.errors import Bf16kitError, ConfigError, UsageError
+from bf16kit.evidence import MOST_BYTES, Evidence
+from bf16kit.text import size
+from bf16kit.wording import brief
+from service.process.tokens import read_tokens
+from service.status_http.pages import EVIDENCE
+
+TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
+_SECONDS = 30.0
+
+
+class Refused(Bf16kitError):
+    """The server gives none: there is none, it is off, or the token is not for this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How to reach a server's HTTP port, and what to show there."""
+
+    host: str
+    port: int
+    token: str = ""
+    context: ssl.SSLContext | None = None
+
+    @classmethod
+    def of(
+        cls, server: str, token_file: Path | None, ca: Path | None, certificate: Path | None, key: Path | None
+    ) -> Self:
+        """Raises UsageError for what cannot be used."""
+        parts = urlsplit(server if "://" in server else f"//{server}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = None
+        if (
+            parts.scheme not in ("", "http", "https")
+            or not parts.hostname
+            or port is None
+            or parts.path not in ("", "/")
+        ):
+            raise UsageError(
+                f"--server {server!r}: expected HOST:PORT, or https://HOST:PORT for a server that speaks TLS"
+            )
+        if (certificate is None) != (key is None):
+            raise UsageError("--certificate and --key are given together")
+        secure = parts.scheme == "https" or ca is not None or certificate is not None
+        context = _context(ca, certificate, key) if secure else None
+        return cls(parts.hostname, port, _token(token_file), context)
+
+    def connect(self) -> http.client.HTTPConnection:
+        """Not connected yet."""
+        if self.context is None:
+            return http.client.HTTPConnection(self.host, self.port, timeout=_SECONDS)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=_SECONDS, context=self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Evidence, looked at."""
+
+    data: bytes
+    evidence: Evidence
+
+    def told(self, out: Path) -> str:
+        """One paragraph for people; nothing of the payload."""
+        header = self.evidence.header
+        verdict = header.verdict
+        return (
+            f"{out}: {size(len(self.data))}, {header.rows} of {header.of_rows} rows of a request that model"
+            f" {header.model!r} version {header.version} answered {header.at} with profile {header.profile};"
+            f" {verdict.get('state')}, cause {verdict.get('cause')}. It holds what a client sent. Next:"
+            f" bf16-convert explain {out} --artifact REPOSITORY/{header.model}/{header.version}"
+        )
+
+
+def fetch(door: Door, model: str, version: int | None) -> Fetched:
+    """Raises Refused in the server's words, UsageError where nothing that speaks HTTP answers, or no evidence comes."""
+    query = f"?model={quote(model, safe='')}" + (f"&version={version}" if version is not None else "")
+    headers = {"Authorization": f"Bearer {door.token}"} if door.token else {}
+    where = f"{door.host}:{door.port}"
+    connection = door.connect()
+    try:
+        connection.request("GET", EVIDENCE + query, headers=headers)
+        response = connection.getresponse()
+        data = response.read(MOST_BYTES + 1)
+    except ssl.SSLError as error:
+        raise UsageError(f"{where}: no TLS connection: {brief(error)}; give --ca, or http://{where}") from None
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        raise UsageError(
+            f"{where}: no server's HTTP port answers there: {brief(error) or type(error).__name__}"
+        ) from None
+    finally:
+        connection.close()
+    if response.status == HTTPStatus.OK:
+        return Fetched(data, Evidence.loads(data, where))
+    words = brief(data[:4096].decode("utf-8", "replace"))
+    raise Refused(f"{where}: {words or f'answered {response.status} {response.reason}'}")
+
+
+def write(out: Path, data: bytes, *, force: bool) -> None:
+    """``data`` as a file that its owner alone may read. UsageError where there is one, or it cannot be written."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        if out.exists() and not force:
+            raise UsageError(f"{out}: is there already; give another --out, or --force")
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(file, "wb") as written:
+                written.write(data)
+            partial.replace(out)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+def _token(file: Path | None) -> str:
+    if file is None:
+        return os.environ.get(TOKEN, "")
+    for token, scopes in read_tokens(file):
+        if "manage" in scopes:
+            return token
+    raise UsageError(f"--token-file {file}: has no token of the scope manage")
+
+
+def _context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificates cannot be used: {brief(error)}") from None
+    return context

@@ -1,0 +1,249 @@
+"""What shows a breach, kept in memory: the worst live row of the last one, as asked, answered, and due.
+
+Kept where samples are measured, of each model version the newest breach alone, and of at most :data:`MOST_BYTES`; gone
+with the model or the process. It is never written anywhere: whoever asks for it gets it, where the server lets them.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
+
+import bf16kit
+from bf16kit.drift import Budget, DriftSummary, SampleDrift
+from bf16kit.errors import NotFound
+from bf16kit.evidence import Evidence, Header, finite
+from service.contract import Array
+from service.drift.observer import DriftObserver
+from service.drift.sampling import Sample, copies, size_of
+from service.drift.verdict import DriftVerdict
+
+MOST_BYTES = 16 << 20  # of one row's inputs and both answers
+HALF_LIFE = 64  # rows after which the worst one seen counts for half: a breach is shown by what is recent
+_FORGOTTEN = 4 * HALF_LIFE  # rows after which it counts for nothing, however bad it was
+_PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
+
+
+class Comparing(Protocol):
+    """See :class:`service.drift.comparison.Comparison`."""
+
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None: ...
+    def verdict(self) -> DriftVerdict: ...
+    def restart(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a sample; all of it where rows cannot be told apart."""
+
+    feeds: Mapping[str, Array]
+    served: Mapping[str, Array]
+    reference: Mapping[str, Array]
+    drift: Mapping[str, SampleDrift]  # by output
+    profile: str
+    precision: str
+    rows: int
+    of_rows: int
+    at: float  # Unix seconds
+    number: int  # of the rows measured until then
+
+    @property
+    def nbytes(self) -> int:
+        return size_of(self.feeds) + size_of(self.served) + size_of(self.reference)
+
+    def kept(self) -> _Row:
+        """The same in memory of its own: a view would keep the whole sample."""
+        return replace(self, feeds=copies(self.feeds), served=copies(self.served), reference=copies(self.reference))
+
+
+@dataclass(frozen=True, slots=True)
+class _Breach:
+    row: _Row
+    verdict: DriftVerdict
+
+
+class Witness:
+    """A :class:`Comparing` that watches another one, and keeps the worst row of the newest breach.
+
+    A breach is a verdict ``over``, or a cause ``broken``. While it lasts a worse row takes the place of the one kept;
+    the next breach takes its place whatever it is. Before it is a breach, the worst recent row is kept as well: the
+    sample that makes it one need not be the worst. For one thread, but for :meth:`evidence`.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparing,
+        batch_axis: int | None,
+        budget: Budget,
+        *,
+        most_bytes: int = MOST_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._comparison = comparison
+        self._batch_axis = batch_axis
+        self._budget = budget
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._measured = 0  # rows
+        self._worst: _Row | None = None  # of those before a breach
+        self._breach: _Breach | None = None
+        self._over = False
+        self._too_large = 0  # bytes of a row that would have been kept
+
+    def verdict(self) -> DriftVerdict:
+        """The comparison's."""
+        return self._comparison.verdict()
+
+    def restart(self) -> None:
+        """What answers is another now; the last breach stays known."""
+        self._comparison.restart()
+        self._worst, self._over = None, False
+
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
+        """See :meth:`service.drift.comparison.Comparison.observe`."""
+        heard = _Heard(observer)
+        self._comparison.observe(expected, sample, heard)
+        verdict = self._comparison.verdict()
+        over = verdict.state == "over" or verdict.cause == "broken"
+        row = self._row(expected, sample, heard.rows, verdict if over else None)
+        self._measured += sample.rows
+        if over:
+            self._witness(row, verdict, new=not self._over)
+        elif row is not None and (self._worst is None or self._fresh(row) > self._fresh(self._worst)):
+            self._worst = row.kept()
+        self._over = over
+
+    def evidence(self, files: Mapping[str, str]) -> Evidence:
+        """Of the newest breach. ``files`` are the artifact's, with their sha256. Raises NotFound where there was none.
+
+        For any thread.
+        """
+        breach, name = self._breach, self._comparison.verdict()
+        label = f"model {name.model!r} version {name.version}"
+        if breach is None and self._too_large:
+            raise NotFound(
+                f"{label}: the rows of its last breach have {self._too_large} bytes each, and {self._most_bytes} are"
+                " kept at most"
+            )
+        if breach is None:
+            raise NotFound(f"{label} has not been over its budget since its fp32 reference was loaded")
+        return Evidence(
+            self._header(breach, files), dict(breach.row.feeds), dict(breach.row.served), dict(breach.row.reference)
+        )
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _witness(self, row: _Row | None, verdict: DriftVerdict, *, new: bool) -> None:
+        candidates = [each for each in (row, self._worst if new else None) if each is not None]
+        worst = max(candidates, key=lambda each: self._ratio(each.drift, verdict), default=None)
+        self._worst = None
+        if worst is None:
+            return
+        kept = None if new or self._breach is None else self._breach.row
+        if kept is None or self._ratio(worst.drift, verdict) > self._ratio(kept.drift, verdict):
+            self._breach = _Breach(worst.kept(), verdict)
+
+    def _row(
+        self,
+        expected: Mapping[str, Array],
+        sample: Sample,
+        drift: Mapping[str, Sequence[SampleDrift]],
+        verdict: DriftVerdict | None,
+    ) -> _Row | None:
+        """The worst row, as views; None for one that is too large, or was not compared."""
+        count = min((len(rows) for rows in drift.values()), default=0)
+        if not count:
+            return None
+        by_row = [{output: rows[at] for output, rows in drift.items()} for at in range(count)]
+        worst = max(range(count), key=lambda at: self._ratio(by_row[at], verdict))
+        parted = self._batch_axis is not None and count == sample.rows
+
+        def cut(arrays: Mapping[str, Array]) -> dict[str, Array]:
+            if not parted or self._batch_axis is None:
+                return dict(arrays)
+            window = (slice(None),) * self._batch_axis + (slice(worst, worst + 1),)
+            return {name: array[window] for name, array in arrays.items()}
+
+        row = _Row(
+            feeds=cut(sample.feeds),
+            served=cut({name: sample.outputs[name] for name in drift}),
+            reference=cut({name: expected[name] for name in drift}),
+            drift=by_row[worst],
+            profile=sample.profile,
+            precision=sample.precision,
+            rows=1 if parted else sample.rows,
+            of_rows=sample.rows,
+            at=self._clock(),
+            number=self._measured,
+        )
+        if row.nbytes > self._most_bytes:
+            self._too_large = row.nbytes
+            return None
+        return row
+
+    def _fresh(self, row: _Row) -> float:
+        """How much a row before a breach speaks for one that comes now."""
+        age = self._measured - row.number
+        return 0.0 if age > _FORGOTTEN else self._ratio(row.drift, None) * 0.5 ** (age / HALF_LIFE)
+
+    def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict | None) -> float:
+        """Drift ÷ budget of one row: of the bound that the verdict names, or the worst of all."""
+        named = verdict is not None and verdict.output in drift and verdict.metric in self._budget.bounds
+        pairs = (
+            [(verdict.output, verdict.metric)]
+            if named and verdict is not None
+            else [(output, bound) for output in drift for bound in self._budget.bounds]
+        )
+        found = [(bound, DriftSummary.of([drift[output]]).measured(bound)) for output, bound in pairs]
+        return max((self._budget.ratio(bound, value) for bound, value in found if value is not None), default=0.0)
+
+    def _header(self, breach: _Breach, files: Mapping[str, str]) -> Header:
+        row, verdict = breach.row, breach.verdict
+        return Header(
+            model=verdict.model,
+            version=verdict.version,
+            at=datetime.fromtimestamp(row.at, UTC).isoformat(timespec="seconds"),
+            profile=row.profile,
+            precision=row.precision,
+            rows=row.rows,
+            of_rows=row.of_rows,
+            batch_axis=self._batch_axis,
+            budget=self._budget.as_dict(),
+            drift={output: finite(asdict(each)) for output, each in row.drift.items()},
+            verdict=verdict.to_json(),
+            files=dict(files),
+            versions=versions(),
+        )
+
+
+class _Heard:
+    """Hands on what an observer is told, and keeps the drift of every row of one sample."""
+
+    def __init__(self, observer: DriftObserver) -> None:
+        self.rows: dict[str, list[SampleDrift]] = {}
+        self._drift = observer.drift
+        self.budget_ratio = observer.budget_ratio
+        self.recent = observer.recent
+        self.changed = observer.changed
+        self.out_of_range = observer.out_of_range
+        self.judged = observer.judged
+
+    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+        self.rows.setdefault(output, []).append(sample)
+        self._drift(output, sample, weight)
+
+
+def versions() -> dict[str, str]:
+    """Of what computes here."""
+    found = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

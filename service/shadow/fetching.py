@@ -1,0 +1,38 @@
+"""Evidence on its way out of the process that keeps it: in memory without a name, and never through a message."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from bf16kit.errors import NotFound, Unavailable
+from service.peers.channel import Body
+from service.peers.peer import Message, Peer
+
+KIND = "evidence"
+SECONDS = 10.0  # that whoever asks waits
+
+
+def fetch(peer: Callable[[], Peer | None], model: str, version: int) -> bytes:
+    """The evidence of the model's newest breach, as a file. Raises NotFound where there is none, Unavailable where the
+    process does not answer."""
+    there = peer()
+    if there is None:
+        raise NotFound(f"model {model!r} version {version}: no live sample has been measured, so there is no evidence")
+    file = os.memfd_create("bf16kit-evidence", os.MFD_CLOEXEC)
+    try:
+        size = int(there.ask(KIND, {"model": model, "version": version}, [file]).result(SECONDS)["bytes"])
+        return os.pread(file, size, 0)
+    except TimeoutError:
+        raise Unavailable(f"the shadow of this server did not answer within {SECONDS:g} s; try again") from None
+    finally:
+        os.close(file)
+
+
+def answer(message: Message, evidence: Callable[[str, int], bytes]) -> Body:
+    """What the process that keeps it answers: the file it was given is filled."""
+    body = message.body
+    data = evidence(body["model"], int(body["version"]))
+    with os.fdopen(os.dup(message.files[0]), "wb") as file:
+        file.write(data)
+    return {"bytes": len(data)}

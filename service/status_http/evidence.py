@@ -1,0 +1,62 @@
+"""``/evidence?model=NAME&version=N``: what a breach is shown by, for whoever manages the server. Others hold none.
+
+It is answered only where the server was started so, and each time it is said in the log to have been given away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from urllib.parse import parse_qs
+
+from bf16kit.errors import InvalidRequest, NotFound, RequestError, Unavailable
+from bf16kit.wording import quoted
+from service.contract import Registry
+from service.status_http.pages import Page, Route, text
+
+_log = logging.getLogger(__name__)
+OFF = "evidence is off: start the server with --evidence, and it will keep that of the next breach"
+CONTENT_TYPE = "application/octet-stream"
+#: The file, given a model's name and version. Raises RequestError.
+Fetch = Callable[[str, int], bytes]
+
+_STATUSES: dict[type[RequestError], HTTPStatus] = {
+    InvalidRequest: HTTPStatus.BAD_REQUEST,
+    NotFound: HTTPStatus.NOT_FOUND,
+    Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
+    """``fetch`` None: evidence is off."""
+
+    def make(query: str) -> Page:
+        if fetch is None:
+            return text(HTTPStatus.NOT_FOUND, OFF)
+        try:
+            name, version = _asked(query)
+            slot = registry.find(name, version)
+            data = fetch(slot.name, slot.version)
+        except RequestError as error:
+            return text(_STATUSES.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), str(error))
+        _log.warning(
+            "model %r version %d: the evidence of its last breach, %d bytes, is given to a client of the HTTP port",
+            slot.name, slot.version, len(data),
+        )  # fmt: skip
+        return Page(HTTPStatus.OK, CONTENT_TYPE, data)
+
+    return Route(make, asks=True, scope="manage")
+
+
+def _asked(query: str) -> tuple[str, str]:
+    """The model and the version asked for; "": the newest. Raises InvalidRequest."""
+    try:
+        found = parse_qs(query, keep_blank_values=True, strict_parsing=True, max_num_fields=8)
+    except ValueError:
+        found = {}
+    unknown = sorted(found.keys() - {"model", "version"})
+    if unknown or len(found.get("model", ())) != 1 or len(found.get("version", ("",))) != 1:
+        word = f"; {quoted(unknown[0])} is not known" if unknown else ""
+        raise InvalidRequest(f"ask for /evidence?model=NAME, and &version=N where it is not the newest{word}")
+    return found["model"][0], found.get("version", [""])[0]

@@ -1,0 +1,137 @@
+"""``bf16-convert explain EVIDENCE`` as its users meet it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import troubled
+from converting import ONNX_ONLY, Cli
+
+from bf16kit.artifact import Artifact
+from bf16kit.evidence import Evidence, Header
+from bf16kit.runtime.loading import load, load_reference
+
+VERDICT = {"state": "over", "cause": "rounding", "output": "y", "metric": "relative_l2", "ratio": 3.5}
+
+
+@pytest.fixture(scope="module")
+def ailing(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Over budget by cancellation, whatever it is asked."""
+    from converter.cli import run
+
+    directory = tmp_path_factory.mktemp("ailing")
+    onnx.save(troubled.cancellation(), directory / "m.onnx")
+    target = directory / "m" / "1"
+    arguments = ("checkpoint", directory / "m.onnx", "--out", target, *ONNX_ONLY, "--allow-over-budget", "--no-search")
+    assert run(list(map(str, arguments))) == 0
+    return Artifact.open(target)
+
+
+def breach(artifact: Artifact, profile: str = "cpu") -> Evidence:
+    """What a server would keep of a row that it answered with ``artifact``."""
+    feeds = {name: array[:1] for name, array in artifact.golden().inputs.items()}
+    runtime, reference = load(artifact, profile), load_reference(artifact)
+    served, expected = runtime.run(feeds), reference.run(feeds)
+    runtime.close()
+    reference.close()
+    header = Header(
+        model="m",
+        version=1,
+        at="2026-01-01T00:00:00+00:00",
+        profile=profile,
+        precision="bf16-weights",
+        rows=1,
+        of_rows=8,
+        batch_axis=0,
+        budget=artifact.manifest.budget,
+        drift={"y": {"relative_l2": 0.05}},
+        verdict=VERDICT,
+        files={name: entry.sha256 for name, entry in artifact.manifest.files.items()},
+        versions={"bf16kit": "0.1.0"},
+    )
+    return Evidence(header, feeds, served, expected)
+
+
+def save(evidence: Evidence, path: Path) -> Path:
+    path.write_bytes(evidence.dumps())
+    return path
+
+
+def test_the_layer_is_named_where_the_model_left_the_line_on_this_very_input(
+    cli: Cli, ailing: Artifact, tmp_path: Path
+) -> None:
+    said = cli("explain", save(breach(ailing), tmp_path / "e"), "--artifact", ailing.path).published().out
+    assert "Evidence of model 'm' version 1, profile cpu (bf16-weights): 1 of the 8 rows of a request" in said
+    assert "over, cause rounding, relative_l2 of output 'y' at 3.5 × its budget" in said
+    assert "The artifact gives here what was served" in said
+    assert "leaves the expected line at difference (Sub)" in said
+    assert said.rstrip().endswith("--keep-fp32 '^(left|right)$'")
+
+
+def test_what_the_artifact_does_not_give_was_damaged_where_it_was_served(
+    cli: Cli, small: Artifact, tmp_path: Path
+) -> None:
+    found = breach(small)
+    (name,) = found.served
+    damaged = replace(found, served={name: found.served[name] * np.float32(1.5)})
+    said = cli("explain", save(damaged, tmp_path / "e"), "--artifact", small.path).published().out
+    assert "The artifact does not give what was served" in said
+    assert "damaged memory or a device" in said
+    assert "Every output is on the expected line" in said
+
+
+def test_answers_that_were_not_finite_are_told_apart_too(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+    found = breach(small)
+    (name,) = found.served
+    broken = found.served[name].copy()
+    broken.flat[0] = np.nan
+    said = cli(
+        "explain", save(replace(found, served={name: broken}), tmp_path / "e"), "--artifact", small.path, "--json"
+    ).published()
+    told = json.loads(said.out)
+    assert told["again"][0]["served"] == "inf"
+    assert told["again"][0]["reproduced"] is False
+
+
+def test_another_reference_is_told_first(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+    found = breach(small)
+    (name,) = found.served
+    other = replace(found, reference={name: found.reference[name] * np.float32(-1)})
+    said = cli("explain", save(other, tmp_path / "e"), "--artifact", small.path).published().out
+    assert "The fp32 reference gives another" in said
+
+
+def test_as_json_every_layer_is_there_and_no_payload(cli: Cli, ailing: Artifact, tmp_path: Path) -> None:
+    said = cli("explain", save(breach(ailing), tmp_path / "e"), "--artifact", ailing.path, "--json").published().out
+    told = json.loads(said)
+    assert told["evidence"]["model"] == "m"
+    assert told["again"][0]["reproduced"] is True
+    assert told["profiles"][0]["leaves"]["name"] == "difference"
+    assert "input:" not in said
+
+
+def test_bad_input_is_told_in_one_line(cli: Cli, ailing: Artifact, small: Artifact, tmp_path: Path) -> None:
+    good = save(breach(ailing), tmp_path / "good")
+    (tmp_path / "text").write_text("hello")
+    found = breach(ailing)
+    elsewhere = replace(found, header=found.header.model_copy(update={"profile": "torchscript"}))
+    wrong = replace(found, feeds={"x": found.feeds["x"].astype(np.float64)})
+    for arguments, words in (
+        ((good,), "is a file; for evidence of a breach give --artifact DIRECTORY"),
+        ((tmp_path / "text", "--artifact", ailing.path), "is no evidence"),
+        ((tmp_path / "none", "--artifact", ailing.path), "cannot be read: No such file"),
+        ((good, "--artifact", small.path), "is evidence about another artifact"),
+        ((good, "--artifact", tmp_path), "not an artifact"),
+        ((good, "--artifact", ailing.path, "--samples", "x.npz"), "leave --samples and --profile out"),
+        ((save(elsewhere, tmp_path / "a"), "--artifact", ailing.path), "which", ),
+        ((save(wrong, tmp_path / "b"), "--artifact", ailing.path), "input 'x' has dtype float64, expected float32"),
+    ):  # fmt: skip
+        outcome = cli("explain", *arguments)
+        assert outcome.code == 2, arguments
+        assert words in outcome.err, outcome.err
+        assert len(outcome.err.strip().splitlines()) == 1, outcome.err

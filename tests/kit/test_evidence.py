@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load, save, save_file
+
+from bf16kit.errors import UsageError
+from bf16kit.evidence import KEY, Evidence, Header, finite
+
+
+def header(**changes: Any) -> Header:
+    told: dict[str, Any] = {
+        "model": "m",
+        "version": 3,
+        "at": "2026-01-01T00:00:00+00:00",
+        "profile": "cpu",
+        "precision": "bf16-weights",
+        "rows": 1,
+        "of_rows": 4,
+        "batch_axis": 0,
+        "budget": {"relative_l2": 0.015},
+        "drift": {"y": finite({"relative_l2": math.inf, "max_abs": 2.0})},
+        "verdict": {"state": "over", "cause": "broken"},
+        "files": {"cpu.onnx": "ab" * 32},
+        "versions": {"bf16kit": "1"},
+    }
+    return Header(**told | changes)
+
+
+def evidence() -> Evidence:
+    feeds = {
+        "x": np.arange(6, dtype=np.float32).reshape(1, 6)[:, ::2],  # not contiguous
+        "words": np.array([["naïve", ""]], np.object_),
+        "narrow": np.array([[1.5, -2.0]], ml_dtypes.bfloat16),
+        "yes": np.array([[True]]),
+        "ids": np.array([[7]], np.int64),
+        "scalar": np.array(2.5, np.float64),
+    }
+    answers = {"y": np.array([[np.nan, np.inf, 1.0]], np.float32)}
+    return Evidence(header(), feeds, answers, {"y": np.zeros((1, 3), np.float32)})
+
+
+def test_every_dtype_comes_back_as_it_was(tmp_path: Path) -> None:
+    written = evidence()
+    (tmp_path / "e").write_bytes(written.dumps())
+    found = Evidence.read(tmp_path / "e")
+    assert found.header.model_copy(update={"tensors": {}}) == written.header
+    for part in ("feeds", "served", "reference"):
+        arrays, before = getattr(found, part), getattr(written, part)
+        assert arrays.keys() == before.keys()
+        for name, array in arrays.items():
+            assert (array.dtype, array.shape) == (before[name].dtype, before[name].shape), name
+            np.testing.assert_array_equal(array, before[name])
+
+
+def test_it_is_a_safetensors_file_that_others_can_read() -> None:
+    tensors = load(evidence().dumps())
+    assert {"input:x", "served:y", "reference:y"} <= tensors.keys()
+    assert tensors["input:narrow"].dtype == np.uint16
+
+
+def other(found: bytes, change: dict[str, Any]) -> bytes:
+    """The same file with another header."""
+    size = int.from_bytes(found[:8], "little")
+    told = json.loads(json.loads(found[8 : 8 + size])["__metadata__"][KEY])
+    return save(load(found), {KEY: json.dumps(told | change)})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is no evidence, but something else or damaged"),
+        (b"PK\x03\x04 a zip file of some length", "is no evidence"),
+        (evidence().dumps()[:-1], "is no evidence"),
+        (save({"x": np.zeros(1, np.float32)}), "a safetensors file, but no evidence"),
+        (save({"x": np.zeros(1, np.float32)}, {KEY: "not JSON"}), "has a header that cannot be read"),
+        (save({"x": np.zeros(1, np.float32)}, {KEY: "[]"}), "has a header that cannot be read"),
+        (other(evidence().dumps(), {"format": 2}), "is of format 2, written by a newer bf16kit; this one knows 1"),
+        (other(evidence().dumps(), {"surprise": 1}), "has a header that cannot be read"),
+        (other(evidence().dumps(), {"tensors": {}}), "its tensors are not those that its header speaks of"),
+    ],
+)
+def test_what_is_no_evidence_is_told_in_one_line(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "e").write_bytes(data)
+    with pytest.raises(UsageError) as told:
+        Evidence.read(tmp_path / "e")
+    assert str(told.value).startswith(f"{tmp_path / 'e'}: ")
+    assert words in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_tensors_that_are_not_as_the_header_says_are_refused() -> None:
+    whole = evidence().dumps()
+    size = int.from_bytes(whole[:8], "little")
+    notes = json.loads(json.loads(whole[8 : 8 + size])["__metadata__"][KEY])["tensors"]
+    for key, changed, words in (
+        ("input:x", {"dtype": "float64", "shape": [1, 3]}, "'input:x' is of dtype float32, its header says float64"),
+        ("input:x", {"dtype": "float32", "shape": [3, 1]}, "'input:x' has shape [1, 3], its header says [3, 1]"),
+        ("input:x", {"dtype": "complex", "shape": [1, 3]}, "of dtype 'complex', which no evidence does"),
+        ("input:words", {"dtype": "string", "shape": [1, 3]}, "'input:words' is no list of 3 strings"),
+    ):
+        with pytest.raises(UsageError) as told:
+            Evidence.loads(other(whole, {"tensors": notes | {key: changed}}), "e")
+        assert words in str(told.value)
+
+
+def test_answers_without_the_references_are_refused() -> None:
+    found = evidence()
+    for broken in (Evidence(found.header, found.feeds, found.served, {}), Evidence(found.header, found.feeds, {}, {})):
+        with pytest.raises(UsageError, match="not of the same outputs"):
+            Evidence.loads(broken.dumps(), "e")
+
+
+def test_a_file_that_is_not_there_or_far_too_large_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        Evidence.read(tmp_path / "none")
+    monkeypatch.setattr("bf16kit.evidence.MOST_BYTES", 100)
+    save_file({"x": np.zeros(100, np.float32)}, tmp_path / "large")
+    with pytest.raises(UsageError, match="which no evidence has"):
+        Evidence.read(tmp_path / "large")

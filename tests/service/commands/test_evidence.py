@@ -1,0 +1,191 @@
+"""``bf16-serve evidence``: one file, or one line that says why not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from commanded import Run, one_line
+from loopback import LoopbackModel, LoopbackRegistry
+from tlsfiles import Authority
+
+from bf16kit.errors import NotFound
+from bf16kit.evidence import Evidence, Header
+from service.process.certificates import CertificateFiles
+from service.process.tokens import TokenFile
+from service.status_http.evidence import Fetch, evidence_route
+from service.status_http.pages import Access
+from service.status_http.server import HttpServer
+
+MANAGE, READ = "manager-0123456789abcdef", "reader-0123456789abcdef"
+KEPT = Evidence(
+    Header(
+        model="m",
+        version=1,
+        at="2026-01-01T00:00:00+00:00",
+        profile="cpu",
+        precision="bf16-weights",
+        rows=1,
+        of_rows=4,
+        batch_axis=0,
+        budget={"relative_l2": 0.015},
+        drift={"y": {"relative_l2": 0.5}},
+        verdict={"state": "over", "cause": "broken"},
+        files={},
+        versions={},
+    ),
+    {"x": np.full((1, 2), 4321.0, np.float32)},
+    {"y": np.ones((1, 2), np.float32)},
+    {"y": np.zeros((1, 2), np.float32)},
+).dumps()
+Open = Callable[..., str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Open]:
+    """A server's HTTP port with one model, ``m``; its address."""
+    servers: list[HttpServer] = []
+
+    def start(fetch: Fetch | None, access: Access | None = None, files: CertificateFiles | None = None) -> str:
+        route = evidence_route(LoopbackRegistry([LoopbackModel("m")]), fetch)
+        servers.append(HttpServer("127.0.0.1", 0, {"/evidence": route}, access=access, certificates=files))
+        servers[-1].start()
+        return f"127.0.0.1:{servers[-1].port}"
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def kept(model: str, version: int) -> bytes:
+    return KEPT
+
+
+def none(model: str, version: int) -> bytes:
+    raise NotFound(f"model {model!r} version {version} has not been over its budget since it was loaded")
+
+
+def check(result: Result, code: int, *words: str) -> None:
+    assert result.exit_code == code, result.stderr
+    said = one_line(result)
+    assert said.startswith("bf16-serve evidence: ")
+    for each in words:
+        assert each in said
+
+
+def test_the_file_is_its_owners_alone_and_what_is_said_has_no_payload(serve: Open, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "breach"
+    result = run("evidence", "m", "--server", serve(kept), "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert out.read_bytes() == KEPT
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    assert "1 of 4 rows of a request that model 'm' version 1 answered" in result.stdout
+    assert "over, cause broken" in result.stdout
+    assert "4321" not in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["breach"]
+
+
+def test_a_file_that_is_there_is_replaced_only_when_told_to(serve: Open, run: Run, tmp_path: Path) -> None:
+    out, server = tmp_path / "breach", serve(kept)
+    out.write_text("mine")
+    out.chmod(0o644)
+    check(run("evidence", "m", "--server", server, "--out", out), 2, "is there already")
+    assert out.read_text() == "mine"
+    assert run("evidence", "m", "--server", server, "--out", out, "--force").exit_code == 0
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+
+
+def test_what_the_server_says_is_one_line(serve: Open, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "breach"
+    for fetch, model, words in (
+        (none, "m", "model 'm' version 1 has not been over its budget"),
+        (None, "m", "evidence is off: start the server with --evidence"),
+        (kept, "nobody", "model 'nobody' is not known"),
+    ):
+        server = serve(fetch)
+        check(run("evidence", model, "--server", server, "--out", out), 1, server, words)
+    assert not out.exists()
+
+
+def test_tokens_come_from_a_file_like_the_servers_or_the_environment(
+    serve: Open, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, reader = tmp_path / "both", tmp_path / "reader"
+    both.write_text(f"# of the server\n{READ} read,infer  # a dashboard\n\n{MANAGE} read,manage\n")
+    reader.write_text(f"{READ} read\n")
+    for file in (both, reader):
+        file.chmod(0o600)
+    server, out = serve(kept, Access(TokenFile(both))), tmp_path / "breach"
+    check(run("evidence", "m", "--server", server, "--out", out), 1, "needs a token")
+    check(
+        run("evidence", "m", "--server", server, "--out", out, "--token-file", reader),
+        2,
+        "no token of the scope manage",
+    )
+    check(run("evidence", "m", "--server", server, "--out", out, "--token-file", tmp_path / "no"), 2, "cannot be read")
+    monkeypatch.setenv("BF16KIT_TOKEN", READ)
+    check(run("evidence", "m", "--server", server, "--out", out), 1, "lacks the scope 'manage'")
+    assert run("evidence", "m", "--server", server, "--out", out, "--token-file", both).exit_code == 0
+    monkeypatch.setenv("BF16KIT_TOKEN", MANAGE)
+    assert run("evidence", "m", "--server", server, "--out", out, "--force").exit_code == 0
+
+
+def test_tls_is_spoken_and_the_certificate_is_looked_at(serve: Open, run: Run, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair, other = authority.sign("server"), Authority(tmp_path, "other")
+    server, out = serve(kept, None, CertificateFiles(pair.certificate, pair.key, None)), tmp_path / "breach"
+    arguments = ("evidence", "m", "--server", f"https://{server}", "--out", out)
+    check(run(*arguments), 2, "no TLS connection")
+    check(run(*arguments, "--ca", other.certificate), 2, "no TLS connection")
+    check(run(*arguments, "--ca", tmp_path / "none"), 2, "the certificates cannot be used")
+    assert run(*arguments, "--ca", authority.certificate).exit_code == 0
+
+
+def test_wrong_usage_is_one_line(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "breach"
+    for server in ("nowhere", "host:port", "ftp://host:1", "http://host:1/evidence", "host:99999"):
+        check(run("evidence", "m", "--server", server, "--out", out), 2, "expected HOST:PORT")
+    check(run("evidence", "m", "--key", out, "--out", out), 2, "--certificate and --key are given together")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    check(run("evidence", "m", "--server", f"127.0.0.1:{port}", "--out", out), 2, "no server's HTTP port answers there")
+
+
+def test_an_answer_that_is_no_evidence_is_not_written(serve: Open, run: Run, tmp_path: Path) -> None:
+    server = serve(lambda model, version: b"something else")
+    check(run("evidence", "m", "--server", server, "--out", tmp_path / "breach"), 2, "is no evidence")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_speaks_no_http_is_told(run: Run, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(4096)
+                peer.sendall(b"\x00\x00\x18\x04\x00 not HTTP\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        server = f"127.0.0.1:{listener.getsockname()[1]}"
+        check(
+            run("evidence", "m", "--server", server, "--out", tmp_path / "e"), 2, "no server's HTTP port answers there"
+        )
+        thread.join(20)
+
+
+def test_a_directory_that_may_not_be_written_to_is_told(serve: Open, run: Run, tmp_path: Path) -> None:
+    server = serve(kept)
+    check(run("evidence", "m", "--server", server, "--out", tmp_path / "none" / "e"), 2, "cannot be written")
+    (tmp_path / f".e.{os.getpid()}").symlink_to(tmp_path / "target")  # where the file is written first
+    check(run("evidence", "m", "--server", server, "--out", tmp_path / "e"), 2, "cannot be written")
+    assert not (tmp_path / "target").exists()

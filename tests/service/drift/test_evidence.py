@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bf16kit.drift import Budget, SampleDrift, measure
+from bf16kit.errors import NotFound
+from bf16kit.evidence import Evidence
+from bf16kit.tensors import Array, TensorSpec
+from service.drift.comparison import Comparison
+from service.drift.evidence import HALF_LIFE, Witness
+from service.drift.observer import DriftObserver
+from service.drift.sampling import Sample
+from service.drift.verdict import STATES, Cause, DriftVerdict, State
+
+Y, Z = TensorSpec("y", "float32", ("batch", 8)), TensorSpec("z", "float32", ("batch", 4), "logits")
+BUDGET = Budget({"relative_l2": 0.01, "top1_agreement": 0.99, "nonfinite": 0.0})
+FILES = {"cpu.onnx": "ab" * 32}
+COUNT = itertools.count()
+
+
+class Ignoring:
+    """An observer of nothing."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, SampleDrift, float]] = []
+
+    def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
+        self.heard.append((output, sample, weight))
+
+    def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None: ...
+    def recent(self, output: str, effective_samples: float, change_score: float | None) -> None: ...
+    def changed(self, output: str) -> None: ...
+    def out_of_range(self, name: str, rows: int) -> None: ...
+    def judged(self, over: bool, cause: str) -> None: ...
+
+
+class Told:
+    """Measures as a :class:`Comparison` does, and says what a test wants it to say."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...] = (Y,), axis: int | None = 0) -> None:
+        self.specs, self.axis = specs, axis
+        self.says = DriftVerdict.unknown("m", 1)
+        self.restarted = 0
+
+    def say(self, state: State, cause: Cause = "none", output: str = "y", metric: str = "relative_l2") -> None:
+        self.says = replace(self.says, state=state, cause=cause, output=output, metric=metric)
+
+    def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
+        for spec in self.specs:
+            if spec.name in sample.outputs:
+                for row in measure(expected[spec.name], sample.outputs[spec.name], spec, self.axis):
+                    observer.drift(spec.name, row, 1 / sample.probability)
+
+    def verdict(self) -> DriftVerdict:
+        return self.says
+
+    def restart(self) -> None:
+        self.restarted += 1
+
+
+def asked(*drifts: float, axis: int = 0) -> tuple[dict[str, Array], Sample]:
+    """A request of a row for each relative_l2, the reference's answer and ours; what is asked is unlike any other."""
+    reference = np.ones((len(drifts), 8), np.float32)
+    served = reference * (1 + np.array(drifts, np.float32))[:, None]
+    x = np.array([[next(COUNT)] * 2 for _ in drifts], np.float32)
+    arrays = [np.moveaxis(array, 0, axis) for array in (x, served, reference)]
+    sample = Sample({"x": arrays[0]}, {"y": arrays[1]}, len(drifts), 0, 0.5, "bf16", "cpu")
+    return {"y": arrays[2]}, sample
+
+
+def put(witness: Witness, *drifts: float, axis: int = 0) -> Sample:
+    expected, sample = asked(*drifts, axis=axis)
+    witness.observe(expected, sample, Ignoring())
+    return sample
+
+
+def kept(witness: Witness) -> Evidence:
+    return witness.evidence(FILES)
+
+
+def relative_l2(evidence: Evidence) -> float:
+    return float(evidence.header.drift["y"]["relative_l2"])
+
+
+@pytest.mark.parametrize(("state", "cause"), [("over", "rounding"), ("unknown", "broken")])
+def test_the_worst_row_of_a_breach_is_kept_alone(state: State, cause: Cause) -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET, clock=lambda: 1767225600.0)
+    told.say(state, cause)
+    sample = put(witness, 0.02, 0.5, 0.03)
+    found = kept(witness)
+    np.testing.assert_array_equal(found.feeds["x"], sample.feeds["x"][1:2])
+    np.testing.assert_array_equal(found.served["y"], sample.outputs["y"][1:2])
+    assert (found.reference["y"] == 1).all()
+    header = found.header
+    assert (header.model, header.version, header.rows, header.of_rows, header.batch_axis) == ("m", 1, 1, 3, 0)
+    assert (header.profile, header.precision, header.at) == ("cpu", "bf16", "2026-01-01T00:00:00+00:00")
+    assert (header.files, header.budget) == (FILES, BUDGET.as_dict())
+    assert (header.verdict["state"], header.verdict["cause"]) == (state, cause)
+    assert relative_l2(found) == pytest.approx(0.5)
+    assert {"bf16kit", "numpy", "python"} <= header.versions.keys()
+    assert Evidence.loads(found.dumps(), "e").header.model == "m", "it can be written"
+
+
+def test_rows_lie_along_whatever_axis_the_model_has() -> None:
+    told = Told((TensorSpec("y", "float32", (8, "batch")),), 1)
+    witness = Witness(told, 1, BUDGET)
+    told.say("over")
+    sample = put(witness, 0.02, 0.5, axis=1)
+    np.testing.assert_array_equal(kept(witness).feeds["x"], sample.feeds["x"][:, 1:2])
+
+
+def test_without_a_batch_axis_the_sample_is_kept_whole() -> None:
+    told = Told((TensorSpec("y", "float32", (2, 8)),), None)
+    witness = Witness(told, None, BUDGET)
+    told.say("over")
+    sample = put(witness, 0.5, 0.02)
+    found = kept(witness)
+    np.testing.assert_array_equal(found.feeds["x"], sample.feeds["x"])
+    assert (found.header.rows, found.header.batch_axis) == (2, None)
+
+
+def test_nothing_is_kept_without_a_breach() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    for state in STATES[:2]:
+        told.say(state)
+        put(witness, 0.5)
+        with pytest.raises(NotFound, match="model 'm' version 1 has not been over its budget"):
+            kept(witness)
+
+
+def test_what_led_to_a_breach_is_kept_where_it_was_worse_than_what_made_it_one() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    worst = put(witness, 0.9)
+    put(witness, 0.2)
+    told.say("over")
+    put(witness, 0.3)
+    np.testing.assert_array_equal(kept(witness).feeds["x"], worst.feeds["x"])
+
+
+def test_what_was_long_before_is_not_what_shows_it() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    put(witness, 0.9)
+    for _ in range(2 * HALF_LIFE):
+        put(witness, 0.001)
+    later = put(witness, 0.4)
+    for _ in range(HALF_LIFE):
+        put(witness, 0.001)
+    told.say("over")
+    put(witness, 0.05)
+    np.testing.assert_array_equal(kept(witness).feeds["x"], later.feeds["x"])
+
+
+def test_something_infinite_is_forgotten_too() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    put(witness, math.nan)
+    for _ in range(5 * HALF_LIFE):
+        put(witness, 0.001)
+    told.say("over")
+    put(witness, 0.05)
+    assert relative_l2(kept(witness)) == pytest.approx(0.05)
+
+
+def test_while_it_lasts_only_a_worse_row_takes_its_place() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    told.say("over")
+    put(witness, 0.3)
+    put(witness, 0.2)
+    assert relative_l2(kept(witness)) == pytest.approx(0.3)
+    put(witness, 0.4)
+    assert relative_l2(kept(witness)) == pytest.approx(0.4)
+
+
+def test_the_next_breach_takes_the_place_of_the_last_which_is_kept_until_then() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    told.say("over")
+    put(witness, 0.9)
+    told.say("within")
+    put(witness, 0.001)
+    assert relative_l2(kept(witness)) == pytest.approx(0.9)
+    told.say("over")
+    put(witness, 0.1)
+    assert relative_l2(kept(witness)) == pytest.approx(0.1)
+
+
+def test_the_row_is_the_worst_in_what_the_verdict_speaks_of() -> None:
+    """A flip of the largest logit, in a row that is near the reference in all else."""
+    told = Told((Y, Z))
+    witness = Witness(told, 0, BUDGET)
+    told.say("over", output="z", metric="top1_agreement")
+    reference = {"y": np.ones((2, 8), np.float32), "z": np.array([[1, 2, 3, 4], [1, 2, 3, 3.01]], np.float32)}
+    served = {"y": reference["y"] * np.array([[1.5], [1]], np.float32), "z": reference["z"].copy()}
+    served["z"][1, 2] = 3.02
+    x = np.array([[1], [2]], np.float32)
+    witness.observe(reference, Sample({"x": x}, served, 2, 0, profile="cpu"), Ignoring())
+    assert kept(witness).feeds["x"].tolist() == [[2]]
+
+
+def test_it_is_in_memory_of_its_own() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    told.say("over")
+    sample = put(witness, 0.5, 0.1)
+    before = float(kept(witness).feeds["x"][0, 0])
+    sample.feeds["x"][:] = -1
+    assert kept(witness).feeds["x"][0, 0] == before
+    assert kept(witness).feeds["x"].base is None
+
+
+def test_a_row_over_the_bound_is_not_kept_and_that_is_told() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET, most_bytes=71)
+    told.say("over")
+    put(witness, 0.5)
+    with pytest.raises(NotFound, match="have 72 bytes each, and 71 are kept at most"):
+        kept(witness)
+
+
+def test_a_restart_is_passed_on_and_begins_anew() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET)
+    told.say("over")
+    put(witness, 0.9)
+    witness.restart()
+    assert told.restarted == 1
+    assert relative_l2(kept(witness)) == pytest.approx(0.9)
+    put(witness, 0.2)
+    assert relative_l2(kept(witness)) == pytest.approx(0.2), "what answers is another: this is another breach"
+
+
+def test_whoever_watches_hears_everything_else() -> None:
+    """The metrics behind a witness are those without one."""
+    heard: list[Any] = []
+    for watched in (False, True):
+        comparison, observer = Comparison([Y], 0, BUDGET, model="m", version=1), Ignoring()
+        subject = Witness(comparison, 0, BUDGET) if watched else comparison
+        for drift in (0.002, 0.004):
+            subject.observe(*asked(drift, drift), observer)
+        heard.append((observer.heard, replace(subject.verdict(), at=0.0)))
+    assert heard[0] == heard[1]
+
+
+def test_a_real_comparison_that_goes_over_leaves_evidence_behind() -> None:
+    witness = Witness(Comparison([Y], 0, BUDGET, model="m", version=1), 0, BUDGET)
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        put(witness, *(0.004 * (1 + random.random(4))))
+    assert witness.verdict().state == "within"
+    for _ in range(100):
+        put(witness, *(0.3 * (1 + random.random(4))))
+        if witness.verdict().state == "over":
+            break
+    assert witness.verdict().state == "over"
+    assert relative_l2(kept(witness)) > 0.3
