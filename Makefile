@@ -23,7 +23,7 @@ FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile test-clients conformance soak fuzz serve check bench bench-kernel bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-models models-table proto image clean
+.PHONY: help setup demo test test-long test-hostile test-clients conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -157,6 +157,9 @@ bench-kernel: setup ## the kernel against ONNX Runtime, OpenVINO and torch, 35 m
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt openvino
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
 	$(BIN)/python -m bench.kernel.report || status=1; exit $$status
+
+bench-drift: setup ## what is promised of live drift: its detector over simulated weeks, its sampling, its cost; a quiet machine
+	@$(BIN)/python -m bench drift_detector drift_sampling drift_overhead
 
 bench-gpu: setup ## bf16 against fp32 and TF32 on an NVIDIA GPU; says why it skips where there is none
 	@$(BIN)/python -m bench gpu
