@@ -18,9 +18,9 @@ from bf16kit.drift import DISTRIBUTIONS, Budget, SampleDrift
 from service.drift import weighted
 from service.drift.weighted import Interval, Values
 
-HALF_LIFE = 200  # measured requests
-REQUESTS = 1024  # what is older would be worth less than a thirtieth
-ROWS = 8192  # of these requests together
+HALF_LIFE = 400  # measured requests
+REQUESTS = 2048  # what is older would be worth less than a thirtieth
+ROWS = 16384  # of these requests together
 LEAST = 8.0  # effective samples, below which nothing is estimated with confidence
 _SHARES = {"p50": 0.5, "p99": 0.99}
 _COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")

@@ -1,0 +1,75 @@
+"""What is expected of live drift is what the artifact's conversion measured."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+
+from bf16kit.drift import SampleDrift
+from bf16kit.inputranges import InputRange
+from bf16kit.manifest import MANIFEST, MEASUREMENTS
+from bf16kit.measured import DriftEntry
+from bf16kit.measurements import Measurements, ProfileMeasurements, SampleColumns
+from bf16kit.publish import staging
+from service.drift.sampling import Sample
+from service.models.comparing import new_comparison
+from service.models.opening import Opened, open_artifact
+from service.models.policy import Serving
+from service.telemetry.metrics import Metrics
+
+
+def measured_artifact(tmp_path: Path, data: bytes) -> Opened:
+    """An artifact whose measurements are ``data``."""
+    plain = write_mlp(tmp_path / "plain" / "1")
+    with staging(tmp_path / "m" / "1") as stage:
+        for file in plain.path.iterdir():
+            if file.name != MANIFEST:
+                shutil.copy(file, stage.path / file.name)
+        (stage.path / MEASUREMENTS).write_bytes(data)
+        drift = {"cpu": DriftEntry(samples=50, source="some.npz", outputs={})}
+        stage.publish(plain.manifest.amended(measurements=MEASUREMENTS, drift=drift))
+    return open_artifact(tmp_path / "m" / "1", Serving())
+
+
+def score(opened: Opened) -> float | None:
+    """The detector's, after one row that drifts a hundred times as much as was measured."""
+    comparison, metrics = new_comparison("m", 3, opened), Metrics()
+    series = metrics.add("m", 3)
+    series.opened(0, opened.outputs)
+    width = opened.inputs[0].shape[1]
+    assert isinstance(width, int)
+    (spec,) = opened.outputs
+    expected = np.ones((1, *(dim for dim in spec.shape[1:] if isinstance(dim, int))), np.float32)
+    sample = Sample({"x": np.full((1, width), 1e9, np.float32)}, {spec.name: expected * 1.1}, 1, 9, 0.5, "", "cpu")
+    comparison.observe({spec.name: expected}, sample, series)
+    assert (comparison.verdict().model, comparison.verdict().version) == ("m", 3)
+    text = metrics.expose()[0].decode()
+    assert ('bf16kit_drift_out_of_range_total{input="x",model="m",version="3"} 1.0' in text) == (MEASURED in text)
+    lines = [line for line in text.splitlines() if line.startswith("bf16kit_drift_change_score{")]
+    return float(lines[0].rsplit(" ", 1)[1]) if lines else None
+
+
+MEASURED = "bf16kit_drift_change_score{"
+
+
+def test_a_row_is_compared_with_what_the_artifact_says_of_its_profile(tmp_path: Path) -> None:
+    (name,) = (spec.name for spec in write_mlp(tmp_path / "other" / "1").manifest.outputs)
+    columns = SampleColumns.of([SampleDrift(1e-3, 0, 0, 60, 0, 0, 0)] * 50, 50)
+    told = Measurements(
+        profiles={"cpu": ProfileMeasurements(outputs={name: columns})}, inputs={"x": InputRange(low=0.0, high=1.0)}
+    )
+    assert score(measured_artifact(tmp_path, told.dumps())) == pytest.approx(0.1)
+
+
+def test_measurements_that_cannot_be_read_stop_nothing_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert score(measured_artifact(tmp_path, b'{"version": 99}')) is None
+    assert "model 'm' version 3: what was measured cannot be read" in caplog.text
+    assert "how drift spreads is learnt from 200 live rows within budget" in caplog.text
