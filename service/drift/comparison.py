@@ -20,7 +20,7 @@ from service.drift.census import Census
 from service.drift.detector import LEARN, Detector, Expected
 from service.drift.diagnosis import diagnose, worst
 from service.drift.observer import DriftObserver
-from service.drift.recent import Estimate, Recent, Window, estimates
+from service.drift.recent import REQUESTS, Estimate, Recent, Window, estimates
 from service.drift.sampling import Sample
 from service.drift.verdict import Cause, DriftVerdict, State
 
@@ -44,6 +44,7 @@ class _Output:
         self.recent = Recent()
         self.detector = Detector(expected, outputs)
         self.judged = _Judged([], "none", 0.0)
+        self.newest = 0  # the number of the request that last asked for it
 
     def restart(self) -> None:
         self.recent = Recent()
@@ -82,7 +83,7 @@ class Comparison:
         self._profile: str | None = None
         self._outputs: dict[str, _Output] = {}
         self._common: deque[float] = deque(maxlen=_WEIGHTS)
-        self._samples = 0
+        self._samples = self._requests = 0
         self._verdict = DriftVerdict.unknown(model, version)
 
     def verdict(self) -> DriftVerdict:
@@ -106,6 +107,7 @@ class Comparison:
             self._begin(sample.profile, observer)
         weight = 1.0 / sample.probability
         self._common.append(weight)
+        self._requests += 1
         outside = self._outside(sample, observer)
         for name, rows in drifts.items():
             self._add(self._outputs[name], rows, weight, outside, observer)
@@ -151,6 +153,7 @@ class Comparison:
             observer.drift(name, row, weight)
         if len(rows) != len(outside):  # an output without rows is all inputs' together
             outside = [any(outside)] * len(rows)
+        output.newest = self._requests
         output.recent.add(rows, weight, outside)
         drifts = [row.relative_l2 for row in rows]
         change = detector.add(drifts, self._share(weight), clean=self._clean(rows))
@@ -177,24 +180,25 @@ class Comparison:
         return min(1.0, weight / float(np.quantile(self._common, 0.9, method="higher")))
 
     def _judged(self) -> DriftVerdict:
-        seen = [(output, each) for output in self._outputs.values() for each in output.judged.estimates]
+        # What nobody has asked for in so many requests is not recent, whatever it was.
+        outputs = [each for each in self._outputs.values() if each.newest > self._requests - REQUESTS]
+        seen = [(output, each) for output in outputs for each in output.judged.estimates]
         over = [pair for pair in seen if pair[1].low > 1]
         open_ = [pair for pair in seen if not pair[1].high <= 1]
         state: State = "over" if over else "unknown" if open_ or not seen else "within"
         output, nearest = max(over or open_ or seen, key=lambda pair: pair[1].ratio, default=(None, None))
-        effective = [each.judged.effective for each in self._outputs.values() if each.judged.effective]
         return DriftVerdict(
             model=self._verdict.model,
             version=self._verdict.version,
             state=state,
-            cause=worst([each.judged.cause for each in self._outputs.values()]),
+            cause=worst([each.judged.cause for each in outputs]),
             output=output.spec.name if output else "",
             metric=nearest.metric if nearest else "",
             ratio=nearest.ratio if nearest else 0.0,
             low=nearest.low if nearest else 0.0,
             high=nearest.high if nearest else math.inf,
-            effective_samples=output.judged.effective if output else min(effective, default=0.0),
+            effective_samples=output.judged.effective if output else 0.0,
             samples=self._samples,
-            changed=any(each.detector.alarm for each in self._outputs.values()),
+            changed=any(each.detector.alarm for each in outputs),
             at=self._clock(),
         )

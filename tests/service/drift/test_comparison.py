@@ -267,6 +267,18 @@ def test_what_is_sampled_more_often_counts_less_in_the_detector_too() -> None:
     assert live.heard.alarms == ["y"]
 
 
+def test_an_output_that_nobody_asks_for_any_more_ails_nobody() -> None:
+    comparison, heard = Comparison(SPECS, 0, BUDGET, calibration=CALIBRATION), Heard()
+    for _ in range(20):
+        comparison.observe({"z": ONES}, sample({"z": 2 * ONES}), heard)
+    assert (comparison.verdict().state, comparison.verdict().output) == ("over", "z")
+    for _ in range(REQUESTS - 1):
+        comparison.observe({"y": ONES}, sample({"y": ONES}), heard)
+    assert (comparison.verdict().state, comparison.verdict().output) == ("over", "z")
+    comparison.observe({"y": ONES}, sample({"y": ONES}), heard)
+    assert (comparison.verdict().state, comparison.verdict().cause) == ("within", "none")
+
+
 def test_a_reference_without_rows_measures_nothing() -> None:
     heard = Heard()
     with pytest.raises(ArtifactError, match="the fp32 reference's output 'z' has no rows"):
