@@ -7,8 +7,8 @@ Page's CUSUM (E. S. Page, Biometrika 41, 1954) of log drift. Of each measured re
 is added up, never below 0, in units of θ, and the alarm is given at a sum of ln(HORIZON · outputs). θ is the positive
 root of E[exp(θ g)] = 1 under the drift that was expected, for then Σ exp(θ · the sum since each request) - n is a
 martingale (the Shiryaev-Roberts statistic; G. Lorden, Ann. Math. Stat. 42, 1971), and a false alarm comes on average
-after HORIZON requests or later, whatever the distribution. A mean of dependent rows, a weight below 1 and an upper
-bound on what one request adds all leave E[exp(…)] at 1 or below, so that the guarantee stays.
+after HORIZON requests or later, whatever the shape of the distribution that has this root. A mean of dependent rows, a
+weight below 1 and an upper bound on what one request adds all leave E[exp(…)] at 1 or below: the guarantee stays.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -62,7 +63,15 @@ def test_drift_appears_in_the_metrics_after_traffic_and_promtool_is_content(tmp_
     assert server.metric('bf16kit_drift_relative_l2_count{model="mlp",output="y",version="1"}') == 20
     ratio = server.metric('bf16kit_drift_budget_ratio{metric="relative_l2",model="mlp",output="y",version="1"}')
     assert 0 < ratio < 1
-    assert server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}') == 1
+    high = 'bf16kit_drift_budget_ratio_high{metric="relative_l2",model="mlp",output="y",version="1"}'
+    assert server.metric(high) == math.inf  # rows of one request are one sample
+    for _ in range(9):
+        infer(server.target, rows(20))
+    until(lambda: server.metric(measured) == 200, what="two hundred samples measured")
+    assert 0 < server.metric(high.replace("_high", "_low")) <= server.metric(high) < 1
+    assert server.metric('bf16kit_drift_effective_samples{model="mlp",output="y",version="1"}') > 9
+    assert server.metric('bf16kit_drift_over_budget{model="mlp",version="1"}') == 0
+    assert server.metric('bf16kit_requests_total{code="OK",model="mlp",version="1"}') == 10
     assert server.metric('bf16kit_model_ready{model="mlp",version="1"}') == 1
     promtool = shutil.which("promtool")
     if promtool is not None:
