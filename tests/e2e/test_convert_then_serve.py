@@ -64,7 +64,7 @@ def test_a_converted_model_answers_like_its_source_and_measures_its_live_drift(
     assert 0 < drift < 1e-2
 
     labels = 'model="classifier",output="logits",version="1"'
-    until(lambda: server.metric(f"bf16kit_drift_relative_l2_count{{{labels}}}") == 6, what="six samples measured")
+    until(lambda: server.metric(f"bf16kit_drift_relative_l2_count{{{labels}}}") == 6, 60, "six samples measured")
     live = server.metric(f"bf16kit_drift_relative_l2_sum{{{labels}}}") / 6
     assert live == pytest.approx(drift, rel=0.5)
     assert server.metric(f'bf16kit_drift_baseline{{metric="relative_l2",{labels}}}') > 0
