@@ -6,6 +6,7 @@ requests goes first.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -284,11 +285,23 @@ class References:
             self._peer.tell("verdict", verdict.to_json())
 
 
+def run_when_idle() -> None:
+    """This process, the threads that it starts included, after everything else that wants a processor.
+
+    Niceness alone shares a processor fairly: a thread that answers and wakes up waits until this one's turn is over
+    (docs/decisions/0055). Nobody who answers waits for a lock that is held here.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def main() -> None:
     """``python -m service.shadow.references DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
     end_with(int(sys.argv[2]))
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    run_when_idle()
     bound_heap()
     References(socket.socket(fileno=int(sys.argv[1]))).run()
 

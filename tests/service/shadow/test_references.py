@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import pytest
+
+from service.drift.shadow import NICENESS
 from service.shadow.references import Outcomes
+
+PRIORITY = """
+import os, threading
+from service.shadow.references import run_when_idle
+run_when_idle()
+found = []
+thread = threading.Thread(target=lambda: found.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))))
+thread.start()
+thread.join()
+print(*found[0])
+"""
 
 
 def test_what_became_of_samples_is_told_in_their_order_when_the_last_is_known() -> None:
@@ -12,3 +30,11 @@ def test_what_became_of_samples_is_told_in_their_order_when_the_last_is_known() 
     assert not outcomes.answer.done()
     outcomes.told(1, "failed")
     assert outcomes.answer.result() == {"outcomes": ["dropped", "failed", "measured"]}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux has it")
+def test_the_process_and_its_threads_run_when_nobody_else_wants_the_processor() -> None:
+    done = subprocess.run([sys.executable, "-c", PRIORITY], capture_output=True, text=True, check=True)
+    scheduler, nice = map(int, done.stdout.split())
+    assert scheduler == os.SCHED_IDLE
+    assert nice >= NICENESS
