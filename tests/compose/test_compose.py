@@ -14,11 +14,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import minilm
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import yaml
 from numpy.typing import NDArray
 from sentences import sentences
 
@@ -54,11 +56,15 @@ class Stack:
     def address(self, service: str, port: int) -> str:
         return self.compose("port", service, str(port))
 
-    def query(self, promql: str) -> list[float]:
-        """The values of an instant query to the stack's Prometheus, one per series."""
-        url = f"http://{self.address('prometheus', 9090)}/api/v1/query?" + urllib.parse.urlencode({"query": promql})
+    def ask(self, path: str, **parameters: str) -> Any:
+        """What the HTTP API of the stack's Prometheus answers."""
+        url = f"http://{self.address('prometheus', 9090)}/api/v1/{path}?" + urllib.parse.urlencode(parameters)
         with urllib.request.urlopen(url, timeout=10) as reply:
-            return [float(series["value"][1]) for series in json.load(reply)["data"]["result"]]
+            return json.load(reply)["data"]
+
+    def query(self, promql: str) -> list[float]:
+        """The values of an instant query, one per series."""
+        return [float(series["value"][1]) for series in self.ask("query", query=promql)["result"]]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +144,22 @@ def test_live_drift_of_real_sentences_is_read_back_through_promql(
     ratios = stack.query('bf16kit_drift_budget_ratio{model="minilm"}')
     assert ratios
     assert max(ratios) < 1
+
+
+def test_prometheus_has_the_rules_and_none_of_them_fires_on_a_healthy_stack(stack: Stack) -> None:
+    written = [
+        rule.get("alert") or rule["record"]
+        for path in (ROOT / "deploy" / "prometheus" / "rules").glob("*.yml")
+        for group in yaml.safe_load(path.read_text("utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
+
+    def rules() -> list[dict[str, Any]]:
+        return [rule for group in stack.ask("rules")["groups"] for rule in group["rules"]]
+
+    wait_for(lambda: {rule["health"] for rule in rules()} == {"ok"}, seconds=60)
+    assert sorted(rule["name"] for rule in rules()) == sorted(written)
+    assert [alert for alert in stack.ask("alerts")["alerts"] if alert["state"] == "firing"] == []
 
 
 def test_the_server_runs_without_privileges_on_a_file_system_it_cannot_write(stack: Stack) -> None:
