@@ -165,7 +165,11 @@ def _gate(drift: LiveDrift, running: Running, now: float) -> str:
 
 
 def _reference(drift: LiveDrift, now: float) -> str:
-    words = {None: "off", True: "up", False: _marked("loading or dead: nothing is measured", bad=True)}
+    words = {
+        None: "not loaded: nothing was sampled yet, or it is off",
+        True: "up",
+        False: _marked("loading or dead: nothing is measured", bad=True),
+    }
     last = "" if drift.last_sample is None else f"; last sample {_moment(drift.last_sample, now)}"
     return words[drift.reference_up] + last
 

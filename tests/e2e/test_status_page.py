@@ -15,6 +15,7 @@ import pytest
 import tritonclient.grpc as triton
 from artifacts import write_mlp
 from browser import Browser
+from serverprocess import ServerProcess
 from waiting import until
 
 Serve = Callable[..., Any]  # see conftest.py
@@ -70,6 +71,12 @@ def test_the_page_shows_what_a_model_under_load_does(tmp_path: Path, serve: Serv
     assert recent["request"]["count"] == answered + total["codes"]["INVALID_ARGUMENT"]
     assert 0 < recent["request"]["p50"] <= recent["request"]["p90"] <= recent["request"]["p99"]
     assert 0 < recent["ratios"]["y"]["relative_l2"] < 1
+    drift = recent["drift"]
+    assert (drift["reference_up"], drift["gate_passed"], drift["over"], drift["fallback"]) == (True, True, False, False)
+    assert 8 < drift["effective_samples"]["y"] <= recent["counts"]["samples"]["measured"]
+    assert drift["low"]["y"]["relative_l2"] <= recent["ratios"]["y"]["relative_l2"]
+    assert 0 <= server_time(server) - drift["last_sample"] < 60
+    assert drift["answers"]["bf16"] == answered
     rates = recent["trend"]["requests_per_second"]
     assert max(rates) > 0
     assert recent["in_flight"] == recent["queue_depth"] == 0
@@ -79,7 +86,18 @@ def test_the_page_shows_what_a_model_under_load_does(tmp_path: Path, serve: Serv
     assert "golden samples are over the drift budget" in page
     assert "fp32: measured on this device when the model was loaded" in page
     assert "<code>OK</code></th>" in page
+    for words in (
+        "<dt>Reference</dt><dd>up; last sample <time",
+        "<dt>Golden gate</dt><dd>passed at <time",
+        ">bf16</dd>",
+    ):
+        assert words in page
     _look(server.ports()[1], tmp_path)
+
+
+def server_time(server: ServerProcess) -> float:
+    """Unix seconds, as the page has them."""
+    return float(json.loads(server.get("/status.json")[1])["at_seconds"])
 
 
 def _look(port: int, where: Path) -> None:
@@ -94,4 +112,6 @@ def _look(port: int, where: Path) -> None:
                 assert (seen.requests, seen.complaints) == ([], [])
                 assert chromium.evaluate("document.documentElement.scrollWidth") == width
         assert chromium.evaluate("document.querySelectorAll('#m0 svg.spark').length") == 4
+        said = "document.querySelector('#m0 h3').textContent"
+        assert chromium.evaluate(said) in ("Drift within budget", "Drift not known yet")
         assert chromium.evaluate("document.querySelector('#m0 svg.spark').getBoundingClientRect().width") > 100

@@ -71,7 +71,10 @@ def test_an_output_says_what_its_samples_are_worth_and_whether_it_changed() -> N
         ({"changes": 3}, "<dt>Changes</dt><dd>3 since it was loaded</dd>"),
         ({}, "<dt>Answers in</dt><dd>bf16</dd>"),
         ({}, "<dt>Reference</dt><dd>up; last sample "),
-        ({"reference_up": None, "last_sample": None}, "<dt>Reference</dt><dd>off</dd>"),
+        (
+            {"reference_up": None, "last_sample": None},
+            "<dt>Reference</dt><dd>not loaded: nothing was sampled yet, or it is off</dd>",
+        ),
         ({"reference_up": False}, '<span class="over">loading or dead: nothing is measured</span>; last sample'),
         ({}, '<dd>passed at <time datetime="2026-01-02T02:39:05+00:00">02:39:05 UTC</time> (25\u00a0min ago)<br>'),
         ({"gate_passed": False}, '<dd><span class="over">failed</span> at <time'),
