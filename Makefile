@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/*/*.h kerne
 
 # --- use --------------------------------------------------------------------------------------------------------------
 
-demo: setup ## convert MiniLM, serve it, ask it real sentences, print accuracy, latency, sizes
+demo: setup ## convert MiniLM, serve it, ask it real sentences, print accuracy, latency, sizes; damage a copy, see fp32 answer
 	@$(BIN)/python deploy/demo/demo.py
 
 serve: setup ## serve REPOSITORY (build/demo, which `make demo` fills) on 127.0.0.1:8001 and :8002

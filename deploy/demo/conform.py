@@ -10,8 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from demo import DemoFailed, served
+from demo import REPOSITORY
 from publish import MODEL
+from running import DemoFailed, served
 
 ROOT = Path(__file__).parents[2]
 # Everything that is off by default: what a client can ask of a server is what is tried.
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
     """Run the suite against a server of the demo's repository."""
     try:
         os.environ |= OPEN
-        with served() as (address, _):
+        with served(REPOSITORY) as (address, _):
             command = [sys.executable, "-m", "conformance", address, "--model", MODEL, *ASKED, *arguments]
             return subprocess.run(command, cwd=ROOT, check=False).returncode
     except DemoFailed as failure:

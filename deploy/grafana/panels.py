@@ -144,10 +144,6 @@ ACTIONS = (
             f"sum by (model, version, to) (increase(bf16kit_fallback_transitions_total{{{MODEL}}}[1h]))",
             f"{NAME} to {{{{to}}}}",
         ),
-        Query(
-            f"sum by (model, version) (increase(bf16kit_fallback_failures_total{{{MODEL}}}[1h]))",
-            f"{NAME} fp32 could not be loaded",
-        ),
     ),
     _lines(
         "Since the golden gate last ran", "By the worker that ran it longest ago.",

@@ -1,0 +1,79 @@
+"""What a server does when a model is not what it was: the end of ``make demo``, on a copy that is damaged on purpose.
+
+The query weights of two layers trade places in the copy's graph, as a faulty deployment script might have it. All
+digests are made to fit and the golden samples are left out, or the server would refuse to load it: only live traffic
+can tell.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import urllib.request
+from itertools import cycle
+from pathlib import Path
+
+import live_drift
+import numpy as np
+import onnx
+from client import Client
+from publish import MODEL
+from running import served, shown, wait
+from sentences import sentences
+
+from bf16kit.artifact import Artifact
+from bf16kit.digests import Digests
+
+SWAPPED = tuple(f"encoder.layer.{layer}.attention.self.query.weight" for layer in (2, 3))
+SERVING = """# Every request is measured, and fp32 answers once bf16 is over its budget beyond chance.
+profile: cpu
+shadow: {rate: 1.0, max_per_second: 1000}
+fallback: fp32
+"""
+SENTENCE = "A man is eating a piece of bread."
+
+
+def show(artifact: Path, repository: Path) -> None:
+    """Damage a copy of ``artifact`` in ``repository``, serve it, and tell until fp32 answers in its place."""
+    print(f"\n== a copy damaged on purpose, in {shown(repository)}: {' and '.join(SWAPPED)} trade places", flush=True)
+    damage(artifact, repository)
+    with served(repository) as (grpc_address, http_address), Client(grpc_address) as client:
+        before = client.embed(SENTENCE)
+        begun, more = time.perf_counter(), cycle(sentences(200))
+
+        def fallen() -> live_drift.LiveDrift | None:
+            client.embed(next(more))
+            return live_drift.read(http_address) if client.precision == "fp32" else None
+
+        drift = wait("fp32 to answer in bf16's place", fallen, seconds=60)
+        measured = drift.outcomes.get("measured", 0)
+        print(f"   fp32 answers after {time.perf_counter() - begun:.1f} s and {measured:.0f} measured samples, because")
+        print(f"   {_reason(http_address)}")
+        after = client.embed(SENTENCE)
+        print(f"   the same sentence, embedded before and after: cosine {float(np.dot(before, after)):.4f}")
+        print(f"   every answer says it: parameters['precision'] = {client.precision!r}")
+
+
+def _reason(http_address: str) -> str:
+    with urllib.request.urlopen(f"http://{http_address}/status.json", timeout=10) as reply:
+        (model,) = json.load(reply)["models"]
+    return str(model["running"]["active_precision_reason"])
+
+
+def damage(artifact: Path, repository: Path) -> None:
+    """A copy of ``artifact`` with wrong weights, right digests and no golden samples."""
+    target = repository / MODEL / "1"
+    shutil.rmtree(repository, ignore_errors=True)
+    shutil.copytree(artifact, target)
+    graph = target / "cpu.onnx"
+    model = onnx.load(graph, load_external_data=False)
+    other = dict(zip(SWAPPED, reversed(SWAPPED), strict=True))
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = other.get(name, name)
+    graph.write_bytes(model.SerializeToString())
+    manifest = Artifact.open(artifact).manifest
+    files = manifest.files | {graph.name: Digests().entry(graph)}
+    (target / "manifest.json").write_bytes(manifest.model_copy(update={"files": files, "golden": None}).dumps())
+    (target.parent / "serving.yaml").write_text(SERVING, "utf-8")

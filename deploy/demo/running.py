@@ -1,0 +1,82 @@
+"""The server as the demo runs it: a process on free ports, asked to stop when the demo is done with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from publish import program
+
+LOGS = Path(__file__).parents[2] / "build"
+T = TypeVar("T")
+
+
+class DemoFailed(Exception):
+    """A step did not do what it promises; the text says which, and where to look."""
+
+
+@contextmanager
+def served(repository: Path) -> Iterator[tuple[str, str]]:
+    """A server process on free ports: its gRPC and HTTP addresses once ready; asked to stop, and waited for, after."""
+    log = LOGS / f"{repository.name}-server.log"
+    grpc_port, http_port = _free_ports(2)
+    print(f"\n== serving on 127.0.0.1:{grpc_port} (gRPC) and :{http_port} (HTTP); log: {shown(log)}")
+    command = [program("bf16-serve"), "--repository", str(repository), "--device", "cpu"]
+    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
+    started = time.perf_counter()
+    with log.open("w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        wait("the server to be ready", lambda: _ready(server, http_port, log) or None, seconds=120)
+        print(f"   ready after {time.perf_counter() - started:.1f} s")
+        yield f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}"
+        server.send_signal(signal.SIGTERM)
+        if (code := server.wait(timeout=60)) != 0:
+            raise DemoFailed(f"the server ended with exit code {code} on SIGTERM; see {shown(log)}")
+    except subprocess.TimeoutExpired:
+        raise DemoFailed(f"the server did not end within a minute of SIGTERM; see {shown(log)}") from None
+    finally:
+        server.kill()
+        server.wait()
+
+
+def shown(path: Path) -> str:
+    """As one would type it from here."""
+    return os.path.relpath(path)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _ready(server: subprocess.Popen[bytes], http_port: int, log: Path) -> bool:
+    if server.poll() is not None:
+        raise DemoFailed(f"the server ended with exit code {server.returncode}:\n{log.read_text()[-2000:]}")
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def wait(what: str, condition: Callable[[], T | None], seconds: float) -> T:
+    """The first true value of ``condition``. DemoFailed where there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"waited {seconds:.0f} s for {what}")
+        time.sleep(0.05)
+    return value
