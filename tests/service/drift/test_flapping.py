@@ -1,0 +1,70 @@
+"""A model on the border of its budget does not flap, by the statistics that a server has, on a simulated clock.
+
+Flapping is to change the precision more than twice in a day: at one sample a second 100,000 samples are 28 hours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from bf16kit.drift import Budget, SampleDrift
+from service.drift.fallback import Fallback
+from service.drift.fallbackpolicy import FallbackPolicy
+from service.drift.recent import Recent, estimates
+from service.drift.verdict import DriftVerdict, State
+
+SAMPLES = 100_000
+EVERY = 10  # samples between two judgements: recent drift has a half-life of 200, so hardly anything is left out
+BUDGET = Budget.from_dict({"relative_l2": 0.015})
+SPREAD = 0.5  # of log drift between requests
+HASTY = FallbackPolicy(
+    policy="fp32", min_stay_seconds=0, longest_stay_seconds=0, clean_samples=1, margin=0.0
+)  # without anything that keeps it from flapping
+
+
+def verdict_of(recent: Recent, second: float) -> DriftVerdict:
+    """As :class:`service.drift.comparison.Comparison` makes it, of one bound."""
+    window = recent.window()
+    (found,) = estimates(window, BUDGET)
+    state: State = "over" if found.low > 1 else "within" if found.high <= 1 else "unknown"
+    return DriftVerdict(
+        "m", 1, state, "none", "y", found.metric, found.ratio, found.low, found.high, window.size, 0, False, second
+    )
+
+
+def transitions(ratio: Callable[[float], float], policy: FallbackPolicy, seed: int) -> list[float]:
+    """When the precision changed, in seconds, while drift ÷ budget was ``ratio`` of the time."""
+    noise = np.random.default_rng(seed).standard_normal(SAMPLES) * SPREAD - SPREAD**2 / 2
+    fallback, recent, changes = Fallback(policy, 0.0), Recent(), list[float]()
+    for second in range(SAMPLES):
+        drift = 0.015 * ratio(second) * math.exp(noise[second])
+        recent.add([SampleDrift(drift, drift**2 / 2, drift, math.inf, 0, 0, 0)], 1.0, [False])
+        if second % EVERY or not fallback.hear(verdict_of(recent, second), second):
+            continue
+        if fallback.phase == "warming":
+            fallback.warmed(second)
+        changes.append(second)
+        recent = Recent()  # what the owner has the shadow do
+    return changes
+
+
+def waves(second: float) -> float:
+    """Between 0.97 and 1.03, over and over within an hour."""
+    return 1 + 0.03 * math.sin(second / 3600 * math.tau)
+
+
+@pytest.mark.parametrize("ratio", [waves, *(pytest.param(each, marks=pytest.mark.long) for each in (0.97, 1.0, 1.03))])
+def test_a_model_on_the_border_does_not_flap(ratio: float | Callable[[float], float]) -> None:
+    of = ratio if callable(ratio) else lambda second: ratio
+    changes = transitions(of, FallbackPolicy(policy="fp32"), seed=1)
+    assert len(changes) <= 2, changes
+
+
+@pytest.mark.long
+def test_without_hysteresis_it_would() -> None:
+    """The same samples, so that the test above has something to find."""
+    assert len(transitions(waves, HASTY, seed=1)) > 20
