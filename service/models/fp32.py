@@ -7,7 +7,7 @@ import time
 
 from bf16kit.errors import ArtifactError
 from bf16kit.runtime import Runtime
-from bf16kit.runtime.weightstore import WeightStore
+from bf16kit.runtime.weightstore import OWN, WeightStore
 from service.models.loading import check_golden, golden_of, warm_up
 from service.models.opening import Opened
 from service.models.policy import Serving
@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 def load_fp32(label: str, opened: Opened, serving: Serving, *, threads: int | None, weights: WeightStore) -> Runtime:
-    """The reference of ``opened``, on ``threads`` where ``serving`` does not say. Its large weights are in ``weights``,
-    once for all processes that share it.
+    """The reference of ``opened``, on ``threads`` where ``serving`` does not say. Its large weights are in ``weights``
+    where processes share that: alone, ONNX Runtime packs them, which is faster for a few rows.
 
     Raises what loading a model raises: ArtifactError for one whose files are no longer those that were loaded.
     """
@@ -26,7 +26,8 @@ def load_fp32(label: str, opened: Opened, serving: Serving, *, threads: int | No
     artifact, begun = opened.artifact, time.monotonic()
     if artifact.manifest.reference is None:
         raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
-    runtime = load_reference(artifact, threads=threads if serving.threads is None else serving.threads, weights=weights)
+    threads = threads if serving.threads is None else serving.threads
+    runtime = load_reference(artifact, threads=threads, weights=None if weights is OWN else weights)
     try:
         golden = golden_of(artifact)
         warm_up(runtime, opened, serving.warmup, golden)

@@ -18,7 +18,7 @@ from service.drift.recent import Recent, estimates
 from service.drift.verdict import DriftVerdict, State
 
 SAMPLES = 100_000
-EVERY = 10  # samples between two judgements: recent drift has a half-life of 200, so hardly anything is left out
+EVERY = 10  # samples between two judgements: recent drift has a half-life of hundreds, so hardly anything is left out
 BUDGET = Budget.from_dict({"relative_l2": 0.015})
 SPREAD = 0.5  # of log drift between requests
 HASTY = FallbackPolicy(
