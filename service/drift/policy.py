@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
+
+PROCESS, OFF = "process", "off"
+_REMOTE = re.compile(
+    r"grpc://(\[[0-9A-Fa-f:.%]+\]|[^/\s:\[\]]+):(\d{1,5})/([^/\s]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A model of another V2 server. ``version`` is empty for whichever that server prefers."""
+
+    target: str  # host:port
+    model: str
+    version: str
+
+    @classmethod
+    def parse(cls, text: str) -> Remote | None:
+        """None for what is no such address."""
+        found = _REMOTE.fullmatch(text)
+        if found is None or not 0 < int(found[2]) < 65_536:
+            return None
+        return cls(f"{found[1]}:{found[2]}", found[3], found[4] or "")
+
+    def __str__(self) -> str:
+        return f"grpc://{self.target}/{self.model}" + (f"/{self.version}" if self.version else "")
 
 
 class ShadowPolicy(BaseModel):
@@ -18,3 +47,27 @@ class ShadowPolicy(BaseModel):
     max_per_second: float = Field(default=1.0, gt=0)
     max_rows: PositiveInt = 8  # of one request; the rest of a larger one is not measured
     max_bytes: PositiveInt = 64 << 20  # of the samples that wait, inputs and outputs
+    # Who gives the fp32 answers: a process of this server, a model of another one, or nobody.
+    reference: str = PROCESS
+    reference_memory_bytes: PositiveInt | None = None  # of that process, for this model; None: by the model's size
+
+    @field_validator("reference", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: Any) -> Any:
+        return OFF if value is False else value
+
+    @field_validator("reference")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in (PROCESS, OFF) and Remote.parse(value) is None:
+            raise ValueError(f"give {PROCESS}, {OFF} or grpc://HOST:PORT/MODEL[/VERSION]")
+        return value
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is measured."""
+        return self.rate > 0 and self.reference != OFF
+
+    @property
+    def remote(self) -> Remote | None:
+        return Remote.parse(self.reference)

@@ -12,13 +12,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
-from bf16kit.errors import Bf16kitError
-from bf16kit.runtime import Runtime
+from bf16kit.errors import Bf16kitError, Unavailable
 from bf16kit.wording import brief
+from service.contract import Array
 from service.drift.evidence import Comparing
 from service.drift.observer import Outcome, ReferenceObserver
 from service.drift.policy import ShadowPolicy
@@ -42,6 +42,21 @@ class _Waiting:
     told: Told
 
 
+class Reference(Protocol):
+    """The model in fp32, wherever it runs: as much of :class:`bf16kit.runtime.Runtime` as is needed of one.
+
+    ``up``: whether it answers. It may stop, or begin to, with each run. It says so in the log itself.
+    """
+
+    @property
+    def up(self) -> bool: ...
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
+        """Raises Unavailable while it is not up, RuntimeFailure where it fails on these inputs."""
+
+    def close(self) -> None: ...
+
+
 class Shadow:
     """:meth:`start` loads the reference in the background, once; :meth:`close` ends the thread.
 
@@ -50,7 +65,7 @@ class Shadow:
 
     def __init__(
         self,
-        load: Callable[[], Runtime],
+        load: Callable[[], Reference],
         comparison: Comparing,
         policy: ShadowPolicy,
         observer: ReferenceObserver,
@@ -70,6 +85,7 @@ class Shadow:
         self._samples = 0  # of those that wait
         self._held = 0  # bytes of the samples that wait or are measured
         self._closed = False
+        self._up = False
         self._thread = threading.Thread(target=self._work, name=f"{name}-shadow", daemon=True)
 
     def start(self) -> None:
@@ -139,7 +155,7 @@ class Shadow:
             self._samples -= first != _RESTART
             return first
 
-    def _loaded(self) -> Runtime | None:
+    def _loaded(self) -> Reference | None:
         begun = time.monotonic()
         try:
             reference = self._load()
@@ -147,16 +163,30 @@ class Shadow:
             reason = str(error) if isinstance(error, Bf16kitError) else repr(error)
             _log.error("%s: no live drift: the fp32 reference cannot be loaded: %s", self._name, reason)
             return None
-        _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - begun)
-        self._observer.reference_up(True)
+        if reference.up:
+            _log.info("%s: live drift on: fp32 reference loaded in %.1f s", self._name, time.monotonic() - begun)
+        self._tell(reference.up)
         return reference
 
-    def _measure(self, reference: Runtime | None, sample: Sample) -> Outcome:
+    def _tell(self, up: bool) -> None:
+        if up != self._up:
+            self._up = up
+            self._observer.reference_up(up)
+
+    def _measure(self, reference: Reference | None, sample: Sample) -> Outcome:
         if reference is None:
             return "failed"
         try:
+            return self._compare(reference, sample)
+        finally:
+            self._tell(reference.up)
+
+    def _compare(self, reference: Reference, sample: Sample) -> Outcome:
+        try:
             expected = reference.run(sample.feeds, tuple(sample.outputs), seconds=LONGEST_RUN_S)
             self._comparison.observe(expected, sample, self._observer)
+        except Unavailable:  # of which the log has one line, and not one for each sample
+            return "failed"
         except Bf16kitError as error:
             _log.error("%s: a shadow sample failed: %s", self._name, brief(error))
             return "failed"

@@ -193,9 +193,9 @@ class Generation:
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 
     def _new_shadow(self, opened: Opened, serving: Serving, hand: Hand | None) -> Handing | None:
-        if hand is None or serving.shadow.rate == 0:
+        if hand is None or not serving.shadow.on:
             return None
-        if opened.artifact.manifest.reference is None:
+        if opened.artifact.manifest.reference is None and serving.shadow.remote is None:
             _log.warning("%s: no live drift: the artifact holds no fp32 reference", self.label)
             return None
         self._probe = Probe(self.label, self.info.precision, self._engine.bf16.run, hand, serving.shadow.max_bytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -24,6 +25,7 @@ from service.shadow.fetching import fetch
 REFERENCES = "service.shadow.references"
 NAME = "the shadow"
 _MOST_BYTES = 256 << 20  # of samples that it was given and has not measured yet
+_MOST_SAMPLES = 2 * QUEUE_SIZE  # of one model: it drops what is more than its queue, but only while it runs
 # Of the gauges, which go with it when it dies, what is to be seen all the same, and as what.
 _DOWN, _LAST = "bf16kit_drift_reference_up", "bf16kit_drift_last_sample_timestamp_seconds"
 Key = tuple[str, int]  # a model's name, and its version
@@ -60,6 +62,7 @@ class ShadowProcess:
         self._shared = shared
         self._lock = threading.Lock()
         self._held = 0
+        self._unanswered: Counter[Key] = Counter()  # samples
         self._early: list[_Early] = []  # they came before it was there
         self._wishes: dict[Key, str] = {}  # what it measures
         self._gauges: Sequence[Sequence[Any]] = ()  # of its last counts, those that outlive it
@@ -94,12 +97,15 @@ class ShadowProcess:
         body: Body = {**message.body, "shared": self._shared}
         nbytes = int(body["nbytes"])
         with self._lock:
-            self._wishes[body["model"], int(body["version"])] = body["wish"]
-            peer, room = self.peer, self._held + nbytes <= _MOST_BYTES
-            if room and peer is None and (room := len(self._early) < QUEUE_SIZE):
-                self._early.append(_Early(body, os.dup(message.files[0]), told))
+            key = body["model"], int(body["version"])
+            self._wishes[key] = body["wish"]
+            peer = self.peer
+            room = self._held + nbytes <= _MOST_BYTES and self._unanswered[key] < _MOST_SAMPLES
             if room:
                 self._held += nbytes
+                self._unanswered[key] += len(body["samples"])
+                if peer is None:
+                    self._early.append(_Early(body, os.dup(message.files[0]), told))
         if room and peer is not None:
             self._ask(peer, body, message.files[0], told)
         elif not room:
@@ -117,7 +123,9 @@ class ShadowProcess:
             gone = [key for key, known in self._wishes.items() if key[0] == model and wish in ("", known)]
             for key in gone:
                 del self._wishes[key]
-        if gone and (peer := self.peer) is not None:
+        if (peer := self.peer) is None:
+            self._forgotten(model)
+        elif gone:
             told = peer.ask("forget", {"keys": gone})
             told.add_done_callback(lambda done: self._forget(model, done))
 
@@ -134,11 +142,12 @@ class ShadowProcess:
 
     def _ask(self, peer: Peer, body: Body, file: int, told: Future[Body]) -> None:
         asked = peer.ask("samples", body, [file])
-        asked.add_done_callback(partial(self._answer, int(body["nbytes"]), told))
+        asked.add_done_callback(partial(self._answer, body, told))
 
-    def _answer(self, nbytes: int, told: Future[Body], done: Future[Body]) -> None:
+    def _answer(self, body: Body, told: Future[Body], done: Future[Body]) -> None:
         with self._lock:
-            self._held -= nbytes
+            self._held -= int(body["nbytes"])
+            self._unanswered[body["model"], int(body["version"])] -= len(body["samples"])
         error = done.exception()
         if error is None:
             told.set_result(done.result())

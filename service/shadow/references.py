@@ -17,12 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
+from bf16kit.errors import ArtifactError, Bf16kitError, ConfigError, NotFound
 from service.drift.evidence import Witness
 from service.drift.observer import Outcome
 from service.drift.policy import ShadowPolicy
 from service.drift.sampling import Sample, TokenBucket
-from service.drift.shadow import NICENESS, QUEUE_SIZE, Shadow, Told
+from service.drift.shadow import NICENESS, QUEUE_SIZE, Reference, Shadow, Told
 from service.drift.verdict import DriftVerdict
 from service.models.comparing import new_comparison
 from service.models.directory import stamp_of
@@ -35,6 +35,7 @@ from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking
 from service.shadow.fetching import KIND, answer
+from service.shadow.memory import Memory, default_bound, fp32_bytes
 from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
 from service.telemetry.modelmetrics import ModelMetrics
@@ -111,6 +112,7 @@ class References:
 
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
+        self._memory = Memory(limit=True)
         self._models: dict[Key, _Measured] = {}
         self._lock = threading.RLock()  # what is told of a sample may come back here
         self._opening = ThreadPoolExecutor(1, "opening")
@@ -255,20 +257,40 @@ class References:
                 shadow.put(each.sample, each.told)
 
     def _new_shadow(self, key: Key, model: _Measured, opened: Opened) -> Shadow:
-        from bf16kit.runtime.loading import load_reference
-
+        name = f"model {key[0]!r} version {key[1]}"
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:
             model.witness = Witness(comparison, opened.batch_axis, opened.budget)
-            model.files = {name: entry.sha256 for name, entry in opened.artifact.manifest.files.items()}
+            model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
         return Shadow(
-            lambda: load_reference(opened.artifact, threads=1, low_priority=True),
+            lambda: self._reference(name, model.policy, opened),
             model.witness or comparison,
             model.policy,
             model.metrics,
-            name=f"model {key[0]!r} version {key[1]}",
+            name=name,
             measured=lambda: self._judge(model, comparison.verdict),
         )
+
+    def _reference(self, name: str, policy: ShadowPolicy, opened: Opened) -> Reference:
+        """Loaded here, or at another server; on the thread of low priority that will ask it."""
+        if policy.remote is not None:
+            from service.shadow.remote import RemoteReference  # gRPC, which nobody else needs here
+
+            remote = RemoteReference(name, policy.remote, opened.inputs, opened.outputs, policy.max_bytes)
+            remote.connect()
+            return remote
+        from bf16kit.runtime import onnx as _onnx  # noqa: F401 -- now: what the library takes is no reference's
+        from bf16kit.runtime import rebuilt as _rebuilt  # noqa: F401 -- as above
+        from bf16kit.runtime.loading import load_reference
+
+        weights = fp32_bytes(opened.artifact.manifest)
+        bound = policy.reference_memory_bytes or default_bound(weights)
+        if weights > bound:
+            raise ConfigError(
+                f"its weights are {weights} bytes in fp32, over shadow.reference_memory_bytes {bound}; raise that in"
+                " serving.yaml, or have another server run the reference (shadow.reference: grpc://…)"
+            )
+        return self._memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1, low_priority=True))
 
     def _judge(self, model: _Measured, verdict: Callable[[], DriftVerdict]) -> None:
         """After each sample: what is news is told at once, the rest with the counts."""

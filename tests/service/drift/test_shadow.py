@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 
 from bf16kit.drift import Budget, SampleDrift
-from bf16kit.errors import ArtifactError, RuntimeFailure
+from bf16kit.errors import ArtifactError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.tensors import TensorSpec
 from service.drift.comparison import Comparison
@@ -33,6 +33,7 @@ class Reference:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.up = True
         self.nice: int | None = None
         self.running = False
         self.closed = False
@@ -253,6 +254,28 @@ def test_without_a_reference_every_sample_fails(make: Make, heard: Heard, caplog
     until(lambda: heard.samples["failed"] == 1)
     assert "no live drift: the fp32 reference cannot be loaded: no residual" in caplog.text
     assert heard.up == []
+
+
+def test_a_reference_that_is_away_fails_samples_quietly_and_whoever_watches_is_told_when_it_goes_and_comes(
+    make: Make, heard: Heard, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*_: object, **more: object) -> dict[str, Array]:
+        reference.up = False
+        raise Unavailable("the fp32 reference was given back")
+
+    run = reference.run
+    monkeypatch.setattr(reference, "run", away)
+    shadow = make()
+    heard.put(shadow)
+    heard.put(shadow)
+    until(lambda: heard.samples["failed"] == 2)
+    assert heard.up == [True, False]
+    reference.up = True
+    monkeypatch.setattr(reference, "run", run)
+    heard.put(shadow)
+    until(lambda: heard.samples["measured"] == 1)
+    assert heard.up == [True, False, True]
+    assert "failed" not in caplog.text
 
 
 def test_closing_ends_the_thread_and_frees_the_reference(make: Make, heard: Heard, reference: Reference) -> None:

@@ -1,0 +1,176 @@
+"""A model of another V2 server as the fp32 reference: asked over gRPC from the process that compares.
+
+It is asked like any V2 server: what its metadata say is held against the artifact first; tensors go raw, and come raw
+or typed. While it cannot be reached its samples fail at once, and it is tried again, less often each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+
+from bf16kit.errors import InvalidRequest, RuntimeFailure, Unavailable
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.tensors import BY_NAME, Array, TensorSpec, describe
+from bf16kit.wording import brief
+from service.drift.policy import Remote
+from service.wire.tensors import decode_contents, decode_raw, encode_raw
+
+_log = logging.getLogger(__name__)
+SECONDS = 10.0  # of one call: who waits for longer measures nothing that anybody waits for
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_BESIDE_TENSORS = 1 << 20  # bytes of a message
+_SERVICE = "inference.GRPCInferenceService"  # on the wire; the messages' own package is another
+_RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+#: Of these samples it says that something is wrong with them; after any other it is taken for away.
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+_FREE = -1
+
+
+class RemoteReference:
+    """See :class:`service.drift.shadow.Reference`. For one thread."""
+
+    def __init__(
+        self,
+        name: str,
+        remote: Remote,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        most_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``most_bytes``: of the outputs of a sample."""
+        self.up = False
+        self._name = name
+        self._remote = remote
+        self._inputs = inputs
+        self._outputs = {spec.name: spec for spec in outputs}
+        self._clock = clock
+        self._pause = 0.0
+        self._due = clock()
+        largest = [(f"grpc.max_{way}_message_length", most_bytes + _BESIDE_TENSORS) for way in ("receive", "send")]
+        self._channel = grpc.insecure_channel(remote.target, options=largest)
+        self._metadata, self._infer = self._stub("ModelMetadata"), self._stub("ModelInfer")
+
+    def connect(self) -> None:
+        """Ask whether it is the model that it should be, unless it is too early to try again. Raises nothing."""
+        if self.up or self._clock() < self._due:
+            return
+        asked = pb.ModelMetadataRequest(name=self._remote.model, version=self._remote.version)
+        begun = self._clock()
+        try:
+            told = self._metadata(asked, timeout=SECONDS)
+        except grpc.RpcError as error:
+            self._away(_said(error))
+            return
+        if why := self._differs(told):
+            self._away(why)
+            return
+        self.up, self._pause = True, 0.0
+        _log.info("%s: live drift on: %s answers after %.1f s", self._name, self._remote, self._clock() - begun)
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
+        """See :meth:`service.drift.shadow.Reference.run`."""
+        self.connect()
+        if not self.up:
+            raise Unavailable(f"{self._remote} does not answer")
+        try:
+            told = self._infer(self._request(feeds, outputs), timeout=min(seconds, SECONDS))
+        except grpc.RpcError as error:
+            if error.code() in _REFUSALS:  # what else it says may be of what was sent, which no log is to have
+                raise RuntimeFailure(f"{self._remote} refuses a sample with {error.code().name}") from None
+            self._away(_said(error))
+            raise Unavailable(f"{self._remote} does not answer") from None
+        return self._answer(told, feeds, outputs)
+
+    def close(self) -> None:
+        self.up = False
+        self._channel.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _stub(self, method: str) -> Any:
+        rpc = _RPCS[method]
+        return self._channel.unary_unary(
+            f"/{_SERVICE}/{method}",
+            request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(rpc.output_type).FromString,
+        )
+
+    def _away(self, why: str) -> None:
+        """Try again later. The log has a line of it whenever it was up, and then less often each time."""
+        self.up = False
+        self._pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause))
+        self._due = self._clock() + self._pause
+        _log.warning(
+            "%s: no live drift: %s does not serve as the fp32 reference: %s; it is asked again in %.0f s or later",
+            self._name,
+            self._remote,
+            why,
+            self._pause,
+        )
+
+    def _differs(self, told: pb.ModelMetadataResponse) -> str:
+        """Why it cannot be the same model; empty where it can."""
+        for side, specs, others in (
+            ("input", self._inputs, told.inputs),
+            ("output", tuple(self._outputs.values()), told.outputs),
+        ):
+            there = {other.name: other for other in others}
+            for spec in specs:
+                other = there.get(spec.name)
+                if other is None:
+                    return f"it has no {side} {spec.name!r}; it has {', '.join(sorted(there)) or 'none'}"
+                if other.datatype != BY_NAME[spec.dtype].oip:
+                    return f"its {side} {spec.name!r} is {other.datatype}, not {BY_NAME[spec.dtype].oip}"
+                if not _fits(spec.shape, other.shape):
+                    return f"its {side} {spec.name!r} has shape {list(other.shape)}, not {describe(spec.shape)}"
+        more = sorted({each.name for each in told.inputs} - {spec.name for spec in self._inputs})
+        return f"it has an input {more[0]!r}, which this model has not" if more else ""
+
+    def _request(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> pb.ModelInferRequest:
+        request = pb.ModelInferRequest(model_name=self._remote.model, model_version=self._remote.version)
+        for spec in self._inputs:
+            array, dtype = feeds[spec.name], BY_NAME[spec.dtype]
+            request.inputs.add(name=spec.name, datatype=dtype.oip, shape=array.shape)
+            request.raw_input_contents.append(encode_raw(dtype, array))
+        for name in outputs:
+            request.outputs.add(name=name)
+        return request
+
+    def _answer(
+        self, told: pb.ModelInferResponse, feeds: Mapping[str, Array], outputs: Sequence[str]
+    ) -> dict[str, Array]:
+        found = {}
+        try:
+            for number, tensor in enumerate(told.outputs):
+                if tensor.name not in outputs:
+                    continue
+                dtype, shape = BY_NAME[self._outputs[tensor.name].dtype], tuple(tensor.shape)
+                if tensor.datatype != dtype.oip:
+                    raise RuntimeFailure(f"{self._remote} answers {tensor.name!r} not as {dtype.oip}")
+                if told.raw_output_contents:
+                    found[tensor.name] = decode_raw(tensor.name, dtype, shape, told.raw_output_contents[number])
+                else:
+                    found[tensor.name] = decode_contents(tensor.name, dtype, shape, tensor.contents)
+        except (InvalidRequest, IndexError):
+            raise RuntimeFailure(f"{self._remote} answers what is no tensor of its datatype and shape") from None
+        if missing := [name for name in outputs if name not in found]:
+            raise RuntimeFailure(f"{self._remote} answers without output {missing[0]!r}")
+        return found
+
+
+def _fits(ours: Sequence[int | str], theirs: Sequence[int]) -> bool:
+    """Whether both may have the same shape. A free dimension is a name here and −1 there."""
+    return len(ours) == len(theirs) and all(
+        isinstance(our, str) or _FREE in (our, their) or our == their for our, their in zip(ours, theirs, strict=True)
+    )
+
+
+def _said(error: grpc.RpcError) -> str:
+    return f"{error.code().name}: {brief(error.details() or 'no reason', 200)}"

@@ -1,0 +1,192 @@
+"""Live drift of the real server: the process with the fp32 references, and what becomes of the server without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+from loopback import Gate, LoopbackModel, infer_request, serving
+from serverprocess import Serve, ServerProcess
+from waiting import until
+from workerprocesses import Client, alive, pids
+
+from bf16kit.tensors import Array, TensorSpec
+
+SHADOW = "service.shadow.references"
+ROWS = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
+EVERYTHING = "rate: 1, max_per_second: 1000"
+
+
+def samples(server: ServerProcess, outcome: str, model: str = "mlp") -> float:
+    return server.metric(f'bf16kit_drift_samples_total{{model="{model}",outcome="{outcome}",version="1"}}')
+
+
+def metric(server: ServerProcess, name: str, model: str = "mlp") -> float:
+    return server.metric(f'bf16kit_drift_{name}{{model="{model}",version="1"}}')
+
+
+def put(repository: Path, model: str, shadow: str = "") -> None:
+    write_mlp(repository / model / "1")
+    (repository / model / "serving.yaml").write_text(f"shadow: {{{EVERYTHING}{shadow}}}\n")
+
+
+def ask(server: ServerProcess, model: str = "mlp", rows: Array = ROWS, times: int = 1) -> float:
+    """The longest that an answer took, in seconds."""
+    client, seconds = Client(server.target), [0.0]
+    with client.channel:
+        for _ in range(times):
+            begun = time.monotonic()
+            client.call("ModelInfer", infer_request(model, x=rows))
+            seconds.append(time.monotonic() - begun)
+    return max(seconds)
+
+
+def test_killed_or_standing_still_it_is_another_within_seconds_and_what_is_lost_is_counted(
+    tmp_path: Path, serve: Serve
+) -> None:
+    put(tmp_path, "mlp")
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    assert (pids(server, SHADOW), metric(server, "reference_up")) == ([], -1), "before the first sample"
+    ask(server, times=3)
+    until(lambda: samples(server, "measured") == 6)
+    count = 'bf16kit_drift_relative_l2_count{model="mlp",output="y",version="1"}'
+    assert server.metric(count) == 6
+    assert metric(server, "reference_up") == 1
+    last = metric(server, "last_sample_timestamp_seconds")
+    assert abs(last - time.time()) < 60
+    (first,) = pids(server, SHADOW)
+
+    os.kill(first, signal.SIGSTOP)  # it takes nothing any more: what waits is bounded, and nobody waits for it
+    slowest = ask(server, times=40)
+    assert slowest < 5
+    assert samples(server, "dropped") == 2 * (40 - 16)
+    os.kill(first, signal.SIGKILL)
+    begun = time.monotonic()
+    until(lambda: samples(server, "failed") == 2 * 16, what="what it had is counted")
+    assert server.metric(count) == 6, "what it had counted stays"
+    assert metric(server, "last_sample_timestamp_seconds") == last
+    until(lambda: pids(server, SHADOW) not in ([], [first]), what="another in its place")
+    assert time.monotonic() - begun < 5
+    until(lambda: metric(server, "reference_up") == 1, what="a reference, without another sample")
+    ask(server)
+    until(lambda: samples(server, "measured") == 8)
+    assert server.metric(count) == 8
+
+    (second,) = pids(server, SHADOW)
+    server.terminate()
+    assert server.exit_code() == 0
+    until(lambda: not alive(second), what="no process left behind")
+
+
+def test_a_killed_server_leaves_no_process_behind(tmp_path: Path, serve: Serve) -> None:
+    put(tmp_path, "mlp")
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    ask(server)
+    until(lambda: samples(server, "measured") == 2)
+    (shadow,) = pids(server, SHADOW)
+    server.process.kill()
+    until(lambda: not alive(shadow), what="its end")
+
+
+def test_requests_are_in_no_file_and_in_no_log(tmp_path: Path, serve: Serve) -> None:
+    repository, temporary = tmp_path / "repository", tmp_path / "tmp"
+    put(repository, "mlp")
+    temporary.mkdir()
+    server = serve(
+        "--repository", str(repository), "--log-level", "debug", env={**os.environ, "TMPDIR": str(temporary)}
+    ).wait_ready()
+    before = sorted(tmp_path.rglob("*"))
+    ask(server, rows=np.full((1, 16), 12345.678, np.float32))
+    until(lambda: samples(server, "measured") == 1)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "12345" not in server.log
+    (shadow,) = pids(server, SHADOW)
+    held = [str(file.readlink()) for file in Path(f"/proc/{shadow}/fd").iterdir()]
+    assert not [name for name in held if "bf16kit-sample" in name], "what was measured is given back"
+
+
+@pytest.fixture
+def several(tmp_path: Path, serve: Serve) -> ServerProcess:
+    """Models whose references are: off, larger than they may be, larger than they may be once loaded, as it should."""
+    put(tmp_path, "off", ", reference: off")
+    put(tmp_path, "large", ", reference_memory_bytes: 1000")
+    put(tmp_path, "grown", ", reference_memory_bytes: 3000")
+    put(tmp_path, "mlp")
+    return serve("--repository", str(tmp_path)).wait_ready()
+
+
+def test_a_reference_that_is_off_or_over_its_memory_is_not_there_and_the_others_are(several: ServerProcess) -> None:
+    for model in ("off", "large", "grown", "mlp"):
+        ask(several, model)
+    until(lambda: samples(several, "measured") == 2)
+    for model in ("large", "grown"):
+        until(lambda model=model: samples(several, "failed", model) == 2)  # type: ignore[misc]
+        assert metric(several, "reference_up", model) == 0
+    assert "model 'large' version 1: no live drift: the fp32 reference cannot be loaded: its weights are 2048" in (
+        several.log
+    )
+    assert "over shadow.reference_memory_bytes 3000, and was given back; drift of this model is not" in several.log
+    assert [samples(several, outcome, "off") for outcome in ("measured", "dropped", "failed")] == [0, 0, 0]
+    assert metric(several, "reference_up", "off") == -1
+    assert metric(several, "reference_up") == 1
+    assert several.get("/readyz")[0] == 200
+
+
+class Slow:
+    """A reference of another server, with the answers of the first model: it may be held."""
+
+    def __init__(self, answer: Array) -> None:
+        self.gate = Gate()
+        self.gate.go.set()
+        self._answer = answer
+
+    def __call__(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        self.gate(feeds)
+        return {"y": np.repeat(self._answer[:1], len(feeds["x"]), axis=0)}
+
+
+def test_another_server_may_run_the_reference_slowly_or_not_at_all(tmp_path: Path, serve: Serve) -> None:
+    artifact = write_mlp(tmp_path / "elsewhere" / "1")
+    golden = artifact.golden()
+    one = golden.inputs["x"][:1]
+    slow = Slow(golden.outputs["y"])
+    remote = LoopbackModel(
+        "theirs",
+        slow,
+        inputs=(TensorSpec("x", "float32", ("batch", 16)),),
+        outputs=(TensorSpec("y", "float32", ("batch", 16)),),
+    )
+    with serving(remote) as other:
+        put(tmp_path / "repository", "mlp", f", reference: 'grpc://{other.address}/theirs/1'")
+        server = serve("--repository", str(tmp_path / "repository")).wait_ready()
+        ask(server, rows=one)
+        until(lambda: samples(server, "measured") == 1)
+        assert remote.calls == 1
+        assert metric(server, "reference_up") == 1
+        ratio = 'bf16kit_drift_budget_ratio{metric="relative_l2",model="mlp",output="y",version="1"}'
+        assert 0 < server.metric(ratio) < 1
+        slow.gate.go.clear()
+        slowest = ask(server, rows=one, times=30)
+        assert slowest < 5
+        until(lambda: samples(server, "dropped") > 10)
+        slow.gate.go.set()
+        until(lambda: sum(samples(server, each) for each in ("measured", "dropped")) == 31)
+        other.registry.change(remote, "unavailable")
+        ask(server, rows=one)
+        until(lambda: samples(server, "failed") == 1)
+        assert metric(server, "reference_up") == 0
+        assert server.get("/readyz")[0] == 200
+        other.registry.change(remote, "ready")
+
+        def back() -> bool:
+            ask(server, rows=one)
+            return metric(server, "reference_up") == 1
+
+        until(back, what="asked again, and up")
+    assert "does not serve as the fp32 reference: NOT_FOUND" in server.log

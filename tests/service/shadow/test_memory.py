@@ -1,0 +1,173 @@
+"""What fp32 references may take of their process' memory."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+
+from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
+from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import TensorSpec
+from service.shadow.memory import BoundedReference, Memory, default_bound, fp32_bytes, resident
+
+SPECS = (TensorSpec("x", "float32", ("batch", 2)),)
+FEEDS = {"x": np.ones((1, 2), np.float32)}
+
+
+class Process:
+    """Takes as much memory as it is told to."""
+
+    def __init__(self) -> None:
+        self.held = 1000
+
+    def __call__(self) -> int:
+        return self.held
+
+
+class Growing:
+    """A runtime that takes so many bytes when it is loaded, and more with each run; gives all of it back."""
+
+    inputs = outputs = SPECS
+    info = RuntimeInfo("onnxruntime", "cpu", "reference", "fp32", "fp32")
+
+    def __init__(self, process: Process, taken: int = 0, more: int = 0, error: Exception | None = None) -> None:
+        self._process = process
+        self._more = more
+        self._error = error
+        self._taken = taken
+        process.held += taken
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
+        self._process.held += self._more
+        self._taken += self._more
+        if self._error is not None:
+            raise self._error
+        return dict(feeds)
+
+    def close(self) -> None:
+        self._process.held -= self._taken
+
+
+Load = Callable[..., BoundedReference]
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+@pytest.fixture
+def load(process: Process) -> Load:
+    memory = Memory(process)
+
+    def loaded(bound: int, taken: int = 0, more: int = 0, error: Exception | None = None) -> BoundedReference:
+        return memory.load("m", bound, lambda: Growing(process, taken, more, error))
+
+    return loaded
+
+
+def run(reference: BoundedReference) -> dict[str, Array]:
+    return reference.run(FEEDS, ("x",), seconds=1.0)
+
+
+def test_one_that_takes_too_much_by_being_loaded_is_given_back(process: Process, load: Load) -> None:
+    assert load(100, taken=100).up
+    with pytest.raises(ConfigError, match=r"takes 101 bytes .* over shadow.reference_memory_bytes 100, .* raise"):
+        load(100, taken=101)
+    assert process.held == 1100
+
+
+def test_one_that_grows_over_its_bound_is_given_back_after_that_run_and_the_log_says_so_once(
+    process: Process, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = load(100, taken=60, more=30)
+    ups = []
+    for _ in range(2):
+        assert run(reference).keys() == {"x"}
+        ups.append(reference.up)
+    assert ups == [True, False]
+    assert process.held == 1000
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            run(reference)
+    assert caplog.text.count("m: the fp32 reference is given back: it takes 120 bytes of memory, over") == 1
+    assert "shadow.reference_memory_bytes 100; drift of this model is not measured" in caplog.text
+
+
+def test_what_others_take_is_not_held_against_one(load: Load) -> None:
+    small, large = load(100, taken=90, more=5), load(1000, taken=500)
+    ups = []
+    for reference in (small, large, small, small):
+        run(reference)
+        ups.append((small.up, large.up))
+    assert ups == [(True, True), (True, True), (True, True), (False, True)]
+
+
+def test_what_was_freed_meanwhile_is_not_held_against_one(process: Process, load: Load) -> None:
+    """Runs were seen to take 120 bytes, but the process has not that much."""
+    reference = load(100, taken=60, more=30)
+    run(reference)
+    process.held -= 40
+    run(reference)
+    assert reference.up
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeFailure("ONNX Runtime failed: bad allocation")])
+def test_one_that_is_refused_memory_by_the_system_is_given_back(
+    error: Exception, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = load(100, error=error)
+    with pytest.raises(Unavailable):
+        run(reference)
+    assert not reference.up
+    assert "a run was refused more memory" in caplog.text
+
+
+def test_one_that_fails_otherwise_stays(load: Load) -> None:
+    reference = load(100, error=RuntimeFailure("ONNX Runtime failed: dimensions"))
+    with pytest.raises(RuntimeFailure):
+        run(reference)
+    assert reference.up
+
+
+def test_what_is_resident_is_what_this_process_takes() -> None:
+    before = resident()
+    taken = np.ones(50 << 20, np.uint8)
+    assert 40 << 20 < resident() - before < 60 << 20
+    del taken
+
+
+def test_a_reference_takes_less_than_the_bound_that_its_weights_give(tmp_path: Path) -> None:
+    artifact = write_mlp(tmp_path / "mlp" / "1", width=512)
+    weights = fp32_bytes(artifact.manifest)
+    assert weights == 2 * 512 * 512 * 4
+    reference = Memory().load("m", default_bound(weights), lambda: load_reference(artifact, threads=1))
+    assert reference.up
+    reference.close()
+
+
+def test_the_system_refuses_what_is_over_all_bounds_together() -> None:
+    """In a process of its own, whose limit stays."""
+    program = """
+import numpy as np
+from service.shadow.memory import Memory
+Memory(limit=True).load("m", 1 << 20, lambda: None)
+np.ones(200 << 20, np.uint8)
+try:
+    np.ones(2 << 30, np.uint8)
+except MemoryError:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("refused\n", "")
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY, "here there is none"

@@ -1,0 +1,202 @@
+"""A model of another V2 server as the reference: real servers on real sockets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+from loopback import LoopbackModel, serving
+
+from bf16kit.errors import InvalidRequest, RuntimeFailure, Unavailable
+from bf16kit.protocol import inference_pb2 as pb
+from bf16kit.runtime import Array
+from bf16kit.tensors import TensorSpec
+from service.drift.policy import Remote
+from service.shadow.remote import RemoteReference
+from service.transport.handlers import SERVICE
+
+X, Y = TensorSpec("x", "float32", ("batch", 3)), TensorSpec("y", "float32", ("batch", 3))
+FEEDS = {"x": np.arange(6, dtype=np.float32).reshape(2, 3)}
+_RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+Connect = Callable[..., RemoteReference]
+
+
+@pytest.fixture
+def connect(clock: Clock) -> Iterator[Connect]:
+    made: list[RemoteReference] = []
+
+    def reference(
+        address: str, model: str = "echo", inputs: tuple[TensorSpec, ...] = (X,), outputs: tuple[TensorSpec, ...] = (Y,)
+    ) -> RemoteReference:
+        made.append(RemoteReference("m", Remote(address, model, ""), inputs, outputs, 1 << 20, clock))
+        made[-1].connect()
+        return made[-1]
+
+    yield reference
+    for each in made:
+        each.close()
+
+
+def run(reference: RemoteReference) -> dict[str, Array]:
+    return reference.run(FEEDS, ("y",), seconds=20.0)
+
+
+@contextmanager
+def typed(answers: Mapping[str, Callable[[Any], Any]]) -> Iterator[str]:
+    """A server that answers as it is told to, RPC by RPC."""
+
+    def handler(name: str) -> Any:
+        rpc = _RPCS.methods_by_name[name]
+        return grpc.unary_unary_rpc_method_handler(
+            lambda request, context: answers[name](request),
+            request_deserializer=GetMessageClass(rpc.input_type).FromString,
+            response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
+        )
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE, {name: handler(name) for name in answers}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def metadata(request: Any) -> pb.ModelMetadataResponse:
+    told = pb.ModelMetadataResponse(name=request.name)
+    told.inputs.add(name="x", datatype="FP32", shape=[-1, 3])
+    told.outputs.add(name="y", datatype="FP32", shape=[-1, 3])
+    return told
+
+
+def test_it_answers_what_the_other_server_answers(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with serving(LoopbackModel(run=lambda feeds: {"y": 2 * feeds["x"]})) as served:
+        reference = connect(served.address)
+        assert reference.up
+        np.testing.assert_array_equal(run(reference)["y"], 2 * FEEDS["x"])
+    assert f"m: live drift on: grpc://{served.address}/echo answers after" in caplog.text
+
+
+def test_a_server_may_answer_in_typed_contents(connect: Connect) -> None:
+    def infer(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        told = pb.ModelInferResponse()
+        told.outputs.add(name="y", datatype="FP32", shape=[2, 3]).contents.fp32_contents.extend(range(6))
+        return told
+
+    with typed({"ModelMetadata": metadata, "ModelInfer": infer}) as address:
+        np.testing.assert_array_equal(run(connect(address))["y"], FEEDS["x"])
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "raw", "says"),
+    [
+        ("FP16", [2, 3], 12, "not as FP32"),
+        ("FP32", [2, 3], 20, "no tensor of its datatype and shape"),
+        ("FP32", [2, 3], 0, "no tensor of its datatype and shape"),
+        ("", [], 0, "without output 'y'"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_failure_of_the_sample(
+    datatype: str, shape: list[int], raw: int, says: str, connect: Connect
+) -> None:
+    def infer(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        told = pb.ModelInferResponse()
+        if datatype:
+            told.outputs.add(name="y", datatype=datatype, shape=shape)
+        if raw:
+            told.raw_output_contents.append(bytes(raw))
+        return told
+
+    with typed({"ModelMetadata": metadata, "ModelInfer": infer}) as address:
+        reference = connect(address)
+        with pytest.raises(RuntimeFailure, match=says):
+            run(reference)
+        assert reference.up
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "says"),
+    [
+        ((TensorSpec("z", "float32", ("batch", 3)),), (Y,), "it has no input 'z'; it has x"),
+        ((TensorSpec("x", "float64", ("batch", 3)),), (Y,), "its input 'x' is FP32, not FP64"),
+        ((X,), (TensorSpec("y", "float32", ("batch", 4)),), r"its output 'y' has shape \[-1, 3\]"),
+        ((X,), (TensorSpec("y", "float32", ("batch", 3, 1)),), r"its output 'y' has shape \[-1, 3\]"),
+        ((), (Y,), "it has an input 'x', which this model has not"),
+    ],
+)
+def test_another_model_is_no_reference_and_the_log_says_why(
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    says: str,
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(LoopbackModel()) as served:
+        reference = connect(served.address, "echo", inputs, outputs)
+        assert not reference.up
+        with pytest.raises(Unavailable):
+            run(reference)
+    assert len(caplog.records) == 1
+    assert re.search(says, caplog.text)
+
+
+def test_while_it_is_away_samples_fail_at_once_and_it_is_asked_again_less_often_each_time(
+    connect: Connect, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(LoopbackModel()) as served:
+        model = served.registry.models()[0]
+        served.registry.change(model, "loading")
+        reference = connect(served.address)
+        assert "UNAVAILABLE: model 'echo' version 1 is not ready" in caplog.text
+        for pause in (1.0, 2.0, 4.0):
+            for at in (0.0, pause - 0.01):
+                clock.now += at
+                with pytest.raises(Unavailable):
+                    run(reference)
+            assert f"it is asked again in {pause:.0f} s" in caplog.records[-1].getMessage()
+            clock.now += 0.02
+            with pytest.raises(Unavailable):
+                run(reference)
+        assert len(caplog.records) == 4
+        served.registry.change(model, "ready")
+        clock.now += 8.0
+        assert run(reference)
+        assert reference.up
+
+
+def test_a_sample_that_the_other_server_refuses_says_nothing_of_what_was_in_it(connect: Connect) -> None:
+    def refuse(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        raise InvalidRequest(f"x must not be {feeds['x']}")
+
+    with serving(LoopbackModel(run=refuse)) as served:
+        reference = connect(served.address)
+        with pytest.raises(RuntimeFailure) as failed:
+            run(reference)
+        assert str(failed.value) == f"grpc://{served.address}/echo refuses a sample with INVALID_ARGUMENT"
+        assert reference.up
