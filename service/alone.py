@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from service.drift.owner import FallbackOwner
@@ -18,7 +17,6 @@ from service.models.poll import Poll
 from service.models.repository import Repository
 from service.models.retries import Retries
 from service.operations import Operations, Settings
-from service.peers.channel import Body
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer
@@ -114,11 +112,9 @@ def _shadow(
     config: ServerConfig, metrics: Metrics, repository: Callable[[], Repository], owner: FallbackOwner
 ) -> tuple[ShadowProcess, CountingBoth]:
     """The process with the references, there once it is needed, and what it and this one count together."""
-
-    def ask() -> Future[Body] | None:
-        return None if (peer := shadow.peer) is None else peer.ask("counts")
-
-    counting = CountingBoth(metrics, ask, lambda: [(slot.name, slot.version) for slot in repository().models()])
+    counting = CountingBoth(
+        metrics, lambda: shadow.ask_counts(), lambda: [(slot.name, slot.version) for slot in repository().models()]
+    )
     shadow = ShadowProcess(config, counting.hear, counting.lost, owner.hear, forgotten=counting.forget)
     return shadow, counting
 

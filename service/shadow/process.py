@@ -63,6 +63,7 @@ class ShadowProcess:
         self._lock = threading.Lock()
         self._held = 0
         self._unanswered: Counter[Key] = Counter()  # samples
+        self._talks = False  # it has begun, which takes a second or two
         self._early: list[_Early] = []  # they came before it was there
         self._wishes: dict[Key, str] = {}  # what it measures
         self._gauges: Sequence[Sequence[Any]] = ()  # of its last counts, those that outlive it
@@ -75,6 +76,14 @@ class ShadowProcess:
     @property
     def peer(self) -> Peer | None:
         return self._child.peer
+
+    def ask_counts(self) -> Future[Body] | None:
+        """What it has counted until now; None where it does not run, or has not said anything yet."""
+        if (peer := self.peer) is None or not self._talks:
+            return None
+        asked = peer.ask("counts")
+        asked.add_done_callback(lambda done: None if done.exception() else self._keep(done.result()))
+        return asked
 
     def tend(self) -> None:
         if self._wishes:
@@ -150,6 +159,7 @@ class ShadowProcess:
             self._unanswered[body["model"], int(body["version"])] -= len(body["samples"])
         error = done.exception()
         if error is None:
+            self._talks = True
             told.set_result(done.result())
         else:
             told.set_exception(error)
@@ -167,11 +177,16 @@ class ShadowProcess:
             os.close(each.file)
 
     def _hear(self, message: Message) -> None:
-        self._gauges = [family for family in message.body["metrics"] if family[0] in (_DOWN, _LAST)]
+        self._talks = True
+        self._keep(message.body)
         self._counts(message)
+
+    def _keep(self, told: Body) -> None:
+        self._gauges = [family for family in told["metrics"] if family[0] in (_DOWN, _LAST)]
 
     def _bury(self) -> None:
         """What it has counted stays, and it is not forgotten that it should be there."""
+        self._talks = False
         self._lost()
         left = [_after_death(family) for family in self._gauges]
         self._counts(Message({"metrics": left, "statistics": []}))

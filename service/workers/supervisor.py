@@ -141,8 +141,8 @@ class Supervisor:
 
     def _counts(self) -> dict[str, Future[Body]]:
         asked = self.fleet.ask("counts")
-        if (peer := self.shadow.peer) is not None:
-            asked[SHADOW] = peer.ask("counts")
+        if (told := self.shadow.ask_counts()) is not None:
+            asked[SHADOW] = told
         return asked
 
     def _changed(self, model: str) -> None:

@@ -65,10 +65,11 @@ def test_killed_or_standing_still_it_is_another_within_seconds_and_what_is_lost_
     os.kill(first, signal.SIGSTOP)  # it takes nothing any more: what waits is bounded, and nobody waits for it
     slowest = ask(server, times=40)
     assert slowest < 5
-    assert samples(server, "dropped") == 2 * (40 - 16)
+    until(lambda: samples(server, "dropped") > 0)
     os.kill(first, signal.SIGKILL)
     begun = time.monotonic()
-    until(lambda: samples(server, "failed") == 2 * 16, what="what it had is counted")
+    until(lambda: sum(samples(server, each) for each in ("dropped", "failed")) == 2 * 40, what="what it had is counted")
+    assert samples(server, "failed") >= 2 * 16, "what was with it"
     assert server.metric(count) == 6, "what it had counted stays"
     assert metric(server, "last_sample_timestamp_seconds") == last
     until(lambda: pids(server, SHADOW) not in ([], [first]), what="another in its place")
@@ -98,9 +99,8 @@ def test_requests_are_in_no_file_and_in_no_log(tmp_path: Path, serve: Serve) -> 
     repository, temporary = tmp_path / "repository", tmp_path / "tmp"
     put(repository, "mlp")
     temporary.mkdir()
-    server = serve(
-        "--repository", str(repository), "--log-level", "debug", env={**os.environ, "TMPDIR": str(temporary)}
-    ).wait_ready()
+    environment = {**os.environ, "TMPDIR": str(temporary), "BF16KIT_LOG_LEVEL": "debug"}
+    server = serve("--repository", str(repository), env=environment).wait_ready()
     before = sorted(tmp_path.rglob("*"))
     ask(server, rows=np.full((1, 16), 12345.678, np.float32))
     until(lambda: samples(server, "measured") == 1)
