@@ -63,6 +63,8 @@ class ShadowProcess:
         self._lock = threading.Lock()
         self._held = 0
         self._unanswered: Counter[Key] = Counter()  # samples
+        self._asked: Future[Body] = Future()  # what it has counted, the last time
+        self._asked.set_result({})
         self._talks = False  # it has begun, which takes a second or two
         self._early: list[_Early] = []  # they came before it was there
         self._wishes: dict[Key, str] = {}  # what it measures
@@ -78,10 +80,11 @@ class ShadowProcess:
         return self._child.peer
 
     def ask_counts(self) -> Future[Body] | None:
-        """What it has counted until now; None where it does not run, or has not said anything yet."""
-        if (peer := self.peer) is None or not self._talks:
+        """What it has counted until now; None where it does not run, has not said anything yet, or does not answer who
+        asked before."""
+        if (peer := self.peer) is None or not self._talks or not self._asked.done():
             return None
-        asked = peer.ask("counts")
+        self._asked = asked = peer.ask("counts")
         asked.add_done_callback(lambda done: None if done.exception() else self._keep(done.result()))
         return asked
 
