@@ -30,6 +30,12 @@ def test_an_interval_that_ends_nowhere_says_so(low: float, high: float | None, s
     assert f">{said}</td>" in part(low=bounds[0], high=bounds[1])
 
 
+def test_a_share_is_red_once_all_of_its_interval_is_over() -> None:
+    assert '<span class="share over">131' in part(ratio=1.31)
+    touching = {"sentence_embedding": {"relative_l2": 0.9}}
+    assert '<span class="share">131' in part(ratio=1.31, low=touching)
+
+
 @pytest.mark.parametrize(
     ("changes", "state"),
     [
@@ -100,6 +106,7 @@ def test_troubles_are_told_first_and_a_ratio_alone_is_none() -> None:
         return troubles(ModelView("m", 1, "ready", "", running(), recent(**changes)))  # type: ignore[arg-type]
 
     assert told() == []
+    assert told(gate_passed=None, reference_up=None) == [], "what has not happened yet is no trouble"
     assert told(ratio=1.2, over=False, cause="", fallback=False) == []
     assert told(ratio=1.31, fallback=False, cause="") == ["drifts: 131\u00a0% of its budget"]
     assert [words[:9] for words in told(ratio=1.31, gate_passed=False, reference_up=False)] == [
