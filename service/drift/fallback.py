@@ -98,6 +98,8 @@ class Fallback:
 
 def describe(verdict: DriftVerdict) -> str:
     """A breach in words: what is over, by how much, and what kind of fault it looks like."""
+    if not verdict.metric:
+        return "the golden samples can no longer be run"  # see service.drift.gate.over
     said = (
         f"{verdict.metric} of output {verdict.output!r} is {verdict.ratio:.3g} times its budget"
         f" (95 %: {verdict.low:.3g} to {verdict.high:.3g}, {verdict.effective_samples:.0f} effective samples)"

@@ -10,8 +10,10 @@ import faults
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from loopback import infer_request
 from serverprocess import Serve, ServerProcess
 from waiting import until
+from workerprocesses import Client
 
 from bf16kit.runtime import kernel
 
@@ -31,6 +33,13 @@ def swapped(process: int, artifact: Path) -> int:
 def properties(server: ServerProcess) -> str:
     with triton.InferenceServerClient(server.target) as client:
         return str(client.get_model_config("m").config.parameters["golden"].string_value)
+
+
+def precision(server: ServerProcess) -> str:
+    client = Client(server.target)
+    with client.channel:
+        response = client.call("ModelInfer", infer_request("m", x=np.ones((1, 64), np.float32)))
+    return str(response.parameters["precision"].string_param)
 
 
 def answer(server: ServerProcess) -> Any:
@@ -65,3 +74,19 @@ def test_damage_in_memory_is_found_on_schedule_and_told_everywhere(
     assert not np.array_equal(answer(server), before), "for the weights that answer were damaged"
     server.terminate()
     assert server.exit_code() == 0
+
+
+def test_a_gate_that_fails_has_fp32_answer_where_the_fallback_says_so(tmp_path: Path, serve: Serve) -> None:
+    """Without one live sample: no client has to be answered wrongly for it."""
+    artifact = tmp_path / "m" / "1"
+    faults.write_pair(artifact)
+    (tmp_path / "m" / "serving.yaml").write_text(
+        "golden_seconds: 1\nfallback: fp32\nshadow: {max_per_second: 1.0e-9}\n"
+    )
+    server = serve("--repository", str(tmp_path)).wait_ready()
+    assert precision(server) == "bf16"
+    flipped(server.process.pid, artifact)
+    until(lambda: server.metric('bf16kit_fallback_active{model="m",version="1"}') == 1, 60, "fp32 that answers")
+    assert precision(server) == "fp32"
+    assert "something is broken" in server.log
+    until(lambda: server.metric(FAILED) >= 1, 60, "the gate is counted")

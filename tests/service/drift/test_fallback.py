@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bf16kit.drift import Budget
 from service.drift.fallback import Fallback, describe
 from service.drift.fallbackpolicy import FallbackPolicy
+from service.drift.gate import over
 from service.drift.verdict import DriftVerdict
 
 WITHIN = DriftVerdict("m", 1, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400, False, 1.0)
@@ -43,6 +45,7 @@ def test_a_breach_is_described_by_what_is_over_by_how_much_and_what_it_looks_lik
     )
     assert said.endswith("something is broken")
     assert describe(replace(OVER, cause="none")).endswith("samples)")
+    assert describe(over("m", 1, [], Budget({}), 1, 1.0)) == "the golden samples can no longer be run"
 
 
 @pytest.mark.parametrize(
