@@ -116,7 +116,7 @@ def write(out: Path, data: bytes, *, force: bool) -> None:
     try:
         if out.exists() and not force:
             raise UsageError(f"{out}: is there already; give another --out, or --force")
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(file, "wb") as written:
                 written.write(data)

@@ -127,6 +127,15 @@ def test_without_a_batch_axis_the_sample_is_kept_whole() -> None:
     assert (found.header.rows, found.header.batch_axis) == (2, None)
 
 
+def test_answers_without_rows_are_not_cut_into_any() -> None:
+    """Were they, a row of what was asked would stand beside all of what was answered."""
+    told = Told((Y,), None)
+    witness = Witness(told, 0, BUDGET)
+    told.say("over")
+    sample = put(witness, 0.5, 0.02)
+    np.testing.assert_array_equal(kept(witness).feeds["x"], sample.feeds["x"])
+
+
 def test_nothing_is_kept_without_a_breach() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)
@@ -202,7 +211,7 @@ def test_the_row_is_the_worst_in_what_the_verdict_speaks_of() -> None:
     witness = Witness(told, 0, BUDGET)
     told.say("over", output="z", metric="top1_agreement")
     reference = {"y": np.ones((2, 8), np.float32), "z": np.array([[1, 2, 3, 4], [1, 2, 3, 3.01]], np.float32)}
-    served = {"y": reference["y"] * np.array([[1.5], [1]], np.float32), "z": reference["z"].copy()}
+    served = {"y": reference["y"] * np.array([[9], [1]], np.float32), "z": reference["z"].copy()}
     served["z"][1, 2] = 3.02
     x = np.array([[1], [2]], np.float32)
     witness.observe(reference, Sample({"x": x}, served, 2, 0, profile="cpu"), Ignoring())

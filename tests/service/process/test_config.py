@@ -101,3 +101,17 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_file_is_no_configuration(tmp_path: Path) -> None:
     assert load_config({"repository": tmp_path}, write(tmp_path / "server.yaml", "")).grpc_port == 8001
+
+
+def test_evidence_is_not_offered_to_a_network_without_tokens(tmp_path: Path) -> None:
+    """It is what a client has sent."""
+    (tmp_path / "tokens").write_text("")
+    for host in ("0.0.0.0", "10.0.0.7", "server.example"):
+        with pytest.raises(ConfigError, match=r"evidence is given with host .* and no token_file.*give token_file"):
+            load_config({"repository": str(tmp_path), "evidence": True, "host": host})
+        load_config(
+            {"repository": str(tmp_path), "evidence": True, "host": host, "token_file": str(tmp_path / "tokens")}
+        )
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert load_config({"repository": str(tmp_path), "evidence": True, "host": host}).evidence
+    assert not load_config({"repository": str(tmp_path), "host": "0.0.0.0"}).evidence
