@@ -62,6 +62,7 @@ def copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=shutil.copyfile)
 
 
+@pytest.mark.long  # the repository is looked at every second, and what has changed once more a second later
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_directory_that_is_copied_slowly_takes_nothing_from_what_serves_and_is_served_once_it_is_whole(
     tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: int

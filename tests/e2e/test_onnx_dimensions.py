@@ -10,13 +10,14 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc as triton
-from converting import ONNX_ONLY, process
+from converting import ONNX_ONLY, Outcome
 from numpy.typing import NDArray
 from onnx import ModelProto, helper
 from serverprocess import Serve, ServerProcess
 
 import graphs
 from bf16kit.artifact import Artifact
+from converter.cli import run
 
 Array = NDArray[Any]
 RANDOM = np.random.default_rng(0)
@@ -57,8 +58,16 @@ def convert(proto: ModelProto, directory: Path, *arguments: str | Path) -> Artif
     """``proto`` converted into ``directory/models/m/1``."""
     onnx.save(proto, directory / "m.onnx")
     target = directory / "models" / "m" / "1"
-    process("checkpoint", directory / "m.onnx", "--out", target, *ONNX_ONLY, *arguments).published()
+    assert (
+        run([str(each) for each in ("checkpoint", directory / "m.onnx", "--out", target, *ONNX_ONLY, *arguments)]) == 0
+    )
     return Artifact.open(target)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path, said: tuple[str, ...]) -> None:
+    """What ``arguments`` ask for is, with these words."""
+    code, told = run([str(argument) for argument in arguments]), capsys.readouterr()
+    Outcome(code, told.out, told.err).refused(2, *said)
 
 
 def ask(server: ServerProcess, feeds: dict[str, Array]) -> Array:
@@ -106,19 +115,21 @@ def test_a_name_that_samples_contradict_is_not_believed_where_the_source_runs(tm
 
 @pytest.mark.parametrize("given", [{"x": (5, 16), "z": (3, 15)}, {"x": (5, 8), "z": (3, 8)}])
 def test_samples_that_no_names_could_mend_are_refused_for_what_they_are(
-    tmp_path: Path, given: dict[str, tuple[int, ...]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, tuple[int, ...]]
 ) -> None:
     onnx.save(two_lists(), tmp_path / "m.onnx")
     np.savez(tmp_path / "wrong.npz", x=floats(*given["x"]), z=floats(*given["z"]))
     arguments = ("--out", tmp_path / "models" / "m" / "1", "--samples", tmp_path / "wrong.npz")
-    process("checkpoint", tmp_path / "m.onnx", *arguments).refused(2, "wrong.npz", "expected [n,16]")
+    refused(capsys, "checkpoint", tmp_path / "m.onnx", *arguments, said=("wrong.npz", "expected [n,16]"))
 
 
-def test_a_sample_that_contradicts_a_name_and_does_not_run_is_refused_by_that_name(tmp_path: Path) -> None:
+def test_a_sample_that_contradicts_a_name_and_does_not_run_is_refused_by_that_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     proto = two_lists()
     proto.graph.node[0].CopyFrom(helper.make_node("Identity", ["x"], ["sum"], name="sum"))  # now they must be equal
     onnx.save(proto, tmp_path / "m.onnx")
     np.savez(tmp_path / "uneven.npz", x=floats(5, 16), z=floats(3, 16))
     arguments = ("--out", tmp_path / "models" / "m" / "1", "--samples", tmp_path / "uneven.npz")
     said = "input 'z' has shape [3, 16], expected [n,16] with 3 = 5 in dimension 0"
-    process("checkpoint", tmp_path / "m.onnx", *arguments).refused(2, said)
+    refused(capsys, "checkpoint", tmp_path / "m.onnx", *arguments, said=(said,))

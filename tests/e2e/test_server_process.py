@@ -80,29 +80,26 @@ def test_drift_appears_in_the_metrics_after_traffic_and_promtool_is_content(tmp_
         assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
-def test_a_model_over_budget_is_never_ready_and_the_log_says_why(tmp_path: Path, serve: Serve) -> None:
+def test_models_over_budget_or_damaged_are_never_ready_and_the_log_says_why(tmp_path: Path, serve: Serve) -> None:
+    """Budget and measure of the one, the file of the other; and a third answers."""
     write_mlp(tmp_path / "spoilt" / "1", spoil=0.5)
     write_lookup(tmp_path / "good" / "1")
-    server = serve("--repository", str(tmp_path))
-    until(lambda: "is unavailable" in server.log)
-    until(lambda: "'good' version 1 is ready" in server.log, what="the other model")
-    assert "model 'spoilt' version 1 is unavailable: golden samples are over the drift budget" in server.log
-    assert server.get("/readyz")[0] == 503
-    assert "golden samples are over the drift budget" in server.get("/")[1]
-    with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
-        infer(server.target, rows(1), "spoilt")
-
-
-def test_a_damaged_artifact_is_never_ready_and_the_log_names_the_file(tmp_path: Path, serve: Serve) -> None:
-    write_mlp(tmp_path / "mlp" / "1")
-    weights = tmp_path / "mlp" / "1" / "weights.bf16"
+    write_mlp(tmp_path / "damaged" / "1")
+    weights = tmp_path / "damaged" / "1" / "weights.bf16"
     content = bytearray(weights.read_bytes())
     content[100] ^= 1
     weights.write_bytes(content)
     server = serve("--repository", str(tmp_path))
-    until(lambda: "is unavailable" in server.log)
-    assert "weights.bf16" in server.log
+    until(lambda: server.log.count("is unavailable") == 2)
+    until(lambda: "'good' version 1 is ready" in server.log, what="the other model")
+    assert "model 'spoilt' version 1 is unavailable: golden samples are over the drift budget" in server.log
+    (said,) = [line for line in server.lines if "model 'damaged' version 1 is unavailable" in line]
+    assert "weights.bf16" in said
     assert server.get("/readyz")[0] == 503
+    assert "golden samples are over the drift budget" in server.get("/")[1]
+    for name in ("spoilt", "damaged"):
+        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+            infer(server.target, rows(1), name)
 
 
 def test_an_empty_repository_serves_is_not_ready_and_says_so(tmp_path: Path, serve: Serve) -> None:
@@ -259,12 +256,13 @@ def test_with_tls_tokens_and_json_logs_a_scraper_needs_its_token_and_the_log_is_
 def test_files_for_tls_and_tokens_that_cannot_be_used_are_one_clear_line_and_exit_code_2(
     tmp_path: Path, serve: Serve
 ) -> None:
-    for flags, message in (
-        (("--token-file", str(tmp_path / "none")), "token_file .*none: cannot be read"),
-        (("--tls-key", "k"), "tls_key is given without tls_certificate"),
-        (("--tls-key", "k", "--tls-certificate", "c"), "tls_certificate c: cannot be read"),
-    ):
-        server = serve("--repository", str(tmp_path), *flags)
+    wrong = {
+        ("--token-file", str(tmp_path / "none")): "token_file .*none: cannot be read",
+        ("--tls-key", "k"): "tls_key is given without tls_certificate",
+        ("--tls-key", "k", "--tls-certificate", "c"): "tls_certificate c: cannot be read",
+    }
+    servers = [serve("--repository", str(tmp_path), *flags) for flags in wrong]  # side by side
+    for server, message in zip(servers, wrong.values(), strict=True):
         assert server.exit_code() == 2
         assert re.search(message, server.log)
         assert "Traceback" not in server.log

@@ -48,6 +48,7 @@ def asking(target: str) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long  # the page's history has a point every ten seconds
 def test_the_page_shows_what_a_model_under_load_does(tmp_path: Path, serve: Serve) -> None:
     repository = tmp_path / "repository"
     write_mlp(repository / "mlp" / "1")

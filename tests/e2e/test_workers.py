@@ -69,24 +69,36 @@ def server(repository: Path, serve: Serve) -> ServerProcess:
     return serve("--repository", str(repository), "--workers", "2").wait_ready()
 
 
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """For tests that leave it as it was: ready, with two workers."""
+    repository = tmp_path_factory.mktemp("lasting")
+    write_mlp(repository / "mlp" / "1")
+    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_SHARED_MEMORY_PREFIX": "workers"}
+    ports = ("--grpc-port", "0", "--http-port", "0")
+    server = ServerProcess("--repository", str(repository), "--workers", "2", *ports, env=env)
+    yield server.wait_ready()
+    server.close()
+
+
 @pytest.fixture
-def clients(server: ServerProcess) -> Iterator[list[Client]]:
+def clients(lasting: ServerProcess) -> Iterator[list[Client]]:
     """So many connections that both workers have some: one of them had none once in 16,384 tests."""
     with ExitStack() as stack:
-        made = [Client(server.target) for _ in range(15)]
+        made = [Client(lasting.target) for _ in range(15)]
         for client in made:
             stack.enter_context(client.channel)
         yield made
 
 
-def test_every_worker_answers_alike_and_says_that_all_are_ready(server: ServerProcess, clients: list[Client]) -> None:
-    assert len(pids(server)) == 2
+def test_every_worker_answers_alike_and_says_that_all_are_ready(lasting: ServerProcess, clients: list[Client]) -> None:
+    assert len(pids(lasting)) == 2
     assert len({infer(client) for client in clients}) == 1
     until(lambda: {ready(client) for client in clients} == {READY})
 
 
 def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
-    server: ServerProcess, clients: list[Client]
+    lasting: ServerProcess, clients: list[Client]
 ) -> None:
     """Those that were its own are told; readiness says so until it is back, through whichever worker one asks."""
     expected = infer(clients[0])
@@ -118,18 +130,18 @@ def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
     watching = threading.Thread(target=watch)
     watching.start()
     until(lambda: watched == [health_pb2.HealthCheckResponse.SERVING])
-    victim, other = pids(server)
+    victim, other = pids(lasting)
     os.kill(victim, signal.SIGKILL)
-    until(lambda: server.get("/readyz")[0] == 503, what="not ready")
-    until(lambda: server.get("/readyz")[0] == 200, 60, "ready again")
+    until(lambda: lasting.get("/readyz")[0] == 503, what="not ready")
+    until(lambda: lasting.get("/readyz")[0] == 200, 60, "ready again")
     until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
     stop.set()
     for thread in threads:
         thread.join(60)
     assert wrong == []
     assert failed < set(range(10)), "only the connections of the dead one were cut"
-    assert len(pids(server)) == 2
-    assert other in pids(server)
+    assert len(pids(lasting)) == 2
+    assert other in pids(lasting)
     assert {infer(client) for client in clients} == {expected}
     assert watched[1:2] in ([-1], [health_pb2.HealthCheckResponse.NOT_SERVING]), watched
     clients[14].channel.close()
@@ -158,12 +170,13 @@ def test_a_worker_that_is_started_again_serves_the_profile_that_the_others_serve
     assert choices() == {(profile, "auto: as another worker of this server has measured")}
 
 
-def test_a_worker_that_stands_still_is_killed_and_started_again(server: ServerProcess, clients: list[Client]) -> None:
-    victim = pids(server)[0]
+@pytest.mark.long  # it is given ten seconds to answer
+def test_a_worker_that_stands_still_is_killed_and_started_again(lasting: ServerProcess, clients: list[Client]) -> None:
+    victim = pids(lasting)[0]
     os.kill(victim, signal.SIGSTOP)
     until(lambda: not alive(victim), 60, "the end of the one that stands still")
-    until(lambda: server.get("/readyz")[0] == 200 and len(pids(server)) == 2, 60, "ready again")
-    assert "has not answered for" in server.log
+    until(lambda: lasting.get("/readyz")[0] == 200 and len(pids(lasting)) == 2, 60, "ready again")
+    assert "has not answered for" in lasting.log
     until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
 
 
@@ -237,13 +250,11 @@ def _in_memory(key: str) -> pb.ModelInferRequest:
 
 
 def test_shared_memory_that_one_worker_was_told_of_is_there_in_all_and_in_those_that_come_after(
-    repository: Path, serve: Serve
+    lasting: ServerProcess,
 ) -> None:
     memory = Path(f"/dev/shm/workers-{os.getpid()}")
     memory.write_bytes(ROWS.tobytes())
-    env = {**os.environ, "BF16KIT_SHARED_MEMORY": "true", "BF16KIT_SHARED_MEMORY_PREFIX": "workers"}
-    server = serve("--repository", str(repository), "--workers", "2", env=env).wait_ready()
-    before = pids(server)
+    server, before = lasting, pids(lasting)
 
     def answers() -> set[bytes]:
         """Through connections to all workers."""

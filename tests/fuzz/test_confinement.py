@@ -16,7 +16,7 @@ from pathlib import Path
 from fuzzing import confined
 from fuzzing.canary import Canary
 
-confined.SECONDS, confined.PATIENCE = 2, 6
+confined.SECONDS, confined.PATIENCE = 1, 1 if sys.argv[2] == "sleep" else 6
 work = Path(sys.argv[1])
 canary = Canary(work)
 DEEDS = {

@@ -19,7 +19,7 @@ CPU = ("--format", "onnx", "--profile", "cpu", "--no-report")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("mistral", marks=pytest.mark.long)])
 def test_tokens_fed_piece_by_piece_give_the_logits_of_the_whole(
     cli: Cli, tmp_path: Path, target: Path, name: str
 ) -> None:
