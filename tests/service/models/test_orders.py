@@ -1,0 +1,123 @@
+"""Which precision a version was ordered to answer in: that of what was loaded by the plan it was ordered for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+
+from bf16kit.errors import Unavailable
+from service.drift.owner import Order
+from service.models.deciding import OneServer
+from service.models.directory import stamp_of
+from service.models.plan import Plan, Wish
+from service.models.policy import Serving
+from service.models.repository import Repository
+from service.request import Request
+from service.telemetry.metrics import Metrics
+
+X = np.ones((1, 16), np.float32)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    write_mlp(tmp_path / "mlp" / "1")
+    path = tmp_path / "mlp" / "1"
+    return Plan(1, path, Serving(max_queue_size=1), stamp_of(path))
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def repository(metrics: Metrics) -> Iterator[Repository]:
+    repository = Repository(metrics, device="cpu", threads=1)
+    yield repository
+    assert repository.close(20)
+
+
+def serve(repository: Repository, *plans: Plan) -> None:
+    repository.want(Wish("mlp", plans)).result(60)
+
+
+def order(plan: Plan, precision: str = "fp32") -> Order:
+    return Order("mlp", 1, plan.digest, precision, "drift")  # type: ignore[arg-type]  # one of its literals
+
+
+def precision(repository: Repository) -> str:
+    with repository.acquire("mlp", "1") as model:
+        return model.infer(Request({"x": X})).told
+
+
+def test_what_is_ordered_answers_and_what_takes_its_place_begins_with_bf16(
+    repository: Repository, plan: Plan, metrics: Metrics
+) -> None:
+    repository.start()
+    serve(repository, plan)
+    server = OneServer(lambda: repository)
+    before = server.answers("mlp", 1)
+    assert before is not None
+    assert (before.plan, before.policy) == (plan.digest, plan.serving.fallback)
+    server.order(order(plan)).result(60)
+    assert precision(repository) == "fp32"
+    assert 'bf16kit_answers_total{model="mlp",precision="fp32",version="1"} 1.0' in metrics.expose()[0].decode()
+    another = replace(plan, serving=Serving(max_queue_size=2))
+    serve(repository, another)
+    assert precision(repository) == "bf16"
+    assert 'bf16kit_fallback_active{model="mlp",version="1"} 0.0' in metrics.expose()[0].decode()
+    with pytest.raises(Unavailable, match="is not loaded here"):
+        server.order(order(plan)).result(60)
+    after = server.answers("mlp", 1)
+    assert after is not None
+    assert after[:2] != before[:2]
+    server.transition("mlp", 1, "fp32")
+    told = 'bf16kit_fallback_transitions_total{model="mlp",to="fp32",version="1"} 1.0'
+    assert told in metrics.expose()[0].decode()
+
+
+def test_what_was_ordered_before_it_was_loaded_is_done_then(repository: Repository, plan: Plan) -> None:
+    """So a worker that was started again answers as the others do."""
+    told = [repository.order(order(plan))]
+    with pytest.raises(Unavailable):
+        told[0].result(0)
+    repository.start()
+    serve(repository, plan)
+    repository.order(order(plan)).result(60)
+    with repository.acquire("mlp", "1") as model:
+        assert model.answering.reason == "drift"
+    assert precision(repository) == "fp32"
+
+
+def test_an_order_that_waits_is_carried_out_without_another(repository: Repository, plan: Plan) -> None:
+    done: Future[None] = Future()
+
+    def look() -> None:
+        slot = repository.find("mlp", "1")
+        if slot.model is not None and slot.model.answering.precision == "fp32" and not done.done():
+            done.set_result(None)
+
+    repository.order(order(plan))
+    repository.subscribe(look)
+    repository.start()
+    serve(repository, plan)
+    done.result(60)
+    assert precision(repository) == "fp32"
+
+
+def test_what_is_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
+    repository: Repository, plan: Plan
+) -> None:
+    repository.start()
+    serve(repository, plan)
+    repository.order(order(plan)).result(60)
+    serve(repository)
+    assert OneServer(lambda: repository).answers("mlp", 1) is None
+    serve(repository, plan)
+    assert precision(repository) == "bf16"
