@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -120,4 +121,5 @@ def test_what_is_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     serve(repository)
     assert OneServer(lambda: repository).answers("mlp", 1) is None
     serve(repository, plan)
+    assert "model 'mlp' version 1-fp32" not in [thread.name for thread in threading.enumerate()], "nothing is loaded"
     assert precision(repository) == "bf16"
