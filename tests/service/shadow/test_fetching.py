@@ -1,0 +1,65 @@
+"""Evidence out of the process that keeps it, over a real channel."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from bf16kit.errors import NotFound, Unavailable
+from service.peers.channel import Body, Channel
+from service.peers.peer import Handler, Peer
+from service.shadow import fetching
+from service.shadow.fetching import KIND, answer, fetch
+
+Join = Callable[[Handler], Peer]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """A peer whose other side answers for evidence."""
+    peers: list[Peer] = []
+
+    def connect(handler: Handler) -> Peer:
+        ends = socket.socketpair()
+        for end, name, handlers in zip(ends, ("here", "there"), ({}, {KIND: handler}), strict=True):
+            peers.append(Peer(Channel(end), name, handlers, lambda: None))
+            peers[-1].start()
+        return peers[-2]
+
+    yield connect
+    for peer in peers:
+        peer.close()
+
+
+def test_it_comes_whole_whatever_its_size(join: Join) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def evidence(model: str, version: int) -> bytes:
+        asked.append((model, version))
+        return bytes(range(256)) * (1 << 16)
+
+    here = join(lambda message: answer(message, evidence))
+    assert fetch(lambda: here, "m", 3) == bytes(range(256)) * (1 << 16)
+    assert asked == [("m", 3)]
+
+
+def test_what_keeps_it_from_coming_is_told(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(model: str, version: int) -> bytes:
+        raise NotFound("no breach yet")
+
+    with pytest.raises(NotFound, match="no live sample has been measured"):
+        fetch(lambda: None, "m", 1)
+    here = join(lambda message: answer(message, none))
+    with pytest.raises(NotFound, match="no breach yet"):
+        fetch(lambda: here, "m", 1)
+    here.close()
+    with pytest.raises(Unavailable):
+        fetch(lambda: here, "m", 1)
+    monkeypatch.setattr(fetching, "SECONDS", 0.01)
+    never: Future[Body] = Future()
+    silent = join(lambda message: never)
+    with pytest.raises(Unavailable, match="did not answer within"):
+        fetch(lambda: silent, "m", 1)
