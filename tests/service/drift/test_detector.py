@@ -108,11 +108,12 @@ def test_an_output_that_was_exact_and_is_no_more_has_changed() -> None:
 
 
 def test_rows_of_one_request_count_as_their_mean() -> None:
-    one, many = (Detector(calibrated(0.1)) for _ in range(2))
+    one, many = (Detector(calibrated(0.3)) for _ in range(2))
     for _ in range(5):
-        one.add([2.5 * CENTRE])
-        many.add([2.5 * CENTRE] * 8)
-    assert one.score == pytest.approx(many.score)
+        one.add([2 * CENTRE])
+        many.add([CENTRE, 2 * CENTRE, 4 * CENTRE] * 3)
+    assert many.score == pytest.approx(one.score)
+    assert 0 < (many.score or 0) < 5 / REQUESTS  # no step was cut
 
 
 def test_a_request_that_counts_half_moves_half_as_far() -> None:
@@ -132,7 +133,8 @@ def test_a_spread_from_few_rows_is_taken_for_larger_than_it_looks() -> None:
     assert few is not None
     assert many is not None
     assert many.spread == pytest.approx(0.3, rel=0.05)
-    assert few.spread > many.spread
+    of_few = np.log(drawn(np.random.default_rng(6), 0.3, FEWEST)).std(ddof=1)
+    assert few.spread == pytest.approx(of_few * math.sqrt(15 / 7.261), rel=1e-3)  # chi-squared's table, 5 % below
     assert few.root < many.root
 
 

@@ -50,6 +50,7 @@ def test_the_rules_are_those_that_are_written_down(rows: list[tuple[float, int, 
 
 def test_what_spreads_widely_has_to_be_further_off_to_be_broken() -> None:
     assert diagnose(window(*[FOUR] * 10), WIDE) == "rounding"
+    assert diagnose(window(*[(20.0, 0, False)] * 10), WIDE) == "rounding"  # bad rows, and less than four spreads off
     assert diagnose(window(*[FAR] * 10), WIDE) == "broken"
 
 
