@@ -15,7 +15,7 @@ from service.models.plan import Plan, Wish
 from service.peers.channel import Body
 from service.shadow.samples import pack
 
-TOGETHER_S = 0.025  # so long samples wait for others to go with
+TOGETHER_S = 0.05  # so long samples wait for others to go with
 _Given = tuple[Sample, OutcomeObserver]
 _Told = tuple[int, OutcomeObserver]  # a sample's rows, and who asks what became of them
 Ask = Callable[[str, Mapping[str, object], list[int]], Future[Body]]
