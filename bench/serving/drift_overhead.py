@@ -48,7 +48,8 @@ class _Effort:
     seconds: float  # of each turn; as much again as a quarter of it goes before and is not measured
 
 
-_FULL, _QUICK = _Effort(6, 6, 0.8), _Effort(1, 2, 0.4)
+_FULL, _QUICK = _Effort(6, 4, 0.8), _Effort(1, 2, 0.4)
+_STILL_S, _SETTLED_S = 0.06, 3.0  # the server idle for so long has nothing left to measure; waited for at most
 
 
 @dataclass(slots=True)
@@ -140,6 +141,7 @@ def _round(
                 for side in order[turn % 3 :] + order[: turn % 3] if turn % 2 else order[::-1]:
                     warm = clients[side].timed_load(number, effort.seconds / 4)
                     load = clients[side].timed_load(number, effort.seconds)
+                    _settle(server)
                     turns[side].append(load)
                     asked[side] += warm.calls + load.calls
             for side, taken in turns.items():
@@ -161,6 +163,16 @@ def _wait_for_references(server: Server, clients: Mapping[str, Client]) -> None:
         if all(samples.get((side, "measured"), 0) > 0 for side in (DEFAULTS, TENTH)):
             return
     raise RuntimeError(f"no live drift was measured within {_READY_S:g} s: {samples}")
+
+
+def _settle(server: Server) -> None:
+    """What waits to be measured is part of no other side's turn."""
+    deadline = time.monotonic() + _SETTLED_S
+    while time.monotonic() < deadline:
+        before = server.cpu_seconds()
+        time.sleep(_STILL_S)
+        if server.cpu_seconds() - before < _STILL_S / 4:
+            return
 
 
 def _samples(server: Server) -> dict[tuple[str, str], float]:
