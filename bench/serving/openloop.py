@@ -9,6 +9,7 @@ attack a server use it, too: it tells how each call ended, also where the server
 from __future__ import annotations
 
 import json
+import random
 import selectors
 import socket
 import subprocess
@@ -91,12 +92,23 @@ class Outcome:
 
 
 class Offering:
-    """Load under way: a process that sends each of ``messages`` in turn, ``rate`` calls a second for ``seconds``."""
+    """Load under way: a process that sends each of ``messages`` in turn, ``rate`` calls a second for ``seconds``.
+
+    They are due evenly spaced; with ``seed``, at random as a Poisson process is, and each is one of ``messages`` drawn.
+    """
 
     def __init__(
-        self, port: int, messages: Sequence[bytes], *, rate: float, seconds: float, connections: int = 16
+        self,
+        port: int,
+        messages: Sequence[bytes],
+        *,
+        rate: float,
+        seconds: float,
+        connections: int = 16,
+        seed: int | None = None,
     ) -> None:
         command = [sys.executable, "-m", "bench.serving.openloop", str(port), str(rate), str(seconds), str(connections)]
+        command += [] if seed is None else [str(seed)]
         self._process = subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -278,22 +290,34 @@ def _trailer(block: bytes, name: bytes) -> str:
     return block[at + 1 : at + 1 + size].decode("ascii", "replace")
 
 
-def _run(port: int, messages: Sequence[bytes], rate: float, seconds: float, count: int) -> dict[str, Any]:
+def plan(messages: int, rate: float, seconds: float, seed: int | None = None) -> list[tuple[float, int]]:
+    """Of each call, the seconds after the first that it is due, and which message it is: see :class:`Offering`."""
+    total = round(rate * seconds)
+    if seed is None:
+        return [(number / rate, number % messages) for number in range(total)]
+    chance, due, calls = random.Random(seed), 0.0, []  # noqa: S311 - arrivals, not secrets
+    for _ in range(total):
+        calls.append((due, chance.randrange(messages)))
+        due += chance.expovariate(rate)
+    return calls
+
+
+def _run(port: int, messages: Sequence[bytes], calls: Sequence[tuple[float, int]], count: int) -> dict[str, Any]:
     ledger = _Ledger(len(messages))
     connections = [_Connection(port, messages, ledger) for _ in range(count)]
     chooser = selectors.DefaultSelector()
     for connection in connections:
         chooser.register(connection.socket, selectors.EVENT_READ, connection)
     begun = time.monotonic()
-    end, sent, total = begun + seconds, 0, round(rate * seconds)
+    end, sent, total = begun + calls[-1][0], 0, len(calls)
     while sent < total or any(c.due or c.waiting for c in connections):
         now = time.monotonic()
         if now > end + _LAST_WAIT_S or all(c.closed for c in connections):
             break
-        while sent < total and begun + sent / rate <= now:
-            connections[sent % count].send(sent % len(messages), begun + sent / rate)
+        while sent < total and begun + calls[sent][0] <= now:
+            connections[sent % count].send(calls[sent][1], begun + calls[sent][0])
             sent += 1
-        pause = 0.05 if sent >= total else max(0.0, begun + sent / rate - now)
+        pause = 0.05 if sent >= total else max(0.0, begun + calls[sent][0] - now)
         for key, _ in chooser.select(min(pause, 0.05)):
             key.data.receive()
             if key.data.closed:
@@ -307,6 +331,7 @@ def _run(port: int, messages: Sequence[bytes], rate: float, seconds: float, coun
 
 
 if __name__ == "__main__":
-    port, rate, seconds, count = sys.argv[1:]
+    port, rate, seconds, count, *seed = sys.argv[1:]
     texts = sys.stdin.read().split()
-    print(json.dumps(_run(int(port), [bytes.fromhex(text) for text in texts], float(rate), float(seconds), int(count))))
+    calls = plan(len(texts), float(rate), float(seconds), *map(int, seed))
+    print(json.dumps(_run(int(port), [bytes.fromhex(text) for text in texts], calls, int(count))))

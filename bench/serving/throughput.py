@@ -1,172 +1,181 @@
-"""MiniLM served to 16 clients of one row of 16 tokens each, against a bare ONNX Runtime session in this process.
+"""MiniLM served with its defaults to clients that wait for each answer, against bare runtimes without a server.
 
-The bare session runs the same ``cpu.onnx`` in a loop, at the batch size where it is fastest on this machine, with
-ONNX Runtime's busy waiting on or off, whichever is faster: no gRPC, no batching, no clients. The server shares the same
-cores with its clients, so the load comes from :mod:`bench.serving.http2`, whose share of the processor is reported;
-blocks with grpcio's own client stand beside it. Blocks against the server and the session take turns.
+Twice bare: configured as the server says that it serves (profile, batches at once, threads), and as is fastest here of
+all layouts; each with batches of the size that is fastest for it, of those that the server may make. Client and server
+share the cores, so the load comes from :mod:`bench.serving.http2`, whose share of the processor is reported.
+
+Three kinds of requests: how much work is in one decides how much of a core its answer leaves for the model.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+
+import grpc
+import numpy as np
 
 from bench.core import models
-from bench.core.processes import bf16_serve
+from bench.core.processes import Server, bf16_serve
 from bench.core.results import Measurement, Result
+from bench.core.verdict import estimate
 from bench.core.workspace import Workspace
 from bench.serving import wire
 from bench.serving.client import Client, Load
-from bf16kit.runtime.kernel import kernel_for
-from bf16kit.runtime.session import Session, open_session
+from bench.serving.sessions import Batches, Sessions
+from bf16kit.protocol import inference_pb2 as pb
 
-_AT_LEAST = 0.85
-_CLIENTS = 16
-_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_ROUNDS, _BLOCKS, _SECONDS = 5, 3, 3.0
-_QUICK = 1, 1, 0.5
-# Two batches at once with one thread each, rather than one batch with two: threads that share a batch wait for each
-# other at every operator, and wait longest while one of them is kept from its core by the server's own threads.
-# Batches of 6 of 16 clients: while two run, the other four clients' calls are on their way, and no core waits for them.
-_SERVING = "profile: cpu\ninstances: {cores}\nmax_batch_size: {rows}\n"
-_CONFIG = "threads: 1\n"
+_ALIKE, _BEST = 0.95, 0.85  # the least of the rate of bare sessions: configured alike; the best there are
+_LARGEST = 32  # rows of a batch, by default
+_ROUNDS, _TURNS, _SECONDS, _SEARCH_S = 5, 2, 2.5, 0.4
+_QUICK = 1, 1, 0.5, 0.1
 
 
-@dataclass(frozen=True)
-class Direct:
-    """``at_once`` threads that each run ``session`` on a batch of ``rows`` over and over."""
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One kind of request, and how many clients send it."""
 
-    session: Session
     rows: int
-    at_once: int = 1
-    name: str = ""
+    tokens: int
+    clients: int
 
-    def rate(self, seconds: float) -> float:
-        """Rows per second over about ``seconds``, after one run that does not count."""
-        feeds = models.minilm_feeds(self.rows)
-        self.session.run(None, feeds)
-        runs = [0] * self.at_once
-        started = time.perf_counter()
-
-        def work(index: int) -> None:
-            while time.perf_counter() - started < seconds:
-                self.session.run(None, feeds)
-                runs[index] += 1
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(self.at_once)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sum(runs) * self.rows / (time.perf_counter() - started)
+    @property
+    def name(self) -> str:
+        return f"{self.clients} clients of {self.rows} × {self.tokens}"
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Rates and loads of blocks that took turns."""
+# No more than a batch waits while one request runs: that much is never refused, however slow the machine is.
+_CASES = (_Case(1, 16, 16), _Case(8, 16, 5), _Case(1, 128, 16))
 
-    served: list[Load]
-    direct: list[float]
-    paired: list[float]  # the session with the server's own thread settings
-    grpcio: list[Load]
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a model is served, as the server tells: profile, and the batches that run at once."""
+
+    profile: str
+    instances: int
+
+
+@dataclass(slots=True)
+class _Found:
+    """Rates of turns, by round."""
+
+    served: list[list[float]] = field(default_factory=list)
+    alike: list[list[float]] = field(default_factory=list)
+    best: list[list[float]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
-    """The ratio of the median rates, and what each side reached."""
-    rounds, blocks, seconds = _QUICK if quick else (_ROUNDS, _BLOCKS, _SECONDS)
+    """The ratios of rates turn by turn, and what each side reached."""
+    rounds, turns, seconds, search_s = _QUICK if quick else (_ROUNDS, _TURNS, _SECONDS, _SEARCH_S)
     artifact = workspace.minilm()
-    cores = len(os.sched_getaffinity(0))
-    graph = artifact / "cpu.onnx"
-    direct = _fastest(_one_at_a_time(graph), seconds / 3)
-    paired = _fastest(_like_the_server(graph, cores), seconds / 3)
-    serving = _SERVING.format(cores=cores, rows=_CLIENTS * 3 // 4 // cores)
-    repository = workspace.repository("throughput_minilm", artifact, serving)
-    found = Blocks([], [], [], [])
+    repository = workspace.repository("throughput_minilm", artifact)
+    log = workspace.root / "throughput_minilm.log"
+    found = {case: _Found() for case in _CASES}
+    told: list[_Layout] = []
+    sides: dict[_Case, tuple[Batches, Batches]] = {}
     for _ in range(rounds):
-        _round(workspace, repository, (direct, paired), found, blocks, seconds)
-    return _result(found, direct, paired, {"serving": serving, "rounds": rounds, "blocks": blocks, "seconds": seconds})
-
-
-def _one_at_a_time(graph: Path) -> Iterable[Direct]:
-    for spin in (False, True):
-        session = open_session(graph, spin=spin, library=kernel_for(graph).library)
-        for rows in _BATCHES:
-            name = f"all cores on one batch of {rows}, busy waiting {'on' if spin else 'off'}"
-            yield Direct(session, rows, name=name)
-
-
-def _like_the_server(graph: Path, cores: int) -> Iterable[Direct]:
-    session = open_session(graph, threads=1, library=kernel_for(graph).library)
-    for rows in _BATCHES:
-        yield Direct(session, rows, cores, name=f"{cores} batches of {rows} at once, one thread each")
-
-
-def _fastest(candidates: Iterable[Direct], seconds: float) -> Direct:
-    """The candidate with the highest rate; which sessions lose is forgotten, and with them their threads."""
-    return max(((candidate.rate(seconds), index, candidate) for index, candidate in enumerate(candidates)))[2]
-
-
-def _round(
-    workspace: Workspace, repository: Path, sessions: tuple[Direct, Direct], found: Blocks, blocks: int, seconds: float
-) -> None:
-    """Blocks against one fresh server, which goes first in every other one."""
-    config = workspace.root / "server.yaml"
-    config.write_text(_CONFIG, "utf-8")
-    direct, paired = sessions
-    with ExitStack() as stack:
-        log = workspace.root / "throughput_minilm.log"
-        server = stack.enter_context(bf16_serve(repository, log, "--config", str(config)))
-        client = stack.enter_context(Client(server.port, wire.infer_request("minilm", models.minilm_feeds(1))))
-        client.load(_CLIENTS, seconds / 3, "http2")
-        for block in range(blocks):
-            if block % 2:
-                found.direct.append(direct.rate(seconds))
-            found.served.append(client.load(_CLIENTS, seconds, "http2"))
-            if not block % 2:
-                found.direct.append(direct.rate(seconds))
-        found.paired.append(paired.rate(seconds))
-        found.grpcio.append(client.load(_CLIENTS, seconds, "grpcio"))
-
-
-def _result(found: Blocks, direct: Direct, paired: Direct, how: dict[str, Any]) -> Result:
-    served, bare, same = _rate(found.served), median(found.direct), median(found.paired)
+        with ExitStack() as stack:
+            server = stack.enter_context(bf16_serve(repository, log))
+            told.append(_told(server))
+            sessions = stack.enter_context(Sessions(artifact, told[-1].profile))
+            for case in _CASES:
+                if case not in sides:
+                    sides[case] = _fastest(sessions, case, told[0].instances, search_s)
+                _round(server, sessions, case, sides[case], found[case], turns, seconds)
     return Result(
         "throughput_minilm",
-        (
-            Measurement("ratio to the bare session", served / bare, at_least=_AT_LEAST),
-            Measurement("bf16-serve, 16 clients", served, "rows/s"),
-            Measurement("bare session at its best batch size", bare, "rows/s"),
-            Measurement("ratio to bare sessions threaded like the server", served / same),
-            Measurement("bare sessions threaded like the server", same, "rows/s"),
-            Measurement("processor time of the client", _client_share(found.served), "% of the machine"),
-            Measurement("bf16-serve, clients in grpcio", _rate(found.grpcio), "rows/s"),
-            Measurement("ratio to the bare session, clients in grpcio", _rate(found.grpcio) / bare),
-            Measurement("processor time of the client in grpcio", _client_share(found.grpcio), "% of the machine"),
-        ),
+        tuple(each for case in _CASES for each in _measurements(case, found[case])),
         settings={
-            "model": "all-MiniLM-L6-v2, profile cpu, 16 tokens per row",
-            "clients": _CLIENTS,
-            "server_yaml": _CONFIG,
-            "bare_session": direct.name,
-            "bare_sessions_like_the_server": paired.name,
-        }
-        | how,
-        notes=("rates are medians over blocks", "clients, server and bare session share the same cores"),
+            "model": "all-MiniLM-L6-v2, the server's defaults",
+            "served": [f"{layout.profile}, {layout.instances} at once" for layout in told],
+            "alike": {case.name: alike.name for case, (alike, _) in sides.items()},
+            "best": {case.name: best.name for case, (_, best) in sides.items()},
+            "rounds": rounds,
+            "turns": turns,
+            "seconds": seconds,
+        },
+        notes=("rates are medians over turns", "clients, server and bare sessions share the same cores, in turns"),
     )
 
 
-def _rate(loads: list[Load]) -> float:
-    return median(load.rate for load in loads)
+def _told(server: Server) -> _Layout:
+    """What the server says of the model."""
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{wire.SERVICE}/ModelConfig")
+        reply = ask(pb.ModelConfigRequest(name="minilm").SerializeToString())
+    config = pb.ModelConfigResponse.FromString(reply).config
+    return _Layout(config.parameters["profile"].string_value, config.instance_group[0].count)
 
 
-def _client_share(loads: list[Load]) -> float:
-    """Processor time of the client process, in percent of all cores."""
+def _layouts(rows: int, tokens: int) -> Iterator[Batches]:
+    """A batch on all cores, one for each core with a thread, and as many at once on one session of all cores."""
     cores = len(os.sched_getaffinity(0))
-    return 100 * median(load.client_cpu_s / load.seconds / cores for load in loads)
+    yield Batches(1, cores, rows, tokens, shared=True)
+    if cores > 1:
+        yield Batches(cores, 1, rows, tokens)
+        yield Batches(2, cores, rows, tokens, shared=True)
+
+
+def _fastest(sessions: Sessions, case: _Case, instances: int, seconds: float) -> tuple[Batches, Batches]:
+    """Of all batches with as many at once as the server has, and of all there are."""
+    sizes = [case.rows * count for count in (1, 2, 4, 8, 16, 32) if case.rows * count <= _LARGEST]
+    rates = {each: sessions.rate(each, seconds) for rows in sizes for each in _layouts(rows, case.tokens)}
+    alike = [each for each in rates if each.at_once == instances]
+    return max(alike, key=lambda each: rates[each]), max(rates, key=lambda each: rates[each])
+
+
+def _round(
+    server: Server,
+    sessions: Sessions,
+    case: _Case,
+    sides: tuple[Batches, Batches],
+    found: _Found,
+    turns: int,
+    seconds: float,
+) -> None:
+    """Turns of all three; every other time the other way round."""
+    alike, best = sides
+    request = wire.infer_request("minilm", models.minilm_feeds(case.rows, case.tokens))
+    rates: dict[str, list[float]] = {"served": [], "alike": [], "best": []}
+    with Client(server.port, request) as client:
+        client.load(case.clients, seconds / 3, "http2")
+
+        def served() -> float:
+            found.loads.append(client.load(case.clients, seconds, "http2"))
+            return found.loads[-1].rate * case.rows
+
+        runs = {
+            "served": served,
+            "alike": lambda: sessions.rate(alike, seconds),
+            "best": lambda: sessions.rate(best, seconds),
+        }
+        for turn in range(turns):
+            for name in runs if turn % 2 == 0 else reversed(runs):
+                rates[name].append(runs[name]())
+    found.served.append(rates["served"])
+    found.alike.append(rates["alike"])
+    found.best.append(rates["best"])
+
+
+def _measurements(case: _Case, found: _Found) -> list[Measurement]:
+    def over(bare: list[list[float]], at_least: float, what: str) -> Measurement:
+        ratios = [np.array(ours) / np.array(theirs) for ours, theirs in zip(found.served, bare, strict=True)]
+        return Measurement.of(f"{case.name}: served ÷ {what}", estimate(ratios), at_least=at_least)
+
+    def rate(name: str, turns: list[list[float]]) -> Measurement:
+        return Measurement(f"{case.name}: {name}", median(each for of in turns for each in of), "rows/s")
+
+    client = 100 * median(load.client_cpu_s / load.seconds for load in found.loads) / len(os.sched_getaffinity(0))
+    return [
+        over(found.alike, _ALIKE, "bare sessions alike"),
+        over(found.best, _BEST, "the best bare sessions"),
+        rate("served", found.served),
+        rate("bare sessions alike", found.alike),
+        rate("the best bare sessions", found.best),
+        Measurement(f"{case.name}: processor time of the client", client, "% of the machine"),
+    ]
