@@ -2,8 +2,8 @@
 
 Work-conserving: a batch starts as soon as the runtime is idle, with whatever is waiting (or after ``max_delay_s``,
 where an operator prefers fuller batches to short waits). What runs next is :class:`~service.batching.queue.Queue`'s
-decision; here are the threads. A request whose client has left is taken out at once, and one whose deadline has passed
-is never run.
+decision, how it runs :class:`~service.batching.execution.Execution`'s; here are the threads. A request whose client has
+left is taken out at once, and one whose deadline has passed is never run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable
 
 from bf16kit.errors import (
     Cancelled,
@@ -22,18 +22,17 @@ from bf16kit.errors import (
     RequestError,
 )
 from service.batching.claim import IdleClaim, Quickness
-from service.batching.gather import gather, signature, split, wanted
+from service.batching.execution import Execution, Run
+from service.batching.gather import signature
 from service.batching.policy import BatchObserver, BatchPolicy
 from service.batching.queue import Job, Queue
+from service.batching.slots import Slots
 from service.batching.waiting import LEFT, TOO_LATE, Waiting, invalid, unloading, until, why_over, word
-from service.contract import Array
 from service.request import Reply, Request, Timings
-
-# Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
-Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
 
 _PACE_S = 0.02  # at most so often is the queue told how long requests run while nothing waits in it
 _ROOM_S = 0.1  # how often a request that waits for room looks whether its client is still there
+_LONG_S = 5e-4  # what takes less is over soon after another thread was woken for it
 _Job = Job[Waiting]
 
 
@@ -48,14 +47,17 @@ class Batcher:
         self._queue: Queue[Waiting] = Queue(policy.queue())
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
+        self._wake_beside = threading.Condition(self._lock)  # the same for those whose batches run beside others
         self._room = threading.Condition(self._lock)  # a place in the queue, for those that wait for one
-        self._idle = policy.instances
+        self._slots = Slots(policy.instances, policy.beside if policy.batches and policy.max_delay_s == 0 else 0)
         self._paced = -math.inf
         self._quickness = Quickness()
+        self._execution = Execution(run, policy.axis, observer)
         self._closed = False
+        roles = [False] * policy.instances + [True] * self._slots.beside
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-executor-{i}", daemon=True)
-            for i in range(policy.instances)
+            threading.Thread(target=self._work, args=(beside,), name=f"{name}-executor-{i}", daemon=True)
+            for i, beside in enumerate(roles)
         ]
 
     def start(self) -> None:
@@ -67,6 +69,7 @@ class Batcher:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+            self._wake_beside.notify_all()
             self._room.notify_all()
             now = time.monotonic()
             refused = self._queue.clear()
@@ -97,9 +100,12 @@ class Batcher:
             raise InvalidRequest(f"the request has {request.rows} rows; max_batch_size is {self._policy.max_rows}")
         level = self._level(request.priority)
         claimed = isinstance(request.claim, IdleClaim) and request.claim.use(self.release)
-        if claimed or (self._inline and self._claim_idle()):
+        if claimed or (self._inline and self._claim_idle(request)):
             return self._run_inline(request, arrived)
-        job = self._enqueue(request, arrived, level)
+        shape = self._shape(request)
+        if self._inline and self._claim_beside(request, shape):
+            return self._run_inline(request, arrived)
+        job = self._enqueue(request, shape, arrived, level)
         return self._outcome(job)
 
     def claim(self, nbytes: int) -> IdleClaim | None:
@@ -107,12 +113,12 @@ class Batcher:
         quick = self._inline and self._quickness.quick(nbytes)
         return IdleClaim(self.release) if quick and self._claim_idle() else None
 
-    def release(self) -> None:
-        """A run is over, or will not be."""
+    def release(self, request: Request | None = None) -> None:
+        """A run outside the executors is over, or will not be."""
         with self._lock:
-            self._idle += 1
+            self._slots.left(request)
             if len(self._queue):
-                self._wake.notify()
+                self._call()
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
@@ -124,11 +130,18 @@ class Batcher:
             raise InvalidRequest(f"priority is {priority}, expected 0 (the default) to {levels} (the least urgent)")
         return (priority or self._policy.default_level) - 1
 
-    def _claim_idle(self) -> bool:
+    def _claim_idle(self, request: Request | None = None) -> bool:
         with self._lock:
-            if len(self._queue) or not self._idle or self._closed:
+            if len(self._queue) or not self._slots.idle or self._closed:
                 return False
-            self._idle -= 1
+            self._slots.claimed(request)
+            return True
+
+    def _claim_beside(self, request: Request, shape: Hashable) -> bool:
+        with self._lock:
+            if len(self._queue) or self._closed or not self._fits_beside(shape, request.rows):
+                return False
+            self._slots.claimed(request)
             return True
 
     def _run_inline(self, request: Request, arrived: float) -> Reply:
@@ -147,7 +160,7 @@ class Batcher:
         except InputRefused as error:
             raise invalid(error) from error
         finally:
-            self.release()
+            self.release(request)
         return Reply(outputs, precision)
 
     def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
@@ -155,17 +168,21 @@ class Batcher:
         with self._lock:
             self._queue.pace.observe(shape, rows, seconds)
 
+    def _fits_beside(self, shape: Hashable, rows: int) -> bool:
+        """Whether such a batch may begin beside those that run: only if it takes so long that this does any good."""
+        return self._queue.pace.seconds(shape, rows) >= _LONG_S and self._slots.fits(shape, self._shape)
+
     def _shape(self, request: Request) -> Hashable:
         """What must be equal for two requests to share a batch."""
         axis = self._policy.axis
         return signature(request.feeds, axis) if self._policy.batches and axis is not None else ()
 
-    def _enqueue(self, request: Request, arrived: float, level: int) -> _Job:
+    def _enqueue(self, request: Request, shape: Hashable, arrived: float, level: int) -> _Job:
         job: _Job = Job(
             Waiting(request),
             arrived,
             rows=request.rows,
-            shape=self._shape(request),
+            shape=shape,
             deadline=math.inf if request.deadline is None else request.deadline,
             level=level,
             nbytes=sum(array.nbytes for array in request.feeds.values()),
@@ -175,8 +192,7 @@ class Batcher:
             while not self._put(job):
                 self._room.wait(_ROOM_S)
             self._observer.queued(1)
-            if self._idle:
-                self._wake.notify()
+            self._call(job)
         return job
 
     def _put(self, job: _Job) -> bool:
@@ -228,28 +244,49 @@ class Batcher:
 
     # --- the executors' side ------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while batch := self._next_batch():
-            try:
-                self._execute(batch)
-            finally:
-                self.release()
+    def _work(self, beside: bool) -> None:
+        """Of one executor, which looks for its next batch itself: nobody wakes it for that.
 
-    def _next_batch(self) -> list[_Job]:
+        Those for batches beside others are threads of their own, so that all the others stay with the same thread: two
+        that took turns were slower.
+        """
+        while batch := self._next_batch(beside):
+            try:
+                self._execution.run(batch, self._observe)
+            finally:
+                with self._lock:
+                    self._slots.ended(batch[0].shape, beside)
+
+    def _next_batch(self, beside: bool) -> list[_Job]:
         """Blocks until there is one; empty when the batcher is closed."""
-        with self._wake:
+        wake = self._wake_beside if beside else self._wake
+        with self._lock:
             while not self._closed:
                 now = time.monotonic()
                 self._expire(now)
-                batch = self._queue.take(now) if self._idle else []
+                batch = self._queue.take(now, self._fits if beside else self._idle)
                 if batch:
-                    self._idle -= 1
+                    self._slots.begun(batch[0].shape, beside)
                     self._room.notify_all()
                     self._observer.queued(-len(batch))
+                    self._call()
                     return batch
-                until = self._queue.next_wakeup(now) if self._idle else None
-                self._wake.wait(None if until is None else until - now)
+                until = self._queue.next_wakeup(now) if self._slots.idle and not beside else None
+                wake.wait(None if until is None else until - now)
             return []
+
+    def _call(self, job: _Job | None = None) -> None:
+        """Wake an executor, if one may run ``job``, or else what waits first."""
+        if self._slots.idle:
+            self._wake.notify()
+        elif self._slots.beside and (job := job or self._queue.first(time.monotonic())) and self._fits(job):
+            self._wake_beside.notify()
+
+    def _idle(self, _: _Job) -> bool:
+        return self._slots.idle
+
+    def _fits(self, job: _Job) -> bool:
+        return self._fits_beside(job.shape, job.rows)
 
     def _expire(self, now: float) -> None:
         for job in self._queue.expire(now):
@@ -262,53 +299,3 @@ class Batcher:
         job.work.stamp(job.arrived, now)
         self._observer.queued(-1)
         self._observer.rejected(word(why))
-
-    def _execute(self, batch: list[_Job]) -> None:
-        """Run a batch. One that fails is halved until those that fail are alone: each is answered as soon as it can be,
-        and nobody's input fails another's answer."""
-        taken = time.monotonic()
-        parts = [batch]
-        while parts:
-            part = parts.pop()
-            begun = time.monotonic()
-            try:
-                self._run_together(part, taken)
-            except Exception as error:  # noqa: BLE001 - whatever it was belongs to the clients; this thread must live on
-                if len(part) == 1:
-                    part[0].work.stamp(part[0].arrived, taken, begun, time.monotonic())
-                    part[0].work.fail(invalid(error) if isinstance(error, InputRefused) else error)
-                    continue
-                living = self._still_wanted(part)
-                half = len(living) // 2
-                parts += [half_part for half_part in (living[half:], living[:half]) if half_part]
-
-    def _still_wanted(self, jobs: list[_Job]) -> list[_Job]:
-        """Those whose client still waits; the others are told that it is over."""
-        now = time.monotonic()
-        living = []
-        for job in jobs:
-            over = why_over(job.work.request, now)
-            if over is None:
-                living.append(job)
-            else:
-                job.work.stamp(job.arrived, now)
-                self._observer.rejected(word(over))
-                job.work.fail(over)
-        return living
-
-    def _run_together(self, batch: list[_Job], taken: float) -> None:
-        requests = [job.work.request for job in batch]
-        begun = time.monotonic()
-        feeds = gather(requests, self._policy.axis)
-        gathered = time.monotonic()
-        outputs, precision = self._run(feeds, wanted(requests))
-        ran = time.monotonic()
-        parts = split(outputs, requests, self._policy.axis)
-        done = time.monotonic()
-        rows = sum(job.rows for job in batch)
-        phases = Timings(0.0, gathered - begun, ran - gathered, done - ran, begun=begun, rows=rows)
-        self._observe(batch[0].shape, rows, done - begun)
-        self._observer.executed(len(batch), rows, phases)
-        for job, part in zip(batch, parts, strict=True):
-            job.work.request.timings = phases.queued(job.arrived, taken)
-            job.work.succeed(Reply(part, precision))

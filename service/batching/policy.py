@@ -25,7 +25,8 @@ class BatchObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """``axis`` None or ``max_rows`` 0: every request runs alone. ``inline``: see :meth:`Batcher.submit`.
+    """``axis`` None or ``max_rows`` 0: every request runs alone. ``inline``: see :meth:`Batcher.submit`. ``beside``: so
+    many more batches at once than ``instances``, of shapes that none of the others has, where ``max_delay_s`` is 0.
 
     A request's ``priority`` chooses one of ``levels``, counted from 1, the most urgent; 0 means ``default_level``.
     """
@@ -37,6 +38,7 @@ class BatchPolicy:
     levels: tuple[LevelPolicy, ...] = (LevelPolicy(),)
     default_level: int = 1
     instances: int = 1
+    beside: int = 0
     inline: bool = False
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -21,6 +21,10 @@ PATIENCE_S = 1.0
 Work = TypeVar("Work")
 _Key = tuple[int, float, int]
 _by_key = attrgetter("key")
+
+
+def _any(_: object) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +130,11 @@ class Queue(Generic[Work]):
         self._soonest = min((job.deadline for job in self), default=math.inf)
         return late
 
-    def take(self, now: float) -> list[Job[Work]]:
-        """The next batch; empty when nothing waits, or a fuller batch is to be waited for (:meth:`next_wakeup`)."""
-        first = self._next(now)
-        if first is None:
+    def take(self, now: float, fits: Callable[[Job[Work]], bool] = _any) -> list[Job[Work]]:
+        """The next batch; empty when nothing waits, or a fuller batch is to be waited for (:meth:`next_wakeup`), or the
+        job that decides it does not fit: none overtakes it."""
+        first = self.first(now)
+        if first is None or not fits(first):
             return []
         batch = [first]
         room = self._policy.max_rows - first.rows
@@ -143,11 +148,22 @@ class Queue(Generic[Work]):
             self.remove(job)
         return batch
 
+    def first(self, now: float) -> Job[Work] | None:
+        """The job that decides the next batch, if one may run."""
+        heads = [group.jobs[0] for group in self._groups.values()]
+        if self._policy.max_delay_s == 0 or not self._policy.max_rows:
+            return min(heads, key=_by_key, default=None)
+        due = min((job for job in self if self._due(job) <= now), key=_by_key, default=None)
+        if due is not None:
+            return due
+        full = (group.jobs[0] for group in self._groups.values() if group.rows >= self._policy.max_rows)
+        return min(full, key=_by_key, default=None)
+
     def next_wakeup(self, now: float) -> float | None:
         """When :meth:`take` will have a batch if nothing else comes: not before ``now``; None when nothing waits."""
         if not self._groups:
             return None
-        if self._next(now) is not None:
+        if self.first(now) is not None:
             return now
         return max(now, min(self._due(job) for job in self))
 
@@ -192,17 +208,6 @@ class Queue(Generic[Work]):
         self._nbytes += sign * job.nbytes
         if not self._counts[job.level]:
             self._seconds[job.level] = 0.0  # what rounding has left
-
-    def _next(self, now: float) -> Job[Work] | None:
-        """The job that decides the next batch."""
-        heads = [group.jobs[0] for group in self._groups.values()]
-        if self._policy.max_delay_s == 0 or not self._policy.max_rows:
-            return min(heads, key=_by_key, default=None)
-        due = min((job for job in self if self._due(job) <= now), key=_by_key, default=None)
-        if due is not None:
-            return due
-        full = (group.jobs[0] for group in self._groups.values() if group.rows >= self._policy.max_rows)
-        return min(full, key=_by_key, default=None)
 
     def _due(self, job: Job[Work]) -> float:
         until = job.arrived + self._policy.max_delay_s

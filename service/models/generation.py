@@ -179,6 +179,8 @@ class Generation:
     # --- its parts ----------------------------------------------------------------------------------------------------
 
     def _new_batcher(self, serving: Serving) -> Batcher:
+        # torch's thread pools and CUDA's handles belong to the thread that runs: there, only the executors may run.
+        any_thread = self.info.backend == "onnxruntime" and self.info.device == "cpu"
         policy = BatchPolicy(
             axis=self.batch_axis,
             max_rows=self.max_batch_size,
@@ -187,8 +189,8 @@ class Generation:
             levels=serving.levels(),
             default_level=serving.default_priority_level,
             instances=self.instances,
-            # torch's thread pools and CUDA's handles belong to the thread that runs: there, only the executors may run.
-            inline=self.info.backend == "onnxruntime" and self.info.device == "cpu",
+            beside=serving.beside if any_thread else 0,
+            inline=any_thread,
         )
         return Batcher(self._run, policy, self, name=f"{self.name}-{self.version}")
 

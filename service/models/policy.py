@@ -87,6 +87,7 @@ class Serving(_Part):
     max_dims: dict[str, PositiveInt] = {}  # the largest sizes of free dimensions, by name
     max_response_bytes: Annotated[int, Field(ge=1, le=2_000_000_000)] = 256 << 20  # protobuf holds 2 GiB
     instances: Annotated[int, Field(ge=0, le=64)] = 1  # batches running at once; AUTO: as measured when it is loaded
+    beside: Annotated[int, Field(ge=0, le=64)] = 1  # so many more, of shapes that none of those running has; on CPUs
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of one execution; None = the server's --threads
     profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript"] = "auto"
     version_policy: VersionPolicy = VersionPolicy(latest=1)

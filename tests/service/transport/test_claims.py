@@ -172,7 +172,7 @@ def test_a_model_that_is_replaced_before_it_is_held_leaves_its_request_to_anothe
     assert not waiting.done()
     gate.go.set()
     assert waiting.result(30).outputs
-    until(lambda: old.batcher._idle)  # what was claimed of the old one is given back
+    until(lambda: old.batcher._slots.idle)  # what was claimed of the old one is given back
 
 
 def test_a_model_is_held_until_the_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

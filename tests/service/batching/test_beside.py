@@ -1,0 +1,211 @@
+"""A batch of another shape runs beside one that runs, and nobody is overtaken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from waiting import until
+
+from service.batching import batcher as batching
+from service.batching.batcher import Batcher
+from service.batching.policy import BatchPolicy
+from service.batching.queue import LevelPolicy
+from service.contract import Array
+from service.request import Reply, Request, Timings
+
+
+class Runtime:
+    """Doubles x of any width; runs of a width are held until it is let go."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, threading.Event] = {}
+        self.begun: list[tuple[int, int]] = []  # rows and width
+        self.threads: dict[int, str] = {}  # of the last run of a width
+
+    def __call__(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
+        rows, width = feeds["x"].shape
+        self.threads[width] = threading.current_thread().name
+        self.begun.append((rows, width))
+        if not width:
+            raise IndexError
+        if (gate := self.held.get(width)) is not None:
+            assert gate.wait(20)
+        return {"y": feeds["x"] * 2}, "bf16"
+
+
+class Bench:
+    """A batcher, its runtime, and callers on threads. It is its own observer."""
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self.run, self.depth = Runtime(), 0
+        self.batcher = Batcher(self.run, policy, self)
+        self.batcher.start()
+        self.callers = ThreadPoolExecutor(16, "caller")
+
+    def rejected(self, reason: str) -> None: ...
+
+    def queued(self, change: int) -> None:
+        self.depth += change
+
+    def executed(self, requests: int, rows: int, timings: Timings) -> None: ...
+
+    def call(self, width: int, priority: int = 0) -> Future[Reply]:
+        asked = Request({"x": np.ones((1, width), np.float32)}, rows=1, priority=priority)
+        return self.callers.submit(self.batcher.submit, asked)
+
+    def hold(self, width: int) -> Future[Reply]:
+        """A request of ``width`` at work, until :meth:`let_go`."""
+        self.run.held[width] = threading.Event()
+        begun = len(self.run.begun)
+        held = self.call(width)
+        until(lambda: len(self.run.begun) > begun)
+        return held
+
+    def queue(self, width: int, priority: int = 0) -> Future[Reply]:
+        """A request that waits when this returns."""
+        depth = self.depth
+        waiting = self.call(width, priority)
+        until(lambda: self.depth > depth)
+        return waiting
+
+    def let_go(self, width: int) -> None:
+        self.run.held.pop(width).set()
+
+    def close(self) -> None:
+        for gate in self.run.held.values():
+            gate.set()
+        self.batcher.close()
+        self.callers.shutdown()
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(batching, "_LONG_S", 0.0)  # every run is worth another thread
+    benches: list[Bench] = []
+
+    def build(**policy: object) -> Bench:
+        defaults: dict[str, object] = {"axis": 0, "max_rows": 8, "beside": 1}
+        benches.append(Bench(BatchPolicy(**{**defaults, **policy})))  # type: ignore[arg-type]  # its fields
+        return benches[-1]
+
+    yield build
+    for bench in benches:
+        bench.close()
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_short_request_need_not_wait_for_a_long_one(make: Make, inline: bool) -> None:
+    bench = make(inline=inline)
+    long = bench.hold(64)
+    assert bench.call(4).result(20).outputs["y"].shape == (1, 4)
+    assert not long.done()
+    assert bench.run.threads[4].startswith("caller" if inline else "model-executor")
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_requests_of_the_shape_that_runs_wait_and_share_a_batch(make: Make, inline: bool) -> None:
+    bench = make(inline=inline)
+    first = bench.hold(4)
+    rest = [bench.queue(4) for _ in range(3)]
+    bench.let_go(4)
+    for future in (first, *rest):
+        future.result(20)
+    assert bench.run.begun == [(1, 4), (3, 4)]
+
+
+def test_none_overtakes_a_request_that_waits_for_its_shape(make: Make) -> None:
+    bench = make()
+    bench.hold(4)
+    second, other = bench.queue(4), bench.queue(8)
+    assert bench.run.begun == [(1, 4)]
+    bench.let_go(4)
+    second.result(20)
+    other.result(20)
+    assert bench.run.begun == [(1, 4), (1, 4), (1, 8)]
+
+
+def test_none_overtakes_where_callers_run_their_own_requests(make: Make) -> None:
+    """As above: who comes while somebody waits, waits as well."""
+    bench = make(inline=True)
+    bench.hold(4)
+    bench.queue(4)
+    bench.queue(8)
+    assert bench.run.begun == [(1, 4)]
+
+
+def test_a_batch_beside_is_the_most_urgent(make: Make) -> None:
+    bench = make(levels=(LevelPolicy(), LevelPolicy()))
+    bench.hold(64)
+    bench.hold(32)  # no place is left
+    bench.queue(8, priority=2)
+    bench.queue(4, priority=1)
+    bench.let_go(32)
+    until(lambda: len(bench.run.begun) == 4)
+    assert bench.run.begun[2:] == [(1, 4), (1, 8)]
+
+
+def test_no_more_run_at_once_than_is_allowed(make: Make) -> None:
+    bench = make()
+    bench.hold(64)
+    bench.hold(32)
+    third = bench.queue(4)
+    assert bench.run.begun == [(1, 64), (1, 32)]
+    bench.let_go(64)
+    third.result(20)
+
+
+def test_whoever_takes_a_batch_wakes_another_for_what_may_begin_beside_it(make: Make) -> None:
+    """Nobody else would: the other thread has gone to sleep, because the first that waited could not begin."""
+    bench = make()
+    bench.hold(64)
+    bench.queue(64)
+    short = bench.queue(4)
+    long, bench.run.held[64] = bench.run.held[64], threading.Event()
+    long.set()
+    short.result(20)
+    assert bench.run.begun == [(1, 64), (1, 64), (1, 4)]
+
+
+@pytest.mark.parametrize("policy", [{"beside": 0}, {"max_delay_s": 1e-3}, {"max_rows": 0}])
+def test_one_at_a_time_where_that_was_asked_for_or_requests_run_alone(make: Make, policy: dict[str, object]) -> None:
+    bench = make(**policy)
+    assert len(bench.batcher._threads) == 1
+    bench.hold(64)
+    bench.queue(4)
+    assert bench.run.begun == [(1, 64)]
+
+
+def test_what_is_quick_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking a thread for it would take as long."""
+    monkeypatch.setattr(batching, "_LONG_S", 10.0)
+    bench = make(inline=True)
+    bench.call(4).result(20)
+    bench.hold(64)
+    bench.queue(4)
+    assert bench.run.begun == [(1, 4), (1, 64)]
+
+
+def test_nothing_runs_beside_a_request_that_was_let_in_unseen(make: Make) -> None:
+    bench = make(inline=True)
+    bench.batcher._quickness.observe(100, 1e-6)
+    claim = bench.batcher.claim(100)
+    assert claim is not None
+    waiting = bench.queue(4)
+    assert bench.run.begun == []
+    claim.give_back()
+    waiting.result(20)
+
+
+def test_a_batch_that_fails_gives_its_place_back(make: Make) -> None:
+    bench = make()
+    bench.hold(64)
+    with pytest.raises(IndexError):
+        bench.call(0).result(20)
+    assert bench.call(8).result(20).outputs["y"].shape == (1, 8)

@@ -1,0 +1,77 @@
+"""Which batches may begin beside those that run."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from service.batching.slots import Slots
+from service.request import Request
+
+
+def request(width: int) -> Request:
+    return Request({"x": np.zeros((1, width), np.float32)}, rows=1)
+
+
+def width_of(asked: Request) -> Hashable:
+    return int(asked.feeds["x"].shape[1])
+
+
+def test_only_another_shape_fits_beside_a_batch() -> None:
+    slots = Slots(instances=1, beside=1)
+    slots.begun(4, beside=False)
+    assert not slots.idle
+    assert not slots.fits(4, width_of)
+    assert slots.fits(8, width_of)
+
+
+def test_only_another_shape_fits_beside_a_request_that_its_caller_runs() -> None:
+    slots = Slots(instances=1, beside=1)
+    slots.claimed(request(4))
+    assert not slots.fits(4, width_of)
+    assert slots.fits(8, width_of)
+
+
+def test_nothing_fits_beside_what_is_not_known_yet() -> None:
+    slots = Slots(instances=1, beside=1)
+    slots.claimed(None)
+    assert not slots.fits(8, width_of)
+    slots.left(request(4))  # the claim was used for it
+    slots.begun(4, beside=False)
+    assert slots.fits(8, width_of)
+
+
+def test_no_more_fit_than_were_asked_for() -> None:
+    slots = Slots(instances=1, beside=1)
+    slots.begun(4, beside=False)
+    slots.begun(8, beside=True)
+    assert not slots.fits(16, width_of)
+    assert not Slots(instances=1, beside=0).fits(16, width_of)
+
+
+def test_each_place_comes_back_as_what_it_was() -> None:
+    """Whoever ends first, and whether an executor or a caller ran it."""
+    slots = Slots(instances=1, beside=1)
+    first, second = request(4), request(8)
+    slots.claimed(first)
+    slots.claimed(second)
+    slots.left(first)
+    assert slots.idle
+    slots.begun(16, beside=False)
+    slots.left(second)
+    assert slots.fits(32, width_of)
+    slots.begun(32, beside=True)
+    slots.ended(16, beside=False)
+    assert slots.idle
+    assert not slots.fits(64, width_of)
+    slots.ended(32, beside=True)
+    assert slots.fits(64, width_of)
+
+
+def test_a_shape_may_begin_again_when_its_batch_has_ended() -> None:
+    slots = Slots(instances=1, beside=1)
+    slots.begun(4, beside=False)
+    slots.begun(8, beside=True)
+    slots.ended(8, beside=True)
+    assert slots.fits(8, width_of)
