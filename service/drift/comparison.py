@@ -104,7 +104,7 @@ class Comparison:
         """
         drifts = self._measured(expected, sample)
         if self._profile != sample.profile:
-            self._begin(sample.profile, observer)
+            self._begin(sample.profile)
         weight = 1.0 / sample.probability
         self._common.append(weight)
         self._requests += 1
@@ -125,7 +125,7 @@ class Comparison:
                 found[spec.name] = rows
         return found
 
-    def _begin(self, profile: str, observer: DriftObserver) -> None:
+    def _begin(self, profile: str) -> None:
         """What answers has another arithmetic, or is the first: what is expected of it is another's."""
         rows = self._calibration.rows.get(profile, {})
         known = {spec.name: Expected.of(rows.get(spec.name, ()), len(self._specs)) for spec in self._specs}
@@ -135,14 +135,12 @@ class Comparison:
         self._profile = profile
         self._outputs = {spec.name: _Output(spec, known[spec.name], len(self._specs)) for spec in self._specs}
         self._samples = 0
-        for name in self._census.ranges:
-            observer.out_of_range(name, 0)
 
     def _outside(self, sample: Sample, observer: DriftObserver) -> list[bool]:
         """By row of the sample, whether any input is out of its range."""
         found = self._census.outside(sample.feeds, sample.rows)
         for name, rows in found.items():
-            observer.out_of_range(name, int(rows.sum()))
+            observer.out_of_range(name, int(rows.sum()))  # 0 as well: it says that the input has a range
         return [any(row) for row in zip(*found.values(), strict=True)] if found else [False] * sample.rows
 
     def _add(
