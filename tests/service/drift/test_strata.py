@@ -68,8 +68,8 @@ def simulated(seconds: float, seed: int, policy: ShadowPolicy = DEFAULTS) -> tup
 def test_weighted_samples_are_unbiased_and_unweighted_ones_are_not() -> None:
     """Horvitz and Thompson's sums over many draws from one population, each kind's own as well, lie within their
     standard errors of what they estimate; the same check tells at once where somebody forgets the weights."""
-    drift, probability, length = simulated(240, seed=1)
-    draws = 400
+    drift, probability, length = simulated(120, seed=1)
+    draws = 200
     chosen = np.random.default_rng(2).random((draws, drift.size)) < probability
     for part in (drift, np.ones(drift.size), *(drift * (length == each) for each in BUSY)):
         error = math.sqrt((part**2 * (1 - probability) / probability).sum() / draws)
@@ -104,9 +104,9 @@ def test_both_ends_of_latency_are_seen_as_often_as_its_middle() -> None:
 
 def test_a_shape_that_comes_once_a_minute_among_220_a_second_is_measured_nearly_each_time() -> None:
     """One sample in 13,000 requests would be drawn of it by a plain sample in three hours."""
-    _, probability, length = simulated(600, seed=5)
+    _, probability, length = simulated(400, seed=5)
     rare = probability[length == 500]
-    assert rare.size >= 5
+    assert rare.size >= 4
     assert rare.mean() > 0.8
 
 
