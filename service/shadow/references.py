@@ -12,22 +12,19 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 
-from bf16kit.errors import ArtifactError, Bf16kitError, ConfigError, NotFound
+from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
 from service.drift.evidence import Witness
-from service.drift.observer import Outcome
-from service.drift.policy import ShadowPolicy
-from service.drift.sampling import Sample, TokenBucket
-from service.drift.shadow import NICENESS, QUEUE_SIZE, Reference, Shadow, Told
+from service.drift.sampling import TokenBucket
+from service.drift.shadow import NICENESS, Shadow
 from service.drift.verdict import DriftVerdict
 from service.models.comparing import new_comparison
 from service.models.directory import stamp_of
 from service.models.opening import Opened, open_artifact
-from service.models.plan import Plan, Wish
+from service.models.plan import Wish
 from service.peers.channel import Body, Channel
 from service.peers.orphans import end_with, leave_signals_to_the_parent
 from service.peers.peer import TELL_SECONDS, Message, Peer
@@ -35,76 +32,15 @@ from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking
 from service.shadow.fetching import KIND, answer
-from service.shadow.memory import Memory, default_bound, fp32_bytes
+from service.shadow.measured import Measured, Outcomes
+from service.shadow.memory import Memory
+from service.shadow.opening import open_reference
 from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
-from service.telemetry.modelmetrics import ModelMetrics
 
 _log = logging.getLogger(__name__)
 Key = tuple[str, int]  # a model's name, and its version
 MEASURED = "bf16kit_drift_"  # what is counted here; whoever answers counts everything else
-
-
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """A sample that came before its artifact was open."""
-
-    sample: Sample
-    told: Told
-
-
-@dataclass(eq=False)
-class _Measured:
-    """A version whose samples are measured."""
-
-    wish: str
-    plan: Plan
-    metrics: ModelMetrics
-    tokens: TokenBucket
-    early: list[_Early] = field(default_factory=list)
-    shadow: Shadow | None = None
-    failed: bool = False
-    verdict: DriftVerdict | None = None  # the newest
-    witness: Witness | None = None  # where evidence is kept
-    files: Mapping[str, str] = field(default_factory=dict)  # of the artifact, with their sha256
-    told: DriftVerdict | None = None
-
-    @property
-    def policy(self) -> ShadowPolicy:
-        return self.plan.serving.shadow
-
-    def put(self, sample: Sample, told: Told) -> None:
-        """Called with the lock held; see :meth:`Shadow.put`."""
-        if self.failed:
-            told("failed")
-        elif self.shadow is not None:
-            self.shadow.put(sample, told)
-        elif len(self.early) < QUEUE_SIZE and self._held + sample.nbytes <= self.policy.max_bytes:
-            self.early.append(_Early(sample, told))
-        else:
-            told("dropped")
-
-    @property
-    def _held(self) -> int:
-        return sum(each.sample.nbytes for each in self.early)
-
-
-class Outcomes:
-    """What became of samples that came together: answered when the last is known."""
-
-    def __init__(self, count: int) -> None:
-        self.answer = Future[Body]()
-        self._outcomes: list[Outcome | None] = [None] * count
-        self._left = count
-        self._lock = threading.Lock()
-
-    def told(self, at: int, outcome: Outcome) -> None:
-        with self._lock:
-            self._outcomes[at] = outcome
-            self._left -= 1
-            last = not self._left
-        if last:
-            self.answer.set_result({"outcomes": self._outcomes})
 
 
 class References:
@@ -113,7 +49,7 @@ class References:
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
         self._memory = Memory(limit=True)
-        self._models: dict[Key, _Measured] = {}
+        self._models: dict[Key, Measured] = {}
         self._lock = threading.RLock()  # what is told of a sample may come back here
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
@@ -197,7 +133,7 @@ class References:
 
     # --- models, with the lock held -----------------------------------------------------------------------------------
 
-    def _model(self, text: str) -> _Measured:
+    def _model(self, text: str) -> Measured:
         """What measures the samples of this wish, in place of what measured another of the same version."""
         known = next((model for model in self._models.values() if model.wish == text), None)
         if known is not None:
@@ -211,13 +147,13 @@ class References:
         if known is not None:
             self._close(known)
         tokens = TokenBucket(plan.serving.shadow.max_per_second)
-        model = _Measured(text, plan, self._metrics.add(*key), tokens)
+        model = Measured(text, plan, self._metrics.add(*key), tokens)
         model.metrics.reference_up(False)
         self._models[key] = model
         self._opening.submit(self._open, key, model)
         return model
 
-    def _close(self, model: _Measured) -> None:
+    def _close(self, model: Measured) -> None:
         """Its thread gives the reference back after the sample that it is at."""
         model.failed = True
         early, model.early = model.early, []
@@ -228,7 +164,7 @@ class References:
 
     # --- on other threads ---------------------------------------------------------------------------------------------
 
-    def _open(self, key: Key, model: _Measured) -> None:
+    def _open(self, key: Key, model: Measured) -> None:
         label = f"model {key[0]!r} version {key[1]}"
         try:
             if stamp_of(model.plan.path) != model.plan.stamp:
@@ -256,14 +192,14 @@ class References:
             for each in early:
                 shadow.put(each.sample, each.told)
 
-    def _new_shadow(self, key: Key, model: _Measured, opened: Opened) -> Shadow:
+    def _new_shadow(self, key: Key, model: Measured, opened: Opened) -> Shadow:
         name = f"model {key[0]!r} version {key[1]}"
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:
             model.witness = Witness(comparison, opened.batch_axis, opened.budget)
             model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
         return Shadow(
-            lambda: self._reference(name, model.policy, opened),
+            lambda: open_reference(name, model.policy, opened, self._memory),
             model.witness or comparison,
             model.policy,
             model.metrics,
@@ -271,34 +207,13 @@ class References:
             measured=lambda: self._judge(model, comparison.verdict),
         )
 
-    def _reference(self, name: str, policy: ShadowPolicy, opened: Opened) -> Reference:
-        """Loaded here, or at another server; on the thread of low priority that will ask it."""
-        if policy.remote is not None:
-            from service.shadow.remote import RemoteReference  # gRPC, which nobody else needs here
-
-            remote = RemoteReference(name, policy.remote, opened.inputs, opened.outputs, policy.max_bytes)
-            remote.connect()
-            return remote
-        from bf16kit.runtime import onnx as _onnx  # noqa: F401 -- now: what the library takes is no reference's
-        from bf16kit.runtime import rebuilt as _rebuilt  # noqa: F401 -- as above
-        from bf16kit.runtime.loading import load_reference
-
-        weights = fp32_bytes(opened.artifact.manifest)
-        bound = policy.reference_memory_bytes or default_bound(weights)
-        if weights > bound:
-            raise ConfigError(
-                f"its weights are {weights} bytes in fp32, over shadow.reference_memory_bytes {bound}; raise that in"
-                " serving.yaml, or have another server run the reference (shadow.reference: grpc://…)"
-            )
-        return self._memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1, low_priority=True))
-
-    def _judge(self, model: _Measured, verdict: Callable[[], DriftVerdict]) -> None:
+    def _judge(self, model: Measured, verdict: Callable[[], DriftVerdict]) -> None:
         """After each sample: what is news is told at once, the rest with the counts."""
         model.verdict = verdict()
         if model.told is None or model.verdict.told != model.told.told:
             self._tell_verdict(model)
 
-    def _tell_verdict(self, model: _Measured) -> None:
+    def _tell_verdict(self, model: Measured) -> None:
         with self._lock:
             verdict, live = model.verdict, model in self._models.values()
             news = live and verdict is not None and verdict is not model.told

@@ -1,0 +1,80 @@
+"""A model whose samples are measured, and what becomes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from service.drift.evidence import Witness
+from service.drift.observer import Outcome
+from service.drift.policy import ShadowPolicy
+from service.drift.sampling import Sample, TokenBucket
+from service.drift.shadow import QUEUE_SIZE, Shadow, Told
+from service.drift.verdict import DriftVerdict
+from service.models.plan import Plan
+from service.peers.channel import Body
+from service.telemetry.modelmetrics import ModelMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A sample that came before its artifact was open."""
+
+    sample: Sample
+    told: Told
+
+
+@dataclass(eq=False)
+class Measured:
+    """A version whose samples are measured."""
+
+    wish: str
+    plan: Plan
+    metrics: ModelMetrics
+    tokens: TokenBucket
+    early: list[Early] = field(default_factory=list)
+    shadow: Shadow | None = None
+    failed: bool = False
+    verdict: DriftVerdict | None = None  # the newest
+    witness: Witness | None = None  # where evidence is kept
+    files: Mapping[str, str] = field(default_factory=dict)  # of the artifact, with their sha256
+    told: DriftVerdict | None = None
+
+    @property
+    def policy(self) -> ShadowPolicy:
+        return self.plan.serving.shadow
+
+    def put(self, sample: Sample, told: Told) -> None:
+        """Called with the lock held; see :meth:`Shadow.put`."""
+        if self.failed:
+            told("failed")
+        elif self.shadow is not None:
+            self.shadow.put(sample, told)
+        elif len(self.early) < QUEUE_SIZE and self._held + sample.nbytes <= self.policy.max_bytes:
+            self.early.append(Early(sample, told))
+        else:
+            told("dropped")
+
+    @property
+    def _held(self) -> int:
+        return sum(each.sample.nbytes for each in self.early)
+
+
+class Outcomes:
+    """What became of samples that came together: answered when the last is known."""
+
+    def __init__(self, count: int) -> None:
+        self.answer = Future[Body]()
+        self._outcomes: list[Outcome | None] = [None] * count
+        self._left = count
+        self._lock = threading.Lock()
+
+    def told(self, at: int, outcome: Outcome) -> None:
+        with self._lock:
+            self._outcomes[at] = outcome
+            self._left -= 1
+            last = not self._left
+        if last:
+            self.answer.set_result({"outcomes": self._outcomes})

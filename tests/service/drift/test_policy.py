@@ -1,0 +1,58 @@
+"""serving.yaml's part on live drift."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from service.drift.policy import Remote, ShadowPolicy
+
+
+@pytest.mark.parametrize(
+    ("text", "remote"),
+    [
+        ("grpc://localhost:8001/mlp", Remote("localhost:8001", "mlp", "")),
+        ("grpc://10.0.0.7:1/a.b-c/12", Remote("10.0.0.7:1", "a.b-c", "12")),
+        ("grpc://[::1]:65535/m/1", Remote("[::1]:65535", "m", "1")),
+    ],
+)
+def test_a_model_of_another_server_is_named_by_its_address(text: str, remote: Remote) -> None:
+    policy = ShadowPolicy(reference=text)
+    assert (policy.remote, policy.on, str(remote)) == (remote, True, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grpc://h:0/m",
+        "grpc://h:65536/m",
+        "grpc://h/m",
+        "grpc://:1/m",
+        "grpc://h:1",
+        "grpc://h:1/",
+        "grpc://h:1/m/0",
+        "grpc://h:1/m/x",
+        "grpc://h:1/m/1/2",
+        "grpc://h:1/m\n",
+        "http://h:1/m",
+        "elsewhere",
+        "",
+        True,
+    ],
+)
+def test_what_is_no_address_is_refused(text: object) -> None:
+    with pytest.raises(ValidationError):
+        ShadowPolicy.model_validate({"reference": text})
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [({}, True), ({"reference": "off"}, False), ({"reference": False}, False), ({"rate": 0}, False)],
+)
+def test_nothing_is_measured_where_it_is_off_which_yaml_reads_as_false(given: dict[str, object], on: bool) -> None:
+    assert ShadowPolicy.model_validate(given).on == on
+
+
+def test_a_policy_survives_being_told_to_another_process() -> None:
+    policy = ShadowPolicy(reference="grpc://h:1/m", reference_memory_bytes=5)
+    assert ShadowPolicy.model_validate(policy.model_dump(mode="json")) == policy

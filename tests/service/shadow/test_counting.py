@@ -1,0 +1,54 @@
+"""What a server of one process has counted, with the process that measures beside it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from bf16kit.tensors import TensorSpec
+from service.peers.channel import Body
+from service.peers.peer import Message
+from service.shadow.counting import CountingBoth
+from service.shadow.process import _after_death
+from service.telemetry.metrics import Metrics
+
+OUTPUTS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
+UP = 'bf16kit_drift_reference_up{model="m",version="1"}'
+CHANGES = 'bf16kit_drift_changes_total{model="m",output="y",version="1"}'
+REQUESTS = 'bf16kit_rows_total{model="m",version="1"}'
+
+
+def told(metrics: Metrics) -> Message:
+    return Message({"metrics": [family.as_json() for family in metrics.snapshot("bf16kit_drift_")]})
+
+
+def test_both_are_shown_as_one_and_what_a_dead_process_counted_stays() -> None:
+    own, theirs = Metrics(), Metrics()
+    mine, measured = own.add("m", 1), theirs.add("m", 1)
+    for each in (mine, measured):
+        each.opened(1, OUTPUTS)
+    asked: list[Future[Body]] = []
+    counting = CountingBoth(own, lambda: asked[-1] if asked else None, lambda: [("m", 1)])
+
+    def value(series: str) -> float | None:
+        lines = counting.expose()[0].decode().splitlines()
+        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{series} ")), None)
+
+    mine.executed(3, 0.1)
+    assert (value(REQUESTS), value(UP)) == (3, None), "before there is one"
+    measured.reference_up(True)
+    measured.changed("y")
+    asked.append(Future())
+    asked[-1].set_result(dict(told(theirs).body))
+    assert (value(REQUESTS), value(UP), value(CHANGES)) == (3, 1, 1)
+    names = {series.name for series in counting.samples(["bf16kit_rows_total", "bf16kit_drift_reference_up"])}
+    assert names == {"bf16kit_rows_total", "bf16kit_drift_reference_up"}
+
+    asked.clear()
+    up: list[Any] = next(family for family in told(theirs).body["metrics"] if family[0] == UP.partition("{")[0])
+    counting.lost()
+    assert value(UP) is None
+    counting.hear(Message({"metrics": [_after_death(up)]}))
+    assert (value(UP), value(CHANGES)) == (0, 1)
+    counting.forget("m")
+    assert value(CHANGES) == 0
