@@ -145,7 +145,32 @@ def test_nothing_is_known_before_enough_samples_and_much_after() -> None:
 
 def test_a_model_on_the_border_is_neither_within_nor_over() -> None:
     live = Live(calibration=None)
-    assert live.send(1e-2 / math.exp(0.005), 100).state == "unknown"
+    found = live.send(1.01e-2, 100)
+    assert found.low < 1 < found.ratio < found.high
+    assert (found.state, found.cause) == ("unknown", "none")
+
+
+def test_a_verdict_names_a_bound_that_its_state_is_of() -> None:
+    comparison, heard = Comparison(SPECS, 0, Budget.from_dict({"relative_l2": 3e-3})), Heard()
+    far = np.array([[1.5, 1.0]], np.float32)
+    for _ in range(3):
+        comparison.observe({"z": ONES}, sample({"z": far}), heard)
+    for _ in range(20):
+        comparison.observe({"y": ONES}, sample({"y": ONES * np.float32(1.006)}), heard)
+    found = comparison.verdict()
+    assert heard.ratios["z", "relative_l2"][0] > found.ratio == pytest.approx(2, rel=0.01)
+    assert (found.state, found.output) == ("over", "y")  # of z too few are known to say so
+
+
+def test_an_output_without_rows_is_of_all_rows_inputs() -> None:
+    spec = TensorSpec("y", "float32", (), "other")
+    comparison, heard = Comparison([spec], 0, BUDGET, calibration=CALIBRATION), Heard()
+    feeds = {"x": np.array([[0.0], [99.0]], np.float32)}
+    scalar = np.array(1.0, np.float32)
+    for _ in range(20):
+        comparison.observe({"y": scalar}, Sample(feeds, {"y": scalar * 2}, 2, 64, 1.0, "", "cpu"), heard)
+    assert (len(heard.drifts), heard.out) == (20, {"x": 20})
+    assert comparison.verdict().cause == "out_of_range"
 
 
 def test_drift_over_budget_that_was_to_be_expected_is_rounding() -> None:
