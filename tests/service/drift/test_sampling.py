@@ -150,6 +150,13 @@ def test_what_another_process_does_not_take_slows_the_choosing_too() -> None:
     assert crowded == ["crowd"]
 
 
+def test_a_sample_says_which_profile_answers_for_its_drift_was_measured_by_profile() -> None:
+    hand = Hand()
+    handing = Handing(hand, ShadowPolicy(rate=1), Heard(), batch_axis=None, profile="cpu-bf16", draw=lambda: 0.0)
+    handing.offer(Request({"x": np.zeros(2)}), Reply({}, "bf16"))
+    assert [sample.profile for sample in hand.samples] == ["cpu-bf16"]
+
+
 def test_what_waits_is_bounded_in_number_and_bytes_until_it_is_known_what_became_of_it() -> None:
     """Before anything of it is copied."""
     heard, given = Heard(), list[tuple[Sample, OutcomeObserver]]()
