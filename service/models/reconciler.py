@@ -10,17 +10,16 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 
 from bf16kit.errors import Bf16kitError, ConfigError, RuntimeFailure, Unavailable
-from bf16kit.runtime import RuntimeInfo
 from bf16kit.runtime.weightstore import OWN, WeightStore
 from service.drift.gate import Turn
 from service.drift.sampling import Hand
 from service.models import loading
+from service.models.advice import Advice
 from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.fp32 import load_fp32
 from service.models.generation import Generation
@@ -28,6 +27,8 @@ from service.models.goldengate import Hear, unheard
 from service.models.orders import Orders
 from service.models.plan import Plan, Wish
 from service.models.slot import Slot
+from service.models.slottable import Slots, SlotTable
+from service.models.waiting import Waiting, tell
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -35,14 +36,7 @@ _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's
 UNLOAD_SECONDS = 30.0  # how long the requests of a generation that is unloaded may still take
 #: To the process that has the references, of a model's name and what was loaded.
 HandOf = Callable[[str, Plan], Hand]
-Slots = Mapping[str, Mapping[int, Slot]]
 _STOPPING = "the server is shutting down; try another"
-
-
-@dataclass(slots=True)
-class _Waiting:
-    wish: Wish
-    told: list[Future[None]] = field(default_factory=list)
 
 
 class Reconciler:
@@ -66,10 +60,9 @@ class Reconciler:
         hear: Hear = unheard,
         turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
-        self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
         self.orders = Orders()
         self.leaving: tuple[Slot, ...] = ()  # whose last requests are at work
-        self._ready_when_empty = ready_when_empty
+        self._table = SlotTable(metrics, ready_when_empty=ready_when_empty)
         self._metrics = metrics
         self._changed = changed
         self._device = device
@@ -81,23 +74,24 @@ class Reconciler:
         self._unload_seconds = unload_seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._at_work: Wish | None = None
         self._closed = False
-        self._advised: set[str] = set()
+        self._advice = Advice()
         self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     @property
+    def slots(self) -> Slots:
+        """By name and version, ascending."""
+        return self._table.slots
+
+    @property
     def ready(self) -> bool:
-        """What was added when all else was ready is not waited for: neither a slow load nor a directory that is half
-        copied may take from clients what serves them."""
-        slots = [slot for versions in self.slots.values() for slot in versions.values()]
-        if not self._ready_when_empty and not any(slot.state == "ready" for slot in slots):
-            return False
-        return all(slot.state == "ready" for slot in slots if slot.awaited)
+        """See :attr:`SlotTable.ready`."""
+        return self._table.ready
 
     def want(self, wish: Wish) -> Future[None]:
         """Ask for a model to be served as ``wish`` says. Versions that are not known yet are ``loading`` at once.
@@ -118,13 +112,13 @@ class Reconciler:
                 return told
             if unless_tried and self._tried(wish):
                 return None
-            earlier = self._waiting.get(wish.name, _Waiting(wish))
+            earlier = self._waiting.get(wish.name, Waiting(wish))
             same = bool(earlier.wish.plans) == bool(wish.plans)
-            self._waiting[wish.name] = _Waiting(wish, [*(earlier.told if same else ()), told])
+            self._waiting[wish.name] = Waiting(wish, [*(earlier.told if same else ()), told])
             overtaken = [] if same else earlier.told
-            self._add_slots(wish)
+            self._table.add(wish, awaited=self._thread.ident is None or not self.ready)
             self._wake.notify()
-        _tell(overtaken, Unavailable(f"model {wish.name!r} is to be {'loaded' if wish.plans else 'unloaded'} instead"))
+        tell(overtaken, Unavailable(f"model {wish.name!r} is to be {'loaded' if wish.plans else 'unloaded'} instead"))
         self._changed()
         return told
 
@@ -144,16 +138,9 @@ class Reconciler:
 
     def _tried(self, wish: Wish) -> bool:
         """Whether all that could be done for ``wish`` has been done, or is being done. Called with the lock held."""
-        slots = self.slots.get(wish.name, {})
-        if wish.name in self._waiting or not slots.keys() >= wish.versions:
+        if wish.name in self._waiting or not self._table.of(wish.name).keys() >= wish.versions:
             return False
-        if wish == self._at_work:
-            return True
-        served = [plan for plan in wish.plans if slots[plan.version].serves(plan)]
-        others = slots.keys() - wish.versions
-        return all(slots[plan.version].tried == plan for plan in wish.plans) and not (
-            others and (served or not wish.plans)
-        )
+        return wish == self._at_work or self._table.tried(wish)
 
     def close(self, deadline: float = math.inf) -> bool:
         """Unload everything, all at once. False when something was still at work at ``deadline``, in
@@ -162,10 +149,10 @@ class Reconciler:
             self._closed = True
             abandoned, self._waiting = self._waiting, {}
             self._wake.notify()
-            slots = [slot for versions in self.slots.values() for slot in versions.values()]
+            slots = self._table.all()
             models = [model for slot in slots if (model := slot.withdraw("unloaded")) is not None]
         for waiting in abandoned.values():
-            _tell(waiting.told, Unavailable(_STOPPING))
+            tell(waiting.told, Unavailable(_STOPPING))
         with ThreadPoolExecutor(max(1, len(models)), "unload") as unloading:
             clean = all(list(unloading.map(lambda model: model.close(deadline), models)))
         if self._thread.ident is not None:
@@ -189,9 +176,9 @@ class Reconciler:
                 _log.exception("model %r: reconciling failed unexpectedly", waiting.wish.name)
                 error = bug
             self._at_work = None
-            _tell(waiting.told, error)
+            tell(waiting.told, error)
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> Waiting | None:
         """The oldest wish; blocks until there is one. None when the reconciler is closed."""
         with self._wake:
             self._wake.wait_for(lambda: self._waiting or self._closed)
@@ -204,7 +191,7 @@ class Reconciler:
     def _fulfil(self, wish: Wish) -> None:
         """Versions are loaded before others of their model are unloaded, and where none of them can be loaded what is
         served stays."""
-        slots = self.slots.get(wish.name, {})
+        slots = self._table.of(wish.name)
         tried = {plan.version: self._serve(slots[plan.version], plan) for plan in wish.plans}
         failed = {version: reason for version, reason in tried.items() if reason}
         if self._closed:
@@ -243,7 +230,7 @@ class Reconciler:
             reason = slot.fail("an unexpected error, see the server's log")
         else:
             self._changed()
-            self._advise(slot.label, loaded.runtime.info)
+            self._advice.give(slot.label, loaded.runtime.info)
             if replaced is not None:
                 replaced.close(time.monotonic() + self._unload_seconds)
             return ""
@@ -288,14 +275,13 @@ class Reconciler:
     def _unload(self, wish: Wish) -> None:
         """Unload every version of the model that is not wished for."""
         with self._lock:
-            slots = {} if self._closed else self.slots.get(wish.name, {})
+            slots = {} if self._closed else self._table.of(wish.name)
             gone = [slot for version, slot in slots.items() if version not in self._wanted(wish)]
             if not gone:
                 return
-            kept = {version: slot for version, slot in slots.items() if slot not in gone}
             for slot in gone:
                 self.orders.forget(slot)
-            self.slots = {name: held for name, held in {**self.slots, wish.name: kept}.items() if held}
+            self._table.remove(wish.name, gone)
             models = [slot.withdraw("unloaded") for slot in gone]
             self.leaving = tuple(gone)
         self._changed()
@@ -310,29 +296,3 @@ class Reconciler:
         """The versions of ``wish``, and of a newer wish that waits: those have slots already."""
         newer = self._waiting.get(wish.name)
         return wish.versions if newer is None else wish.versions | newer.wish.versions
-
-    def _add_slots(self, wish: Wish) -> None:
-        known, awaited = self.slots.get(wish.name, {}), self._thread.ident is None or not self.ready
-        versions = [version for version in wish.versions if version not in known]
-        new = {v: Slot(wish.name, v, self._metrics.add(wish.name, v), awaited=awaited) for v in versions}
-        if new:
-            all_of_it = dict(sorted({**known, **new}.items()))
-            self.slots = dict(sorted({**self.slots, wish.name: all_of_it}.items()))
-
-    def _advise(self, label: str, info: RuntimeInfo) -> None:
-        """Say what a model's numbers lack, and what to do about it, once: what one model lacks here, others do too."""
-        if info.accumulation != "fp32":
-            _log.warning("%s: the accumulation probe found %s, not fp32", label, info.accumulation)
-        if info.advice and info.note not in self._advised:
-            self._advised.add(info.note)
-            _log.warning("%s: %s", info.note, info.advice)
-
-
-def _tell(futures: Iterable[Future[None]], error: Exception | None) -> None:
-    for future in futures:
-        if not future.set_running_or_notify_cancel():
-            continue
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)

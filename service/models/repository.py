@@ -18,8 +18,9 @@ from service.models.generation import Generation
 from service.models.goldengate import GoldenSchedule, Hear, unheard
 from service.models.lease import Lease
 from service.models.plan import Plan, Wish
-from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler, Slots
+from service.models.reconciler import UNLOAD_SECONDS, HandOf, Reconciler
 from service.models.slot import Slot
+from service.models.slottable import Slots
 from service.request import Precision
 from service.telemetry.metrics import Metrics
 

@@ -1,0 +1,61 @@
+"""All slots of a server: looked up by every request without a lock, changed under the reconciler's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from service.models.plan import Wish
+from service.models.slot import Slot
+from service.telemetry.metrics import Metrics
+
+Slots = Mapping[str, Mapping[int, Slot]]
+
+
+class SlotTable:
+    """``ready_when_empty``: a server that needs no model to be ready."""
+
+    def __init__(self, metrics: Metrics, *, ready_when_empty: bool = False) -> None:
+        self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
+        self._metrics = metrics
+        self._ready_when_empty = ready_when_empty
+
+    @property
+    def ready(self) -> bool:
+        """What was added when all else was ready is not waited for: neither a slow load nor a directory that is half
+        copied may take from clients what serves them."""
+        slots = self.all()
+        if not self._ready_when_empty and not any(slot.state == "ready" for slot in slots):
+            return False
+        return all(slot.state == "ready" for slot in slots if slot.awaited)
+
+    def all(self) -> list[Slot]:
+        return [slot for versions in self.slots.values() for slot in versions.values()]
+
+    def of(self, name: str) -> Mapping[int, Slot]:
+        """The slots of one model, by version."""
+        return self.slots.get(name, {})
+
+    def tried(self, wish: Wish) -> bool:
+        """Whether all that could be done for ``wish``, whose versions have slots, has been done: each plan was the last
+        to be tried in its slot, and no other slot is left but to go on serving where none of the plans does."""
+        slots = self.of(wish.name)
+        served = [plan for plan in wish.plans if slots[plan.version].serves(plan)]
+        others = slots.keys() - wish.versions
+        return all(slots[plan.version].tried == plan for plan in wish.plans) and not (
+            others and (served or not wish.plans)
+        )
+
+    def add(self, wish: Wish, *, awaited: bool) -> None:
+        """A slot for every version of ``wish`` that has none."""
+        known = self.of(wish.name)
+        versions = [version for version in wish.versions if version not in known]
+        new = {v: Slot(wish.name, v, self._metrics.add(wish.name, v), awaited=awaited) for v in versions}
+        if new:
+            all_of_it = dict(sorted({**known, **new}.items()))
+            self.slots = dict(sorted({**self.slots, wish.name: all_of_it}.items()))
+
+    def remove(self, name: str, gone: Iterable[Slot]) -> None:
+        """Take these of a model away."""
+        out = tuple(gone)
+        kept = {version: slot for version, slot in self.of(name).items() if slot not in out}
+        self.slots = {each: held for each, held in {**self.slots, name: kept}.items() if held}

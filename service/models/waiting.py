@@ -1,0 +1,28 @@
+"""Wishes that wait for the reconciler's thread, and who waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from service.models.plan import Wish
+
+
+@dataclass(slots=True)
+class Waiting:
+    """``told`` end when ``wish`` is fulfilled, or cannot be."""
+
+    wish: Wish
+    told: list[Future[None]] = field(default_factory=list)
+
+
+def tell(futures: Iterable[Future[None]], error: Exception | None) -> None:
+    """End them: with ``error`` where there is one."""
+    for future in futures:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

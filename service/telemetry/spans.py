@@ -1,0 +1,159 @@
+"""The spans of requests that are over, made with OpenTelemetry's own tracer."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+from opentelemetry import trace as api
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+import bf16kit
+from service.request import Observation, Timings
+
+LONGEST_TEXT = 256  # characters: request ids and unknown models' names are the clients'
+_SERVICE = "inference.GRPCInferenceService"
+_BATCHES = 64  # whose requests are remembered, to link them
+_LINKS = 32  # of one span, at most
+_CODES = (  # in the order of their numbers
+    "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
+    "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
+    "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED",
+)  # fmt: skip
+#: The semantic conventions' list of codes that are a server's errors; the others may be the client's.
+_ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+
+
+class Ended(NamedTuple):
+    """A traced request that is over. ``context`` is that of its parent, ``number`` its trace's."""
+
+    context: Context
+    number: int
+    rpc: str
+    seen: Observation
+    ended_ns: int  # since the epoch
+    ended: float  # the same moment on the clock of Timings
+
+    def at(self, moment: float) -> int:
+        """A moment on that clock, in ns since the epoch."""
+        return self.ended_ns - round((self.ended - moment) * 1e9)
+
+
+class Recorder:
+    """Makes spans with OpenTelemetry's own tracer, of requests that are over. For one thread."""
+
+    def __init__(self) -> None:
+        self._made: list[Any] = []
+        self._ids = _Ids()
+        provider: Any = TracerProvider(
+            sampler=ALWAYS_ON,  # what comes here is sampled
+            resource=_resource(),
+            shutdown_on_exit=False,
+            id_generator=cast(Any, self._ids),
+            span_limits=SpanLimits(max_span_attribute_length=LONGEST_TEXT),
+        )
+        provider.add_span_processor(self)
+        self._tracer = provider.get_tracer("bf16kit", bf16kit.__version__)
+        self._batches: OrderedDict[tuple[str, str, float], list[Any]] = OrderedDict()
+
+    def spans(self, batch: list[Ended]) -> list[Any]:
+        """Of all of these requests."""
+        self._made = []
+        for ended in batch:
+            self._record(ended)
+        return self._made
+
+    def _record(self, ended: Ended) -> None:
+        seen, phases = ended.seen, list(_phases(ended))
+        self._ids.trace = ended.number
+        begun = min([ended.at(ended.ended - seen.seconds), *(start for _, start, _ in phases)])
+        server = self._tracer.start_span(
+            f"{_SERVICE}/{ended.rpc}", ended.context, api.SpanKind.SERVER, _attributes(ended), start_time=begun
+        )
+        if seen.code in _ERRORS:
+            server.set_status(api.Status(api.StatusCode.ERROR, seen.code))
+        inside = api.set_span_in_context(server, Context())
+        for name, start, end in phases:
+            more = self._of_batch(seen, seen.timings, server) if name == "run" and seen.timings else {}
+            self._tracer.start_span(name, inside, start_time=start, **more).end(end)
+        server.end(ended.ended_ns)
+
+    def _of_batch(self, seen: Observation, timings: Timings, server: Any) -> dict[str, Any]:
+        """What the span of a run says of its batch: its rows, unless it failed, and links to the requests in it whose
+        spans were made before."""
+        key = (seen.model, seen.version, timings.begun)
+        shared = self._batches.setdefault(key, [])
+        links = [api.Link(context) for context in shared]
+        if len(shared) < _LINKS:
+            shared.append(server.get_span_context())
+        if len(self._batches) > _BATCHES:
+            self._batches.popitem(last=False)
+        return {"attributes": {"bf16kit.batch.rows": timings.rows} if timings.rows else {}, "links": links}
+
+    # --- OpenTelemetry's interface of what is told of spans -----------------------------------------------------------
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None: ...
+    def _on_ending(self, span: Any) -> None: ...
+    def on_end(self, span: Any) -> None:
+        self._made.append(span)
+
+
+class _Ids:
+    """OpenTelemetry's generator of ids, but that a trace's was drawn when its request was sampled."""
+
+    trace = 0
+
+    def generate_trace_id(self) -> int:
+        return self.trace
+
+    def generate_span_id(self) -> int:
+        return random.getrandbits(64) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
+def _phases(ended: Ended) -> Iterator[tuple[str, int, int]]:
+    """The parts of a request that took time: name, begin and end in ns since the epoch."""
+    timings = ended.seen.timings
+    if timings is None:
+        return
+    if timings.queue > 0:
+        yield "queue", ended.at(timings.arrived), ended.at(timings.arrived + timings.queue)
+    moment = timings.begun
+    parts = ("gather", timings.compute_input), ("run", timings.compute_infer), ("split", timings.compute_output)
+    for name, seconds in parts:
+        if seconds > 0:
+            yield name, ended.at(moment), ended.at(moment + seconds)
+        moment += seconds
+
+
+def _attributes(ended: Ended) -> dict[str, str | int]:
+    seen = ended.seen
+    known: dict[str, str | int] = {
+        "rpc.system": "grpc",
+        "rpc.service": _SERVICE,
+        "rpc.method": ended.rpc,
+        "rpc.grpc.status_code": _CODES.index(seen.code),
+        "bf16kit.model.name": seen.model,
+    }
+    told: dict[str, str | int] = {
+        "bf16kit.model.version": seen.version,
+        "bf16kit.request.id": seen.request_id,
+        "bf16kit.request.rows": seen.rows,
+    }
+    return known | {name: value for name, value in told.items() if value}
+
+
+def _resource() -> Any:
+    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of this server, and what they do not."""
+    found: Any = Resource.create({"service.version": bf16kit.__version__, "process.pid": os.getpid()})
+    if str(found.attributes["service.name"]).startswith("unknown_service"):
+        found = found.merge(Resource({"service.name": "bf16kit"}))
+    return found
