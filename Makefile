@@ -158,7 +158,10 @@ bench-kernel: setup ## the kernel against ONNX Runtime, OpenVINO and torch, 35 m
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
 	$(BIN)/python -m bench.kernel.report || status=1; exit $$status
 
-bench-drift: setup ## what is promised of live drift: its detector over simulated weeks, its sampling, its cost; a quiet machine
+bench-drift: setup ## what is promised of live drift: faults seen (docs/drift.md), its detector over simulated weeks, its sampling, its cost; a quiet machine
+	@rm -f build/faults.jsonl && mkdir -p build
+	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py --deselect tests/e2e/test_drift_faults.py::test_the_page_has_every_fault
+	@$(BIN)/python tests/support/drifttable.py build/faults.jsonl docs/drift.md
 	@$(BIN)/python -m bench drift_detector drift_sampling drift_overhead
 
 bench-gpu: setup ## bf16 against fp32 and TF32 on an NVIDIA GPU; says why it skips where there is none

@@ -21,7 +21,10 @@ from service.process.config import explain
 
 _MICROSECONDS = 1e-3  # in milliseconds
 #: What ModelConfig answers with, and says how the model came out: sent back it means nothing.
-_TOLD = ("precision", "accumulation", "kernel", "device", "note", "choice")
+_TOLD = (
+    *("precision", "accumulation", "kernel", "device", "note", "choice"),
+    *("golden", "active_precision", "active_precision_reason"),
+)
 _WHERE = "load parameter 'config'"
 _UNSET: tuple[Any, ...] = (None, "", 0, [], {})  # what protobuf's printers write of a field that was never set
 

@@ -23,7 +23,7 @@ from bf16kit.errors import ConfigError
 from service.batching.queue import LevelPolicy
 from service.contract import QueueBounds, Scheduling
 from service.drift.fallbackpolicy import FallbackPolicy
-from service.drift.policy import ShadowPolicy
+from service.drift.policy import OFF, ShadowPolicy
 from service.process.config import explain, read_mapping
 
 FILE_NAME = "serving.yaml"
@@ -125,10 +125,9 @@ class Serving(_Part):
 
     @model_validator(mode="after")
     def _fallback_is_measured(self) -> Serving:
-        if self.fallback.policy == "fp32" and self.shadow.rate == 0:
-            raise ValueError(
-                "fallback is fp32, and shadow.rate is 0: drift that is not measured is never over its budget"
-            )
+        off = "rate is 0" if self.shadow.rate == 0 else "reference is off" if self.shadow.reference == OFF else ""
+        if self.fallback.policy == "fp32" and off:
+            raise ValueError(f"fallback is fp32, and shadow.{off}: drift that is not measured is never over its budget")
         return self
 
     def levels(self) -> tuple[LevelPolicy, ...]:

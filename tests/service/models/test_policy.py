@@ -62,6 +62,7 @@ def test_a_breach_is_said_and_no_more_unless_somebody_asks_for_it(tmp_path: Path
         ("fallback: {policy: fp32, stay: 1}", r"unknown key 'fallback\.stay'"),
         ("fallback: {min_stay_seconds: 9, longest_stay_seconds: 8}", "longest_stay_seconds is 8, less than min_stay"),
         ("fallback: fp32\nshadow: {rate: 0}", r"fallback is fp32, and shadow\.rate is 0"),
+        ("fallback: fp32\nshadow: {reference: off}", r"fallback is fp32, and shadow\.reference is off"),
         ("max_batch: 3", "unknown key 'max_batch'; known keys are .*max_batch_size"),
         ("shadow: {rat: 1}", r"unknown key 'shadow\.rat'; known keys are max_bytes, max_per_second, max_rows, rate"),
         ("shadow: {rate: 2}", r"'shadow\.rate' is 2"),

@@ -1,0 +1,346 @@
+"""Faults put into models and references that serve: what sees them, after how many samples, and what is done about it.
+
+One server has a model for each fault, and a sound one; a real Prometheus scrapes it. ``make bench-drift`` writes what
+is measured here into docs/drift.md, with more requests before each fault.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import faults
+import faultymodels
+import numpy as np
+import prometheusprocess
+import pytest
+from drifttable import LONG, Row, listed, record
+from faultymodels import rows
+from loopback import infer_request
+from prometheusprocess import Prometheus
+from serverprocess import ServerProcess
+from waiting import until
+from workerprocesses import Client, pids
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime import kernel
+from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import Array
+from service.drift.shadow import QUEUE_SIZE
+
+pytestmark = [
+    pytest.mark.skipif(not kernel.chosen().path, reason="weights that are read as stored need the CPU kernel"),
+    pytest.mark.skipif(
+        prometheusprocess.find() is None, reason="no prometheus on PATH (Debian: apt-get install prometheus)"
+    ),
+]
+SHADOW = "service.shadow.references"
+SERVING = "shadow: {rate: 1, max_per_second: 1000%s}\nfallback: {policy: fp32, min_stay_seconds: 600}\n"
+HEALTHY = 300 if LONG else 32  # requests before a fault
+MOST = 200  # samples until a fault is seen: what is promised of the slightest
+_seeds = count(1000)
+
+
+class Stand(NamedTuple):
+    """What the tests share. ``repository`` holds a model for each fault."""
+
+    server: ServerProcess
+    prometheus: Prometheus
+    repository: Path
+    client: Client
+
+    def metric(self, name: str, model: str, **labels: str) -> float:
+        told = {**labels, "model": model, "version": "1"}
+        listed = ",".join(f'{key}="{told[key]}"' for key in sorted(told))
+        return self.server.metric(f"bf16kit_{name}{{{listed}}}")
+
+    def ask(self, model: str, x: Array) -> tuple[str, dict[str, Array]]:
+        """The precision of the answer, and the answer."""
+        response = self.client.call("ModelInfer", infer_request(model, x=x), timeout=60)
+        shape = (len(x), faultymodels.WIDTH)
+        raw = zip(response.outputs, response.raw_output_contents, strict=True)
+        outputs = {told.name: np.frombuffer(content, np.float32).reshape(shape) for told, content in raw}
+        return response.parameters["precision"].string_param, outputs
+
+    def measure(self, model: str, times: int, scale: float = 1.0) -> None:
+        """Have so many requests of one row measured, and see it counted."""
+        for start in range(0, times, QUEUE_SIZE):
+            before, some = self.measured(model), min(QUEUE_SIZE, times - start)
+            for _ in range(some):
+                self.ask(model, rows(1, next(_seeds), scale))
+            until(lambda before=before, some=some: self.measured(model) >= before + some)  # type: ignore[misc]
+
+    def measured(self, model: str) -> float:
+        return self.metric("drift_samples_total", model, outcome="measured")
+
+    def alerts(self, model: str) -> set[str]:
+        found = self.prometheus.query(f'ALERTS{{alertstate="firing",model="{model}"}}')
+        return {each["alertname"] for each in found}
+
+    def causes(self, model: str) -> set[str]:
+        text = self.server.get("/metrics")[1]
+        return set(re.findall(rf'^bf16kit_drift_cause{{cause="(\w+)",model="{model}",version="1"}} 1\.0$', text, re.M))
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    scratch = tmp_path_factory.mktemp("faults")
+    repository = scratch / "repository"
+    sound = faultymodels.convert(repository, "sound", scratch / "source")
+    for name in ("scaled", "starved", "large"):
+        faultymodels.copied(sound, repository, name)
+    for seed, name in enumerate(("flipped", "swapped", "slowly"), 1):  # weights that are found in memory by their bytes
+        faultymodels.convert(repository, name, scratch / name, seed)
+    for damage in (faultymodels.accumulated_in_bf16, faultymodels.cancelling, faultymodels.not_a_number):
+        faultymodels.damaged(sound, repository, damage.__name__, damage)
+    for directory in repository.iterdir():
+        extra = {"starved": ", max_bytes: 64", "large": ", reference_memory_bytes: 1000"}.get(directory.name, "")
+        (directory / "serving.yaml").write_text(SERVING % extra, "utf-8")
+    server = ServerProcess("--grpc-port", "0", "--http-port", "0", "--repository", str(repository))
+    try:
+        server.wait_ready()
+        with Prometheus(server.ports()[1], scratch / "prometheus", at_once=True) as prometheus:
+            client = Client(server.target)
+            with client.channel:
+                yield Stand(server, prometheus, repository, client)
+    finally:
+        server.close()
+
+
+class Seen(NamedTuple):
+    """What a fault led to. ``samples`` were measured since it began, until it was known."""
+
+    samples: int
+    over: bool  # the budget; else the drift has changed
+    causes: set[str]
+
+
+def until_seen(stand: Stand, model: str, inject: Callable[[int], None], scale: float = 1.0) -> Seen:
+    """Ask, one row at a time, and ``inject`` before each request, told its number, until the fault is known."""
+    for number in range(1, MOST + 1):
+        inject(number)
+        stand.measure(model, 1, scale)
+        changed = max(stand.metric("drift_change_score", model, output=output) for output in ("y", "z"))
+        over = stand.metric("drift_over_budget", model) == 1
+        if over or changed >= 1:
+            return Seen(number, over, stand.causes(model))
+    raise AssertionError(f"{model}: not seen in {MOST} samples")
+
+
+def falls_back(stand: Stand, model: str, scale: float, inject: Callable[[int], None]) -> None:
+    """Ask on until fp32 answers, as the reference does."""
+    numbers = count(MOST)
+
+    def fallen() -> bool:
+        inject(next(numbers))
+        return stand.ask(model, rows(1, next(_seeds), scale))[0] == "fp32"
+
+    until(fallen, 60, "fp32 answers")
+    x = rows(4, next(_seeds), scale)
+    expected = load_reference(Artifact.open(stand.repository / model / "1"), threads=1).run({"x": x})
+    _, answered = stand.ask(model, x)
+    for name, y in expected.items():
+        np.testing.assert_allclose(answered[name], y, rtol=1e-4, atol=1e-5)
+    assert stand.metric("fallback_active", model) == 1
+    until(lambda: "Bf16FallbackActive" in stand.alerts(model), 30, "the alert")
+    assert stand.server.get("/readyz")[0] == 200
+
+
+def no_fault(number: int) -> None:
+    """It is there from the beginning, or comes with the request."""
+
+
+def in_memory(stand: Stand, model: str, damage: Callable[[int, list[bytes]], object]) -> Callable[[int], None]:
+    """Damages weights of the model once, in the memory of the server."""
+    stored = [faults.stored(stand.repository / model / "1", name) for name in ("b", "c")]
+
+    def inject(number: int) -> None:
+        if number == 1:
+            damage(stand.server.process.pid, stored)
+
+    return inject
+
+
+def flipped(stand: Stand) -> Callable[[int], None]:
+    return in_memory(stand, "flipped", lambda process, stored: faults.flip(process, stored[0], every=1021))
+
+
+def swapped(stand: Stand) -> Callable[[int], None]:
+    return in_memory(stand, "swapped", lambda process, stored: faults.swap(process, *stored))
+
+
+def slowly(stand: Stand) -> Callable[[int], None]:
+    """One element in 200 more is an eighth off, request by request."""
+    weight = np.frombuffer(faults.stored(stand.repository / "slowly" / "1", "b"), np.uint16)
+    places = faults.copies(stand.server.process.pid, weight.tobytes())
+    order = np.random.default_rng(0).permutation(len(weight))
+
+    def inject(number: int) -> None:
+        worse = weight.copy()
+        worse[order[: number * len(weight) // 1000]] ^= np.uint16(1 << 4)
+        for place in places:
+            place.write(worse.tobytes())
+
+    return inject
+
+
+class Fault(NamedTuple):
+    """What is done to ``model``, in words, and how it is to be told: by one of ``causes``, and ``alert``."""
+
+    model: str
+    words: str
+    causes: set[str]
+    alert: str
+    inject: Callable[[Stand], Callable[[int], None]] = lambda stand: no_fault
+    scale: float = 1.0
+    healthy: bool = True  # before; a fault that is in the artifact is there from the beginning
+    most: int = 50  # samples until it is seen
+    falls: bool = True  # over the budget as well
+
+
+SHORT = ("flipped", "scaled", "not_a_number")  # of `make test`; the others take longer, and are seen in the same ways
+FAULTS = (
+    Fault("flipped", "bits flipped in loaded weights", {"broken"}, "Bf16ModelBroken", flipped),
+    Fault("swapped", "two loaded weights of one shape swapped", {"broken"}, "Bf16ModelBroken", swapped),
+    Fault(
+        "slowly",
+        "weights that decay, element by element",
+        {"rounding", "broken"},
+        "Bf16DriftChanged",
+        slowly,
+        most=MOST,
+    ),
+    Fault("scaled", "inputs times 2²⁰", {"out_of_range"}, "Bf16InputOutOfRange", scale=2.0**20),
+    Fault(
+        "accumulated_in_bf16", "sums accumulated in bf16", {"rounding"}, "Bf16DriftChanged", healthy=False, falls=False
+    ),
+    Fault("cancelling", "bf16 where large values cancel", {"broken"}, "Bf16ModelBroken", healthy=False),
+    Fault("not_a_number", "NaN in one of two outputs", {"broken"}, "Bf16ModelBroken", healthy=False),
+)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, id=each.model, marks=[] if each.model in SHORT else pytest.mark.long) for each in FAULTS],
+)
+def test_a_fault_is_seen_told_and_answered_by_fp32(stand: Stand, fault: Fault) -> None:
+    inject = fault.inject(stand)
+    if fault.healthy:
+        stand.measure(fault.model, HEALTHY)
+        assert stand.alerts(fault.model) == set()
+        assert stand.metric("fallback_active", fault.model) == 0
+    seen = until_seen(stand, fault.model, inject, fault.scale)
+    assert seen.samples <= fault.most
+    until(lambda: fault.alert in stand.alerts(fault.model), 30, fault.alert)
+    assert seen.causes <= fault.causes
+    if fault.falls:
+        falls_back(stand, fault.model, fault.scale, inject)
+    action = "fp32 answers" if fault.falls else "bf16 answers: it is within its budget"
+    how = f"`cause` {' or '.join(sorted(seen.causes))}" if seen.over else "the change detector"
+    alerts = ", ".join(sorted(stand.alerts(fault.model)))
+    record(Row(fault.words, how, str(seen.samples), alerts, action))
+
+
+@pytest.mark.long
+def test_a_sound_model_alarms_nobody(stand: Stand) -> None:
+    """After the others: what ails them is not told of it."""
+    stand.measure("sound", HEALTHY)
+    assert stand.alerts("sound") == set()
+    assert stand.ask("sound", rows(1, next(_seeds)))[0] == "bf16"
+    assert stand.metric("drift_over_budget", "sound") == 0
+    record(Row("none", "", f"none in {HEALTHY}", "none", "bf16 answers"))
+
+
+@pytest.mark.long
+def test_a_reference_that_has_no_memory_is_told(stand: Stand) -> None:
+    stand.ask("large", rows(1, next(_seeds)))
+    until(lambda: "Bf16ReferenceDown" in stand.alerts("large"), 60, "the alert")
+    assert stand.ask("large", rows(1, next(_seeds)))[0] == "bf16"
+    record(Row("a reference over its memory", "`reference_up` 0", "", "Bf16ReferenceDown", "bf16 answers, unmeasured"))
+
+
+@pytest.mark.long
+def test_sampling_that_starves_is_told(stand: Stand) -> None:
+    """None of the samples has room, and as many requests are answered as the rule takes for enough."""
+    x = rows(1, next(_seeds))
+
+    def told() -> bool:
+        for _ in range(500):
+            stand.ask("starved", x)
+        return bool(stand.alerts("starved"))
+
+    until(told, 90, "the alert")
+    assert stand.alerts("starved") == {"Bf16ShadowStarved"}
+    assert stand.measured("starved") == 0
+    assert stand.metric("drift_samples_total", "starved", outcome="dropped") > 0
+    record(Row("samples that have no room", "none is measured", "", "Bf16ShadowStarved", "bf16 answers, unmeasured"))
+
+
+@contextmanager
+def slowed(process: int, times: int) -> Iterator[None]:
+    """The process runs for one of so many moments."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.002 * (times - 1))
+            os.kill(process, signal.SIGCONT)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.long
+def test_a_reference_that_is_slow_or_killed_costs_samples_and_no_answer(stand: Stand) -> None:
+    """Last: it is the one process that measures all models."""
+    before = stand.metric("drift_samples_total", "sound", outcome="dropped")
+    (process,) = pids(stand.server, SHADOW)
+    with slowed(process, 100):
+
+        def dropped() -> bool:
+            for _ in range(50):
+                begun = time.monotonic()
+                assert stand.ask("sound", rows(1, next(_seeds)))[0] == "bf16"
+                assert time.monotonic() - begun < 5
+            return stand.metric("drift_samples_total", "sound", outcome="dropped") > before
+
+        until(dropped, 60, "samples that are dropped")
+    record(Row("a reference slowed 100 times", "samples `dropped`", "", "none", "bf16 answers, measured less often"))
+
+    os.kill(process, signal.SIGKILL)
+    until(lambda: pids(stand.server, SHADOW) not in ([], [process]), 10, "another in its place")
+    stand.measure("sound", QUEUE_SIZE)
+    # Here alerts fire at once. That a few samples failed, and that it was away, passes their `for:` unheard elsewhere.
+    assert stand.alerts("sound") <= {"Bf16ReferenceDown", "Bf16ShadowFailing"}
+    assert stand.ask("sound", rows(1, next(_seeds)))[0] == "bf16"
+    record(
+        Row(
+            "a reference that is killed",
+            "`reference_up` 0",
+            "",
+            "none that lasts",
+            "bf16 answers; the reference is started again",
+        )
+    )
+
+
+def test_the_page_has_every_fault() -> None:
+    """As ``make bench-drift`` has written it."""
+    page = (Path(__file__).parents[2] / "docs" / "drift.md").read_text("utf-8")
+    assert {fault.words for fault in FAULTS} <= set(listed(page))
+    assert len(listed(page)) == len(FAULTS) + 5, "and every other test of this file that records a row"

@@ -1,0 +1,61 @@
+"""The table of faults in docs/drift.md, as ``tests/e2e/test_drift_faults.py`` measured it.
+
+``BF16KIT_FAULTS`` names the file that every row goes to. ``python tests/support/drifttable.py FILE PAGE`` puts the
+table into the page, between its two marks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+BEGIN, END = "<!-- faults: written by make bench-drift -->\n", "<!-- end of faults -->\n"
+LONG = bool(os.environ.get("BF16KIT_FAULTS"))  # more requests before each fault
+
+
+class Row(NamedTuple):
+    """One fault, and what came of it. ``samples`` were measured until it was known."""
+
+    fault: str
+    seen_by: str
+    samples: str
+    alerts: str
+    action: str
+
+
+def record(row: Row) -> None:
+    """Keep the row for the table, where one is to be written."""
+    path = os.environ.get("BF16KIT_FAULTS")
+    if path:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def table(rows: list[Row]) -> str:
+    """The newest row of each fault, in the order of the first."""
+    newest = {row.fault: row for row in rows}
+    lines = ["| fault | seen by | samples until | alerts | the server |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in newest.values()]
+    return "\n".join(lines) + "\n"
+
+
+def placed(page: str, text: str) -> str:
+    """The page with ``text`` between its marks, in place of what was there."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + text + END + after
+
+
+def listed(page: str) -> list[str]:
+    """The faults that the page's table has."""
+    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    return [line.split(" | ")[0].removeprefix("| ") for line in lines]
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    found = [Row(*json.loads(line)) for line in source.read_text("utf-8").splitlines()]
+    target.write_text(placed(target.read_text("utf-8"), table(found)), "utf-8")

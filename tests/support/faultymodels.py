@@ -1,0 +1,157 @@
+"""One small model, converted, and copies of it that are faulty in ways that no digest and no golden sample tells.
+
+``h = x·a``, ``y = relu(sin(h)·b)·c``, ``z = sin(h)·d``, fp32[batch,64] each: a wave, as Fourier
+features are, so that inputs of another size meet another function.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+from converting import ONNX_ONLY
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.digests import Digests
+from bf16kit.tensors import Array
+from converter.cli import run
+
+WIDTH = 64
+_CHUNK = 4  # columns between two roundings of a sum
+
+
+def rows(count: int, seed: int, scale: float = 1.0) -> Array:
+    """Inputs [count, 64] of the kind that the model was calibrated on, times ``scale``."""
+    return (np.random.default_rng(seed).standard_normal((count, WIDTH)) * scale).astype(np.float32)
+
+
+def convert(repository: Path, name: str, scratch: Path, seed: int = 0) -> Path:
+    """The sound model, measured on 64 rows; ``seed`` gives other weights."""
+    scratch.mkdir()
+    onnx.save(_waves(seed), scratch / "waves.onnx")
+    (scratch / "samples").mkdir()
+    for number in range(8):
+        np.savez(scratch / "samples" / f"{number}.npz", x=rows(8, number))
+    target = repository / name / "1"
+    options = ("--profile", "cpu", "--samples", scratch / "samples", *ONNX_ONLY)
+    command = ["checkpoint", scratch / "waves.onnx", "--out", target, *options]
+    assert run([str(argument) for argument in command]) == 0
+    return target
+
+
+def copied(artifact: Path, repository: Path, name: str) -> None:
+    """The sound model under another name."""
+    shutil.copytree(artifact, repository / name / "1")
+
+
+def damaged(artifact: Path, repository: Path, name: str, damage: Callable[[ModelProto], None]) -> None:
+    """A copy whose bf16 graph is another, its digests right, its reference sound, without golden samples."""
+    target = repository / name / "1"
+    copied(artifact, repository, name)
+    graph = _waves(rounded=True)
+    damage(graph)
+    (target / "cpu.onnx").write_bytes(graph.SerializeToString())
+    manifest = Artifact.open(artifact).manifest
+    files = manifest.files | {"cpu.onnx": Digests().entry(target / "cpu.onnx")}
+    (target / "manifest.json").write_bytes(manifest.model_copy(update={"files": files, "golden": None}).dumps())
+
+
+def accumulated_in_bf16(model: ModelProto) -> None:
+    """``s·b`` four columns at a time, the sum rounded to bf16 after each."""
+    at = [node.name for node in model.graph.node].index("second")
+    add, total = [], ""
+    for start in range(0, WIDTH, _CHUNK):
+        part, bounds = f"part{start}", (f"from{start}", f"to{start}")
+        for bound, value in zip(bounds, (start, start + _CHUNK), strict=True):
+            model.graph.initializer.append(helper.make_tensor(bound, TensorProto.INT64, [1], [value]))
+        add += [
+            helper.make_node("Slice", ["s", *bounds, "last"], [f"{part}_s"]),
+            helper.make_node("Slice", ["b", *bounds, "first"], [f"{part}_b"]),
+            helper.make_node("MatMul", [f"{part}_s", f"{part}_b"], [part]),
+        ]
+        if total:
+            add.append(helper.make_node("Add", [total, part], [f"{part}_sum"]))
+        total = f"{part}_rounded"
+        add += _rounding(f"{part}_sum" if start else part, total)
+    add[-1].output[0] = "g"
+    model.graph.initializer.append(helper.make_tensor("last", TensorProto.INT64, [1], [1]))
+    model.graph.initializer.append(helper.make_tensor("first", TensorProto.INT64, [1], [0]))
+    _replace(model, at, add)
+
+
+def cancelling(model: ModelProto) -> None:
+    """``h`` carried in bf16 beside 256, which is taken away again: few of its digits are left."""
+    at = [node.name for node in model.graph.node].index("first")
+    model.graph.initializer.append(helper.make_tensor("much", TensorProto.FLOAT, [], [256.0]))
+    first = model.graph.node[at]
+    _replace(
+        model,
+        at,
+        [
+            helper.make_node("MatMul", first.input, ["h_exact"]),
+            helper.make_node("Add", ["h_exact", "much"], ["h_much"]),
+            *_rounding("h_much", "h_rounded"),
+            helper.make_node("Sub", ["h_rounded", "much"], ["h"]),
+        ],
+    )
+
+
+def not_a_number(model: ModelProto) -> None:
+    """All of ``z`` is NaN in rows whose first input is over 1: one in six."""
+    at = [node.name for node in model.graph.node].index("fourth")
+    fourth = model.graph.node[at]
+    for name, value in (("one", 1.0), ("nan", math.nan)):
+        model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, [1], [value]))
+    for name, number in (("begin", 0), ("end", 1), ("axis", 1)):
+        model.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [number]))
+    _replace(
+        model,
+        at,
+        [
+            helper.make_node("MatMul", fourth.input, ["z_sound"]),
+            helper.make_node("Slice", ["x", "begin", "end", "axis"], ["x_first"]),
+            helper.make_node("Greater", ["x_first", "one"], ["ails"]),
+            helper.make_node("Where", ["ails", "nan", "z_sound"], ["z"]),
+        ],
+    )
+
+
+def _waves(seed: int = 0, *, rounded: bool = False) -> ModelProto:
+    """The source; ``rounded``: with weights that are bf16's, and what their roundings leave out is gone."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["h"], name="first"),
+        helper.make_node("Sin", ["h"], ["s"], name="wave"),
+        helper.make_node("MatMul", ["s", "b"], ["g"], name="second"),
+        helper.make_node("Relu", ["g"], ["r"], name="relu"),
+        helper.make_node("MatMul", ["r", "c"], ["y"], name="third"),
+        helper.make_node("MatMul", ["s", "d"], ["z"], name="fourth"),
+    ]
+    weights = []
+    for number, name in enumerate("abcd"):
+        weight = graphs.values(WIDTH, WIDTH, seed=4 * seed + number)
+        if rounded:
+            weight = weight.astype(ml_dtypes.bfloat16).astype(np.float32)
+        weights.append(graphs.initializer(name, weight))
+    edges = [graphs.edge("x", ["batch", WIDTH])], [graphs.edge(name, ["batch", WIDTH]) for name in ("y", "z")]
+    return graphs.model(nodes, *edges, weights)
+
+
+def _rounding(value: str, rounded: str) -> list[NodeProto]:
+    return [
+        helper.make_node("Cast", [value], [f"{rounded}_bf16"], to=TensorProto.BFLOAT16),
+        helper.make_node("Cast", [f"{rounded}_bf16"], [rounded], to=TensorProto.FLOAT),
+    ]
+
+
+def _replace(model: ModelProto, at: int, others: list[NodeProto]) -> None:
+    nodes = [*model.graph.node]
+    nodes[at : at + 1] = others
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
