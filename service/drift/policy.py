@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 PROCESS, OFF = "process", "off"
 _REMOTE = re.compile(
-    r"grpc://(\[[0-9A-Fa-f:.%]+\]|[^/\s:\[\]]+):(\d{1,5})/([^/\s]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII
+    r"grpc://(\[[0-9A-Fa-f:.%]+\]|[^/\s:\[\]]+):(\d{1,5})/([!-.0-~]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII
 )
 
 

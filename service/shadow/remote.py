@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 SECONDS = 10.0  # of one call: who waits for longer measures nothing that anybody waits for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _BESIDE_TENSORS = 1 << 20  # bytes of a message
+_LARGEST_OPTION = 2**31 - 1  # that a channel takes, an int32
 _SERVICE = "inference.GRPCInferenceService"  # on the wire; the messages' own package is another
 _RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
 #: Of these samples it says that something is wrong with them; after any other it is taken for away.
@@ -53,8 +54,10 @@ class RemoteReference:
         self._clock = clock
         self._pause = 0.0
         self._due = clock()
-        largest = [(f"grpc.max_{way}_message_length", most_bytes + _BESIDE_TENSORS) for way in ("receive", "send")]
-        self._channel = grpc.insecure_channel(remote.target, options=largest)
+        largest = min(most_bytes + _BESIDE_TENSORS, _LARGEST_OPTION)
+        options = [(f"grpc.max_{way}_message_length", largest) for way in ("receive", "send")]
+        options.append(("grpc.enable_http_proxy", 0))  # it is asked itself: no proxy is to have what clients sent
+        self._channel = grpc.insecure_channel(remote.target, options=options)
         self._metadata, self._infer = self._stub("ModelMetadata"), self._stub("ModelInfer")
 
     def connect(self) -> None:
@@ -82,9 +85,10 @@ class RemoteReference:
         try:
             told = self._infer(self._request(feeds, outputs), timeout=min(seconds, SECONDS))
         except grpc.RpcError as error:
-            if error.code() in _REFUSALS:  # what else it says may be of what was sent, which no log is to have
-                raise RuntimeFailure(f"{self._remote} refuses a sample with {error.code().name}") from None
-            self._away(_said(error))
+            code = error.code()  # what else it says may be of what was sent, which no log is to have
+            if code in _REFUSALS:
+                raise RuntimeFailure(f"{self._remote} refuses a sample with {code.name}") from None
+            self._away(code.name)
             raise Unavailable(f"{self._remote} does not answer") from None
         return self._answer(told, feeds, outputs)
 

@@ -27,6 +27,12 @@ FEEDS = {"x": np.arange(6, dtype=np.float32).reshape(2, 3)}
 _RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
+class Aborted(Exception):
+    def __init__(self, code: grpc.StatusCode, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -69,8 +75,15 @@ def typed(answers: Mapping[str, Callable[[Any], Any]]) -> Iterator[str]:
 
     def handler(name: str) -> Any:
         rpc = _RPCS.methods_by_name[name]
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return answers[name](request)
+            except Aborted as aborted:
+                context.abort(aborted.code, str(aborted))
+
         return grpc.unary_unary_rpc_method_handler(
-            lambda request, context: answers[name](request),
+            answer,
             request_deserializer=GetMessageClass(rpc.input_type).FromString,
             response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
         )
@@ -200,3 +213,37 @@ def test_a_sample_that_the_other_server_refuses_says_nothing_of_what_was_in_it(c
             run(reference)
         assert str(failed.value) == f"grpc://{served.address}/echo refuses a sample with INVALID_ARGUMENT"
         assert reference.up
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE])
+def test_what_the_other_server_says_of_a_sample_that_fails_is_not_logged(
+    code: grpc.StatusCode, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    def infer(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        raise Aborted(code, "cannot compute patient 4711")
+
+    with typed({"ModelMetadata": metadata, "ModelInfer": infer}) as address:
+        reference = connect(address)
+        with pytest.raises(Unavailable) as failed:
+            run(reference)
+        assert not reference.up
+    assert f"does not serve as the fp32 reference: {code.name}; it is asked again" in caplog.text
+    assert "4711" not in caplog.text + str(failed.value)
+
+
+def test_no_proxy_of_the_environment_is_asked(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
+    with serving(LoopbackModel()) as served:
+        assert connect(served.address).up
+
+
+def test_samples_may_be_larger_than_a_channel_can_be_told(clock: Clock) -> None:
+    with serving(LoopbackModel()) as served:
+        reference = RemoteReference("m", Remote(served.address, "echo", ""), (X,), (Y,), 2**31, clock)
+        try:
+            assert run(reference)
+        finally:
+            reference.close()
