@@ -74,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def warm(server: Server, root: Path) -> None:
-    """What is made once is no growth: each kind of artifact is loaded, with its reference, and unloaded."""
+    """What is made once is no growth: each kind of artifact is loaded and unloaded."""
     writers: dict[str, Callable[[Path], Artifact]] = {
         "product": write_product,
         "mlp": write_mlp,
@@ -84,7 +84,7 @@ def warm(server: Server, root: Path) -> None:
         write(root / "warm" / name / "1")
         (root / "warm" / name / "serving.yaml").write_text(SERVING)
         (root / "warm" / name).rename(server.repository / name)
-    until(lambda: server.target.process.log.count("live drift on") == 4, what="four references")
+    until(lambda: server.target.process.log.count("is ready after") == 4, what="four models")
     for _ in range(50):
         assert code_of(server.target.address, "good", FEEDS) == "OK"
     for name in writers:

@@ -65,13 +65,18 @@ class Valid:
     message: pb.ModelInferRequest
 
 
+MODELS = ("mlp", "lookup", "kinds", "words")
+
+
 def write_models(repository: Path) -> None:
     """``mlp``, fp32; ``lookup``, int64 that may be out of range; ``kinds``, all datatypes but strings, each answered as
-    it came; ``words``, strings."""
+    it came; ``words``, strings. Each has a sample a second, the first one at once."""
     write_mlp(repository / "mlp" / "1")
     write_lookup(repository / "lookup" / "1")
     write_kinds(repository / "kinds" / "1")
     write_words(repository / "words" / "1")
+    for model in MODELS:
+        (repository / model / "serving.yaml").write_text("shadow: {rate: 1, max_per_second: 1}\n", "utf-8")
 
 
 def attempt(number: int) -> Attempt:
