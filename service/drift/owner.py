@@ -120,13 +120,15 @@ class FallbackOwner:
                     self._order(key, state, "fp32")
 
     def _state(self, key: _Key, answers: Answers | None, now: float) -> _State | None:
-        """The state of what answers now: anew for another generation."""
+        """The state of what answers now: anew for another generation, which is told that bf16 answers. An order for what
+        was loaded by the same plan before may still be remembered, and have it answer in fp32."""
         state = self._states.get(key)
         if answers is None:
             self._states.pop(key, None)
             return None
         if state is None or state.answers[:2] != answers[:2]:
             state = self._states[key] = _State(answers, Fallback(answers.policy, now))
+            self._order(key, state, "bf16")
         return state
 
     def _act(self, key: _Key, state: _State, before: str) -> None:

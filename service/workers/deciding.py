@@ -48,20 +48,21 @@ class Workers:
         """Ends when all have answered; it fails where none of them could do it."""
         body = order.to_json()
         self._fleet.remember(_TOLD, f"{order.model}/{order.version}", body)
-        return _any_of(self._fleet.ask("switch", body))
+        return _any_of(self._fleet.ask("switch", body), order.precision)
 
     def transition(self, model: str, version: int, to: Precision) -> None:
         for worker in self._fleet.running[:1]:
             self._fleet.ask_one(worker, "transition", {"model": model, "version": version, "to": to})
 
 
-def _any_of(asked: Mapping[str, Future[Body]]) -> Future[None]:
+def _any_of(asked: Mapping[str, Future[Body]], precision: Precision) -> Future[None]:
     told: Future[None] = Future()
     left, lock = set(asked), threading.Lock()
 
     def hear(worker: str, done: Future[Body]) -> None:
         error = done.exception()
-        if error is not None and not died(error):
+        # bf16 can be refused by a worker alone that has not loaded it yet, and will begin with bf16.
+        if error is not None and not died(error) and precision == "fp32":
             _log.error("%s cannot answer as it was ordered to: %s", worker, brief(error))
         with lock:
             left.discard(worker)

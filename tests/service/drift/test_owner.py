@@ -30,6 +30,9 @@ class Rig:
         self.transitions: list[Precision] = []
         self.restarts: list[tuple[str, int]] = []
         self.owner = FallbackOwner(self, lambda *key: self.restarts.append(key), clock=lambda: self.now)
+        assert self.hear(replace(WITHIN, state="unknown")) == ["bf16"], "which is what it begins with"
+        self.orders.clear()
+        self.told.clear()
 
     def answers(self, model: str, version: int) -> Answers | None:
         return self.serves if (model, version) == ("m", 1) else None
@@ -105,7 +108,7 @@ def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
     rig.hear(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
-    assert rig.hear(OVER) == [], "measured before it was loaded"
+    assert rig.hear(OVER) == ["bf16"], "measured before it was loaded"
     assert rig.hear(replace(WITHIN, at=300.0)) == []
     assert rig.hear(replace(OVER, at=300.0)) == ["fp32"]
 
@@ -114,7 +117,34 @@ def test_a_generation_loaded_by_the_same_plan_begins_anew_too(rig: Rig) -> None:
     rig.hear(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("plan", 60.0, FP32)
+    assert rig.hear(OVER) == ["bf16", "fp32"]
+
+
+def test_fp32_that_was_ordered_of_the_same_plan_before_does_not_answer_for_ever(rig: Rig) -> None:
+    """It is carried out by what is loaded by that plan again: here after another one has answered in its place."""
+    rig.hear(OVER)
+    rig.told[0].set_result(None)
+    rig.serves = Answers("another", 200.0, FP32)
+    assert rig.hear(replace(WITHIN, at=201.0)) == ["bf16"]
+    rig.serves = Answers("plan", 300.0, FP32)
+    assert rig.hear(replace(WITHIN, at=301.0), replace(WITHIN, at=302.0)) == ["bf16"]
+    assert rig.orders[-1] == ("bf16", "")
+
+
+def test_of_many_processes_it_is_healed_without_a_verdict(rig: Rig) -> None:
+    rig.hear(OVER)
+    rig.told[0].set_result(None)
+    rig.serves = Answers("plan", 60.0, FP32)
+    rig.now = 5.0
+    rig.owner.tend()
+    assert [precision for precision, _ in rig.orders] == ["fp32", "bf16"]
+
+
+def test_what_goes_on_answering_is_not_told_again_while_fp32_is_loaded_or_answers(rig: Rig) -> None:
     assert rig.hear(OVER) == ["fp32"]
+    assert rig.hear(OVER, WITHIN) == []
+    rig.told[0].set_result(None)
+    assert rig.hear(WITHIN, OVER) == []
 
 
 def test_a_reference_that_was_loaded_for_what_is_gone_says_nothing_of_what_is_there(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -11,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifacts import write_mlp
+from waiting import until
 
 from bf16kit.errors import Unavailable
-from service.drift.owner import Order
+from service.drift.fallbackpolicy import FallbackPolicy
+from service.drift.owner import FallbackOwner, Order
+from service.drift.verdict import DriftVerdict
 from service.models.deciding import OneServer
 from service.models.directory import stamp_of
 from service.models.plan import Plan, Wish
@@ -122,4 +126,23 @@ def test_what_is_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     assert OneServer(lambda: repository).answers("mlp", 1) is None
     serve(repository, plan)
     assert "model 'mlp' version 1-fp32" not in [thread.name for thread in threading.enumerate()], "nothing is loaded"
+    assert precision(repository) == "bf16"
+
+
+def test_fp32_does_not_answer_for_ever_for_what_is_loaded_again_after_another(
+    repository: Repository, plan: Plan
+) -> None:
+    """It is remembered meanwhile; the owner begins anew, and has bf16 answer with the first verdict."""
+    policy = FallbackPolicy(policy="fp32", min_stay_seconds=0)
+    plan, another = (replace(plan, serving=Serving(max_queue_size=size, fallback=policy)) for size in (1, 2))
+    owner = FallbackOwner(OneServer(lambda: repository), lambda *key: None)
+    over = DriftVerdict("mlp", 1, "over", "rounding", "y", "relative_l2", 2.0, 1.5, 2.5, 300.0, 300, False, 0.0)
+    repository.start()
+    serve(repository, plan)
+    owner.hear(replace(over, at=time.time()))
+    until(lambda: precision(repository) == "fp32", 60, "answered by fp32")
+    serve(repository, another)
+    serve(repository, plan)
+    until(lambda: precision(repository) == "fp32", 60, "as it was ordered before")
+    owner.hear(replace(over, state="unknown", low=0.5, at=time.time()))
     assert precision(repository) == "bf16"

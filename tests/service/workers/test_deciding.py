@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from service.workers.fleet import Fleet
 
 PLAN = Plan(3, Path("/models/m/3"), Serving(), "stamp")
 ORDER = Order("m", 3, PLAN.digest, "fp32", "drift")
+BF16 = replace(ORDER, precision="bf16", reason="")
 
 
 class AskedFleet(Fleet):
@@ -29,7 +31,7 @@ class AskedFleet(Fleet):
     asked: dict[str, Future[Any]]
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Any]]:
-        assert (kind, body) == ("switch", ORDER.to_json())
+        assert (kind, body) in [("switch", order.to_json()) for order in (ORDER, BF16)]
         return self.asked
 
     @property
@@ -72,6 +74,17 @@ def test_one_that_can_is_enough_and_one_that_cannot_is_named(
         fleet.asked["worker 1"].set_result({})
     assert told.result(0) is None
     assert "worker 2 cannot answer as it was ordered to: no residual" in caplog.text
+
+
+def test_one_that_has_not_loaded_it_yet_is_no_error_where_bf16_is_ordered(
+    fleet: AskedFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = Workers(fleet).order(BF16)
+    with caplog.at_level(logging.ERROR):
+        fleet.asked["worker 2"].set_exception(Unavailable("model 'm' version 3 is not loaded here"))
+        fleet.asked["worker 1"].set_result({})
+    assert told.result(0) is None
+    assert caplog.text == ""
 
 
 def test_where_none_can_it_says_what_they_met_and_not_that_one_has_died(fleet: AskedFleet) -> None:
