@@ -74,7 +74,13 @@ class Child:
         now = self._clock()
         if self._process is None:
             if self._wanted and now >= self._due:
-                self._start(now)
+                try:
+                    self._start(now)
+                except (
+                    OSError,
+                    RuntimeError,
+                ) as error:  # no file, process, thread or memory is left; later there may be
+                    self._give_up(now, error)
             return
         # While this process itself stood still, as in a container that was paused, nobody could have answered it.
         self._heard += max(0.0, now - self._tended - PING_SECONDS)
@@ -127,23 +133,33 @@ class Child:
         return self._worked(self.pid) - self._worked_before > _BUSY_SHARE * seconds
 
     def _start(self, now: float) -> None:
+        """Raises OSError, or RuntimeError for want of a thread, with nothing left behind."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            # -P: what lies in the working directory is not to be imported. The process ends itself when this one has
-            # died (service/peers/orphans.py); signals are this one's to take.
-            command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=None if self._environment is None else dict(self._environment),
-            )
-        self._over, self._worked_before = False, 0.0
-        self._started = self._heard = self._pinged = self._tended = now
-        self.peer = Peer(Channel(ours), self.name, self._handlers, self._ended)
-        _log.info("%s is started: pid %d", self.name, self._process.pid)
-        self._begin(self.peer)
-        self.peer.start()
+        peer = Peer(Channel(ours), self.name, self._handlers, self._ended)
+        try:
+            with theirs:
+                # -P: what lies in the working directory is not to be imported. The process ends itself when this one
+                # has died (service/peers/orphans.py); signals are this one's to take.
+                command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=None if self._environment is None else dict(self._environment),
+                )
+            self._over, self._worked_before = False, 0.0
+            self._started = self._heard = self._pinged = self._tended = now
+            self.peer = peer
+            _log.info("%s is started: pid %d", self.name, self._process.pid)
+            self._begin(peer)
+            peer.start()
+        except BaseException:
+            process, self._process, self.peer = self._process, None, None
+            peer.abandon()
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise
 
     def _ended(self) -> None:
         self._over = True
@@ -154,14 +170,22 @@ class Child:
         code = self._process.wait()
         pid, self._process, self.peer = self._process.pid, None, None
         settled = now - self._started >= _SETTLED_SECONDS
-        self._failures = 0 if settled else self._failures + 1
-        pause = 0.0
-        if self._failures:
-            pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1))
-        self._due = now + pause
+        pause = self._pause(now, 0 if settled else self._failures + 1)
         if self._wanted:
             _log.error("%s (pid %d) has ended: %s; it is started again in %.2g s", self.name, pid, _why(code), pause)
         self._lost()
+
+    def _give_up(self, now: float, error: Exception) -> None:
+        """It could not be started: whoever leads it goes on without, and tries again."""
+        pause = self._pause(now, self._failures + 1)
+        _log.error("%s cannot be started: %s; it is tried again in %.2g s", self.name, error, pause)
+
+    def _pause(self, now: float, failures: int) -> float:
+        """Seconds until the next start, after so many failures one after the other."""
+        self._failures = failures
+        pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** (failures - 1)) if failures else 0.0
+        self._due = now + pause
+        return pause
 
 
 def cpu_seconds(pid: int) -> float:

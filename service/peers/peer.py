@@ -63,8 +63,13 @@ class Peer:
         ]
 
     def start(self) -> None:
-        for thread in self._threads:
+        for thread in reversed(self._threads):  # the one that reads gives everything back when it ends
             thread.start()
+
+    def abandon(self) -> None:
+        """End it in the place of :meth:`start`, or where that has failed."""
+        self.close()
+        self._release()
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> None:
         """Send without waiting; nothing happens once it is over. ``files`` are duplicated and stay the caller's."""
@@ -149,7 +154,8 @@ class Peer:
 
     def _release(self) -> None:
         """Give back what is open here, once nobody sends any more."""
-        self._threads[1].join()
+        if self._threads[1].ident is not None:
+            self._threads[1].join()
         with contextlib.suppress(queue.Empty):
             while True:
                 left = self._outgoing.get_nowait()

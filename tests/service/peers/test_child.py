@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from openfiles import no_more_files
 from waiting import until
 
 from service.peers.child import PING_SECONDS, SILENT_SECONDS, Child, cpu_seconds
@@ -89,6 +91,10 @@ def killed(child: Child) -> bool:
     return child.peer is None or child.peer._closed
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_one_that_dies_early_again_and_again_is_started_later_each_time(
     keep: Keep, clock: Clock, lost: list[float]
 ) -> None:
@@ -102,6 +108,53 @@ def test_one_that_dies_early_again_and_again_is_started_later_each_time(
         clock.now += 0.02
         child.tend()
         assert child.pid is not None
+
+
+@pytest.mark.parametrize("files", [0, 2])  # not one for the pair of sockets, and none beside it
+def test_one_that_cannot_be_started_is_tried_again_later_each_time(
+    files: int, keep: Keep, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever leads goes on: a server answers without its shadow, and a supervisor has other workers."""
+    child = keep("time.sleep(600)")
+    opened = open_files()
+    for times, pause in enumerate((0.25, 0.5, 1.0), 1):
+        for at in (0.0, pause - 0.01):  # the second is too early
+            clock.now += at
+            with no_more_files(but=files):
+                child.tend()
+            assert (child.pid, child.peer, len(caplog.records)) == (None, None, times)
+        clock.now += 0.02
+        last = caplog.records[-1].getMessage()
+        assert last.startswith("the child cannot be started: [Errno 24] Too many open files")
+        assert last.endswith(f"; it is tried again in {pause:g} s")
+    assert open_files() == opened, "nothing is left open"
+    child.tend()
+    assert child.pid is not None
+
+
+def test_one_that_there_is_no_thread_for_is_ended_and_tried_again(
+    keep: Keep, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = keep("time.sleep(600)")
+    opened = open_files()
+    started: list[int | None] = []
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started.append(child.pid)
+        if "reader" in thread.name:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        child.tend()
+    assert started[-1] is not None
+    assert not Path(f"/proc/{started[-1]}").exists(), "it is not left behind"
+    assert (child.pid, child.peer, open_files()) == (None, None, opened)
+    clock.now += 0.26
+    child.tend()
+    assert child.pid is not None
 
 
 def test_one_that_had_run_for_long_is_started_again_at_once(keep: Keep, clock: Clock, lost: list[float]) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.errors import Unavailable
@@ -38,19 +36,6 @@ class Observer:
 
     def drift(self, *seen: object) -> None:
         """Nothing is measured here."""
-
-
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """The process may open no further file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open("/dev/null", os.O_RDONLY)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Leader:
