@@ -39,9 +39,10 @@ def evidence(model: str, version: int | None, out: Path, force: bool, **given: o
     --artifact DIRECTORY` tells which layer left the line on it. Exit codes: 0; 1 there is none, or it is not given;
     2 wrong usage.
     """
-    from service.commands.fetching import Door, fetch, write
+    from service.commands.fetching import Door, check_free, fetch, write
 
     with answer.expected("evidence"):
+        check_free(out, force=force)
         door = Door.of(**given)  # type: ignore[arg-type]  # click has checked them
         found = fetch(door, model, version)
         write(out, found.data, force=force)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import os
 import ssl
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from urllib.parse import quote, urlsplit
 from bf16kit.errors import Bf16kitError, ConfigError, UsageError
 from bf16kit.evidence import MOST_BYTES, Evidence
 from bf16kit.text import size
-from bf16kit.wording import brief
-from service.process.tokens import read_tokens
+from bf16kit.wording import brief, quoted
+from service.process.tokens import is_token, read_tokens
 from service.status_http.pages import EVIDENCE
 
 TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
@@ -40,25 +41,18 @@ class Door:
         cls, server: str, token_file: Path | None, ca: Path | None, certificate: Path | None, key: Path | None
     ) -> Self:
         """Raises UsageError for what cannot be used."""
-        parts = urlsplit(server if "://" in server else f"//{server}")
-        try:
-            port = parts.port
-        except ValueError:
-            port = None
-        if (
-            parts.scheme not in ("", "http", "https")
-            or not parts.hostname
-            or port is None
-            or parts.path not in ("", "/")
-        ):
-            raise UsageError(
-                f"--server {server!r}: expected HOST:PORT, or https://HOST:PORT for a server that speaks TLS"
-            )
+        scheme, host, port = _parted(server)
         if (certificate is None) != (key is None):
             raise UsageError("--certificate and --key are given together")
-        secure = parts.scheme == "https" or ca is not None or certificate is not None
+        secure = scheme == "https" or ca is not None or certificate is not None
         context = _context(ca, certificate, key) if secure else None
-        return cls(parts.hostname, port, _token(token_file), context)
+        token = _token(token_file)
+        if token and not (secure or scheme or _loopback(host)):
+            raise UsageError(
+                f"--server {server!r}: would send the token and get the evidence unencrypted; write https://, or"
+                " http:// if that is meant"
+            )
+        return cls(host, port, token, context)
 
     def connect(self) -> http.client.HTTPConnection:
         """Not connected yet."""
@@ -88,7 +82,11 @@ class Fetched:
 
 def fetch(door: Door, model: str, version: int | None) -> Fetched:
     """Raises Refused in the server's words, UsageError where nothing that speaks HTTP answers, or no evidence comes."""
-    query = f"?model={quote(model, safe='')}" + (f"&version={version}" if version is not None else "")
+    try:
+        query = f"?model={quote(model, safe='')}"
+    except UnicodeEncodeError:
+        raise UsageError(f"MODEL {quoted(model)}: is no text, and no model's name") from None
+    query += "" if version is None else f"&version={version}"
     headers = {"Authorization": f"Bearer {door.token}"} if door.token else {}
     where = f"{door.host}:{door.port}"
     connection = door.connect()
@@ -110,12 +108,22 @@ def fetch(door: Door, model: str, version: int | None) -> Fetched:
     raise Refused(f"{where}: {words or f'answered {response.status} {response.reason}'}")
 
 
-def write(out: Path, data: bytes, *, force: bool) -> None:
-    """``data`` as a file that its owner alone may read. UsageError where there is one, or it cannot be written."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
+def check_free(out: Path, *, force: bool) -> None:
+    """UsageError where ``out`` is a directory, or a file that may not be replaced."""
     try:
+        if not out.name or out.is_dir():
+            raise UsageError(f"--out {out}: is a directory; name a file")
         if out.exists() and not force:
             raise UsageError(f"{out}: is there already; give another --out, or --force")
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+def write(out: Path, data: bytes, *, force: bool) -> None:
+    """``data`` as a file that its owner alone may read. UsageError where there is one, or it cannot be written."""
+    check_free(out, force=force)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
         file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(file, "wb") as written:
@@ -128,9 +136,32 @@ def write(out: Path, data: bytes, *, force: bool) -> None:
         raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
 
 
+def _parted(server: str) -> tuple[str, str, int]:
+    """Scheme ("" for none), host and port."""
+    try:
+        parts = urlsplit(server if "://" in server else f"//{server}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        parts, host, port = None, None, None
+    if parts is None or parts.scheme not in ("", "http", "https") or not host or port is None or parts.path not in ("", "/"):
+        raise UsageError(f"--server {server!r}: expected HOST:PORT, or https://HOST:PORT for a server that speaks TLS")
+    return parts.scheme, host, port
+
+
+def _loopback(host: str) -> bool:
+    """Whether what is sent to ``host`` stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _token(file: Path | None) -> str:
     if file is None:
-        return os.environ.get(TOKEN, "")
+        token = os.environ.get(TOKEN, "").strip()  # a file's newline comes with it
+        if token and not is_token(token):
+            raise UsageError(f"{TOKEN} is no bearer token: one has letters, digits and . _ ~ + / - only, and = last")
+        return token
     for token, scopes in read_tokens(file):
         if "manage" in scopes:
             return token

@@ -80,6 +80,11 @@ class TokenFile:
         _log.error("the token file changed and cannot be used; the old tokens stay in force: %s", error)
 
 
+def is_token(text: str) -> bool:
+    """Whether ``text`` can be shown as a bearer token."""
+    return _TOKEN.fullmatch(text) is not None
+
+
 def read_tokens(path: Path) -> list[tuple[str, Scopes]]:
     """The tokens of such a file, for a program that shows one. Raises :class:`ConfigError` for one that is not so."""
     try:
@@ -114,7 +119,7 @@ def _entry(words: list[str], where: str) -> tuple[bytes, Scopes]:
     if len(words) != 2:
         raise ConfigError(f"{where}: expected 'token scope[,scope]', found {len(words)} words")
     token, listed = words
-    if not _TOKEN.fullmatch(token):
+    if not is_token(token):
         raise ConfigError(f"{where}: a token has letters, digits and . _ ~ + / - = only")
     if len(token) < SHORTEST:
         raise ConfigError(f"{where}: the token has {len(token)} characters; give {SHORTEST} or more")

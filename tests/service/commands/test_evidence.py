@@ -137,6 +137,66 @@ def test_tokens_come_from_a_file_like_the_servers_or_the_environment(
     assert run("evidence", "m", "--server", server, "--out", out, "--force").exit_code == 0
 
 
+def test_a_token_of_the_environment_may_end_its_line(
+    serve: Open, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{MANAGE} manage\n")
+    tokens.chmod(0o600)
+    monkeypatch.setenv("BF16KIT_TOKEN", f"{MANAGE}\n")
+    server = serve(kept, Access(TokenFile(tokens)))
+    assert run("evidence", "m", "--server", server, "--out", tmp_path / "breach").exit_code == 0
+
+
+@pytest.mark.parametrize("token", ["geheimes-wört-0123456789", "two words-0123456789", "a\r\nX-Header: b", "\udcff"])
+def test_what_is_no_token_is_not_sent_and_not_shown(
+    token: str, serve: Open, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BF16KIT_TOKEN", token)
+    result = run("evidence", "m", "--server", serve(none), "--out", tmp_path / "breach")
+    check(result, 2, "BF16KIT_TOKEN is no bearer token")
+    assert token not in result.stderr
+    assert "wört" not in result.stderr
+
+
+def test_a_token_leaves_the_machine_unencrypted_only_where_that_was_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(server: str, *more: object) -> Result:
+        return run("evidence", "m", "--out", tmp_path / "breach", "--server", server, *more)
+
+    away, here = "nowhere.invalid:1", ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.9.9.9:1")
+    no_answer = "no server's HTTP port answers there"
+    check(asked(away), 2, no_answer)
+    monkeypatch.setenv("BF16KIT_TOKEN", MANAGE)
+    for server in (away, "192.0.2.1:1", "localhost.invalid:1"):
+        check(asked(server), 2, f"--server '{server}': would send the token and get the evidence unencrypted")
+    for server in (*here, f"http://{away}", f"https://{away}"):
+        check(asked(server), 2, no_answer)
+    check(asked(away, "--ca", Authority(tmp_path).sign("server").certificate), 2, no_answer)
+
+
+def test_what_cannot_be_asked_or_written_is_told_before_anything_is_fetched(
+    serve: Open, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fetch(model: str, version: int) -> bytes:
+        asked.append(model)
+        return KEPT
+
+    server = serve(fetch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("mine")
+    for out in (".", "..", "/", tmp_path):
+        check(run("evidence", "m", "--server", server, "--out", out), 2, f"--out {out}: is a directory; name a file")
+        check(run("evidence", "m", "--server", server, "--out", out, "--force"), 2, "is a directory")
+    check(run("evidence", "m", "--server", server, "--out", "mine"), 2, "is there already")
+    check(run("evidence", "m", "--server", server, "--out", "n" * 300), 2, "cannot be written")
+    check(run("evidence", "m\udcff", "--server", server, "--out", "breach"), 2, "MODEL 'm\\udcff': is no text")
+    assert asked == []
+
+
 def test_tls_is_spoken_and_the_certificate_is_looked_at(serve: Open, run: Run, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair, other = authority.sign("server"), Authority(tmp_path, "other")
@@ -150,7 +210,7 @@ def test_tls_is_spoken_and_the_certificate_is_looked_at(serve: Open, run: Run, t
 
 def test_wrong_usage_is_one_line(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "breach"
-    for server in ("nowhere", "host:port", "ftp://host:1", "http://host:1/evidence", "host:99999"):
+    for server in ("nowhere", "host:port", "ftp://host:1", "http://host:1/evidence", "host:99999", "[::1", "[x]:1"):
         check(run("evidence", "m", "--server", server, "--out", out), 2, "expected HOST:PORT")
     check(run("evidence", "m", "--key", out, "--out", out), 2, "--certificate and --key are given together")
     with socket.socket() as free:
