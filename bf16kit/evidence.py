@@ -13,14 +13,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bf16kit.errors import UsageError
 from bf16kit.tensors import BY_NAME, Array
-from bf16kit.wording import brief
+from bf16kit.wording import brief, quoted
 
 KEY = "bf16kit.evidence"
 FORMAT = 1
@@ -38,7 +38,7 @@ class TensorNote(_Kept):
     """A tensor as it was: ``dtype`` is a key of :data:`bf16kit.tensors.BY_NAME`."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0, le=MOST_BYTES)], ...]
 
 
 class Header(_Kept):
@@ -103,10 +103,17 @@ class Evidence:
         for key, note in header.tensors.items():
             part, _, name = key.partition(":")
             if part not in parts or note.dtype not in BY_NAME:
-                raise UsageError(f"{where}: holds {key!r} of dtype {note.dtype!r}, which no evidence does")
-            parts[part][name] = _restored(found.tensors[key], note, f"{where}: {key!r}")
+                raise UsageError(f"{where}: holds {quoted(key)} of dtype {quoted(note.dtype)}, which no evidence does")
+            parts[part][name] = _restored(found.tensors[key], note, f"{where}: {quoted(key)}")
         if parts["served"].keys() != parts["reference"].keys() or not parts["served"]:
             raise UsageError(f"{where}: its answers and the reference's are not of the same outputs: fetch it again")
+        for name, served in parts["served"].items():
+            reference = parts["reference"][name]
+            if (served.dtype, served.shape) != (reference.dtype, reference.shape):
+                raise UsageError(
+                    f"{where}: output {quoted(name)} was answered as {_kind(served)}, and by the reference as"
+                    f" {_kind(reference)}: fetch it again"
+                )
         return cls(header, parts["input"], parts["served"], parts["reference"])
 
     @classmethod
@@ -129,7 +136,7 @@ def _parse(data: bytes, where: str) -> _Found:
     try:
         tensors = load(data)
         size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{where}: is no evidence, but something else or damaged ({brief(error)})") from None
     return _Found(metadata, tensors)
@@ -143,7 +150,7 @@ def _header(text: str, where: str) -> Header:
                 f"{where}: is of format {told['format']}, written by a newer bf16kit; this one knows {FORMAT}"
             )
         return Header.model_validate(told)
-    except (ValidationError, ValueError) as error:
+    except (ValidationError, ValueError, RecursionError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise UsageError(f"{where}: has a header that cannot be read: {first}") from None
 
@@ -155,6 +162,10 @@ def finite(values: Mapping[str, float]) -> dict[str, float | str]:
 
 def _dtype(array: Array) -> str:
     return "string" if array.dtype == np.object_ else array.dtype.name
+
+
+def _kind(array: Array) -> str:
+    return f"{_dtype(array)} {list(array.shape)}"
 
 
 def _stored(array: Array) -> Array:
@@ -184,10 +195,10 @@ def _restored(stored: Array, note: TensorNote, where: str) -> Array:
 def _strings(stored: Array, note: TensorNote, where: str) -> Array:
     try:
         texts = json.loads(stored.tobytes())
-    except ValueError:
-        texts = None
-    if not isinstance(texts, list) or len(texts) != math.prod(note.shape):
-        raise UsageError(f"{where} is no list of {math.prod(note.shape)} strings: fetch it again")
-    array = np.empty(len(texts), np.object_)
-    array[:] = [str(text) for text in texts]
-    return array.reshape(note.shape)
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise TypeError
+        array = np.empty(len(texts), np.object_)
+        array[:] = texts
+        return array.reshape(note.shape)
+    except (ValueError, TypeError, RecursionError):  # ValueError: also another number of them, or too many dimensions
+        raise UsageError(f"{where} is no list of {math.prod(note.shape)} strings: fetch it again") from None

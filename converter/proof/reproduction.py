@@ -21,8 +21,9 @@ from bf16kit.evidence import Evidence
 from bf16kit.manifest import Manifest
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import Array, check_feeds
+from bf16kit.tensors import BY_NAME, Array, check_feeds
 from bf16kit.text import table
+from bf16kit.wording import quoted
 from converter.proof import explanation
 from converter.proof.explain import reference
 from converter.proof.running import open_profile
@@ -104,9 +105,15 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
         check_feeds([each.spec() for each in manifest.inputs], evidence.feeds)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from None
-    unknown = evidence.served.keys() - {each.name for each in manifest.outputs}
-    if unknown:
-        raise UsageError(f"{path}: holds output {min(unknown)!r}, which {artifact.path} does not have")
+    outputs = {each.name: each for each in manifest.outputs}
+    for name, served in sorted(evidence.served.items()):
+        if name not in outputs:
+            raise UsageError(f"{path}: holds output {quoted(name)}, which {artifact.path} does not have")
+        if served.dtype != BY_NAME[outputs[name].dtype].numpy:
+            raise UsageError(
+                f"{path}: holds output {quoted(name)} as {served.dtype.name}, which {artifact.path} gives as"
+                f" {outputs[name].dtype}"
+            )
     return header.profile
 
 

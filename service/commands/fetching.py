@@ -143,7 +143,13 @@ def _parted(server: str) -> tuple[str, str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         parts, host, port = None, None, None
-    if parts is None or parts.scheme not in ("", "http", "https") or not host or port is None or parts.path not in ("", "/"):
+    if (
+        parts is None
+        or parts.scheme not in ("", "http", "https")
+        or not host
+        or port is None
+        or parts.path not in ("", "/")
+    ):
         raise UsageError(f"--server {server!r}: expected HOST:PORT, or https://HOST:PORT for a server that speaks TLS")
     return parts.scheme, host, port
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load, save, save_file
 
 from bf16kit.errors import UsageError
 from bf16kit.evidence import KEY, Evidence, Header, finite
+from bf16kit.tensors import Array
 
 
 def header(**changes: Any) -> Header:
@@ -72,6 +73,10 @@ def other(found: bytes, change: dict[str, Any]) -> bytes:
     return save(load(found), {KEY: json.dumps(told | change)})
 
 
+NULL = b'{"__metadata__":null}'
+DEEP = "[" * 100_000 + "]" * 100_000  # deeper than Python's parser goes
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -81,6 +86,8 @@ def other(found: bytes, change: dict[str, Any]) -> bytes:
         (save({"x": np.zeros(1, np.float32)}), "a safetensors file, but no evidence"),
         (save({"x": np.zeros(1, np.float32)}, {KEY: "not JSON"}), "has a header that cannot be read"),
         (save({"x": np.zeros(1, np.float32)}, {KEY: "[]"}), "has a header that cannot be read"),
+        (save({"x": np.zeros(1, np.float32)}, {KEY: DEEP}), "has a header that cannot be read"),
+        (len(NULL).to_bytes(8, "little") + NULL, "a safetensors file, but no evidence"),
         (other(evidence().dumps(), {"format": 2}), "is of format 2, written by a newer bf16kit; this one knows 1"),
         (other(evidence().dumps(), {"surprise": 1}), "has a header that cannot be read"),
         (other(evidence().dumps(), {"tensors": {}}), "its tensors are not those that its header speaks of"),
@@ -104,10 +111,42 @@ def test_tensors_that_are_not_as_the_header_says_are_refused() -> None:
         ("input:x", {"dtype": "float32", "shape": [3, 1]}, "'input:x' has shape [1, 3], its header says [3, 1]"),
         ("input:x", {"dtype": "complex", "shape": [1, 3]}, "of dtype 'complex', which no evidence does"),
         ("input:words", {"dtype": "string", "shape": [1, 3]}, "'input:words' is no list of 3 strings"),
+        ("input:words", {"dtype": "string", "shape": [-1, -2]}, "greater than or equal to 0"),
+        ("input:words", {"dtype": "string", "shape": [10**400, 2]}, "less than or equal to"),
+        ("input:words", {"dtype": "string", "shape": [1] * 100 + [2]}, "'input:words' is no list of 2 strings"),
     ):
         with pytest.raises(UsageError) as told:
             Evidence.loads(other(whole, {"tensors": notes | {key: changed}}), "e")
         assert words in str(told.value)
+
+
+@pytest.mark.parametrize("stored", [DEEP.encode(), b'["a secret", 7]', b'{"a secret": 1, "b": 2}', b"7", b"\xff"])
+def test_strings_that_are_none_are_told_without_what_is_there(stored: bytes) -> None:
+    whole = evidence().dumps()
+    size = int.from_bytes(whole[:8], "little")
+    metadata = json.loads(whole[8 : 8 + size])["__metadata__"]
+    data = save(load(whole) | {"input:words": np.frombuffer(stored, np.uint8)}, metadata)
+    with pytest.raises(UsageError) as told:
+        Evidence.loads(data, "e")
+    assert str(told.value) == "e: 'input:words' is no list of 2 strings: fetch it again"
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (np.zeros((1, 3), np.float64), r"float64 \[1, 3\]"),
+        (np.zeros((1, 4), np.float32), r"float32 \[1, 4\]"),
+        (np.array([["a secret", "", ""]], np.object_), r"string \[1, 3\]"),
+    ],
+)
+def test_answers_that_are_not_like_the_references_are_refused(other: Array, kind: str) -> None:
+    found = evidence()
+    data = Evidence(found.header, found.feeds, found.served, {"y": other}).dumps()
+    with pytest.raises(
+        UsageError, match=rf"'y' was answered as float32 \[1, 3\], and by the reference as {kind}"
+    ) as told:
+        Evidence.loads(data, "e")
+    assert "secret" not in str(told.value)
 
 
 def test_answers_without_the_references_are_refused() -> None:
