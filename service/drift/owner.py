@@ -120,8 +120,8 @@ class FallbackOwner:
                     self._order(key, state, "fp32")
 
     def _state(self, key: _Key, answers: Answers | None, now: float) -> _State | None:
-        """The state of what answers now: anew for another generation, which is told that bf16 answers. An order for what
-        was loaded by the same plan before may still be remembered, and have it answer in fp32."""
+        """The state of what answers now: anew for another generation, which is told to answer in bf16. An order for
+        what was loaded by the same plan before may still be remembered, and have it answer in fp32."""
         state = self._states.get(key)
         if answers is None:
             self._states.pop(key, None)

@@ -58,19 +58,24 @@ class Standby:
                 return told
             self._wanted, self._reason = precision, reason
             overtaken: list[Future[None]] = []
+            error: RuntimeError | None = None
             if precision == "fp32" and not self._engine.switched:
-                self._waiting.append(told)
-                if not self._loading:
-                    self._loading = True
-                    threading.Thread(target=self._work, name=f"{self._label}-fp32", daemon=True).start()
-                return told
-            if precision == "bf16":
+                error = self._begin()
+                if error is None:
+                    self._waiting.append(told)
+                    return told
+            elif precision == "bf16":
                 overtaken, self._waiting = self._waiting, []
                 self._engine.switch(None)
-            self._show()
+            if error is None:
+                self._show()
         for each in overtaken:
             each.set_exception(Unavailable(f"{self._label} is to answer in bf16 instead"))
-        told.set_result(None)
+        if error is None:
+            told.set_result(None)
+        else:
+            self._lost(error)
+            told.set_exception(error)
         return told
 
     def close(self) -> None:
@@ -80,6 +85,26 @@ class Standby:
             waiting, self._waiting = self._waiting, []
         for each in waiting:
             each.set_exception(Unavailable(f"{self._label} is unloaded"))
+
+    def _begin(self) -> RuntimeError | None:
+        """Load the reference, where it is not being loaded; what the system met where it has no thread for that. Called
+        with the lock held."""
+        if not self._loading:
+            try:
+                threading.Thread(target=self._work, name=f"{self._label}-fp32", daemon=True).start()
+            except RuntimeError as error:
+                return error
+            self._loading = True
+        return None
+
+    def _lost(self, error: Exception) -> None:
+        _log.error(
+            "%s: the fp32 reference cannot be loaded to answer: %s",
+            self._label,
+            brief(error),
+            exc_info=None if isinstance(error, Bf16kitError) else error,
+        )
+        self._failed()
 
     def _show(self) -> None:
         """Called with the lock held."""
@@ -95,13 +120,7 @@ class Standby:
             runtime = self._load()
         except Exception as met:  # noqa: BLE001 - bf16 goes on, whatever it was, and whoever asked is told
             error = met
-            _log.error(
-                "%s: the fp32 reference cannot be loaded to answer: %s",
-                self._label,
-                brief(met),
-                exc_info=None if isinstance(met, Bf16kitError) else met,
-            )
-            self._failed()
+            self._lost(met)
         with self._lock:
             self._loading = False
             waiting, self._waiting = self._waiting, []

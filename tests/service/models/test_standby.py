@@ -112,3 +112,18 @@ def test_nothing_is_ordered_of_what_is_unloaded(rig: Rig) -> None:
     rig.standby.close()
     with pytest.raises(Unavailable, match="the model is unloaded"):
         rig.standby.order("fp32", "drift").result(30)
+
+
+def test_where_the_system_has_no_thread_left_it_fails_and_can_be_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rig.standby.order("fp32", "drift").result(0)
+    assert (rig.engine.switched, rig.failures, rig.standby.answering) == (False, 1, Answering())
+    rig.standby.order("fp32", "drift").result(30)
+    assert (rig.engine.switched, rig.failures) == (True, 1)
