@@ -52,10 +52,17 @@ class Probe:
         self._hand.forget()
 
     def stop(self) -> None:
-        """Begin nothing any more; does not wait for what is at work."""
-        self._closed = True
-        with contextlib.suppress(queue.Full):  # then the thread is not waiting, and sees that it is closed
-            self._queue.put_nowait(None)
+        """Begin nothing any more; what waits is dropped. Does not wait for what is at work."""
+        left = []
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    left.append(self._queue.get_nowait())
+            self._queue.put_nowait(None)  # there is room: all that puts has the lock
+        for waiting in left:
+            if waiting is not None:
+                waiting[1].sampled("dropped", waiting[0].rows)
 
     def close(self, deadline: float = math.inf) -> bool:
         """End the thread. False when it still runs at ``deadline``, in :func:`time.monotonic` seconds."""
@@ -70,22 +77,33 @@ class Probe:
             if self._closed or self._held + sample.nbytes > self._most:
                 return False
             try:
+                self._begin()
                 self._queue.put_nowait((sample, observer))
             except queue.Full:
                 return False
+            except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
+                _log.warning("%s: a sample that fp32 answered cannot be run on bf16: %s", self._name, error)
+                return False
             self._held += sample.nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=f"{self._name}-probe", daemon=True)
-                self._thread.start()
             return True
+
+    def _begin(self) -> None:
+        """Called with the lock held."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name=f"{self._name}-probe", daemon=True)
+            thread.start()
+            self._thread = thread  # no sooner: what was not started cannot be joined
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         lower_priority()
-        while (waiting := self._queue.get()) is not None and not self._closed:
+        while (waiting := self._queue.get()) is not None:
             sample, observer = waiting
-            self._measure(sample, observer)
+            if self._closed:
+                observer.sampled("dropped", sample.rows)
+            else:
+                self._measure(sample, observer)
             with self._lock:
                 self._held -= sample.nbytes
 

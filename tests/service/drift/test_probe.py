@@ -32,10 +32,12 @@ class Rig:
         self.forgotten = False
         self.go = threading.Event()
         self.go.set()
+        self.at_work = False
         self.fails: Exception | None = None
         self.probe = Probe("m", "bf16-weights", self._run, self, most_bytes=10_000)
 
     def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> tuple[dict[str, Array], str]:
+        self.at_work = True
         assert self.go.wait(30)
         if self.fails is not None:
             raise self.fails
@@ -100,6 +102,39 @@ def test_what_is_closed_begins_nothing(rig: Rig) -> None:
     assert rig.probe.close()
     rig.offer(BY_FP32)
     assert rig.counted == [("dropped", 2)]
+
+
+def test_what_waits_when_it_is_closed_is_dropped_and_counted(rig: Rig) -> None:
+    rig.go.clear()
+    rig.offer(BY_FP32)
+    until(lambda: rig.at_work, 30, "at work")
+    for _ in range(3):
+        rig.offer(BY_FP32)
+    rig.probe.stop()
+    assert rig.counted == [("dropped", 2)] * 3
+    rig.probe.stop()
+    rig.go.set()
+    assert rig.probe.close()
+    assert (len(rig.handed), len(rig.counted)) == (1, 3)
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_where_the_system_has_no_thread_left_the_sample_alone_is_dropped(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """Whoever asked has an answer by then. What is closed then has nothing to wait for."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refuse)
+        rig.offer(BY_FP32)
+    assert rig.counted == [("dropped", 2)]
+    if another:
+        rig.offer(BY_FP32)
+        until(lambda: len(rig.handed) == 1, 30, "measured")
+    assert rig.probe.close()
 
 
 def test_that_no_more_will_come_is_passed_on(rig: Rig) -> None:
