@@ -1,7 +1,8 @@
 """The memory that fp32 references take of their process: measured for each, held against its bound, and given back.
 
-What is resident is measured around loading, one reference at a time, and around runs. So that one which takes memory
-without end in a single run ends in an error and not in the machine's memory, the system is told of a limit as well.
+What is resident is measured around loading, one reference at a time, and around runs beside which nothing else was
+loaded, run or given back. So that one which takes memory without end in a single run ends in an error and not in the
+machine's memory, the system is told of a limit as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 import resource
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
@@ -72,11 +74,13 @@ class Memory:
         self._loading = threading.Lock()
         self._bounded: list[BoundedReference] = []
         self._base = 0  # what it takes without any
+        self._at_work = 0  # references that are being loaded, run or given back
+        self._begun = 0  # how often one of that has begun
 
     def load(self, name: str, bound: int, load: Callable[[], Runtime]) -> BoundedReference:
         """Load a reference that may take ``bound`` bytes. Raises ConfigError where it takes more, and what ``load``
         raises."""
-        with self._loading:  # what another takes meanwhile would be taken for this one's
+        with self._loading, self.working():  # what another takes meanwhile would be taken for this one's
             give_back()
             before = self.held()
             with self._lock:
@@ -98,6 +102,20 @@ class Memory:
             with self._lock:
                 self._bounded.append(reference)
             return reference
+
+    @contextmanager
+    def working(self) -> Iterator[Callable[[], bool]]:
+        """While a reference takes memory, or gives it back. What is yielded tells whether no other has since."""
+        with self._lock:
+            alone = not self._at_work
+            self._at_work += 1
+            self._begun += 1
+            begun = self._begun
+        try:
+            yield lambda: alone and begun == self._begun
+        finally:
+            with self._lock:
+                self._at_work -= 1
 
     def is_over(self, reference: BoundedReference) -> bool:
         """Whether it takes more than it may: by its own runs, and by what the process has beside all others."""
@@ -128,7 +146,7 @@ class BoundedReference:
 
     def __init__(self, name: str, bound: int, runtime: Runtime, taken: int, memory: Memory) -> None:
         self.bound = bound
-        self.taken = taken  # by loading it, and by its runs
+        self.taken = self._loaded = taken  # by loading it, and then by its runs too
         self._name = name
         self._runtime: Runtime | None = runtime
         self._memory = memory
@@ -141,24 +159,34 @@ class BoundedReference:
         """See :meth:`service.drift.shadow.Reference.run`."""
         if self._runtime is None:
             raise Unavailable("the fp32 reference was given back")
-        before = self._memory.held()
-        try:
-            return self._runtime.run(feeds, outputs, seconds=seconds)
-        except (MemoryError, RuntimeFailure) as error:
-            if isinstance(error, MemoryError) or _REFUSED.search(str(error)):
-                self._give_up("a run was refused more memory, of a bound for all references together, by its own of")
-                raise Unavailable("the fp32 reference was given back") from None
-            raise
-        finally:
-            self.taken += max(0, self._memory.held() - before)
-            if self.up and self._memory.is_over(self):
-                self._give_up(f"it takes {self.taken} bytes of memory, over")
+        with self._memory.working() as alone:
+            before = self._memory.held()
+            try:
+                return self._runtime.run(feeds, outputs, seconds=seconds)
+            except (MemoryError, RuntimeFailure) as error:
+                if isinstance(error, MemoryError) or _REFUSED.search(str(error)):
+                    self._give_up(
+                        "a run was refused more memory, of a bound for all references together, by its own of"
+                    )
+                    raise Unavailable("the fp32 reference was given back") from None
+                raise
+            finally:
+                more = self._memory.held() - before
+                if self.up and alone():  # what another took meanwhile is not this one's
+                    self._took(more)
+
+    def _took(self, more: int) -> None:
+        """By a run: less than none where it gave back what an earlier one had taken."""
+        self.taken = max(self._loaded, self.taken + more)
+        if self._memory.is_over(self):
+            self._give_up(f"it takes {self.taken} bytes of memory, over")
 
     def close(self) -> None:
         if self._runtime is not None:
-            self._runtime.close()
-            self._runtime = None
-            self._memory.forget(self)
+            with self._memory.working():
+                self._runtime.close()
+                self._runtime = None
+                self._memory.forget(self)
 
     def _give_up(self, why: str) -> None:
         _log.error(

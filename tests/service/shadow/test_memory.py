@@ -58,6 +58,20 @@ class Growing:
         self._process.held -= self._taken
 
 
+class Nested(Growing):
+    """Has something else happen in this process while it runs, before it has taken what it takes."""
+
+    def __init__(self, process: Process, meanwhile: Callable[[], object], more: int = 0) -> None:
+        super().__init__(process, more=more)
+        self._meanwhile = meanwhile
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
+        self._meanwhile()
+        return super().run(feeds, outputs, seconds=seconds)
+
+
 Load = Callable[..., BoundedReference]
 
 
@@ -120,6 +134,61 @@ def test_what_was_freed_meanwhile_is_not_held_against_one(process: Process, load
     process.held -= 40
     run(reference)
     assert reference.up
+
+
+@pytest.mark.parametrize("what", ["load", "run", "close"])
+def test_what_another_takes_or_gives_back_during_a_run_is_not_this_ones(what: str, process: Process) -> None:
+    memory = Memory(process)
+    other = memory.load("other", 1000, lambda: Growing(process, taken=400, more=400))
+
+    def meanwhile() -> None:
+        if what == "load":
+            memory.load("third", 1000, lambda: Growing(process, taken=400))
+        elif what == "run":
+            run(other)
+        else:
+            other.close()
+
+    one = memory.load("one", 100, lambda: Nested(process, meanwhile))
+    one.taken = 90  # by earlier runs
+    run(one)
+    assert one.up
+    assert one.taken == 90
+
+
+def test_what_one_run_beside_another_takes_is_neithers(process: Process) -> None:
+    """Not even of the one that began first and ended last, nor while a third is loaded all the while."""
+    memory = Memory(process)
+    inner = memory.load("inner", 100, lambda: Growing(process, more=400))
+    outer = memory.load("outer", 100, lambda: Nested(process, lambda: run(inner)))
+    run(outer)
+    assert (inner.taken, outer.taken) == (0, 0)
+
+    def loaded() -> Growing:
+        run(inner)
+        return Growing(process)
+
+    memory.load("third", 1000, loaded)
+    assert inner.taken == 0
+    assert inner.up
+    run(inner)
+    assert not inner.up, "alone it is judged"
+
+
+def test_a_run_that_gives_back_what_another_took_takes_less_but_never_less_than_loading(process: Process) -> None:
+    memory = Memory(process)
+    runtime = Growing(process)
+
+    def loaded() -> Growing:
+        process.held += 60
+        return runtime
+
+    one = memory.load("m", 100, loaded)
+    seen = []
+    for runtime._more in (30, -30, 30, -30, 30, -30, -40):
+        run(one)
+        seen.append((one.taken, one.up))
+    assert seen == [(90, True), (60, True)] * 3 + [(60, True)]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeFailure("ONNX Runtime failed: bad allocation")])
