@@ -3,6 +3,11 @@
 What counts as recent: the newest :data:`REQUESTS` measured requests, each worth half as much for every
 :data:`HALF_LIFE` that came after it, and none from before the last change that was detected. A row's weight is 1 ÷ its
 probability, so that what is estimated is the drift of all rows that were answered.
+
+Of one request :data:`PER_REQUEST` rows are kept at most: they tell much the same, confidence is counted in requests,
+and so there is room for all that are recent, whatever their size. The worst of each metric are among them, for bounds
+on the worst and on what is not finite, and speak for themselves; the others are evenly spaced, since a client may have
+sorted its rows, and share the weight of the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +25,18 @@ from service.drift.weighted import Interval, Values
 
 HALF_LIFE = 400  # measured requests
 REQUESTS = 2048  # what is older would be worth less than a thirtieth
-ROWS = 16384  # of these requests together
+PER_REQUEST = 8  # rows: as many as are measured where shadow.max_rows is not set
+_ROWS = REQUESTS * PER_REQUEST
 LEAST = 8.0  # effective samples, below which nothing is estimated with confidence
 _SHARES = {"p50": 0.5, "p99": 0.99}
 _COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")
+_BAD = {
+    "relative_l2": 1,
+    "cosine_distance": 1,
+    "max_abs": 1,
+    "sqnr_db": -1,
+    "nonfinite": 1,
+}  # the sign of a worse value
 _ANYTHING = (-math.inf, math.inf)
 
 
@@ -56,20 +69,24 @@ class Recent:
     """The recent rows of one output."""
 
     def __init__(self) -> None:
-        self._columns = np.zeros((len(_COLUMNS), ROWS))
-        self._weights = np.zeros(ROWS)
-        self._requests = np.full(ROWS, -REQUESTS, np.int64)
-        self._outside = np.zeros(ROWS, np.bool_)
+        self._columns = np.zeros((len(_COLUMNS), _ROWS))
+        self._weights = np.zeros(_ROWS)
+        self._requests = np.full(_ROWS, -REQUESTS, np.int64)
+        self._outside = np.zeros(_ROWS, np.bool_)
         self._next = self._request = self._since = 0
 
     def add(self, drifts: Sequence[SampleDrift], weight: float, outside: Sequence[bool]) -> None:
         """One request's rows, each of which speaks for ``weight``."""
         self._request += 1
-        for drift, out in zip(drifts[-ROWS:], outside[-ROWS:], strict=True):
-            place = self._next % ROWS
-            self._columns[:, place] = [getattr(drift, name) for name in _COLUMNS]
-            self._weights[place], self._requests[place], self._outside[place] = weight, self._request, out
-            self._next += 1
+        values = np.array([[getattr(drift, name) for drift in drifts] for name in _COLUMNS], np.float64)
+        kept, shares = _kept(values)
+        count = values[_COLUMNS.index("nonfinite")]
+        count[count.argmax()] += count.sum() - count[kept].sum()  # they are counted, all of them
+        places = np.arange(self._next, self._next + len(kept)) % _ROWS
+        self._columns[:, places] = values[:, kept]
+        self._weights[places], self._requests[places] = weight * shares, self._request
+        self._outside[places] = np.asarray(outside, np.bool_)[kept]
+        self._next += len(kept)
 
     def keep(self, requests: int) -> None:
         """Forget all but the newest ``requests``: what was before is past."""
@@ -77,13 +94,25 @@ class Recent:
 
     def window(self) -> Window:
         """All that is recent, as of now."""
-        order = np.arange(max(0, self._next - ROWS), self._next) % ROWS
+        order = np.arange(max(0, self._next - _ROWS), self._next) % _ROWS
         order = order[self._requests[order] >= max(self._since, self._request - REQUESTS + 1)]
         requests = self._requests[order]
         weights = self._weights[order] * np.exp2((requests - self._request) / HALF_LIFE)
         clusters = requests - requests[0] if len(requests) else requests
         size = weighted.effective_size(weights, clusters)
         return Window(self._columns[:, order], weights, clusters, self._outside[order], size)
+
+
+def _kept(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:
+    """Which rows of ``values``, [metrics, rows], are kept, and for how many each of them speaks."""
+    rows = values.shape[1]
+    if rows <= PER_REQUEST:
+        return np.arange(rows), np.ones(rows)
+    worst = np.unique([(sign * values[_COLUMNS.index(name)]).argmax() for name, sign in _BAD.items()])
+    others = np.setdiff1d(np.arange(rows), worst)
+    room = PER_REQUEST - len(worst)
+    spaced = others[((np.arange(room) + 0.5) * len(others) / room).astype(np.int64)]
+    return np.concatenate((worst, spaced)), np.repeat((1.0, len(others) / room), (len(worst), room))
 
 
 def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
@@ -120,9 +149,10 @@ def _mean(window: Window, metric: str) -> Interval:
     if math.isinf(worst):
         return _certain(worst)
     finite = np.isfinite(values)
-    if window.size < LEAST:
-        return Interval(float(np.average(values[finite], weights=window.weights[finite])), *_ANYTHING)
-    return weighted.mean(values[finite], window.weights[finite], window.clusters[finite], positive=not floor)
+    weights, clusters = window.weights[finite], window.clusters[finite]
+    if min(window.size, weighted.effective_size(weights, clusters)) < LEAST:
+        return Interval(float(np.average(values[finite], weights=weights)), *_ANYTHING)
+    return weighted.mean(values[finite], weights, clusters, positive=not floor)
 
 
 def _quantile(window: Window, metric: str, share: float) -> Interval:

@@ -50,9 +50,9 @@ class DriftVerdict:
         return self.state, self.cause, self.changed
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name. JSON has no word for infinity: it is the string ``inf``."""
+        """The fields by name. JSON has no word for what is not finite: it is a string, as ``inf``."""
         return {
-            name: str(value) if isinstance(value, float) and math.isinf(value) else value
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
         }
 

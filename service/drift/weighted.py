@@ -52,7 +52,8 @@ def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool)
     size = effective_size(weights, clusters)
     residuals = np.bincount(clusters, weights * (values - centre))
     error = math.sqrt(float(np.square(residuals).sum()) * size / max(size - 1, 1e-9)) / float(total)
-    reach = student(size - 1) * error
+    freedom = student(size - 1)
+    reach = freedom * error if math.isfinite(freedom) else math.inf  # of no error, too: so few say nothing of it
     if not positive:
         return Interval(centre, centre - reach, centre + reach)
     if centre <= 0 or reach == 0:

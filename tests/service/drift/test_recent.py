@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bf16kit.drift import Budget, SampleDrift
-from service.drift.recent import LEAST, REQUESTS, ROWS, Estimate, Recent, estimates
+from service.drift.recent import LEAST, PER_REQUEST, REQUESTS, Estimate, Recent, estimates
 
 
 def row(
@@ -92,14 +92,51 @@ def test_agreement_counts_the_converters_ties_by_weight_and_effective_samples() 
     assert recent.window().size == pytest.approx(1000**2 / (100 * 82) * 0.5, rel=0.2)
 
 
-def test_rows_of_a_request_are_one_sample_and_more_rows_than_there_is_room_for_push_out_the_oldest() -> None:
+@pytest.mark.parametrize("rows", [1, PER_REQUEST, PER_REQUEST + 1, 128])
+def test_requests_are_as_many_samples_whatever_their_size(rows: int) -> None:
     recent = Recent()
-    for _ in range(20):
-        recent.add([row()] * 8, 1.0, [False] * 8)
-    assert recent.window().size == pytest.approx(20, rel=0.01)
-    recent.add([row(0.5)] * (ROWS + 5), 1.0, [False] * (ROWS + 5))
+    for _ in range(REQUESTS + 10):
+        recent.add([row()] * rows, 1.0, [False] * rows)
     window = recent.window()
-    assert (len(window.weights), float(window["relative_l2"].min())) == (ROWS, 0.5)
+    assert window.size == pytest.approx(1090, abs=1)
+    assert len(window.weights) == REQUESTS * min(rows, PER_REQUEST)
+    assert window.weights[-min(rows, PER_REQUEST) :].sum() == pytest.approx(rows)
+
+
+def test_of_a_large_request_the_mean_is_that_of_all_rows_and_the_worst_are_there() -> None:
+    """However they are sorted, and however far the worst are from the others."""
+    rng = np.random.default_rng(0)
+    recent, all_rows = Recent(), list[SampleDrift]()
+    for _ in range(400):
+        sizes = np.sort(1e-3 * np.exp(0.3 * rng.standard_normal(100)))
+        rows = [row(float(size), sqnr_db=float(-20 * np.log10(size)), max_abs=0.1) for size in sizes]
+        rows[17] = row(float(sizes[17]), max_abs=0.7)
+        recent.add(rows, 1.0, [False] * 100)
+        all_rows += rows
+    bounds = Budget.from_dict({"relative_l2": 1.0, "max_abs": 1.0, "relative_l2.p50": 1.0, "relative_l2.worst": 1.0})
+    found = {each.metric: each.ratio for each in estimates(recent.window(), bounds)}
+    drifts = [each.relative_l2 for each in all_rows]
+    assert found["relative_l2"] == pytest.approx(np.mean(drifts), rel=0.02)
+    assert found["relative_l2.p50"] == pytest.approx(np.median(drifts), rel=0.05)
+    assert (found["relative_l2.worst"], found["max_abs"]) == (max(drifts), 0.7)
+
+
+def test_whatever_is_not_finite_of_a_large_request_is_counted_at_once() -> None:
+    recent = Recent()
+    rows = [row(math.inf, bad=3) if index in (41, 77) or index > 90 else row() for index in range(100)]
+    recent.add(rows, 1.0, [False] * 100)
+    (found,) = estimates(recent.window(), Budget.from_dict({"nonfinite": 1}))
+    assert (found.ratio, found.low) == (33.0, 33.0)
+
+
+@pytest.mark.parametrize("inexact", [1, 5])
+def test_few_inexact_rows_among_exact_ones_have_an_estimate_and_no_interval(inexact: int) -> None:
+    recent = Recent()
+    for index in range(20):
+        recent.add([row(sqnr_db=50.0 if index < inexact else math.inf)], 1.0, [False])
+    (found,) = estimates(recent.window(), Budget.from_dict({"sqnr_db": 40.0}))
+    assert (found.low, found.high) == (0.0, math.inf)
+    assert found.ratio < 1
 
 
 def test_what_is_old_or_from_before_a_change_is_past() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,11 @@ OVER = DriftVerdict(
 @pytest.mark.parametrize("verdict", [OVER, DriftVerdict.unknown("m", 1)])
 def test_a_verdict_reaches_another_process_as_it_was_also_with_infinities(verdict: DriftVerdict) -> None:
     assert DriftVerdict.from_json(json.loads(json.dumps(verdict.to_json(), allow_nan=False))) == verdict
+
+
+def test_a_verdict_is_json_whatever_its_numbers_are() -> None:
+    told = json.loads(json.dumps(replace(OVER, low=math.nan).to_json(), allow_nan=False))
+    assert math.isnan(DriftVerdict.from_json(told).low)
 
 
 @pytest.mark.parametrize("field", ["state", "cause"])

@@ -137,3 +137,11 @@ def test_full_agreement_of_few_samples_speaks_for_little() -> None:
     assert weighted.wilson(1.0, 10.0).low == pytest.approx(10 / (10 + weighted.Z**2))
     assert weighted.wilson(1.0, 10.0).high == 1
     assert weighted.wilson(0.0, 10.0).low == 0
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_too_few_requests_have_no_finite_interval_and_never_one_that_is_not_a_number(positive: bool) -> None:
+    found = weighted.mean(np.array([50.0]), np.ones(1), np.array([3]), positive=positive)
+    assert found.estimate == 50.0
+    assert found.low < 1e-9
+    assert found.high > 1e9
