@@ -93,7 +93,7 @@ class Witness:
         self._worst: _Row | None = None  # of those before a breach
         self._breach: _Breach | None = None
         self._over = False
-        self._too_large = 0  # bytes of a row that would have been kept
+        self._too_large = 0  # bytes of a breach's row that would have been kept
 
     def verdict(self) -> DriftVerdict:
         """The comparison's."""
@@ -143,6 +143,8 @@ class Witness:
         worst = max(candidates, key=lambda each: self._ratio(each.drift, verdict), default=None)
         self._worst = None
         if worst is None:
+            if new:
+                self._breach = None  # of the breach before: that of this one is told to be too large
             return
         kept = None if new or self._breach is None else self._breach.row
         if kept is None or self._ratio(worst.drift, verdict) > self._ratio(kept.drift, verdict):
@@ -182,7 +184,8 @@ class Witness:
             number=self._measured,
         )
         if row.nbytes > self._most_bytes:
-            self._too_large = row.nbytes
+            if verdict is not None:
+                self._too_large = row.nbytes
             return None
         return row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class FallbackPolicy(BaseModel):
@@ -22,7 +22,7 @@ class FallbackPolicy(BaseModel):
     policy: Literal["off", "alert", "fp32"] = "alert"
     min_stay_seconds: float = Field(default=300.0, ge=0, le=604_800)
     longest_stay_seconds: float = Field(default=86_400.0, ge=0, le=2_592_000)
-    clean_samples: PositiveInt = 200  # effective ones
+    clean_samples: int = Field(default=200, ge=1, le=1000)  # effective ones; recent drift is worth at most 1,090
     margin: float = Field(default=0.1, ge=0, lt=1)
     retry_seconds: float = Field(default=60.0, gt=0, le=86_400)  # after the reference could not be loaded
 

@@ -238,6 +238,37 @@ def test_a_row_over_the_bound_is_not_kept_and_that_is_told() -> None:
         kept(witness)
 
 
+def test_rows_that_are_too_large_are_no_breach_by_themselves() -> None:
+    told = Told()
+    witness = Witness(told, 0, BUDGET, most_bytes=71)
+    told.say("within")
+    put(witness, 0.001)
+    with pytest.raises(NotFound, match="model 'm' version 1 has not been over its budget"):
+        kept(witness)
+
+
+def test_a_breach_whose_rows_are_too_large_does_not_leave_the_one_before_as_the_newest() -> None:
+    told = Told((Y,), None)
+    witness = Witness(told, None, BUDGET, most_bytes=100)
+    steps: tuple[tuple[State, tuple[float, ...], float | None], ...] = (
+        ("over", (0.9,), 0.9),
+        ("over", (0.95, 0.95), 0.9),  # of the same breach
+        ("within", (0.001, 0.001), 0.9),
+        ("over", (0.5, 0.5), None),
+        ("over", (0.3,), 0.3),
+        ("within", (0.8,), 0.3),
+        ("over", (0.5, 0.5), 0.8),
+    )
+    for state, drifts, shown in steps:
+        told.say(state)
+        put(witness, *drifts)
+        if shown is None:
+            with pytest.raises(NotFound, match="the rows of its last breach have 144 bytes each, and 100 are kept"):
+                kept(witness)
+        else:
+            assert relative_l2(kept(witness)) == pytest.approx(shown)
+
+
 def test_a_restart_is_passed_on_and_begins_anew() -> None:
     told = Told()
     witness = Witness(told, 0, BUDGET)

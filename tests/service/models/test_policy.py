@@ -59,6 +59,8 @@ def test_a_breach_is_said_and_no_more_unless_somebody_asks_for_it(tmp_path: Path
         ("fallback: on", "'on' says not what to do; the policies are off, alert and fp32"),
         ("fallback: fp16", "'fallback.policy' is 'fp16'"),
         ("fallback: {policy: fp32, margin: 1}", r"'fallback\.margin' is 1"),
+        ("fallback: {policy: fp32, clean_samples: 0}", r"'fallback\.clean_samples' is 0"),
+        ("fallback: {policy: fp32, clean_samples: 1001}", r"'fallback\.clean_samples' is 1001"),
         ("fallback: {policy: fp32, stay: 1}", r"unknown key 'fallback\.stay'"),
         ("fallback: {min_stay_seconds: 9, longest_stay_seconds: 8}", "longest_stay_seconds is 8, less than min_stay"),
         ("fallback: fp32\nshadow: {rate: 0}", r"fallback is fp32, and shadow\.rate is 0"),
