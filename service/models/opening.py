@@ -38,6 +38,10 @@ def open_artifact(path: Path, serving: Serving) -> Opened:
     manifest = artifact.manifest
     inputs = tuple(entry.spec() for entry in manifest.inputs)
     outputs = tuple(entry.spec() for entry in manifest.outputs)
+    if serving.fallback.policy == "fp32" and manifest.reference is None:
+        raise ConfigError(
+            "fallback is fp32, but the artifact has no fp32 reference; set fallback: alert, or convert again"
+        )
     _check_dims(serving, inputs)
     _check_meaning(serving, inputs, outputs)
     axis = manifest.batch_axis if _share_batch_dimension((*inputs, *outputs), manifest.batch_axis) else None

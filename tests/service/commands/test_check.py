@@ -15,6 +15,8 @@ from commanded import Run, one_line, read
 from tlsfiles import Authority
 from waiting import until
 
+from bf16kit.artifact import Artifact
+
 ANY_PORT = ("--grpc-port", "0", "--http-port", "0", "--device", "cpu")
 
 
@@ -59,6 +61,15 @@ def test_the_version_policy_says_what_is_checked(repository: Path, run: Run) -> 
     assert result.exit_code == 0, result.output
     assert "ok      model 'mlp' version 1: onnxruntime on cpu" in result.stdout
     assert result.stdout.splitlines()[-1] == "all is well"
+
+
+@pytest.mark.parametrize("how", [(), ("--no-load",)])
+def test_a_fallback_without_a_reference_is_found(how: tuple[str, ...], repository: Path, run: Run) -> None:
+    without = Artifact.open(repository / "mlp" / "2").manifest.model_copy(update={"reference": None})
+    (repository / "mlp" / "2" / "manifest.json").write_bytes(without.dumps())
+    (repository / "mlp" / "serving.yaml").write_text("fallback: fp32\n")
+    found = read(run("check", "--repository", repository, *ANY_PORT, "--json", *how))
+    assert "fallback is fp32, but the artifact has no fp32 reference" in failed(found)["model 'mlp' version 2"]
 
 
 def test_every_option_of_the_server_is_checked(repository: Path, run: Run) -> None:
