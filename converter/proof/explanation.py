@@ -132,8 +132,11 @@ def as_dict(explanation: Explanation) -> dict[str, object]:
     return found | explanation.diagnosis.model_dump(mode="json")
 
 
-def text(explanation: Explanation, origin: str) -> str:
-    """For people: a table of the layers that count, and what they say. ``origin`` is what was run."""
+def text(explanation: Explanation, origin: str, unsought: str = "") -> str:
+    """For people: a table of the layers that count, and what they say. ``origin`` is what was run, ``unsought`` why no
+    remedy was looked for; by default,
+    that none is on this profile."""
+    unsought = unsought or f"No remedy was looked for on profile {explanation.profile}."
     shown = [each for each in explanation.layers if _is_shown(each)]
     rows = [
         (each.depth, each.name, each.op, each.weight, f"{each.sqnr_db:.1f}", f"{each.expected_db:.1f}", _mark(each))
@@ -144,7 +147,7 @@ def text(explanation: Explanation, origin: str) -> str:
         " what rounding alone should leave"
     )
     columns = ("depth", "node", "op", "weight", "SQNR dB", "expected", "")
-    told = series(explanation.profile, explanation.entry(len(explanation.layers)))
+    told = series(explanation.profile, explanation.entry(len(explanation.layers)), unsought=unsought)
     return "\n".join([table(title, columns, rows), told.told, *([f"  {told.option}"] if told.option else [])])
 
 

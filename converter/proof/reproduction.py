@@ -82,7 +82,11 @@ def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
         profiles = [] if layers is None else [explanation.as_dict(layers)]
         return document.dumps({"evidence": told, "again": rows, "profiles": profiles})
     parts = [_heading(evidence), _table(evidence, again), _told(again)]
-    parts += ["TorchScript keeps no layers to look into."] if layers is None else [explanation.text(layers, str(path))]
+    if layers is None:
+        parts.append("TorchScript keeps no layers to look into.")
+    else:
+        why = "" if _mends(again) else "No remedy was looked for: the artifact does not give what was served."
+        parts.append(explanation.text(layers, str(path), why))
     return "\n\n".join(parts)
 
 

@@ -17,7 +17,8 @@ class LayerSeries:
 
     ``first_off`` is the first whose SQNR is :data:`MARGIN_DB` below what bf16 alone would leave of it; None when all
     keep to the line. ``diagnosis`` is what they say of the outputs; None in artifacts that are older than that.
-    ``within`` says whether the profile keeps to the budget.
+    ``within`` says whether the profile keeps to the budget, ``unsought`` why no remedy was looked for where it is not
+    that, in a sentence.
     """
 
     profile: str
@@ -26,6 +27,7 @@ class LayerSeries:
     first_off: LayerEntry | None
     diagnosis: DiagnosisEntry | None = None
     within: bool = True
+    unsought: str = ""
 
     @property
     def leaves(self) -> LayerEntry | None:
@@ -41,7 +43,11 @@ class LayerSeries:
     @property
     def told(self) -> str:
         """What the layers say of the outputs, in sentences; "" when it is not known. :attr:`option` follows."""
-        return "" if self.diagnosis is None else " ".join(_told(self.diagnosis, self.first_off, self.within))
+        return (
+            ""
+            if self.diagnosis is None
+            else " ".join(_told(self.diagnosis, self.first_off, self.within, self.unsought))
+        )
 
     def worst(self) -> list[LayerEntry]:
         """The rows, those furthest below the expected line first."""
@@ -65,14 +71,14 @@ def layer_series(measured: Measurements, failing: Collection[str] = ()) -> Itera
             yield series(profile, entry.layers, within=profile not in failing)
 
 
-def series(profile: str, layers: Layers, *, within: bool = True) -> LayerSeries:
+def series(profile: str, layers: Layers, *, within: bool = True, unsought: str = "") -> LayerSeries:
     """The layers of one profile by depth."""
     rows = tuple(sorted(layers.rows, key=lambda row: row.depth))
     first = next((row for row in rows if shortfall(row) > MARGIN_DB), None)
-    return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within)
+    return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within, unsought)
 
 
-def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool) -> Iterator[str]:
+def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool, unsought: str) -> Iterator[str]:
     if not found.ails:
         yield "Every output is on the expected line: what drift there is comes from rounding everywhere alike."
         if first_off is not None:
@@ -85,10 +91,10 @@ def _told(found: DiagnosisEntry, first_off: LayerEntry | None, within: bool) -> 
             f"It leaves the expected line at {found.leaves.name} ({found.leaves.op}): {found.leaves.sqnr_db:.1f} dB"
             f" where {found.leaves.expected_db:.1f} are expected."
         )
-        yield _mended(found, within)
+        yield _mended(found, within, unsought)
 
 
-def _mended(found: DiagnosisEntry, within: bool) -> str:
+def _mended(found: DiagnosisEntry, within: bool, unsought: str) -> str:
     remedy = found.remedy
     if remedy is not None:
         return (
@@ -97,5 +103,7 @@ def _mended(found: DiagnosisEntry, within: bool) -> str:
         )
     if found.tried:
         return "No few nodes before it would mend that when kept in fp32: look at its inputs, or its weights."
+    if unsought:
+        return unsought
     why = "No remedy is needed, because the budget is met" if within else "No remedy was looked for"
     return f"{why}; bf16-convert explain tells one."

@@ -13,8 +13,8 @@ import troubled
 from converting import ONNX_ONLY, Cli
 
 from bf16kit.artifact import Artifact
-from bf16kit.measurements import DiagnosisEntry
-from converter.proof import remedy
+from bf16kit.measurements import DiagnosisEntry, LayerEntry
+from converter.proof import explanation, remedy
 
 
 def test_a_sound_artifact_is_on_the_line(cli: Cli, small: Artifact) -> None:
@@ -91,6 +91,13 @@ def test_a_model_within_budget_is_diagnosed_without_another_run(
     assert (found.leaves.name, found.remedy, found.tried) == ("difference", None, False)
     assert "No remedy is needed, because the budget is met" in (target / "report.html").read_text("utf-8")
     assert "a remedy was looked for" in cli("explain", target).err, "or this test would guard nothing"
+
+
+def test_who_asks_for_an_explanation_is_not_sent_to_ask_for_one() -> None:
+    """No remedy is looked for on cpu-bf16."""
+    dip = LayerEntry(name="dip", op="Sub", depth=1, sqnr_db=20.0, expected_db=50.0)
+    found = explanation.Explanation("cpu-bf16", (dip,), DiagnosisEntry(ails=True, leaves=dip))
+    assert explanation.text(found, "the golden samples").endswith("No remedy was looked for on profile cpu-bf16.")
 
 
 def test_json_has_every_layer(cli: Cli, small: Artifact) -> None:

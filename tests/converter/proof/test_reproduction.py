@@ -85,6 +85,16 @@ def test_what_the_artifact_does_not_give_was_damaged_where_it_was_served(
     assert "Every output is on the expected line" in said
 
 
+def test_no_remedy_is_looked_for_where_the_artifact_is_not_what_served(
+    cli: Cli, ailing: Artifact, tmp_path: Path
+) -> None:
+    found = breach(ailing)
+    damaged = replace(found, served={"y": found.served["y"] + 10 * np.abs(found.reference["y"])})
+    said = cli("explain", save(damaged, tmp_path / "e"), "--artifact", ailing.path).published().out
+    assert "leaves the expected line at difference (Sub)" in said
+    assert said.rstrip().endswith("No remedy was looked for: the artifact does not give what was served.")
+
+
 def test_answers_that_were_not_finite_are_told_apart_too(cli: Cli, small: Artifact, tmp_path: Path) -> None:
     found = breach(small)
     (name,) = found.served
