@@ -134,8 +134,7 @@ def as_dict(explanation: Explanation) -> dict[str, object]:
 
 def text(explanation: Explanation, origin: str, unsought: str = "") -> str:
     """For people: a table of the layers that count, and what they say. ``origin`` is what was run, ``unsought`` why no
-    remedy was looked for; by default,
-    that none is on this profile."""
+    remedy was looked for; by default that none was on this profile."""
     unsought = unsought or f"No remedy was looked for on profile {explanation.profile}."
     shown = [each for each in explanation.layers if _is_shown(each)]
     rows = [
