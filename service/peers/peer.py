@@ -76,7 +76,8 @@ class Peer:
         self._send({"kind": kind, "body": {} if body is None else body}, files)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> Future[Body]:
-        """The same with an answer, or the error that the other side met; Unavailable when it ends before."""
+        """The same with an answer, or the error that the other side met; Unavailable when it ends before, OSError where
+        ``files`` cannot be sent."""
         told: Future[Body] = Future()
         with self._lock:
             if self._closed:
@@ -85,7 +86,13 @@ class Peer:
             self._number += 1
             number = self._number
             self._asked[number] = told
-        self._send({"kind": kind, "body": {} if body is None else body, "ask": number}, files)
+        try:
+            self._send({"kind": kind, "body": {} if body is None else body, "ask": number}, files)
+        except OSError as error:  # no file is left to duplicate what goes with it
+            with self._lock:
+                unsent = self._asked.pop(number, None)
+            if unsent is not None:
+                unsent.set_exception(error)
         return told
 
     def close(self) -> None:
@@ -113,7 +120,7 @@ class Peer:
             if self._closed:
                 return
             if self._waiting + len(text) <= _WAITING_BYTES and not self._outgoing.full():
-                self._outgoing.put_nowait((text, [os.dup(file) for file in files]))
+                self._outgoing.put_nowait((text, _duplicated(files)))
                 self._waiting += len(text)
                 return
         _log.error("%s reads nothing of what it is sent, and is given up", self.name)
@@ -203,6 +210,18 @@ class Peer:
             told.set_exception(error_from_json(message["error"]))
         else:
             told.set_result(message["body"])
+
+
+def _duplicated(files: Sequence[int]) -> list[int]:
+    """Raises OSError with none left open."""
+    duplicates: list[int] = []
+    try:
+        for file in files:
+            duplicates.append(os.dup(file))  # noqa: PERF401 -- those before one that fails are to be closed
+    except OSError:
+        close_all(duplicates)
+        raise
+    return duplicates
 
 
 def error_as_json(error: BaseException) -> Body:

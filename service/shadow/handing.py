@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from service.models.plan import Plan, Wish
 from service.peers.channel import Body
 from service.shadow.samples import pack
 
+_log = logging.getLogger(__name__)
 TOGETHER_S = 0.05  # so long samples wait for others to go with
 _Given = tuple[Sample, OutcomeObserver]
 _Told = tuple[int, OutcomeObserver]  # a sample's rows, and who asks what became of them
@@ -37,6 +39,7 @@ class PlannedHand:
         self._given: list[_Given] = []
         self._wake = threading.Condition()
         self._ended = threading.Event()
+        self._said = False
         self._thread = threading.Thread(target=self._work, name=f"{name}-samples", daemon=True)
 
     @cached_property
@@ -46,15 +49,11 @@ class PlannedHand:
     def give(self, sample: Sample, observer: OutcomeObserver) -> None:
         """See :meth:`service.drift.sampling.Hand.give`."""
         with self._wake:
-            if ended := self._ended.is_set():
-                pass
-            elif not self._given:  # the thread waits for the first, and for no other
-                if self._thread.ident is None:
-                    self._thread.start()
-                self._wake.notify()
-            if not ended:
+            if taken := not self._ended.is_set() and self._has_begun():
+                if not self._given:  # the thread waits for the first, and for no other
+                    self._wake.notify()
                 self._given.append((sample, observer))
-        if ended:
+        if not taken:
             observer.sampled("dropped", sample.rows)
 
     def forget(self) -> None:
@@ -65,7 +64,19 @@ class PlannedHand:
             given, self._given = self._given, []
         for sample, observer in given:
             observer.sampled("dropped", sample.rows)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()  # what it is about to send would be the model's first sample again
         self._gone(self._name, self._wish)
+
+    def _has_begun(self) -> bool:
+        """Called with the lock held."""
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
+                self._say(error)
+                return False
+        return True
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -78,29 +89,40 @@ class PlannedHand:
             with self._wake:
                 given, self._given = self._given, []
             if given:
-                self._send(given)
+                try:
+                    self._send(given)
+                except Exception as error:  # noqa: BLE001 -- for want of files or memory: the next are handed on
+                    self._say(error)
+                    _tell(_told(given), ["failed"] * len(given))
 
     def _send(self, given: Sequence[_Given]) -> None:
-        told = [(sample.rows, observer) for sample, observer in given]  # without their arrays, till they are measured
+        told = _told(given)
         model = {"model": self._name, "version": self._plan.version, "wish": self._wish}
+        body, file = pack([sample for sample, _ in given])
         try:
-            body, file = pack([sample for sample, _ in given])
-            try:
-                asked = self._ask("samples", {**body, **model}, [file])
-            finally:
-                os.close(file)
-        except OSError:  # for want of files or memory
-            _tell(told, ["failed"] * len(told))
-            return
+            asked = self._ask("samples", {**body, **model}, [file])
+        finally:
+            os.close(file)
         asked.add_done_callback(lambda done: _hear(told, done))
+
+    def _say(self, error: Exception) -> None:
+        """Once: each sample that it happens to is counted."""
+        if not self._said:
+            self._said = True
+            _log.warning("model %r: samples for live drift cannot be handed on: %r", self._name, error)
+
+
+def _told(given: Sequence[_Given]) -> list[_Told]:
+    """Without their arrays, till they are measured."""
+    return [(sample.rows, observer) for sample, observer in given]
 
 
 def _hear(told: Sequence[_Told], done: Future[Body]) -> None:
     error = done.exception()
     if error is None:
         _tell(told, done.result()["outcomes"])
-    else:  # the process died with them, which is no news here
-        _tell(told, ["failed" if isinstance(error, Unavailable) else "dropped"] * len(told))
+    else:  # the process died with them, or no file was left for them, which is no news here
+        _tell(told, ["failed" if isinstance(error, (Unavailable, OSError)) else "dropped"] * len(told))
 
 
 def _tell(told: Sequence[_Told], outcomes: Sequence[Outcome]) -> None:

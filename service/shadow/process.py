@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class ShadowProcess:
         self._lost = lost
         self._forgotten = forgotten
         self._shared = shared
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is told of a sample may come back here
         self._held = 0
         self._unanswered: Counter[Key] = Counter()  # samples
         self._asked: Future[Body] = Future()  # what it has counted, the last time
@@ -89,7 +89,7 @@ class ShadowProcess:
         return asked
 
     def tend(self) -> None:
-        if self._wishes:
+        if self._wishes or self._child.pid is not None:
             self._child.tend()
 
     def close(self) -> None:
@@ -104,7 +104,9 @@ class ShadowProcess:
             each.told.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def give(self, message: Message) -> Future[Body]:
-        """Hand samples on; the answer says what became of each, and is Unavailable where the process died with them."""
+        """Hand samples on; the answer says what became of each, and is Unavailable where the process died with them.
+
+        Raises OSError, or answers with it, where no file is left."""
         told: Future[Body] = Future()
         body: Body = {**message.body, "shared": self._shared}
         nbytes = int(body["nbytes"])
@@ -114,10 +116,10 @@ class ShadowProcess:
             peer = self.peer
             room = self._held + nbytes <= _MOST_BYTES and self._unanswered[key] < _MOST_SAMPLES
             if room:
-                self._held += nbytes
-                self._unanswered[key] += len(body["samples"])
                 if peer is None:
                     self._early.append(_Early(body, os.dup(message.files[0]), told))
+                self._held += nbytes
+                self._unanswered[key] += len(body["samples"])
         if room and peer is not None:
             self._ask(peer, body, message.files[0], told)
         elif not room:
@@ -135,7 +137,14 @@ class ShadowProcess:
             gone = [key for key, known in self._wishes.items() if key[0] == model and wish in ("", known)]
             for key in gone:
                 del self._wishes[key]
+            early = [each for each in self._early if each.body["model"] == model and wish in ("", each.body["wish"])]
+            self._early = [each for each in self._early if each not in early]
+        for each in early:
+            os.close(each.file)
+            self._count_out(each.body)
+            each.told.set_result({"outcomes": ["dropped"] * len(each.body["samples"])})
         if (peer := self.peer) is None:
+            self._tell_left()
             self._forgotten(model)
         elif gone:
             told = peer.ask("forget", {"keys": gone})
@@ -157,15 +166,18 @@ class ShadowProcess:
         asked.add_done_callback(partial(self._answer, body, told))
 
     def _answer(self, body: Body, told: Future[Body], done: Future[Body]) -> None:
-        with self._lock:
-            self._held -= int(body["nbytes"])
-            self._unanswered[body["model"], int(body["version"])] -= len(body["samples"])
+        self._count_out(body)
         error = done.exception()
         if error is None:
             self._talks = True
             told.set_result(done.result())
         else:
             told.set_exception(error)
+
+    def _count_out(self, body: Body) -> None:
+        with self._lock:
+            self._held -= int(body["nbytes"])
+            self._unanswered[body["model"], int(body["version"])] -= len(body["samples"])
 
     def _begin(self, peer: Peer) -> None:
         config = self._config
@@ -175,9 +187,9 @@ class ShadowProcess:
             early, self._early = self._early, []
             for wish in self._wishes.values():
                 peer.tell("measure", {"wish": wish})
-        for each in early:
-            self._ask(peer, each.body, each.file, each.told)
-            os.close(each.file)
+            for each in early:  # whoever forgets a model meanwhile says so after them
+                self._ask(peer, each.body, each.file, each.told)
+                os.close(each.file)
 
     def _hear(self, message: Message) -> None:
         self._talks = True
@@ -191,13 +203,24 @@ class ShadowProcess:
         """What it has counted stays, and it is not forgotten that it should be there."""
         self._talks = False
         self._lost()
-        left = [_after_death(family) for family in self._gauges]
+        self._tell_left()
+
+    def _tell_left(self) -> None:
+        """What outlives it, of the models that it is to measure."""
+        with self._lock:
+            known = set(self._wishes)
+        left = [_after_death(_of(family, known)) for family in self._gauges]
         self._counts(Message({"metrics": left, "statistics": []}))
 
     def _forget(self, model: str, done: Future[Body]) -> None:
         if done.exception() is None:
             self._hear(Message(done.result()))  # without it
         self._forgotten(model)
+
+
+def _of(family: Sequence[Any], known: Container[Key]) -> list[Any]:
+    *head, series = family
+    return [*head, [each for each in series if (each[1]["model"], int(each[1]["version"])) in known]]
 
 
 def _after_death(family: Sequence[Any]) -> list[Any]:

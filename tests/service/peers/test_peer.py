@@ -7,9 +7,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
+from openfiles import no_more_files
 from waiting import until
 
 from bf16kit.errors import Bf16kitError, InvalidRequest, NotFound, RuntimeFailure, Unavailable
@@ -107,6 +109,19 @@ def test_questions_without_answers_fail_when_the_other_side_ends(connect: Connec
     assert isinstance(asked.exception(20), Unavailable)
     assert isinstance(peer.ask("never").exception(20), Unavailable), "and so does whoever asks later"
     peer.tell("never")
+
+
+def test_a_question_whose_files_cannot_be_duplicated_fails_and_the_next_is_answered(connect: Connect) -> None:
+    peer = connect({"take": lambda message: {"files": len(message.files)}})
+    assert peer.ask("take").result(20) == {"files": 0}, "all that is opened once is open"
+    with Path(os.devnull).open() as file:
+        files = [file.fileno()] * 2
+        opened = len(list(Path("/proc/self/fd").iterdir()))
+        with no_more_files(but=1):
+            assert isinstance(peer.ask("take", {}, files).exception(20), OSError)
+        assert len(list(Path("/proc/self/fd").iterdir())) == opened
+        assert peer._asked == {}
+        assert peer.ask("take", {}, files).result(20) == {"files": 2}
 
 
 def test_files_stay_the_senders_and_are_closed_where_they_came(connect: Connect) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -124,3 +125,73 @@ def test_what_still_waits_when_the_model_goes_is_dropped_and_so_is_what_comes_la
     assert gone == ["m"]
     until(lambda: not hand._thread.is_alive())
     assert leader.asked == []
+
+
+def test_what_is_being_sent_when_the_model_goes_is_sent_before_it_is_gone() -> None:
+    """Or it would be taken for the first sample of a model that is there."""
+    sending, go, forgot = threading.Event(), threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
+        sending.set()
+        assert go.wait(20)
+        seen.append("sent")
+        return Future()
+
+    hand = PlannedHand("m", PLAN, ask, lambda name, wish: seen.append("gone"))
+
+    def forget() -> None:
+        hand.forget()
+        forgot.set()
+
+    hand.give(SAMPLE, Observer())
+    assert sending.wait(20)
+    threading.Thread(target=forget).start()
+    assert hand._ended.wait(20)
+    assert not forgot.wait(0.05)
+    go.set()
+    assert forgot.wait(20)
+    assert seen == ["sent", "gone"]
+
+
+def test_whatever_fails_while_samples_are_handed_on_they_are_counted_and_the_next_go(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors: list[Exception] = [MemoryError(), ValueError("of ours"), OSError(24, "Too many open files")]
+    observers = [Observer() for _ in range(4)]
+
+    def ask(kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
+        told: Future[Body] = Future()
+        if len(errors) == 1:
+            told.set_exception(errors.pop())
+        elif errors:
+            raise errors.pop(0)
+        else:
+            told.set_result({"outcomes": ["measured"]})
+        return told
+
+    hand = PlannedHand("m", PLAN, ask)
+    for observer in observers:
+        hand.give(SAMPLE, observer)
+        until(lambda observer=observer: observer.told)  # type: ignore[misc]
+    hand.forget()
+    assert [each.told for each in observers] == [[("failed", 2)]] * 3 + [[("measured", 2)]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "model 'm': samples for live drift cannot be handed on: MemoryError()"
+    ]
+
+
+def test_without_a_thread_samples_are_dropped_and_whoever_gives_them_goes_on(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    hand, observer = PlannedHand("m", PLAN, leader.ask), Observer()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        hand.give(SAMPLE, observer)
+    assert observer.told == [("dropped", 2)]
+    hand.give(SAMPLE, Observer())
+    until(lambda: leader.asked)
+    hand.forget()
