@@ -24,6 +24,9 @@ from service.shadow.fetching import fetch
 
 REFERENCES = "service.shadow.references"
 NAME = "the shadow"
+# Without an answer. It runs only when nobody else wants a processor, and says nothing while all are taken; one that
+# stands still holds up nobody meanwhile.
+SILENT_SECONDS = 120.0
 _MOST_BYTES = 256 << 20  # of samples that it was given and has not measured yet
 _MOST_SAMPLES = 2 * QUEUE_SIZE  # of one model: it drops what is more than its queue, but only while it runs
 # Of the gauges, which go with it when it dies, what is to be seen all the same, and as what.
@@ -73,7 +76,7 @@ class ShadowProcess:
             "counts": self._hear,
             "verdict": lambda message: verdicts(DriftVerdict.from_json(message.body)),
         }
-        self._child = Child(NAME, REFERENCES, handlers, self._begin, self._bury)
+        self._child = Child(NAME, REFERENCES, handlers, self._begin, self._bury, silent_seconds=SILENT_SECONDS)
 
     @property
     def peer(self) -> Peer | None:

@@ -11,6 +11,7 @@ import pytest
 from openfiles import no_more_files
 
 from service.peers.channel import Body
+from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
 from service.process.config import ServerConfig
 from service.shadow.counting import CountingBoth
@@ -104,3 +105,8 @@ def test_samples_for_which_no_file_is_left_take_no_room(shadow: ShadowProcess, g
                 give()
     assert (shadow._held, shadow._unanswered.total()) == (0, 0)
     assert not give().done()
+
+
+def test_it_may_be_silent_for_longer_than_a_worker(shadow: ShadowProcess) -> None:
+    """It runs only when nobody else wants a processor."""
+    assert shadow._child._silent_seconds >= 10 * SILENT_SECONDS
