@@ -149,7 +149,7 @@ def falls_back(stand: Stand, model: str, scale: float, inject: Callable[[int], N
     _, answered = stand.ask(model, x)
     for name, y in expected.items():
         np.testing.assert_allclose(answered[name], y, rtol=1e-4, atol=1e-5)
-    assert stand.metric("fallback_active", model) == 1
+    until(lambda: stand.metric("fallback_active", model) == 1)
     until(lambda: "Bf16FallbackActive" in stand.alerts(model), 30, "the alert")
     assert stand.server.get("/readyz")[0] == 200
 
@@ -223,7 +223,8 @@ FAULTS = (
         "accumulated_in_bf16", "sums accumulated in bf16", {"rounding"}, "Bf16DriftChanged", healthy=False, falls=False
     ),
     Fault("cancelling", "bf16 where large values cancel", {"broken"}, "Bf16ModelBroken", healthy=False),
-    Fault("not_a_number", "NaN in one of two outputs", {"broken"}, "Bf16ModelBroken", healthy=False),
+    # One row in six: fifty in a row without any would come now and then.
+    Fault("not_a_number", "NaN in one of two outputs", {"broken"}, "Bf16ModelBroken", healthy=False, most=100),
 )
 
 
