@@ -27,6 +27,7 @@ SPEC = (TensorSpec("x", "float32", ("batch", 16)),)
 
 def test_each_kind_has_a_reader_or_is_said_to_come_later() -> None:
     assert set(sources.READERS) == set(Kind) - detect._LATER
+    assert all(callable(sources.reader(kind)) for kind in sources.READERS)
 
 
 def test_a_module_answers_without_touching_its_feed_or_torchs_settings() -> None:

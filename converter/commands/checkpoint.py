@@ -1,0 +1,134 @@
+"""``bf16-convert checkpoint``: its options, parsed before any long work begins."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from converter.commands.common import PATH, debug_option, say
+
+if TYPE_CHECKING:
+    from converter.options import Options
+
+
+@click.command()
+@click.argument("source", type=PATH)
+@click.option("--out", required=True, type=PATH, metavar="REPOSITORY/MODEL/VERSION", help="Where the artifact goes.")
+@click.option("--force", is_flag=True, help="Replace an artifact that is there already.")
+@click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights.")
+@click.option("--model-args", metavar="JSON", help="Keyword arguments of the factory.")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="NAME:DTYPE:DIMS",
+    help="An input, e.g. input_ids:int64:batch,seq; dims are sizes or names.",
+)
+@click.option(
+    "--output",
+    "outputs",
+    multiple=True,
+    metavar="NAME:KIND",
+    help="What an output is: logits, embedding, regression or other.  [default: judged by its name]",
+)
+@click.option(
+    "--samples",
+    metavar="FILE|DIR|PKG.MOD:FN",
+    help="Calibration inputs: a .npz or .safetensors file is one feed, a directory many, a function yields them."
+    "  [default: seeded random ones]",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(["onnx", "torchscript"]),
+    help="May be given twice.  [default: both where the source allows]",
+)
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    type=click.Choice(["cpu", "cpu-bf16", "cuda"]),
+    help="ONNX profiles to write; may be given more than once.  [default: cpu and cuda, and cpu-bf16 where it keeps to"
+    " the budget]",
+)
+@click.option("--with-past", is_flag=True, help="A causal language model's cache becomes inputs and outputs.")
+@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Nodes or tensors that stay fp32.")
+@click.option("--bf16", multiple=True, metavar="REGEX", help="Nodes or tensors that become bf16.")
+@click.option(
+    "--budget",
+    multiple=True,
+    metavar="METRIC=NUMBER",
+    help="A bound on drift, e.g. relative_l2=1e-2, or on a quantile: relative_l2.p99=2e-2.",
+)
+@click.option("--allow-over-budget", is_flag=True, help="Publish all the same when drift is over budget.")
+@click.option(
+    "--search/--no-search", default=True, help="Over budget, search for the fewest fp32 islands that meet it."
+)
+@click.option(
+    "--search-minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="The longest the search may take.",
+)
+@click.option("--drop-failing-profiles", is_flag=True, help="Publish without the profiles that are over budget.")
+@click.option(
+    "--subnormals",
+    type=click.Choice(["keep", "flush"]),
+    default="keep",
+    show_default=True,
+    help="What becomes of weights below the smallest normal number.",
+)
+@click.option("--saturate", is_flag=True, help="Weights that overflow become the largest bf16 number.")
+@click.option("--residual/--no-residual", default=True, help="Keep the low 16 bits, which restore fp32.")
+@click.option("--report/--no-report", default=True, help="Write report.html.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random samples.")
+@click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
+@debug_option
+def checkpoint(debug: bool, **given: object) -> None:
+    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, or ONNX."""
+    from bf16kit.runtime import kernel
+    from converter.pipeline import convert
+    from converter.process import memory, progress
+    from converter.report import page
+
+    kernel.chosen()  # a wrong BF16KIT_KERNELPATH is known now, not when all is written and the first graph is run
+    memory.map_large_blocks()
+    memory.keep_few_primitives()
+
+    options = _options(**given)
+    with progress.on(sys.stderr) as bar:
+        result = convert(options, bar)
+    say(page.summary(result.artifact, result.notes))
+
+
+def _options(**given: object) -> Options:
+    """Parsed options; a mistake in any of them is found before long work begins."""
+    from converter import options as parse
+
+    def many(name: str) -> tuple[str, ...]:
+        values = given.pop(name)
+        assert isinstance(values, tuple)  # noqa: S101 - click's `multiple=True`
+        return values
+
+    from bf16kit.drift import Budget
+
+    out, model_args, profiles = given.pop("out"), given.pop("model_args"), many("profiles")
+    assert isinstance(out, Path)  # noqa: S101 - click's `type=PATH`
+    return parse.Options(
+        target=parse.parse_target(out),
+        model_args=parse.parse_model_args(str(model_args) if model_args is not None else None),
+        inputs=parse.parse_inputs(many("inputs")),
+        outputs=parse.parse_outputs(many("outputs")),
+        formats=many("formats"),  # type: ignore[arg-type]  # click.Choice checked them
+        profiles=profiles or ("cpu", "cuda"),  # type: ignore[arg-type]
+        optional=() if profiles else ("cpu-bf16",),
+        keep_fp32=parse.parse_patterns("--keep-fp32", many("keep_fp32")),
+        bf16=parse.parse_patterns("--bf16", many("bf16")),
+        budget=Budget.parse(many("budget")),
+        **given,  # type: ignore[arg-type]
+    )

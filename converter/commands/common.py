@@ -1,0 +1,22 @@
+"""What the commands share: options, and printing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from bf16kit.text import printable
+
+PATH = click.Path(path_type=Path)
+
+samples_option = click.option(
+    "--samples", metavar="FILE|DIR|PKG.MOD:FN", help="Inputs to run.  [default: the golden samples]"
+)
+debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON for programs: docs/json.md says what.")
+
+
+def say(text: str) -> None:
+    """Print ``text``, what a terminal would act on made harmless."""
+    click.echo(printable(text))

@@ -1,0 +1,47 @@
+"""What the readers share: inputs that must be given, and a module turned into a source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import UsageError
+from bf16kit.tensors import TensorSpec
+from converter.model import Checkpoint, Sampler, Source
+from converter.options import Options
+
+if TYPE_CHECKING:
+    from converter.model import TorchModel
+
+Advance = Callable[[int], None]  # told of the bytes read
+
+
+def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
+    """What ``--input`` says of the model; :class:`UsageError` where it says nothing."""
+    if not options.inputs:
+        raise UsageError(
+            f"{options.source}: a checkpoint does not say what its model's inputs are; name each with"
+            " --input NAME:DTYPE:DIMS, for example --input x:float32:batch,16"
+        )
+    return options.inputs
+
+
+def exported(checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = ()) -> Source:
+    """``model`` exported; its oracle answers until the module is dropped, and asks that exporting left it alone."""
+    from converter.sources import oracles
+    from converter.sources.edges import output_specs
+    from converter.sources.torch.onnx_export import to_onnx
+
+    untouched = oracles.Untouched(model.module)
+    graph = to_onnx(model, checkpoint.tensors)
+    untouched.check("torch.onnx.export")
+    return Source(
+        checkpoint,
+        graph,
+        model.inputs,
+        output_specs(graph),
+        model,
+        sampler,
+        ("torch", "onnxscript", *tools),
+        oracles.of_module(model),
+    )

@@ -1,0 +1,57 @@
+"""Weights without a graph: an architecture is built by ``--model``, or was saved with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import SourceError
+from converter.model import Array, Checkpoint, Source, digest_files
+from converter.options import Options
+from converter.sources.detect import Kind
+from converter.sources.readers.common import Advance, exported, inputs_of
+
+if TYPE_CHECKING:
+    import torch
+
+_FORMATS: Mapping[Kind, str] = {
+    Kind.SAFETENSORS: "safetensors",
+    Kind.SHARDED: "safetensors-sharded",
+    Kind.TORCH_ZIP: "torch",
+    Kind.PICKLE: "torch-pickle",
+}
+
+
+def read(options: Options, kind: Kind, advance: Advance) -> Source:
+    """Weights without a graph: an architecture is built, or was saved with them."""
+    from converter.sources import precisions, statedict
+    from converter.sources.torch.onnx_export import adapt, not_served
+
+    tensors, files, module = _tensors(options, kind)
+    if not tensors:
+        raise SourceError(f"{options.source}: holds no tensors")
+    precisions.check_range(options.source, tensors)
+    if module is None:
+        module = statedict.build(options)
+        statedict.fit(module, tensors)
+    checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors)
+    model = adapt(statedict.in_fp32(module), inputs_of(options))
+    notes = (*not_served(model.outputs, model.left_out), *precisions.notes(tensors, residual=options.residual))
+    return replace(exported(checkpoint, model, None), notes=notes)
+
+
+def _tensors(options: Options, kind: Kind) -> tuple[Mapping[str, Array], list[Path], torch.nn.Module | None]:
+    from converter.sources import safetensors_file, torch_file
+
+    if kind is Kind.SAFETENSORS:
+        return safetensors_file.read_file(options.source), [options.source], None
+    if kind is Kind.SHARDED:
+        index = options.source
+        if index.is_dir():
+            index = next(index.glob("*.safetensors.index.json"))
+        tensors, files = safetensors_file.read_sharded(index)
+        return tensors, files, None
+    tensors, module = torch_file.read_file(options.source, kind, trust_pickle=options.trust_pickle)
+    return tensors, [options.source], module
