@@ -1,0 +1,24 @@
+"""Frameworks that write the sources and answer for them, each in an environment of its own (`make test-sources`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_ENVIRONMENTS = Path(__file__).parents[2] / "build" / "sources"
+Environment = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def environment() -> Environment:
+    """The Python of a family: ``tensorflow``, ``jax`` or ``lightning``; the test skips where it is not installed."""
+
+    def python(family: str) -> Path:
+        found = _ENVIRONMENTS / family / "bin" / "python"
+        if not found.exists():
+            pytest.skip(f"{family} is not installed: make test-sources does it")
+        return found
+
+    return python
