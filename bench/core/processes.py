@@ -38,6 +38,11 @@ class Server:
         """User and system time that the process and those it has started have used so far."""
         return sum(_ticks(pid) for pid in _family(self.process.pid)) / os.sysconf("SC_CLK_TCK")
 
+    def own_cpu_seconds(self) -> float:
+        """The same of the process alone, without those it has started, to the nanosecond."""
+        clock = (~self.process.pid << 3) | 2  # Linux' name for a process' CPU clock: MAKE_PROCESS_CPUCLOCK(pid, SCHED)
+        return time.clock_gettime(clock)
+
 
 def _stat(pid: int) -> list[str]:
     """The fields after the name: state, parent, … Nothing where the process has ended."""

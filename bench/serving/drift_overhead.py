@@ -3,7 +3,9 @@
 One server has the same artifact three times, each with its own ``shadow``, and clients ask one after the other.
 Threads, memory and neighbours are then the same for all, and a percent can be seen: between two processes they differ
 by more. Servers are fresh in each round, and a round is one observation. The reference's process shares the cores with
-the server and the clients, as it does in a deployment that has no core to spare.
+the server and the clients, as it does in a deployment that has no core to spare. What sampling costs where the
+reference has a core of its own is the processor time that the server's process, without the reference's, spends on a
+request.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import re
 import shutil
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 
@@ -35,7 +38,8 @@ _SHADOWS = {
     DEFAULTS: "",
     TENTH: "shadow: {rate: 0.1, max_per_second: 10000}\n",
 }
-_GOALS = {DEFAULTS: (1.01, 1.02), TENTH: (1.05, 1.05)}  # seconds per request, and p99, over those without a shadow
+# Over those without a shadow, in the order of _WHAT.
+_GOALS = {DEFAULTS: (1.01, 1.02, 1.01), TENTH: (1.05, 1.05, 1.05)}
 _IN_FLIGHT = (16, 1)
 _READY_S = 60.0
 _METRIC = re.compile(r'^bf16kit_drift_samples_total\{.*model="(\w+)",outcome="(\w+)".*\} (\S+)$', re.MULTILINE)
@@ -48,15 +52,34 @@ class _Effort:
     seconds: float  # of each turn; as much again as a quarter of it goes before and is not measured
 
 
-_FULL, _QUICK = _Effort(6, 4, 0.8), _Effort(1, 2, 0.4)
+_FULL, _QUICK = _Effort(7, 6, 0.8), _Effort(1, 2, 0.4)
 _STILL_S, _SETTLED_S = 0.06, 3.0  # the server idle for so long has nothing left to measure; waited for at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Requests of one side, and the processor time that the server's own process took for them, in seconds."""
+
+    load: Load
+    busy: float
+
+
+_WHAT: Mapping[str, Callable[[_Turn], float]] = {
+    "time per request": lambda turn: 1 / turn.load.rate,
+    "p99": lambda turn: turn.load.p99,
+    "server's processor time per request": lambda turn: turn.busy / turn.load.calls,
+}
 
 
 @dataclass(slots=True)
 class _Found:
-    """Of one model and number in flight: loads by side, by round, by turn."""
+    """Of one model and number in flight: turns by side, by round."""
 
-    loads: dict[str, list[list[Load]]] = field(default_factory=lambda: {side: [] for side in _SHADOWS})
+    turns: dict[str, list[list[_Turn]]] = field(default_factory=lambda: {side: [] for side in _SHADOWS})
+
+    def typical(self, what: str) -> list[float]:
+        """The median of all turns, by side."""
+        return [median(_WHAT[what](turn) for turns in self.turns[side] for turn in turns) for side in _SHADOWS]
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
@@ -69,6 +92,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     measurements: list[Measurement] = []
     rates: dict[str, list[float]] = {}
     late: dict[str, list[float]] = {}
+    busy: dict[str, list[float]] = {}
     shares: dict[str, list[float]] = {}
     for name, (artifact, feeds) in cases.items():
         repository = _repository(workspace, artifact)
@@ -78,8 +102,9 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         for number, of in found.items():
             label = f"{name}, {number} in flight"
             measurements += _judged(label, of)
-            rates[label] = [median(load.rate for turns in of.loads[side] for load in turns) for side in _SHADOWS]
-            late[label] = [1e3 * median(load.p99 for turns in of.loads[side] for load in turns) for side in _SHADOWS]
+            rates[label] = [1 / seconds for seconds in of.typical("time per request")]
+            late[label] = [1e3 * seconds for seconds in of.typical("p99")]
+            busy[label] = [1e6 * seconds for seconds in of.typical("server's processor time per request")]
         shares[name] = _shares(samples)
     return Result(
         "drift_overhead",
@@ -92,12 +117,13 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
             "request": "one row; MiniLM's of 16 tokens; one connection",
         },
         notes=(
-            "one server serves the artifact three times; turns go round, in changing order",
+            "one server serves the artifact three times; turns go round, in each of the six orders",
             "clients, server and the reference's process share the cores",
         ),
         grids=(
             Grid("requests per second", "1/s", tuple(_SHADOWS), rates),
             Grid("p99", "ms", tuple(_SHADOWS), late),
+            Grid("server's processor time per request", "µs", tuple(_SHADOWS), busy),
             Grid("rows, in percent of requests", "", _COLUMNS, shares),
         ),
     )
@@ -108,21 +134,17 @@ _COLUMNS = tuple(f"{side}: {what}" for side in (DEFAULTS, TENTH) for what in ("m
 
 def _judged(label: str, found: _Found) -> list[Measurement]:
     measurements = []
-    for side, (throughput, p99) in _GOALS.items():
-        for what, goal in (("time per request", throughput), ("p99", p99)):
+    for side, goals in _GOALS.items():
+        for (what, value), goal in zip(_WHAT.items(), goals, strict=True):
             ratios = [
-                np.array([_value(what, load) / _value(what, base) for load, base in zip(loads, bases, strict=True)])
-                for loads, bases in zip(found.loads[side], found.loads[OFF], strict=True)
+                np.array([value(turn) / value(base) for turn, base in zip(turns, bases, strict=True)])
+                for turns, bases in zip(found.turns[side], found.turns[OFF], strict=True)
             ]
             detail = "over that without a shadow, in the same turn"
             measurements.append(
                 Measurement.of(f"{label}: {what}, {side}", estimate(ratios), at_most=goal, detail=detail)
             )
     return measurements
-
-
-def _value(what: str, load: Load) -> float:
-    return load.p99 if what == "p99" else 1 / load.rate
 
 
 def _round(
@@ -134,18 +156,19 @@ def _round(
         clients = {side: stack.enter_context(Client(server.port, request)) for side, request in requests.items()}
         _wait_for_references(server, clients)
         before, asked = _samples(server), dict.fromkeys(clients, 0)
-        order = list(clients)
+        orders = list(permutations(clients))  # each side is as often first, second and last
         for number, into in found.items():
-            turns: dict[str, list[Load]] = {side: [] for side in clients}
+            turns: dict[str, list[_Turn]] = {side: [] for side in clients}
             for turn in range(effort.turns):
-                for side in order[turn % 3 :] + order[: turn % 3] if turn % 2 else order[::-1]:
+                for side in orders[turn % len(orders)]:
                     warm = clients[side].timed_load(number, effort.seconds / 4)
+                    busy = server.own_cpu_seconds()
                     load = clients[side].timed_load(number, effort.seconds)
                     _settle(server)
-                    turns[side].append(load)
+                    turns[side].append(_Turn(load, server.own_cpu_seconds() - busy))
                     asked[side] += warm.calls + load.calls
             for side, taken in turns.items():
-                into.loads[side].append(taken)
+                into.turns[side].append(taken)
         after = _samples(server)
         return {
             (side, outcome): (count - before.get((side, outcome), 0)) / asked[side]
