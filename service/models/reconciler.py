@@ -29,6 +29,7 @@ from service.models.plan import Plan, Wish
 from service.models.slot import Slot
 from service.models.slottable import Slots, SlotTable
 from service.models.waiting import Waiting, tell
+from service.process import garbage
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -222,6 +223,8 @@ class Reconciler:
                 weights=self._weights,
                 agreement=self._agree(plan),
             )
+            if not self._waiting:  # before it answers, and once for the many models of a start
+                garbage.settle()
             replaced = self._publish(slot, plan, loaded, begun)
         except Bf16kitError as error:
             reason = slot.fail(str(error), _NOT_FOR_CALLERS if isinstance(error, RuntimeFailure) else "")
@@ -233,6 +236,8 @@ class Reconciler:
             self._advice.give(slot.label, loaded.runtime.info)
             if replaced is not None:
                 replaced.close(time.monotonic() + self._unload_seconds)
+                del replaced
+                garbage.settle()
             return ""
         self._changed()
         return reason
@@ -291,6 +296,8 @@ class Reconciler:
             self._metrics.remove(slot.series)
             _log.info("%s is unloaded", slot.label)
         self.leaving = ()
+        del slots, gone, models, slot, model
+        garbage.settle()
 
     def _wanted(self, wish: Wish) -> frozenset[int]:
         """The versions of ``wish``, and of a newer wish that waits: those have slots already."""

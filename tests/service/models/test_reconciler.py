@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -542,3 +544,22 @@ def test_a_reason_is_no_longer_than_a_person_reads(
         repository.load("m").result(60)
     assert len(repository.find("m", "").reason) <= 1000
     assert max(map(len, caplog.messages)) < 1200
+
+
+# --- garbage ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_loaded_is_out_of_the_search_for_garbage_until_it_is_unloaded(
+    tmp_path: Path, repository: Controlled
+) -> None:
+    """A search through everything stops every request for tens of milliseconds."""
+    put(tmp_path)
+    gc.unfreeze()
+    repository.load("m").result(60)
+    assert gc.get_freeze_count() > 10_000
+    model = repository.get("m", "")
+    seen = weakref.ref(model)
+    model.itself = model  # type: ignore[attr-defined]  # a cycle, as any closure makes one
+    del model
+    repository.unload("m").result(60)
+    until(lambda: seen() is None)
