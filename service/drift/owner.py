@@ -107,15 +107,15 @@ class FallbackOwner:
             self._act(key, state, before)
 
     def tend(self) -> None:
-        """To be called now and then where several processes serve: one that was started again, and could not load the
-        reference then, is asked once more."""
+        """To be called now and then. What was loaded in the place of what fp32 answered for begins with bf16, sampled
+        or not; and where several processes serve, one that was started again and could not load the reference then is
+        asked once more."""
         now = self._clock()
         with self._lock:
             for key, state in list(self._states.items()):
-                if state.fallback.phase != "fp32" or now - state.asked < state.answers.policy.retry_seconds:
+                if state.fallback.phase != "fp32" or self._state(key, self._servers.answers(*key), now) is not state:
                     continue
-                answers = self._servers.answers(*key)
-                if self._state(key, answers, now) is state:
+                if now - state.asked >= state.answers.policy.retry_seconds:
                     state.asked = now
                     self._order(key, state, "fp32")
 

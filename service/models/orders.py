@@ -29,8 +29,13 @@ class Orders:
         return told
 
     def published(self, slot: Slot) -> None:
-        """Something else answers there from now on."""
+        """Something else answers there from now on. An order for what was there before is over: should that be loaded
+        once more, it is another generation, of which nothing is known."""
+        key, loaded = (slot.name, slot.version), slot.loaded
         with self._lock:
+            order = self._orders.get(key)
+            if order is not None and loaded is not None and order.plan != loaded[1].digest:
+                del self._orders[key]
             self._carry_out(slot)
 
     def forget(self, slot: Slot) -> None:
