@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from bf16kit.errors import Bf16kitError
 from bf16kit.wording import brief
 from service.contract import Array
+from service.drift.late import LateThread
 from service.drift.observer import OutcomeObserver
 from service.drift.sampling import Hand, Sample, size_of
 from service.drift.shadow import QUEUE_SIZE, lower_priority
 
 _log = logging.getLogger(__name__)
 Run = Callable[[Mapping[str, Array], Sequence[str]], tuple[dict[str, Array], str]]
+_Given = tuple[Sample, OutcomeObserver]
 
 
 class Probe:
@@ -34,11 +33,11 @@ class Probe:
         self._run = run
         self._hand = hand
         self._most = most_bytes
-        self._queue: queue.Queue[tuple[Sample, OutcomeObserver] | None] = queue.Queue(QUEUE_SIZE)
         self._lock = threading.Lock()
         self._held = 0
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._waiting = LateThread[_Given](
+            f"{name}-probe", self._work, most=QUEUE_SIZE, at_once=1, begin=lower_priority
+        )
 
     def give(self, sample: Sample, observer: OutcomeObserver) -> None:
         """See :meth:`service.drift.sampling.Hand.give`."""
@@ -53,59 +52,38 @@ class Probe:
 
     def stop(self) -> None:
         """Begin nothing any more; what waits is dropped. Does not wait for what is at work."""
-        left = []
-        with self._lock:
-            self._closed = True
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    left.append(self._queue.get_nowait())
-            self._queue.put_nowait(None)  # there is room: all that puts has the lock
-        for waiting in left:
-            if waiting is not None:
-                waiting[1].sampled("dropped", waiting[0].rows)
+        for sample, observer in self._waiting.end():
+            observer.sampled("dropped", sample.rows)
 
     def close(self, deadline: float = math.inf) -> bool:
         """End the thread. False when it still runs at ``deadline``, in :func:`time.monotonic` seconds."""
         self.stop()
-        if self._thread is None:
-            return True
-        self._thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
+        return self._waiting.join(deadline)
 
     def _keep(self, sample: Sample, observer: OutcomeObserver) -> bool:
         with self._lock:
-            if self._closed or self._held + sample.nbytes > self._most:
-                return False
-            try:
-                self._begin()
-                self._queue.put_nowait((sample, observer))
-            except queue.Full:
-                return False
-            except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
-                _log.warning("%s: a sample that fp32 answered cannot be run on bf16: %s", self._name, error)
+            if self._held + sample.nbytes > self._most:
                 return False
             self._held += sample.nbytes
-            return True
+        kept = False
+        try:
+            kept = self._waiting.put((sample, observer))
+        except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
+            _log.warning("%s: a sample that fp32 answered cannot be run on bf16: %s", self._name, error)
+        if not kept:
+            self._give_back(sample)
+        return kept
 
-    def _begin(self) -> None:
-        """Called with the lock held."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name=f"{self._name}-probe", daemon=True)
-            thread.start()
-            self._thread = thread  # no sooner: what was not started cannot be joined
+    def _give_back(self, sample: Sample) -> None:
+        with self._lock:
+            self._held -= sample.nbytes
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        lower_priority()
-        while (waiting := self._queue.get()) is not None:
-            sample, observer = waiting
-            if self._closed:
-                observer.sampled("dropped", sample.rows)
-            else:
-                self._measure(sample, observer)
-            with self._lock:
-                self._held -= sample.nbytes
+    def _work(self, taken: Sequence[_Given]) -> None:
+        for sample, observer in taken:
+            self._measure(sample, observer)
+            self._give_back(sample)
 
     def _measure(self, sample: Sample, observer: OutcomeObserver) -> None:
         try:

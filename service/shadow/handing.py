@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 
 from bf16kit.errors import Unavailable
+from service.drift.late import LateThread
 from service.drift.observer import Outcome, OutcomeObserver
 from service.drift.sampling import Sample
 from service.models.plan import Plan, Wish
@@ -31,16 +31,21 @@ class PlannedHand:
     not wait for the system, nor for Python's lock after each of its calls (docs/decisions/0055).
     """
 
-    def __init__(self, name: str, plan: Plan, ask: Ask, gone: Callable[[str, str], None] = lambda name, wish: None):
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        ask: Ask,
+        gone: Callable[[str, str], None] = lambda name, wish: None,
+        *,
+        together_s: float = TOGETHER_S,
+    ) -> None:
         self._name = name
         self._plan = plan
         self._ask = ask
         self._gone = gone
-        self._given: list[_Given] = []
-        self._wake = threading.Condition()
-        self._ended = threading.Event()
         self._said = False
-        self._thread = threading.Thread(target=self._work, name=f"{name}-samples", daemon=True)
+        self._waiting = LateThread[_Given](f"{name}-samples", self._work, gather_s=together_s)
 
     @cached_property
     def _wish(self) -> str:
@@ -48,52 +53,29 @@ class PlannedHand:
 
     def give(self, sample: Sample, observer: OutcomeObserver) -> None:
         """See :meth:`service.drift.sampling.Hand.give`."""
-        with self._wake:
-            if taken := not self._ended.is_set() and self._has_begun():
-                if not self._given:  # the thread waits for the first, and for no other
-                    self._wake.notify()
-                self._given.append((sample, observer))
+        taken = False
+        try:
+            taken = self._waiting.put((sample, observer))
+        except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
+            self._say(error)
         if not taken:
             observer.sampled("dropped", sample.rows)
 
     def forget(self) -> None:
         """See :meth:`service.drift.sampling.Hand.forget`."""
-        with self._wake:
-            self._ended.set()
-            self._wake.notify()
-            given, self._given = self._given, []
-        for sample, observer in given:
+        for sample, observer in self._waiting.end():
             observer.sampled("dropped", sample.rows)
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # what it is about to send would be the model's first sample again
+        self._waiting.join()  # what it is about to send would be the model's first sample again
         self._gone(self._name, self._wish)
-
-    def _has_begun(self) -> bool:
-        """Called with the lock held."""
-        if self._thread.ident is None:
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
-                self._say(error)
-                return False
-        return True
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._given or self._ended.is_set())
-            if self._ended.wait(TOGETHER_S):
-                return
-            with self._wake:
-                given, self._given = self._given, []
-            if given:
-                try:
-                    self._send(given)
-                except Exception as error:  # noqa: BLE001 -- for want of files or memory: the next are handed on
-                    self._say(error)
-                    _tell(_told(given), ["failed"] * len(given))
+    def _work(self, given: Sequence[_Given]) -> None:
+        try:
+            self._send(given)
+        except Exception as error:  # noqa: BLE001 -- for want of files or memory: the next are handed on
+            self._say(error)
+            _tell(_told(given), ["failed"] * len(given))
 
     def _send(self, given: Sequence[_Given]) -> None:
         told = _told(given)

@@ -114,16 +114,14 @@ def test_samples_for_which_there_is_no_file_are_counted_as_failed_and_the_next_i
 def test_what_still_waits_when_the_model_goes_is_dropped_and_so_is_what_comes_later(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.shadow.handing.TOGETHER_S", 60.0)
     gone: list[str] = []
-    hand = PlannedHand("m", PLAN, leader.ask, lambda name, wish: gone.append(name))
+    hand = PlannedHand("m", PLAN, leader.ask, lambda name, wish: gone.append(name), together_s=60.0)
     observer = Observer()
     hand.give(SAMPLE, observer)
     hand.forget()
     hand.give(SAMPLE, observer)
     assert observer.told == [("dropped", 2)] * 2
     assert gone == ["m"]
-    until(lambda: not hand._thread.is_alive())
     assert leader.asked == []
 
 
@@ -147,7 +145,7 @@ def test_what_is_being_sent_when_the_model_goes_is_sent_before_it_is_gone() -> N
     hand.give(SAMPLE, Observer())
     assert sending.wait(20)
     threading.Thread(target=forget).start()
-    assert hand._ended.wait(20)
+    until(lambda: hand._waiting.ended)
     assert not forgot.wait(0.05)
     go.set()
     assert forgot.wait(20)

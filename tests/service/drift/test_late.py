@@ -1,0 +1,119 @@
+"""A thread that is there once there is something to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from waiting import until
+
+from service.drift.late import LateThread
+
+
+class Rig:
+    """Keeps what it was given together, and may be held up."""
+
+    def __init__(self) -> None:
+        self.done: list[list[int]] = []
+        self.go = threading.Event()
+        self.go.set()
+
+    def work(self, items: Sequence[int]) -> None:
+        assert self.go.wait(30)
+        self.done.append(list(items))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.go.set()
+
+
+def threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def test_nothing_runs_before_there_is_something_to_do(rig: Rig) -> None:
+    begun: list[str] = []
+    late = LateThread("late", rig.work, begin=lambda: begun.append(threading.current_thread().name))
+    assert threads("late") == 0
+    assert late.put(1)
+    until(lambda: rig.done == [[1]])
+    assert (threads("late"), begun) == (1, ["late"])
+    assert late.end() == []
+    assert late.join()
+    assert threads("late") == 0
+
+
+def test_what_waits_goes_together_as_far_as_it_may(rig: Rig) -> None:
+    rig.go.clear()
+    late = LateThread("late", rig.work, at_once=2)
+    for item in range(6):
+        late.put(item)
+    rig.go.set()
+    until(lambda: sum(map(len, rig.done)) == 6)
+    assert [item for items in rig.done for item in items] == list(range(6))
+    assert max(map(len, rig.done)) == 2
+    late.end()
+    assert late.join()
+
+
+def test_what_comes_soon_after_the_first_goes_along_with_it(rig: Rig) -> None:
+    late = LateThread("late", rig.work, gather_s=0.5)
+    for item in range(5):
+        late.put(item)
+    until(lambda: rig.done == [[0, 1, 2, 3, 4]])
+    late.end()
+    assert late.join()
+
+
+def test_only_so_many_may_wait(rig: Rig) -> None:
+    rig.go.clear()
+    late = LateThread("late", rig.work, most=2, at_once=1)
+    assert late.put(0)
+    until(lambda: not late._items, 20, "at work")
+    assert [late.put(1), late.put(2)] == [True, True]
+    assert not late.put(3)
+    assert late.end() == [1, 2]
+
+
+def test_what_waits_at_the_end_is_returned_and_what_is_at_work_is_done(rig: Rig) -> None:
+    late = LateThread("late", rig.work, gather_s=60.0)
+    late.put(1)
+    assert (late.end(), late.put(2), late.ended) == ([1], False, True)
+    assert late.join(), "it does not gather to the end"
+    rig.go.clear()
+    late = LateThread("late", rig.work, at_once=1)
+    late.put(3)
+    until(lambda: not late._items, 20, "at work")
+    assert late.end() == []
+    assert not late.join(0.0)
+    rig.go.set()
+    assert late.join()
+    assert rig.done == [[3]]
+
+
+def test_without_a_thread_nothing_waits_and_the_next_tries_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    late = LateThread("late", rig.work)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            late.put(1)
+    assert late.join(), "there is nothing to wait for"
+    late.put(2)
+    until(lambda: rig.done == [[2]])
+    late.end()
+    assert late.join()
+
+
+def test_its_own_work_may_end_it(rig: Rig) -> None:
+    ended: list[bool] = []
+    late = LateThread[int]("late", lambda items: ended.append(late.end() == [] and late.join()))
+    late.put(1)
+    until(lambda: ended == [True])
+    assert late.join()
