@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
+from bf16kit.runtime.deadlines import DEADLINES
 from bf16kit.runtime.device import CPU, cuda_index
 from bf16kit.runtime.hardware import available_cpus
 from bf16kit.runtime.ortvalue import to_value
@@ -124,13 +124,8 @@ def ending_after(seconds: float) -> Iterator[Any]:
     """Options of a run that ONNX Runtime ends, between two nodes, when ``seconds`` are over; ``terminate`` says so."""
     options = ort.RunOptions()
     options.log_severity_level = _FATAL
-    timer = threading.Timer(seconds, setattr, (options, "terminate", True))
-    timer.daemon = True
-    timer.start()
-    try:
+    with DEADLINES.after(seconds, lambda: setattr(options, "terminate", True)):
         yield options
-    finally:
-        timer.cancel()
 
 
 @contextlib.contextmanager

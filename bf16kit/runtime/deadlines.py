@@ -1,0 +1,78 @@
+"""Deadlines of runs, all kept by one thread: one for each run would cost more than a small run takes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+_LINGER_S = 10.0  # that the thread stays when nothing has a deadline: runs come one after another
+
+
+class _Deadline:
+    """Of one run; told apart from others by its identity."""
+
+    __slots__ = ("at", "over")
+
+    def __init__(self, at: float, over: Callable[[], None]) -> None:
+        self.at = at
+        self.over = over
+
+
+class Deadlines:
+    """Any thread may use it. Its own is there from the first deadline on, and ends when there was none for a while.
+
+    Runs at work are few, and most end long before their deadline: so the earliest is looked for when the thread wakes,
+    and a run that comes or ends wakes nobody unless its deadline is earlier than what the thread waits for.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, linger_s: float = _LINGER_S) -> None:
+        """``clock`` is in seconds."""
+        self._clock = clock
+        self._linger_s = linger_s
+        self._wake = threading.Condition()
+        self._waiting: set[_Deadline] = set()
+        self._wakes_at = -math.inf  # of the thread; none runs
+        self._running = False
+
+    @contextlib.contextmanager
+    def after(self, seconds: float, over: Callable[[], None]) -> Iterator[None]:
+        """``over`` is called, on the thread, unless the block ends within ``seconds``; it must neither block nor raise.
+        It may still be called while the block ends. Raises RuntimeError where the system has no thread left."""
+        deadline = _Deadline(self._clock() + seconds, over)
+        with self._wake:
+            if not self._running:
+                threading.Thread(target=self._watch, name="deadlines", daemon=True).start()
+                self._running = True
+            elif deadline.at < self._wakes_at:
+                self._wake.notify()
+            self._waiting.add(deadline)
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._waiting.discard(deadline)
+
+    def _watch(self) -> None:
+        idle_since = math.inf
+        while True:
+            with self._wake:
+                now = self._clock()
+                late = [each for each in self._waiting if each.at <= now]
+                self._waiting.difference_update(late)
+                idle_since = now if self._waiting or late else min(idle_since, now)
+                first = min((each.at for each in self._waiting), default=idle_since + self._linger_s)
+                if not self._waiting and not late and now >= first:
+                    self._running = False
+                    return
+                self._wakes_at = first
+                if not late:
+                    self._wake.wait(min(first - now, threading.TIMEOUT_MAX))
+            for each in late:
+                each.over()
+
+
+#: Of this process. The one that a run's options are for is of no interest to any other.
+DEADLINES = Deadlines()
