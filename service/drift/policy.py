@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 PROCESS, OFF = "process", "off"
-_REMOTE = re.compile(
-    r"grpc://(\[[0-9A-Fa-f:.%]+\]|[^/\s:\[\]]+):(\d{1,5})/([!-.0-~]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII
-)
+LONGEST_HOST = 253  # characters, as in DNS
+_REMOTE = re.compile(r"grpc://(\[[^\]]*\]|[^/:]*):(\d{1,5})/([!-.0-~]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII)
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # "_" is in no host's name, and in those of containers
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,24 @@ class Remote:
     def parse(cls, text: str) -> Remote | None:
         """None for what is no such address."""
         found = _REMOTE.fullmatch(text)
-        if found is None or not 0 < int(found[2]) < 65_536:
+        if found is None or not 0 < int(found[2]) < 65_536 or not is_host(found[1]):
             return None
         return cls(f"{found[1]}:{found[2]}", found[3], found[4] or "")
 
     def __str__(self) -> str:
         return f"grpc://{self.target}/{self.model}" + (f"/{self.version}" if self.version else "")
+
+
+def is_host(text: str) -> bool:
+    """Whether this is a name or an IPv4 address of a host, or an IPv6 address in brackets, which may have a zone."""
+    if text.startswith("["):
+        address, _, zone = text[1:-1].partition("%")
+        try:
+            ipaddress.IPv6Address(address)
+        except ValueError:
+            return False
+        return "%" not in text or re.fullmatch(r"[A-Za-z0-9_.-]{1,15}", zone, re.ASCII) is not None
+    return len(text) <= LONGEST_HOST and _NAME.fullmatch(text) is not None
 
 
 class ShadowPolicy(BaseModel):
@@ -60,7 +74,16 @@ class ShadowPolicy(BaseModel):
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in (PROCESS, OFF) and Remote.parse(value) is None:
-            raise ValueError(f"give {PROCESS}, {OFF} or grpc://HOST:PORT/MODEL[/VERSION]")
+            host = (found := _REMOTE.fullmatch(value)) is not None and not is_host(found[1])
+            raise ValueError(
+                f"give {PROCESS}, {OFF} or grpc://HOST:PORT/MODEL[/VERSION]"
+                + (
+                    f"; HOST is a name of at most {LONGEST_HOST} letters, digits, '-', '_' and '.', an IPv4 address, or"
+                    " an IPv6 address in brackets"
+                    if host
+                    else ""
+                )
+            )
         return value
 
     @property

@@ -57,7 +57,8 @@ class RemoteReference:
         largest = min(most_bytes + _BESIDE_TENSORS, _LARGEST_OPTION)
         options = [(f"grpc.max_{way}_message_length", largest) for way in ("receive", "send")]
         options.append(("grpc.enable_http_proxy", 0))  # it is asked itself: no proxy is to have what clients sent
-        self._channel = grpc.insecure_channel(remote.target, options=options)
+        # With its scheme: gRPC takes a host that is called unix, or vsock, for one.
+        self._channel = grpc.insecure_channel(f"dns:///{remote.target}", options=options)
         self._metadata, self._infer = self._stub("ModelMetadata"), self._stub("ModelInfer")
 
     def connect(self) -> None:

@@ -14,6 +14,9 @@ from service.drift.policy import Remote, ShadowPolicy
         ("grpc://localhost:8001/mlp", Remote("localhost:8001", "mlp", "")),
         ("grpc://10.0.0.7:1/a.b-c/12", Remote("10.0.0.7:1", "a.b-c", "12")),
         ("grpc://[::1]:65535/m/1", Remote("[::1]:65535", "m", "1")),
+        ("grpc://a_b.c-d.example.:1/m", Remote("a_b.c-d.example.:1", "m", "")),
+        ("grpc://[fe80::1%eth0]:1/m", Remote("[fe80::1%eth0]:1", "m", "")),
+        (f"grpc://{'.'.join(['a' * 63] * 3)}:1/m", Remote(f"{'.'.join(['a' * 63] * 3)}:1", "m", "")),
     ],
 )
 def test_a_model_of_another_server_is_named_by_its_address(text: str, remote: Remote) -> None:
@@ -59,3 +62,20 @@ def test_nothing_is_measured_where_it_is_off_which_yaml_reads_as_false(given: di
 def test_a_policy_survives_being_told_to_another_process() -> None:
     policy = ShadowPolicy(reference="grpc://h:1/m", reference_memory_bytes=5)
     assert ShadowPolicy.model_validate(policy.model_dump(mode="json")) == policy
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "h\x00", "h\x1b[1m", "h%00", "h,i", "h?x", "h#x", "user@h", "h;i", "h\\i", "hôte", "h*", "'h'", "-h", "h-",
+        ".h", "h..i", "", "[::1", "::1", "[::g]", "[1.2.3.4]", "[]", "[::1%]", "[::1%a/b]", "[::1%" + "z" * 16 + "]",
+        "a" * 64, ".".join(["a" * 63] * 4),
+    ],
+)  # fmt: skip
+def test_a_host_that_is_none_is_refused_in_one_line_that_says_what_one_is(host: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ShadowPolicy.model_validate({"reference": f"grpc://{host}:1/m"})
+    (error,) = refused.value.errors()
+    assert "give process, off or grpc://HOST:PORT/MODEL[/VERSION]" in error["msg"]
+    if not set(host) & set("[]:/"):
+        assert "; HOST is a name of at most 253 letters, digits" in error["msg"]

@@ -247,3 +247,12 @@ def test_samples_may_be_larger_than_a_channel_can_be_told(clock: Clock) -> None:
             assert run(reference)
         finally:
             reference.close()
+
+
+@pytest.mark.parametrize("host", ["unix", "vsock", "ipv4"])
+def test_a_host_that_is_called_as_a_scheme_of_grpc_is_a_host(connect: Connect, host: str) -> None:
+    """Or a file of this machine could be the reference."""
+    reference = connect(f"{host}:1")
+    target = reference._channel._channel.target().decode()  # type: ignore[attr-defined]  # of what the stubs show
+    assert target == f"dns:///{host}:1"
+    assert not reference.up
