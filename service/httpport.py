@@ -21,7 +21,7 @@ def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials
         config.http_port,
         pages,
         limits=http_limits(config),
-        access=Access(credentials.tokens, client_certificate=config.tls_client_ca is not None),
+        access=Access(credentials.tokens, config.tls_client_ca is not None, config.host),
         certificates=credentials.certificates,
         refused=metrics.refused,
     )

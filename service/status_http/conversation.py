@@ -51,6 +51,7 @@ class Asked:
     query: str
     accept: str
     authorization: str
+    host: str
     has_certificate: bool
     first: bool  # of its connection
 
@@ -214,6 +215,7 @@ class Conversation:
             query=query,
             accept=header(b"accept"),
             authorization=header(b"authorization"),  # two of them joined are no token
+            host=header(b"host"),
             has_certificate=bool(writer.get_extra_info("peercert")),
             first=self._first,
         )

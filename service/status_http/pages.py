@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from ipaddress import ip_address
 from typing import Protocol
 
 from service.contract import Registry
+from service.process.config import LOOPBACK
 from service.process.tokens import Scope, TokenFile
 from service.status_http.page import status_page
 from service.status_http.views import ServerView
 
 TEXT = "text/plain; charset=utf-8"
 EVIDENCE = "/evidence"
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # the header of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +98,26 @@ def text(status: HTTPStatus, words: str, *headers: tuple[str, str], refused: str
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may see what is no probe: all who can connect, unless there are tokens or clients' certificates are asked."""
+    """Who may see what is no probe: all who can connect, unless there are tokens or clients' certificates are asked.
+
+    What a token would need the scope manage for has, without either, to be asked by a name of this machine, or by
+    ``host``, the one that is listened on. A browser asks by the name in its address bar: that of a page from elsewhere
+    which resolves to this machine meanwhile is another (DNS rebinding), and the page may not read the answer.
+    """
 
     tokens: TokenFile | None = None
     client_certificate: bool = False
+    host: str = ""
 
-    def refusal(self, authorization: str, has_certificate: bool, scope: Scope = "read") -> Page | None:
-        """Why this client is refused; None for one that may see the page."""
+    def refusal(self, authorization: str, has_certificate: bool, scope: Scope = "read", host: str = "") -> Page | None:
+        """Why this client, which has asked for ``host``, is refused; None for one that may see the page."""
         if self.client_certificate and not has_certificate:
             words = "this page needs a client certificate of the configured authority"
             return text(HTTPStatus.FORBIDDEN, words, refused="unauthenticated")
         if self.tokens is None:
+            if scope == "manage" and not self.client_certificate and not self._is_here(host):
+                words = "without tokens this page is for who asks for this machine: by localhost or 127.0.0.1"
+                return text(HTTPStatus.FORBIDDEN, words, refused="forbidden")
             return None
         scopes = self.tokens.scopes(authorization)
         if scopes is None:
@@ -116,6 +129,17 @@ class Access:
             words = f"this token lacks the scope {scope!r}"
             return text(HTTPStatus.FORBIDDEN, words, challenge, refused="forbidden")
         return None
+
+    def _is_here(self, host: str) -> bool:
+        """Whether a Host header names this machine."""
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = found[1].strip("[]").lower()
+        try:
+            return ip_address(name).is_loopback or name == self.host
+        except ValueError:
+            return name in LOOPBACK or name == self.host.lower()
 
 
 def _probe(good: bool, word: str) -> Page:

@@ -157,7 +157,7 @@ class HttpServer:
                 await asyncio.sleep(0)
         if route is None or not route.probe:
             scope = "read" if route is None else route.scope
-            refusal = self._access.refusal(asked.authorization, asked.has_certificate, scope)
+            refusal = self._access.refusal(asked.authorization, asked.has_certificate, scope, asked.host)
             if refusal is not None:
                 return refusal
         if route is None:

@@ -25,6 +25,7 @@ READER, WRITER = "reader-0123456789abcdef", "writer-0123456789abcdef"
 PAGES = {
     "/livez": Route(lambda _: text(HTTPStatus.OK, "live"), probe=True),
     "/metrics": Route(lambda _: text(HTTPStatus.OK, "metrics")),
+    "/evidence": Route(lambda _: text(HTTPStatus.OK, "evidence"), scope="manage"),
 }
 Serve = Callable[..., HttpServer]
 
@@ -174,3 +175,38 @@ def test_a_handshake_that_never_ends_has_no_more_time_than_a_request(
         with contextlib.suppress(ConnectionResetError):
             assert peer.recv(1) == b""
         peer.close()
+
+
+HERE = ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8002", "127.1.2.3:1", "[::1]", "[::1]:8002", "its.name:1"]
+ELSEWHERE = [
+    "evil.example", "evil.example:8002", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.7", "[::2]:1",
+    "user@localhost", "localhost:", "localhost:99999999", "localhost/", "", "::1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("host", "answered"), [*((each, 200) for each in HERE), *((each, 403) for each in ELSEWHERE)])
+def test_without_tokens_what_is_to_be_managed_is_for_who_asks_for_this_machine(
+    serve: Serve, host: str, answered: int
+) -> None:
+    """A browser says by which name it asks. That of a page from elsewhere may resolve to this machine by now."""
+    heard: list[str] = []
+    server = serve(access=Access(host="its.name"), refused=heard.append)
+    code, _, body = get(server, "/evidence", Host=host)
+    assert code == answered
+    if code == 403:
+        assert body == "without tokens this page is for who asks for this machine: by localhost or 127.0.0.1\n"
+        assert heard == ["forbidden"]
+    assert get(server, "/metrics", Host=host)[0] == 200, "which holds nothing that a client sent"
+
+
+def test_whoever_shows_a_token_or_a_certificate_may_ask_by_any_name(
+    serve: Serve, tokens: TokenFile, authority: Authority, pair: Pair
+) -> None:
+    """No page from elsewhere has either."""
+    server = serve(access=Access(tokens))
+    assert get(server, "/evidence", Authorization=f"Bearer {WRITER}", Host="proxy.example")[0] == 200
+    certificates = CertificateFiles(pair.certificate, pair.key, authority.certificate)
+    server = serve(certificates=certificates, access=Access(client_certificate=True))
+    client = trusting(authority, authority.sign("client"))
+    assert get(server, "/evidence", client, Host="proxy.example")[0] == 200
+    assert get(server, "/evidence", trusting(authority), Host="localhost")[0] == 403
