@@ -9,47 +9,16 @@ attack a server use it, too: it tells how each call ended, also where the server
 from __future__ import annotations
 
 import json
-import random
-import selectors
-import socket
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
+from bench.serving.generator import CODES
 
-from bench.serving import wire
-from bench.serving.http2 import (
-    ACK,
-    DATA,
-    END_STREAM,
-    GOAWAY,
-    HEADERS,
-    LARGEST_WINDOW,
-    PING,
-    PREFACE,
-    RST_STREAM,
-    SETTINGS,
-    WINDOW_UPDATE,
-    frame,
-    request_frames,
-    request_headers,
-    settings,
-    window_update,
-)  # fmt: skip
-
-# How a call may end without a status; the first two mean that no server has seen it.
-NOT_SENT, NOT_PROCESSED, RESET, CUT_OFF, LOST = "not sent", "not processed", "reset", "cut off", "lost"
-_CODES = {code.value[0]: code.name for code in grpc.StatusCode}
-_FRAME_HEADER = 9
-_WINDOW = 65_535  # of a connection, until the server says more
-_LAST_WAIT_S = 10.0  # for answers, after the last call was sent
-_REMEMBERED = 100  # different answers and texts of errors
+_NAMES = frozenset(CODES.values())
 _ROOT = Path(__file__).parents[2]
 
 
@@ -57,8 +26,8 @@ _ROOT = Path(__file__).parents[2]
 class Outcome:
     """What became of a block of calls: of each, when it was due (:func:`time.monotonic`) and what it took from then.
 
-    ``ended`` has them by the name of their status, or one of the words above. ``answers`` counts the different answers
-    to each message, ``said`` the texts that came with each status.
+    ``ended`` has them by the name of their status, or a word of :mod:`bench.serving.generator`. ``answers`` counts the
+    different answers to each message, ``said`` the texts that came with each status.
     """
 
     offered: int
@@ -107,7 +76,15 @@ class Offering:
         connections: int = 16,
         seed: int | None = None,
     ) -> None:
-        command = [sys.executable, "-m", "bench.serving.openloop", str(port), str(rate), str(seconds), str(connections)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.serving.generator",
+            str(port),
+            str(rate),
+            str(seconds),
+            str(connections),
+        ]
         command += [] if seed is None else [str(seed)]
         self._process = subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -130,208 +107,3 @@ class Offering:
 def offer(port: int, message: bytes, *, rate: float, seconds: float, connections: int = 16) -> Outcome:
     """Send ``message`` to ModelInfer ``rate`` times a second for ``seconds``, from another process."""
     return Offering(port, [message], rate=rate, seconds=seconds, connections=connections).outcome()
-
-
-_NAMES = frozenset(_CODES.values())
-
-# --- inside the generator's process -----------------------------------------------------------------------------------
-
-
-class _Ledger:
-    """How calls ended."""
-
-    def __init__(self, messages: int) -> None:
-        self.ended: dict[str, list[tuple[float, float]]] = {}
-        self.answers = [Counter[bytes]() for _ in range(messages)]
-        self.said: dict[str, Counter[str]] = {}
-
-    def end(self, word: str, due: float, text: str = "") -> None:
-        self.ended.setdefault(word, []).append((due, time.monotonic() - due))
-        if text:
-            _count(self.said.setdefault(word, Counter()), text)
-
-    def answer(self, message: int, data: bytes) -> None:
-        _count(self.answers[message], data)
-
-    def report(self) -> dict[str, Any]:
-        answers = [{answer.hex(): count for answer, count in of.items()} for of in self.answers]
-        offered = sum(len(calls) for calls in self.ended.values())
-        return {"offered": offered, "ended": self.ended, "answers": answers, "said": self.said}
-
-
-def _count(counter: Counter[Any], item: Any) -> None:
-    if item in counter or len(counter) < _REMEMBERED:
-        counter[item] += 1
-
-
-class _Connection:
-    """One connection, never blocked on: what cannot be sent yet waits in ``outgoing``."""
-
-    def __init__(self, port: int, messages: Sequence[bytes], ledger: _Ledger) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.setblocking(False)
-        self.outgoing = bytearray(PREFACE + settings() + window_update(LARGEST_WINDOW - _WINDOW))
-        self.due: dict[int, tuple[int, float]] = {}  # by stream: the message's number, and when it was due
-        self.waiting: list[tuple[int, float]] = []  # due, and no window to send them
-        self.leaving = self.closed = False
-        self._ledger = ledger
-        self._headers = request_headers(wire.INFER, port)
-        self._messages = messages
-        self._window = _WINDOW
-        self._next = 1
-        self._data: dict[int, bytes] = {}
-        self._incoming = bytearray()
-
-    def send(self, message: int, due: float) -> None:
-        """One call, or as soon as the window allows it."""
-        if self.leaving:
-            self._ledger.end(NOT_SENT, due)
-            return
-        self.waiting.append((message, due))
-        self.flush()
-
-    def flush(self) -> None:
-        while self.waiting and self._window >= (size := len(self._messages[self.waiting[0][0]]) + 5):
-            call = self.due[self._next] = self.waiting.pop(0)
-            self.outgoing += request_frames(self._next, self._headers, self._messages[call[0]])
-            self._window -= size
-            self._next += 2
-        if self.closed:
-            return
-        try:
-            del self.outgoing[: self.socket.send(self.outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._cut_off()
-
-    def receive(self) -> None:
-        try:
-            chunk = self.socket.recv(1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            chunk = b""
-        if not chunk:
-            self._cut_off()
-            return
-        self._incoming += chunk
-        start = 0
-        while len(self._incoming) - start >= _FRAME_HEADER:
-            end = start + _FRAME_HEADER + int.from_bytes(self._incoming[start : start + 3])
-            if end > len(self._incoming):
-                break
-            self._take(start, end)
-            start = end
-        del self._incoming[:start]
-
-    def give_up(self) -> None:
-        """Nobody waits any longer."""
-        self._end_all(LOST)
-
-    def _take(self, start: int, end: int) -> None:
-        kind, flags = self._incoming[start + 3], self._incoming[start + 4]
-        stream = int.from_bytes(self._incoming[start + 5 : start + 9])
-        payload = bytes(self._incoming[start + _FRAME_HEADER : end])
-        if kind == DATA:
-            self._data[stream] = self._data.get(stream, b"") + payload
-        elif kind == WINDOW_UPDATE and stream == 0:
-            self._window += int.from_bytes(payload)
-        elif kind in (SETTINGS, PING) and not flags & ACK:
-            self.outgoing += frame(kind, ACK, 0, payload if kind == PING else b"")
-        elif kind == GOAWAY:
-            self._go_away(int.from_bytes(payload[:4]))
-        elif stream in self.due and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
-            self._end(stream, kind, payload)
-
-    def _end(self, stream: int, kind: int, payload: bytes) -> None:
-        message, due = self.due.pop(stream)
-        data = self._data.pop(stream, b"")
-        if kind == RST_STREAM:
-            self._ledger.end(RESET, due, f"HTTP/2 error {int.from_bytes(payload)}")
-            return
-        code = _CODES[int(_trailer(payload, b"grpc-status"))]
-        self._ledger.end(code, due, _trailer(payload, b"grpc-message"))
-        if code == "OK":
-            self._ledger.answer(message, data)
-
-    def _go_away(self, last: int) -> None:
-        """The server takes no call after stream ``last``, and these two were never looked at."""
-        self.leaving = True
-        for stream in [stream for stream in self.due if stream > last]:
-            self._ledger.end(NOT_PROCESSED, self.due.pop(stream)[1])
-        for _, due in self.waiting:
-            self._ledger.end(NOT_SENT, due)
-        self.waiting.clear()
-
-    def _cut_off(self) -> None:
-        self.leaving = self.closed = True
-        self._end_all(CUT_OFF)
-
-    def _end_all(self, word: str) -> None:
-        for _, due in self.due.values():
-            self._ledger.end(word, due)
-        for _, due in self.waiting:
-            self._ledger.end(NOT_SENT if self.closed else word, due)
-        self.due.clear()
-        self.waiting.clear()
-
-
-def _trailer(block: bytes, name: bytes) -> str:
-    """A header field of gRPC's server, which writes names and values out, since it may keep no table: RFC 7541 §6.2."""
-    at = block.find(bytes((len(name),)) + name)
-    if at < 0:
-        return ""
-    at += 1 + len(name)
-    size = block[at]
-    if size == 127:  # a text of up to 254 bytes
-        at, size = at + 1, 127 + (block[at + 1] & 127)
-    return block[at + 1 : at + 1 + size].decode("ascii", "replace")
-
-
-def plan(messages: int, rate: float, seconds: float, seed: int | None = None) -> list[tuple[float, int]]:
-    """Of each call, the seconds after the first that it is due, and which message it is: see :class:`Offering`."""
-    total = round(rate * seconds)
-    if seed is None:
-        return [(number / rate, number % messages) for number in range(total)]
-    chance, due, calls = random.Random(seed), 0.0, []  # noqa: S311 - arrivals, not secrets
-    for _ in range(total):
-        calls.append((due, chance.randrange(messages)))
-        due += chance.expovariate(rate)
-    return calls
-
-
-def _run(port: int, messages: Sequence[bytes], calls: Sequence[tuple[float, int]], count: int) -> dict[str, Any]:
-    ledger = _Ledger(len(messages))
-    connections = [_Connection(port, messages, ledger) for _ in range(count)]
-    chooser = selectors.DefaultSelector()
-    for connection in connections:
-        chooser.register(connection.socket, selectors.EVENT_READ, connection)
-    begun = time.monotonic()
-    end, sent, total = begun + calls[-1][0], 0, len(calls)
-    while sent < total or any(c.due or c.waiting for c in connections):
-        now = time.monotonic()
-        if now > end + _LAST_WAIT_S or all(c.closed for c in connections):
-            break
-        while sent < total and begun + calls[sent][0] <= now:
-            connections[sent % count].send(calls[sent][1], begun + calls[sent][0])
-            sent += 1
-        pause = 0.05 if sent >= total else max(0.0, begun + calls[sent][0] - now)
-        for key, _ in chooser.select(min(pause, 0.05)):
-            key.data.receive()
-            if key.data.closed:
-                chooser.unregister(key.fileobj)
-        for connection in connections:
-            if connection.outgoing or connection.waiting:
-                connection.flush()
-    for connection in connections:
-        connection.give_up()
-    return ledger.report()
-
-
-if __name__ == "__main__":
-    port, rate, seconds, count, *seed = sys.argv[1:]
-    texts = sys.stdin.read().split()
-    calls = plan(len(texts), float(rate), float(seconds), *map(int, seed))
-    print(json.dumps(_run(int(port), [bytes.fromhex(text) for text in texts], calls, int(count))))

@@ -20,7 +20,8 @@ from offered import Requests, wrong
 from serverprocess import ServerProcess
 from waiting import until
 
-from bench.serving.openloop import CUT_OFF, NOT_PROCESSED, NOT_SENT, Offering, Outcome
+from bench.serving.generator import CUT_OFF, NOT_PROCESSED, NOT_SENT
+from bench.serving.openloop import Offering, Outcome
 
 pytestmark = pytest.mark.hostile
 _RATE = 250.0

@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from bench.serving.openloop import plan
+from bench.serving.generator import plan
 
 
 def test_calls_without_a_seed_are_evenly_spaced_and_messages_take_turns() -> None:
