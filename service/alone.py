@@ -73,7 +73,7 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     operations = _operations(config, repository, controller, traces)
     transport = build_transport(config, repository, metrics.refused, credentials, operations, tracing)
     history = History(lambda: counting.samples(NAMES))
-    status = Status(repository, history)
+    status = Status(repository, history, why_off=shadow.why_off)
     evidence = evidence_route(repository, shadow.evidence if config.evidence else None)
     http = open_http(config, routes(repository, counting, status.look, evidence), metrics, credentials)
     try:
@@ -100,6 +100,7 @@ def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
     try:
         while not stop.wait(_TEND_SECONDS):
             shadow.tend()
+            owner.tend()
         ticking.stop()
         heap.stop()
         poll.stop()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from itertools import chain
 
 from service.peers.channel import Body
 from service.peers.peer import Message
-from service.shadow.process import NAME, Key
+from service.shadow.board import Key
+from service.shadow.process import NAME
 from service.telemetry.metrics import Metrics, expose
 from service.telemetry.readings import Sample
 from service.telemetry.whole import Family, Whole, added
@@ -35,9 +36,9 @@ class CountingBoth:
         """It has died: what it counted stays."""
         self._shadow.lost(NAME)
 
-    def forget(self, model: str) -> None:
-        """It was loaded anew, or unloaded."""
-        self._shadow.forget(model)
+    def forget(self, model: str, versions: Collection[int]) -> None:
+        """They were loaded anew, or unloaded."""
+        self._shadow.forget(model, versions)
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """See :meth:`Metrics.expose`; of this moment."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 from bf16kit.errors import ConfigError
+from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.drift.shadow import Reference
 from service.models.opening import Opened
+from service.shadow.board import Board
 from service.shadow.memory import Memory, default_bound, fp32_bytes
 
 _log = logging.getLogger(__name__)
 
 
-def open_reference(name: str, policy: ShadowPolicy, opened: Opened, memory: Memory) -> Reference:
+def open_reference(name: str, policy: ShadowPolicy, opened: Opened, memory: Memory, board: Board) -> Reference:
     """Loaded here, or at another server; for the thread of low priority that will ask it.
 
     Raises ConfigError for one that takes more memory than it may, and what loading it raises; nothing where another
@@ -36,5 +39,28 @@ def open_reference(name: str, policy: ShadowPolicy, opened: Opened, memory: Memo
             f"its weights are {weights} bytes in fp32, over shadow.reference_memory_bytes {bound}; raise that in"
             " serving.yaml, or have another server run the reference (shadow.reference: grpc://…)"
         )
-    _log.info("%s: its fp32 reference is being loaded", name)  # the last word, should that end the process
-    return memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1, low_priority=True))
+    with board.at_work(name, "loading"):
+        _log.info("%s: its fp32 reference is being loaded", name)  # the last word, should that end the process
+        reference = memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1, low_priority=True))
+    return OnBoard(name, reference, board)
+
+
+class OnBoard:
+    """See :class:`service.drift.shadow.Reference`: one that says on the board while it runs."""
+
+    def __init__(self, name: str, reference: Reference, board: Board) -> None:
+        self._name = name
+        self._reference = reference
+        self._board = board
+
+    @property
+    def up(self) -> bool:
+        return self._reference.up
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
+        """See :meth:`service.drift.shadow.Reference.run`."""
+        with self._board.at_work(self._name, "running"):
+            return self._reference.run(feeds, outputs, seconds=seconds)
+
+    def close(self) -> None:
+        self._reference.close()

@@ -5,13 +5,14 @@ It is there once it is needed, and kept running from then on. Nothing here knows
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bf16kit.errors import Unavailable
 from service.drift.shadow import QUEUE_SIZE
@@ -20,8 +21,12 @@ from service.peers.channel import Body
 from service.peers.child import Child
 from service.peers.peer import ENDED, Handler, Message, Peer
 from service.process.config import ServerConfig
+from service.shadow.blame import Blame
+from service.shadow.board import Key, label_of
 from service.shadow.fetching import fetch
+from service.shadow.gauges import Gauges
 
+_log = logging.getLogger(__name__)
 REFERENCES = "service.shadow.references"
 NAME = "the shadow"
 # Without an answer. It runs only when nobody else wants a processor, and says nothing while all are taken; one that
@@ -29,9 +34,8 @@ NAME = "the shadow"
 SILENT_SECONDS = 120.0
 _MOST_BYTES = 256 << 20  # of samples that it was given and has not measured yet
 _MOST_SAMPLES = 2 * QUEUE_SIZE  # of one model: it drops what is more than its queue, but only while it runs
-# Of the gauges, which go with it when it dies, what is to be seen all the same, and as what.
-_DOWN, _LAST = "bf16kit_drift_reference_up", "bf16kit_drift_last_sample_timestamp_seconds"
-Key = tuple[str, int]  # a model's name, and its version
+#: Whether a version is to be served as this says, which is a wish of it alone, in JSON.
+Wanted = Callable[[str, int, str], bool]
 
 
 class _Early(NamedTuple):
@@ -39,13 +43,18 @@ class _Early(NamedTuple):
     file: int
     told: Future[Body]
 
+    @property
+    def key(self) -> Key:
+        return _key(self.body)
+
 
 class ShadowProcess:
     """Runs from the first sample on, for as long as :meth:`tend` is called by the thread that leads.
 
-    ``counts`` hears what it has counted, ``lost`` that it has died, ``forgotten`` that nothing more of a model will be
-    counted, ``verdicts`` what recent drift says of a model. They run on threads that must not be held up. ``shared``:
-    several processes choose samples, and the policy's rate is that of all of them.
+    ``counts`` hears what it has counted, ``lost`` that it has died, ``forgotten`` that nothing more of a model's
+    versions will be counted, ``verdicts`` what recent drift says of a model. They run on threads that must not be held
+    up. ``shared``: several processes choose samples, and the policy's rate is that of all of them; then ``wanted`` says
+    what they serve, for a sample of one may come after all others have unloaded its model.
     """
 
     def __init__(
@@ -55,14 +64,16 @@ class ShadowProcess:
         lost: Callable[[], None],
         verdicts: Callable[[DriftVerdict], None] = lambda verdict: None,
         *,
-        forgotten: Callable[[str], None] = lambda model: None,
+        forgotten: Callable[[str, Collection[int]], None] = lambda model, versions: None,
         shared: bool = False,
+        wanted: Wanted | None = None,
     ) -> None:
         self._config = config
         self._counts = counts
         self._lost = lost
         self._forgotten = forgotten
         self._shared = shared
+        self._wanted = wanted
         self._lock = threading.RLock()  # what is told of a sample may come back here
         self._held = 0
         self._unanswered: Counter[Key] = Counter()  # samples
@@ -71,7 +82,9 @@ class ShadowProcess:
         self._talks = False  # it has begun, which takes a second or two
         self._early: list[_Early] = []  # they came before it was there
         self._wishes: dict[Key, str] = {}  # what it measures
-        self._gauges: Sequence[Sequence[Any]] = ()  # of its last counts, those that outlive it
+        self._off: dict[Key, str] = {}  # of these what ends it again and again, and why that is not measured
+        self._gauges = Gauges()
+        self._blame = Blame()
         handlers: dict[str, Handler] = {
             "counts": self._hear,
             "verdict": lambda message: verdicts(DriftVerdict.from_json(message.body)),
@@ -87,9 +100,14 @@ class ShadowProcess:
         asked before."""
         if (peer := self.peer) is None or not self._talks or not self._asked.done():
             return None
-        self._asked = asked = peer.ask("counts")
-        asked.add_done_callback(lambda done: None if done.exception() else self._keep(done.result()))
-        return asked
+        told: Future[Body] = Future()
+        self._asked = told
+        peer.ask("counts").add_done_callback(lambda done: self._pass_on(done, told))
+        return told
+
+    def why_off(self, model: str, version: int) -> str:
+        """Why a reference stays off, for people; empty for one that does not."""
+        return self._off.get((model, version), "")
 
     def tend(self) -> None:
         if self._wishes or self._child.pid is not None:
@@ -112,21 +130,16 @@ class ShadowProcess:
         Raises OSError, or answers with it, where no file is left."""
         told: Future[Body] = Future()
         body: Body = {**message.body, "shared": self._shared}
-        nbytes = int(body["nbytes"])
-        with self._lock:
-            key = body["model"], int(body["version"])
-            self._wishes[key] = body["wish"]
-            peer = self.peer
-            room = self._held + nbytes <= _MOST_BYTES and self._unanswered[key] < _MOST_SAMPLES
-            if room:
-                if peer is None:
-                    self._early.append(_Early(body, os.dup(message.files[0]), told))
-                self._held += nbytes
-                self._unanswered[key] += len(body["samples"])
-        if room and peer is not None:
-            self._ask(peer, body, message.files[0], told)
-        elif not room:
-            told.set_result({"outcomes": ["dropped"] * len(body["samples"])})
+        key = _key(body)
+        with self._lock:  # until it is sent: whoever forgets the model says so after it
+            new = key not in self._wishes
+            refused = self._refused(key, body)
+            if not refused:
+                self._hand_on(body, message.files[0], told)
+        if new and not self._talks:
+            self._tell_left()
+        if refused:
+            told.set_result({"outcomes": [refused] * len(body["samples"])})
         return told
 
     def ask(self, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
@@ -134,24 +147,33 @@ class ShadowProcess:
         return self.give(Message(dict(body), tuple(files)))
 
     def forget(self, model: str, wish: str = "") -> None:
-        """It was loaded anew, or unloaded: its references are not needed any more; where ``wish`` says what was
-        loaded, that one alone."""
+        """It was loaded anew, or unloaded: its references are not needed any more. Where ``wish`` says what was loaded,
+        that one alone; else all of its versions that are not wanted as they were."""
+
+        def is_gone(key: Key, known: str) -> bool:
+            if wish:
+                return key[0] == model and known == wish
+            return key[0] == model and (self._wanted is None or not self._wanted(*key, known))
+
         with self._lock:
-            gone = [key for key, known in self._wishes.items() if key[0] == model and wish in ("", known)]
+            gone = [key for key, known in self._wishes.items() if is_gone(key, known)]
             for key in gone:
                 del self._wishes[key]
-            early = [each for each in self._early if each.body["model"] == model and wish in ("", each.body["wish"])]
+                self._off.pop(key, None)
+            early = [each for each in self._early if is_gone(each.key, each.body["wish"])]
             self._early = [each for each in self._early if each not in early]
+            peer = self.peer
+            asked = peer.ask("forget", {"keys": gone}) if peer is not None and gone else None
         for each in early:
             os.close(each.file)
             self._count_out(each.body)
             each.told.set_result({"outcomes": ["dropped"] * len(each.body["samples"])})
-        if (peer := self.peer) is None:
+        versions = [version for _, version in gone]
+        if asked is not None:
+            asked.add_done_callback(lambda done: self._forget(model, versions, done))
+        elif peer is None:
             self._tell_left()
-            self._forgotten(model)
-        elif gone:
-            told = peer.ask("forget", {"keys": gone})
-            told.add_done_callback(lambda done: self._forget(model, done))
+            self._forgotten(model, versions)
 
     def restart(self, model: str, version: int) -> None:
         """What comes from now on was answered by another precision: recent drift begins anew."""
@@ -163,6 +185,29 @@ class ShadowProcess:
         return fetch(lambda: self.peer, model, version)
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _refused(self, key: Key, body: Body) -> str:
+        """What becomes of these samples where they are not handed on; empty where they are. Called with the lock
+        held."""
+        if self._wanted is not None and not self._wanted(*key, body["wish"]):
+            return "dropped"  # they were on their way while their model was unloaded
+        if self._wishes.get(key) != body["wish"]:
+            self._off.pop(key, None)  # that was of what was loaded before
+            self._wishes[key] = body["wish"]
+        if key in self._off:
+            return "failed"
+        room = self._held + int(body["nbytes"]) <= _MOST_BYTES and self._unanswered[key] < _MOST_SAMPLES
+        return "" if room else "dropped"
+
+    def _hand_on(self, body: Body, file: int, told: Future[Body]) -> None:
+        """Called with the lock held."""
+        peer = self.peer
+        if peer is None:
+            self._early.append(_Early(body, os.dup(file), told))
+        self._held += int(body["nbytes"])
+        self._unanswered[_key(body)] += len(body["samples"])
+        if peer is not None:
+            self._ask(peer, body, file, told)
 
     def _ask(self, peer: Peer, body: Body, file: int, told: Future[Body]) -> None:
         asked = peer.ask("samples", body, [file])
@@ -180,54 +225,68 @@ class ShadowProcess:
     def _count_out(self, body: Body) -> None:
         with self._lock:
             self._held -= int(body["nbytes"])
-            self._unanswered[body["model"], int(body["version"])] -= len(body["samples"])
+            self._unanswered[_key(body)] -= len(body["samples"])
 
     def _begin(self, peer: Peer) -> None:
-        config = self._config
+        config, board = self._config, self._blame.begin()
         told = {"log_level": config.log_level, "log_format": config.log_format, "evidence": config.evidence}
-        peer.tell("start", told)
+        try:
+            peer.tell("start", {**told, "one_by_one": self._blame.one_by_one}, [board])
+        finally:
+            os.close(board)
         with self._lock:
             early, self._early = self._early, []
-            for wish in self._wishes.values():
-                peer.tell("measure", {"wish": wish})
+            for key, wish in self._wishes.items():
+                if key not in self._off:
+                    peer.tell("measure", {"wish": wish})
             for each in early:  # whoever forgets a model meanwhile says so after them
-                self._ask(peer, each.body, each.file, each.told)
+                if each.key not in self._off:
+                    self._ask(peer, each.body, each.file, each.told)
+                else:
+                    self._count_out(each.body)
+                    each.told.set_result({"outcomes": ["failed"] * len(each.body["samples"])})
                 os.close(each.file)
 
     def _hear(self, message: Message) -> None:
         self._talks = True
-        self._keep(message.body)
-        self._counts(message)
+        self._counts(Message(self._whole(message.body)))
 
-    def _keep(self, told: Body) -> None:
-        self._gauges = [family for family in told["metrics"] if family[0] in (_DOWN, _LAST)]
+    def _pass_on(self, done: Future[Body], told: Future[Body]) -> None:
+        error = done.exception()
+        if error is None:
+            told.set_result(self._whole(done.result()))
+        else:
+            told.set_exception(error)
+
+    def _whole(self, told: Body) -> Body:
+        """What it has counted, and of the references that are to be there and that it has not, that they are down."""
+        self._gauges.keep(told["metrics"])
+        return {**told, "metrics": self._gauges.whole(told["metrics"], self._known())}
+
+    def _known(self) -> list[Key]:
+        with self._lock:
+            return list(self._wishes)
 
     def _bury(self) -> None:
-        """What it has counted stays, and it is not forgotten that it should be there."""
+        """What it has counted stays, and it is not forgotten that it should be there. What ended it stays off."""
         self._talks = False
+        culprit = self._blame.died(self._known())
+        if culprit is not None:
+            _log.error("%s: no live drift: %s", label_of(culprit.key), culprit.reason)
+            with self._lock:
+                self._off[culprit.key] = culprit.reason
         self._lost()
         self._tell_left()
 
     def _tell_left(self) -> None:
         """What outlives it, of the models that it is to measure."""
-        with self._lock:
-            known = set(self._wishes)
-        left = [_after_death(_of(family, known)) for family in self._gauges]
-        self._counts(Message({"metrics": left, "statistics": []}))
+        self._counts(Message({"metrics": self._gauges.left(self._known()), "statistics": []}))
 
-    def _forget(self, model: str, done: Future[Body]) -> None:
+    def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
         if done.exception() is None:
             self._hear(Message(done.result()))  # without it
-        self._forgotten(model)
+        self._forgotten(model, versions)
 
 
-def _of(family: Sequence[Any], known: Container[Key]) -> list[Any]:
-    *head, series = family
-    return [*head, [each for each in series if (each[1]["model"], int(each[1]["version"])) in known]]
-
-
-def _after_death(family: Sequence[Any]) -> list[Any]:
-    """``family`` as :meth:`service.telemetry.whole.Family.as_json` has it."""
-    *head, series = family
-    down = family[0] == _DOWN
-    return [*head, [[name, labels, 0.0 if down else value, exemplar] for name, labels, value, exemplar in series]]
+def _key(body: Body) -> Key:
+    return body["model"], int(body["version"])

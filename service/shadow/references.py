@@ -31,6 +31,7 @@ from service.peers.peer import TELL_SECONDS, Message, Peer
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking
+from service.shadow.board import Board, Key, label_of
 from service.shadow.fetching import KIND, answer
 from service.shadow.measured import Measured, Outcomes
 from service.shadow.memory import Memory
@@ -39,7 +40,6 @@ from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-Key = tuple[str, int]  # a model's name, and its version
 MEASURED = "bf16kit_drift_"  # what is counted here; whoever answers counts everything else
 
 
@@ -49,6 +49,7 @@ class References:
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
         self._memory = Memory(limit=True)
+        self._board = Board()  # of its own until it is told of the one that the server reads
         self._models: dict[Key, Measured] = {}
         self._lock = threading.RLock()  # what is told of a sample may come back here
         self._opening = ThreadPoolExecutor(1, "opening")
@@ -99,6 +100,7 @@ class References:
     def _start(self, message: Message) -> None:
         configure(message.body["log_level"], message.body["log_format"])
         self._keeps_evidence = message.body["evidence"]
+        self._board = Board(message.files[0], one_by_one=message.body["one_by_one"])
 
     def _begin(self, message: Message) -> None:
         with self._lock:
@@ -165,11 +167,10 @@ class References:
     # --- on other threads ---------------------------------------------------------------------------------------------
 
     def _open(self, key: Key, model: Measured) -> None:
-        label = f"model {key[0]!r} version {key[1]}"
+        label = label_of(key)
         try:
-            if stamp_of(model.plan.path) != model.plan.stamp:
-                raise ArtifactError("its files are others than those that were loaded")
-            opened = open_artifact(model.plan.path, model.plan.serving)
+            with self._board.at_work(label, "loading"):
+                opened = self._opened(model)
             model.metrics.opened(opened.weight_bytes, opened.outputs)
             shadow = self._new_shadow(key, model, opened)
         except Exception as error:  # noqa: BLE001 -- whoever waits for what becomes of a sample must be told
@@ -192,14 +193,19 @@ class References:
             for each in early:
                 shadow.put(each.sample, each.told)
 
+    def _opened(self, model: Measured) -> Opened:
+        if stamp_of(model.plan.path) != model.plan.stamp:
+            raise ArtifactError("its files are others than those that were loaded")
+        return open_artifact(model.plan.path, model.plan.serving)
+
     def _new_shadow(self, key: Key, model: Measured, opened: Opened) -> Shadow:
-        name = f"model {key[0]!r} version {key[1]}"
+        name = label_of(key)
         comparison = new_comparison(*key, opened)
         if self._keeps_evidence:
             model.witness = Witness(comparison, opened.batch_axis, opened.budget)
             model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
         return Shadow(
-            lambda: open_reference(name, model.policy, opened, self._memory),
+            lambda: open_reference(name, model.policy, opened, self._memory, self._board),
             model.witness or comparison,
             model.policy,
             model.metrics,

@@ -34,17 +34,19 @@ def troubles(model: ModelView) -> list[str]:
         found.append("answers its golden samples over budget")
     if drift.fallback:
         found.append("answers in fp32, because bf16 went over its budget")
-    if drift.reference_up is False:
+    if model.reference_off:
+        found.append(f"is not measured: {model.reference_off}")
+    elif drift.reference_up is False:
         found.append("is not measured: its fp32 reference loads or is dead")
     return found
 
 
-def drift_part(recent: Recent, running: Running, now: float) -> str:
-    """The heading, the table and the facts; ``now`` is in Unix seconds."""
+def drift_part(recent: Recent, running: Running, now: float, off: str = "") -> str:
+    """The heading, the table and the facts; ``now`` is in Unix seconds, ``off`` why the reference stays off."""
     return (
         f'<h3>Drift <span class="state {_KINDS[_state(recent)]}">{_state(recent)}</span></h3>\n'
         f'<div class="pair left">\n<div>\n{_table(recent, running)}\n</div>\n'
-        f"<div>\n{_facts(recent, running, now)}\n</div>\n</div>"
+        f"<div>\n{_facts(recent, running, now, off)}\n</div>\n</div>"
     )
 
 
@@ -119,7 +121,7 @@ def _budget(running: Running) -> str:
 # --- why, and what was done about it ----------------------------------------------------------------------------------
 
 
-def _facts(recent: Recent, running: Running, now: float) -> str:
+def _facts(recent: Recent, running: Running, now: float, off: str) -> str:
     drift = recent.drift
     facts = [
         fact(
@@ -128,7 +130,7 @@ def _facts(recent: Recent, running: Running, now: float) -> str:
         fact("Changes", f"{drift.changes:,} since it was loaded" if drift.changes else "none since it was loaded"),
         fact("Answers in", _answers(drift, running, now)),
         fact("Golden gate", _gate(drift, running, now)),
-        fact("Reference", _reference(drift, now)),
+        fact("Reference", _reference(drift, now, off)),
     ]
     if drift.out_of_range:
         rows = [f"{code(name)}: {amounts.plural(count, 'measured row')}" for name, count in drift.out_of_range.items()]
@@ -164,11 +166,11 @@ def _gate(drift: LiveDrift, running: Running, now: float) -> str:
     return f"{result} at {_moment(drift.gate_at, now)}<br>{golden(running)}"
 
 
-def _reference(drift: LiveDrift, now: float) -> str:
+def _reference(drift: LiveDrift, now: float, off: str) -> str:
     words = {
         None: "not loaded: nothing was sampled yet, or it is off",
         True: "up",
-        False: _marked("loading or dead: nothing is measured", bad=True),
+        False: _marked(off or "loading or dead: nothing is measured", bad=True),
     }
     last = "" if drift.last_sample is None else f"; last sample {_moment(drift.last_sample, now)}"
     return words[drift.reference_up] + last

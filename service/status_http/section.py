@@ -31,7 +31,7 @@ def model_section(model: ModelView, anchor: str, now: float) -> str:
     if model.reason not in ("", model.state):
         parts.append(f'<p class="reason {state}">{escape(model.reason)}</p>')
     if model.recent is not None and model.running is not None:
-        parts += [_trends(model, model.recent), drift_part(model.recent, model.running, now)]
+        parts += [_trends(model, model.recent), drift_part(model.recent, model.running, now, model.reference_off)]
         parts.append(f'<div class="pair">\n{_latency(model.recent)}\n{_how(model.running)}\n</div>')
     elif model.running is not None:
         parts.append(_how(model.running, fact("Golden gate", golden(model.running))))

@@ -76,6 +76,7 @@ class ModelView:
     reason: str
     running: Running | None = None
     recent: Recent | None = None
+    reference_off: str = ""  # why its fp32 reference stays off, where it does
 
     @property
     def label(self) -> str:
@@ -122,12 +123,20 @@ class Status:
     """Looks at a registry and a history. ``clock`` is in seconds since the epoch."""
 
     def __init__(
-        self, registry: Registry, history: History, *, workers: int = 1, clock: Callable[[], float] = time.time
+        self,
+        registry: Registry,
+        history: History,
+        *,
+        workers: int = 1,
+        clock: Callable[[], float] = time.time,
+        why_off: Callable[[str, int], str] = lambda model, version: "",
     ) -> None:
+        """``why_off`` says of a version why its fp32 reference stays off; nothing where it does not."""
         self._registry = registry
         self._history = history
         self._workers = workers
         self._clock = clock
+        self._why_off = why_off
         self._begun = time.monotonic()
         self._ports = 0, 0
 
@@ -140,7 +149,7 @@ class Status:
         now = self._clock()
         recent, door = self._history.read()
         slots = self._registry.models()
-        models = tuple(_view(slot, recent.get((slot.name, str(slot.version)))) for slot in slots)
+        models = tuple(self._view(slot, recent.get((slot.name, str(slot.version)))) for slot in slots)
         return ServerView(
             at=datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
             at_seconds=now,
@@ -154,11 +163,11 @@ class Status:
             door=door,
         )
 
-
-def _view(slot: Slot, recent: Recent | None) -> ModelView:
-    model, reason = slot.model, slot.reason
-    running = None if model is None else Running.of(model)
-    return ModelView(slot.name, slot.version, slot.state, reason, running, recent)
+    def _view(self, slot: Slot, recent: Recent | None) -> ModelView:
+        model, reason = slot.model, slot.reason
+        running = None if model is None else Running.of(model)
+        off = self._why_off(slot.name, slot.version)
+        return ModelView(slot.name, slot.version, slot.state, reason, running, recent, off)
 
 
 def _described(spec: TensorSpec) -> str:

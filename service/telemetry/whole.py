@@ -7,7 +7,7 @@ restart would take back what was told before, and its gauges go. Nothing here kn
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Self
@@ -95,10 +95,11 @@ class Whole:
                 if family.counts:
                     self._keep(family, {})
 
-    def forget(self, model: str) -> None:
-        """It was loaded anew: what is gone was counted by what it was before."""
+    def forget(self, model: str, versions: Collection[int]) -> None:
+        """They were loaded anew: what is gone was counted by what they were before."""
+        gone = {(model, str(version)) for version in versions}
         with self._lock:
-            self._drop(lambda key: key is not None and key[0] == model)
+            self._drop(lambda key: key in gone)
 
     def families(self) -> list[Family]:
         """The whole server's, in the order in which they were first told."""

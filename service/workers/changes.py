@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -18,14 +18,15 @@ from service.peers.peer import ENDED
 from service.workers.fleet import Fleet
 
 _log = logging.getLogger(__name__)
+Changed = Callable[[str, Collection[int]], None]
 _AT_ONCE_SECONDS = 20.0  # for what takes a worker no time: one that does not answer is killed before
 
 
 class ModelChanges:
     """:meth:`want` and :meth:`desire` are the reconciler's, for all workers. ``changed`` is told the name of a model
-    that all of them have loaded anew, or unloaded."""
+    and which of its versions all of them have loaded anew, or unloaded."""
 
-    def __init__(self, fleet: Fleet, changed: Callable[[str], None] = lambda model: None) -> None:
+    def __init__(self, fleet: Fleet, changed: Changed = lambda model, versions: None) -> None:
         self._fleet = fleet
         self._told_changed = changed
         self._failed: dict[str, Wish] = {}  # what one worker has tried and could not, whose slots say why
@@ -71,8 +72,8 @@ class ModelChanges:
             self._fleet.change(before)
             self._all(self._fleet.running, before.get(wish.name, Wish(wish.name)))
             raise failed
-        if wish != before.get(wish.name):
-            self._told_changed(wish.name)
+        if versions := _changed(before.get(wish.name, Wish(wish.name)), wish):
+            self._told_changed(wish.name, versions)
 
     def _try(self, wish: Wish, before: Wish | None) -> str:
         """Have one worker load it, whose name is returned. Raises what it met, and has it serve what it did."""
@@ -139,6 +140,13 @@ def _serves_as_before(wish: Wish, before: Wish) -> bool:
     """Whether a worker that could not fulfil ``wish`` serves what it did: it has nothing new, and all that it had."""
     new = [plan for plan in wish.plans if plan not in before.plans]
     return len(new) == 1 and (len(wish.plans) == 1 or all(plan in wish.plans for plan in before.plans))
+
+
+def _changed(before: Wish, after: Wish) -> list[int]:
+    """The versions that are served otherwise now, or no more."""
+    return sorted(
+        {plan.version for plan in (*before.plans, *after.plans) if plan not in before.plans or plan not in after.plans}
+    )
 
 
 def died(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -36,10 +36,10 @@ class Counting:
         self._metrics.lost(process)
         self._statistics.lost(process)
 
-    def forget(self, model: str) -> None:
-        """It was loaded anew everywhere."""
-        self._metrics.forget(model)
-        self._statistics.forget(model)
+    def forget(self, model: str, versions: Collection[int]) -> None:
+        """They were loaded anew everywhere, or unloaded."""
+        self._metrics.forget(model, versions)
+        self._statistics.forget(model, versions)
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """See :meth:`Metrics.expose`; of this moment."""

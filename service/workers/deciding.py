@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 
 from bf16kit.errors import Unavailable
@@ -26,14 +26,17 @@ class Workers:
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.time) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._since: dict[str, float] = {}
+        self._since: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
 
-    def changed(self, model: str) -> None:
-        """All workers have loaded it anew, or unloaded it: what was ordered is over."""
+    def changed(self, model: str, versions: Collection[int]) -> None:
+        """All workers have loaded these versions anew, or unloaded them: what was ordered of them is over. Others
+        answer on as they did."""
+        now = self._clock()
         with self._lock:
-            self._since[model] = self._clock()
-        self._fleet.forget(_TOLD, model)
+            self._since |= {(model, version): now for version in versions}
+        for version in versions:
+            self._fleet.forget(_TOLD, f"{model}/{version}")
 
     def answers(self, model: str, version: int) -> Answers | None:
         wish = self._fleet.wishes.get(model)
@@ -41,7 +44,7 @@ class Workers:
         if plan is None:
             return None
         with self._lock:
-            since = self._since.get(model, 0.0)
+            since = self._since.get((model, version), 0.0)
         return Answers(plan.digest, since, plan.serving.fallback)
 
     def order(self, order: Order) -> Future[None]:

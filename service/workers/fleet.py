@@ -86,11 +86,17 @@ class Fleet:
         with self._lock:
             self._state[kind, name] = body
 
-    def forget(self, kind: str, begins: str) -> None:
-        """Tell no worker any more what of this kind was remembered of ``begins``, or of a name below it."""
+    def forget(self, kind: str, name: str) -> None:
+        """Tell no worker any more what of this kind was remembered by this name."""
         with self._lock:
-            for key in [key for key in self._state if key[0] == kind and key[1].rpartition("/")[0] == begins]:
-                del self._state[key]
+            self._state.pop((kind, name), None)
+
+    def wants(self, model: str, version: int, wish: str) -> bool:
+        """Whether ``wish``, in JSON, is what this version is to be served by, or is being tried with."""
+        with self._lock:
+            wishes = [each for each in (self._wishes.get(model), self._trying) if each is not None]
+        plans = [plan for each in wishes if each.name == model for plan in each.plans if plan.version == version]
+        return any(Wish(model, (plan,)).to_json() == wish for plan in plans)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Future[Body]]:
         """Every worker that runs, by its name, those first that serve."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -60,10 +60,11 @@ class WholeStatistics:
             for key, seen in self._latest.pop(process, {}).items():
                 self._kept[key] = add(self._kept.get(key, StatisticsSnapshot()), seen)
 
-    def forget(self, model: str) -> None:
-        """It was loaded anew, and begins anew."""
+    def forget(self, model: str, versions: Collection[int]) -> None:
+        """They were loaded anew, and begin anew."""
         with self._lock:
-            self._kept = {key: seen for key, seen in self._kept.items() if key[0] != model}
+            for version in versions:
+                self._kept.pop((model, version), None)
 
     def sum(self) -> Told:
         """Every version that a worker has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -55,7 +55,7 @@ def supervise(config: ServerConfig, stop: Stop, started: Started) -> Ending:
         supervisor = Supervisor(config, port.port)
         fleet, overview = supervisor.fleet, Overview(supervisor.fleet, supervisor.counting.statistics_of)
         history = History(lambda: supervisor.counting.samples(NAMES))
-        status = Status(overview, history, workers=config.workers)
+        status = Status(overview, history, workers=config.workers, why_off=supervisor.shadow.why_off)
         evidence = evidence_route(overview, supervisor.shadow.evidence if config.evidence else None)
         pages = routes(overview, supervisor.counting, status.look, evidence)
         http = open_http(config, pages, supervisor.metrics, Credentials.of(config))
@@ -102,8 +102,9 @@ class Supervisor:
             lambda message: self.counting.hear(SHADOW, message.body),
             lambda: self.counting.lost(SHADOW),
             lambda verdict: self._owner.hear(verdict),
-            forgotten=lambda model: self.counting.forget(model),
+            forgotten=lambda model, versions: self.counting.forget(model, versions),
             shared=True,
+            wanted=self.fleet.wants,
         )
         self._workers = Workers(self.fleet)
         self._owner = FallbackOwner(self._workers, self.shadow.restart)
@@ -145,10 +146,10 @@ class Supervisor:
             asked[SHADOW] = told
         return asked
 
-    def _changed(self, model: str) -> None:
-        self.counting.forget(model)
+    def _changed(self, model: str, versions: Collection[int]) -> None:
+        self.counting.forget(model, versions)
         self.shadow.forget(model)
-        self._workers.changed(model)
+        self._workers.changed(model, versions)
 
     def _index(self) -> list[list[str]]:
         served = [

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
 
 from bf16kit.tensors import TensorSpec
 from service.peers.channel import Body
 from service.peers.peer import Message
 from service.shadow.counting import CountingBoth
-from service.shadow.process import _after_death
+from service.shadow.gauges import Gauges
 from service.telemetry.metrics import Metrics
 
 OUTPUTS = (TensorSpec("y", "float32", ("batch", 2), "embedding"),)
@@ -45,10 +44,11 @@ def test_both_are_shown_as_one_and_what_a_dead_process_counted_stays() -> None:
     assert names == {"bf16kit_rows_total", "bf16kit_drift_reference_up"}
 
     asked.clear()
-    up: list[Any] = next(family for family in told(theirs).body["metrics"] if family[0] == UP.partition("{")[0])
+    gauges = Gauges()
+    gauges.keep(told(theirs).body["metrics"])
     counting.lost()
     assert value(UP) is None
-    counting.hear(Message({"metrics": [_after_death(up)]}))
+    counting.hear(Message({"metrics": gauges.left([("m", 1)])}))
     assert (value(UP), value(CHANGES)) == (0, 1)
-    counting.forget("m")
+    counting.forget("m", [1])
     assert value(CHANGES) == 0

@@ -14,6 +14,7 @@ from service.peers.channel import Body
 from service.peers.child import SILENT_SECONDS
 from service.peers.peer import Message
 from service.process.config import ServerConfig
+from service.shadow.board import Board
 from service.shadow.counting import CountingBoth
 from service.shadow.process import _MOST_SAMPLES, ShadowProcess
 from service.telemetry.metrics import Metrics
@@ -110,3 +111,94 @@ def test_samples_for_which_no_file_is_left_take_no_room(shadow: ShadowProcess, g
 def test_it_may_be_silent_for_longer_than_a_worker(shadow: ShadowProcess) -> None:
     """It runs only when nobody else wants a processor."""
     assert shadow._child._silent_seconds >= 10 * SILENT_SECONDS
+
+
+def test_from_the_first_sample_on_a_reference_that_is_not_there_is_told_to_be_down(
+    give: Give, counting: CountingBoth, shadow: ShadowProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the process never starts: who waits for an alert waits for a number."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    assert list(counting.samples([UP])) == []
+    give()
+    assert [(each.labels, each.value) for each in counting.samples([UP])] == [({"model": "m", "version": "1"}, 0.0)]
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    shadow.tend()
+    assert shadow.peer is None
+    assert [each.value for each in counting.samples([UP])] == [0.0]
+
+
+def test_what_the_process_does_not_tell_of_a_reference_that_is_to_be_there_is_that_it_is_down(
+    shadow: ShadowProcess, give: Give, counting: CountingBoth
+) -> None:
+    give()
+    give("other")
+    theirs = Metrics()
+    theirs.add("m", 1).reference_up(True)
+    shadow._hear(Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]}))
+    assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 1.0, "other": 0.0}
+
+
+@pytest.fixture
+def wanted() -> set[str]:
+    """The wishes that several workers are to serve."""
+    return {"w", "v"}
+
+
+@pytest.fixture
+def several(tmp_path: Path, counting: CountingBoth, wanted: set[str]) -> Iterator[ShadowProcess]:
+    config = ServerConfig(repository=tmp_path)
+    process = ShadowProcess(
+        config, counting.hear, counting.lost, shared=True, wanted=lambda model, version, wish: wish in wanted
+    )
+    yield process
+    process.close()
+
+
+def test_a_sample_that_comes_after_its_model_was_unloaded_does_not_bring_it_back(
+    several: ShadowProcess, wanted: set[str], counting: CountingBoth, served: list[tuple[str, int]], file: int
+) -> None:
+    """Of a worker that was killed while it answered, say: what it had sent is read to its end."""
+
+    def give(wish: str, version: int) -> Future[Body]:
+        body = {"model": "m", "version": version, "wish": wish, "nbytes": 10, "samples": [{}]}
+        return several.ask("samples", body, [file])
+
+    served[:] = [("m", 1), ("m", 2)]
+    first, second = give("w", 1), give("v", 2)
+    wanted.remove("w")
+    served.remove(("m", 1))
+    several.forget("m")
+    assert first.result(0) == {"outcomes": ["dropped"]}
+    assert not second.done(), "of a version that goes on"
+    assert give("w", 1).result(0) == {"outcomes": ["dropped"]}
+    assert several._known() == [("m", 2)]
+    assert [each.labels["version"] for each in counting.samples([UP])] == ["2"]
+
+
+def test_a_reference_that_ends_the_process_twice_in_a_row_stays_off_until_its_model_is_loaded_anew(
+    shadow: ShadowProcess, give: Give, counting: CountingBoth, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dies(label: str) -> None:
+        """As the process does, with this reference at work."""
+        board = Board(file := shadow._blame.begin())
+        os.close(file)
+        with board.at_work(label, "loading"):
+            shadow._bury()
+
+    give()
+    give("other")
+    dies("model 'm' version 1")
+    assert shadow.why_off("m", 1) == ""
+    dies("model 'm' version 1")
+    reason = "the process that measures died 2 times in a row while the fp32 reference of this model was being loaded"
+    assert shadow.why_off("m", 1).startswith(reason)
+    assert shadow.why_off("other", 1) == ""
+    assert f"model 'm' version 1: no live drift: {reason}" in caplog.text
+    assert give().result(0) == {"outcomes": ["failed"]}
+    assert not give("other").done(), "it waits for the next process"
+    assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 0.0, "other": 0.0}
+    newer = give(wish="newer")
+    assert (newer.done(), shadow.why_off("m", 1)) == (False, "")

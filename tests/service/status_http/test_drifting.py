@@ -113,6 +113,8 @@ def test_troubles_are_told_first_and_a_ratio_alone_is_none() -> None:
         "drifts: 1", "is broken", "answers i", "answers i", "is not me",
     ]  # fmt: skip
     assert troubles(ModelView("m", 1, "ready", "")) == []
+    off = ModelView("m", 1, "ready", "", running(), recent(reference_up=False), "it died twice")
+    assert troubles(off) == ["is not measured: it died twice"]
 
 
 def test_a_model_that_fell_back_is_looked_at_though_it_is_within_its_budget() -> None:
@@ -127,3 +129,10 @@ def test_everything_that_is_known_is_json_for_programs() -> None:
     view = server([ModelView("m", 1, "ready", "", running(), recent(high={"y": {"relative_l2": None}}))])
     assert b'"effective_samples": {"sentence_embedding": 212.4}' in view.as_json()
     assert live().fallback_since is None
+
+
+def test_a_reference_that_stays_off_says_why() -> None:
+    seen = recent(reference_up=False)
+    assert '<span class="over">it died &lt;twice&gt;</span>; last' in drift_part(seen, running(), AT, "it died <twice>")
+    page = status_page(server([ModelView("m", 1, "ready", "", running(), seen, "it died <twice>")]))
+    assert "it died &lt;twice&gt;" in page

@@ -82,9 +82,10 @@ def test_what_was_counted_before_a_model_was_loaded_anew_is_forgotten() -> None:
     adding.update("a", [counter(3)])
     adding.update("a", [counter(1)])
     assert value_of(adding) == 4
-    adding.forget("other")
+    adding.forget("other", [1])
+    adding.forget("m", [2])
     assert value_of(adding) == 4
-    adding.forget("m")
+    adding.forget("m", [1])
     assert value_of(adding) == 1
 
 

@@ -58,13 +58,14 @@ def workers() -> Workers:
 
 
 @pytest.fixture
-def changed() -> list[str]:
+def changed() -> list[tuple[str, list[int]]]:
     return []
 
 
 @pytest.fixture
-def changes(workers: Workers, changed: list[str]) -> Iterator[ModelChanges]:
-    made = ModelChanges(workers, changed.append)  # type: ignore[arg-type]
+def changes(workers: Workers, changed: list[tuple[str, list[int]]]) -> Iterator[ModelChanges]:
+    told = lambda model, versions: changed.append((model, list(versions)))  # noqa: E731 -- of two arguments
+    made = ModelChanges(workers, told)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -74,18 +75,18 @@ DIED = Unavailable("worker 2 of this server has ended; try again", "ended")
 
 
 def test_a_load_is_tried_in_one_worker_and_then_made_in_all(
-    workers: Workers, changes: ModelChanges, changed: list[str]
+    workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.want(wish(1)).result(20)
     assert workers.told == ["worker 1", "worker 2", "worker 3"]
     assert workers.all_serve() == [wish(1)] * 3
     assert workers.wishes == {"m": wish(1)}
     assert wish(1) in workers.tried, "what is tried is told to be on its way"
-    assert changed == ["m"]
+    assert changed == [("m", [1])]
 
 
 def test_where_the_first_cannot_the_others_never_hear_of_it(
-    workers: Workers, changes: ModelChanges, changed: list[str]
+    workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.want(wish(1)).result(20)
     workers.told.clear()
@@ -93,7 +94,7 @@ def test_where_the_first_cannot_the_others_never_hear_of_it(
     assert changes.want(wish(2)).exception(20) is DAMAGED
     assert workers.told == ["worker 1"], "it serves what it did, and its slot says why no more"
     assert workers.wishes == {"m": wish(1)}, "who is started now begins with what serves"
-    assert changed == ["m"]
+    assert changed == [("m", [1])]
 
 
 def test_of_several_versions_the_first_may_have_loaded_some_and_goes_back(
@@ -151,11 +152,11 @@ def test_a_load_that_kills_the_first_worker_is_tried_in_no_other(workers: Worker
 
 
 def test_an_unload_is_told_to_all_and_a_load_of_what_is_served_forgets_no_counts(
-    workers: Workers, changes: ModelChanges, changed: list[str]
+    workers: Workers, changes: ModelChanges, changed: list[tuple[str, list[int]]]
 ) -> None:
     changes.want(wish(1)).result(20)
     changes.want(wish(1)).result(20)
-    assert changed == ["m"]
+    assert changed == [("m", [1])]
     changes.want(Wish("m")).result(20)
     assert workers.all_serve() == [Wish("m")] * 3
     assert workers.wishes == {}
@@ -182,3 +183,14 @@ def test_what_is_desired_before_anybody_runs_is_what_all_begin_with_and_later_on
         "other": Wish("other"),
         "no such": Wish("no such"),
     }
+
+
+def test_only_the_versions_that_are_served_otherwise_are_told_to_be_changed(
+    changes: ModelChanges, changed: list[tuple[str, list[int]]]
+) -> None:
+    """The others go on: what is known of them stays known."""
+    changes.want(wish(1, 2)).result(20)
+    changes.want(wish(2, 3)).result(20)
+    changes.want(Wish("m", (*wish(2).plans, *wish(3, stamp="newer").plans))).result(20)
+    changes.want(Wish("m")).result(20)
+    assert changed == [("m", [1, 2]), ("m", [1, 3]), ("m", [3]), ("m", [2, 3])]

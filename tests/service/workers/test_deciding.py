@@ -57,7 +57,7 @@ def test_what_answers_is_what_all_are_to_serve_since_they_do(fleet: AskedFleet) 
     assert first is not None
     assert (first.plan, first.policy) == (PLAN.digest, PLAN.serving.fallback)
     assert workers.answers("m", 4) is None
-    workers.changed("m")
+    workers.changed("m", [3])
     second = workers.answers("m", 3)
     assert second is not None
     assert second.since == now
@@ -106,5 +106,33 @@ def test_what_was_ordered_is_forgotten_with_what_it_was_for(fleet: AskedFleet) -
     workers = Workers(fleet)
     workers.order(ORDER)
     fleet.remember("precision", "other/m/3", {})
-    workers.changed("m")
+    workers.changed("m", [3])
     assert fleet.told == [("precision", "other/m/3")]
+
+
+def test_a_version_that_was_not_changed_answers_on_as_it_was_ordered_to(fleet: AskedFleet) -> None:
+    workers = Workers(fleet, lambda: 100.0)
+    fleet.change({"m": Wish("m", (PLAN, replace(PLAN, version=4)))})
+    workers.order(ORDER)
+    before = workers.answers("m", 3)
+    workers.changed("m", [4])
+    assert workers.answers("m", 3) == before
+    assert fleet.told == [("precision", "m/3")], "a worker that is started now answers as the others do"
+    changed = workers.answers("m", 4)
+    assert changed is not None
+    assert changed.since == 100.0
+
+
+def test_what_is_to_be_served_is_known_while_another_is_tried(fleet: AskedFleet) -> None:
+    rich = Serving(max_dims={"seq": 8}, labels={"y": ("a", "b")}, shadow={"rate": 0.5}, fallback={"policy": "fp32"})  # type: ignore[arg-type]
+    tried = replace(PLAN, serving=rich)
+    told = [Wish("m", (plan,)).to_json() for plan in (PLAN, tried)]
+    assert not fleet.wants("m", 3, told[0])
+    fleet.change({"m": Wish("m", (PLAN,))}, trying=Wish("m", (tried,)))
+    assert [fleet.wants("m", 3, each) for each in told] == [True, True]
+    (travelled,) = Wish.from_json(told[1]).plans
+    assert fleet.wants("m", 3, Wish("m", (travelled,)).to_json()), "as a worker says it, who was told"
+    assert not fleet.wants("m", 4, told[0])
+    assert not fleet.wants("other", 3, told[0])
+    fleet.change({"m": Wish("m", (tried,))})
+    assert [fleet.wants("m", 3, each) for each in told] == [False, True]

@@ -43,7 +43,7 @@ def test_what_a_dead_worker_did_stays_done_until_the_model_is_loaded_anew() -> N
     whole.lost("a")
     whole.update("a", {("m", 1): did(1, 1)})
     assert whole.of("m", 1).success.count == 9
-    whole.forget("m")
+    whole.forget("m", [1])
     assert whole.of("m", 1).success.count == 6
     whole.update("a", {})
     whole.update("b", {})

@@ -1,0 +1,79 @@
+"""What the process with the references is at, as whoever leads it reads it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from service.shadow.board import Board, new_board
+
+M, N = "model 'm' version 1", "model 'n' version 1"
+DYING = """
+import os, signal, sys
+from service.shadow.board import Board
+with Board(int(sys.argv[1])).at_work("model 'm' version 1", "running"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    made = new_board()
+    yield made
+    os.close(made)
+
+
+def test_what_a_process_was_at_when_it_died_is_read_by_another(file: int) -> None:
+    done = subprocess.run([sys.executable, "-c", DYING, str(file)], pass_fds=[file], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert Board(file).read([M, N]) == {M: "running"}
+
+
+def test_what_has_ended_is_not_told(file: int) -> None:
+    board, reading = Board(file), Board(file)
+    with board.at_work(M, "running"):
+        with board.at_work(N, "loading"):
+            assert reading.read([M, N]) == {M: "running", N: "loading"}
+        with pytest.raises(ZeroDivisionError), board.at_work(N, "loading"):
+            raise ZeroDivisionError
+        assert reading.read([M, N]) == {M: "running"}
+        assert reading.read([N]) == {}
+    assert reading.read([M, N]) == {}
+
+
+def test_more_than_there_is_room_for_work_untold() -> None:
+    board = Board()
+    held = [board.at_work(f"model {number}", "running") for number in range(300)]
+    for each in held:
+        each.__enter__()
+    assert len(board.read(f"model {number}" for number in range(300))) == 256
+    for each in held:
+        each.__exit__(None, None, None)
+    assert board.read(f"model {number}" for number in range(300)) == {}
+
+
+def test_one_by_one_the_second_waits_for_the_first() -> None:
+    board, told = Board(one_by_one=True), threading.Event()
+
+    def second() -> None:
+        with board.at_work(N, "running"):
+            told.set()
+
+    with board.at_work(M, "running"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not told.wait(0.05)
+        assert board.read([M, N]) == {M: "running"}
+    assert told.wait(20)
+    thread.join()
+
+
+def test_nobody_can_take_memory_away_from_whoever_reads(file: int) -> None:
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(file, 0)
