@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from bf16kit.drift import Budget, SampleDrift, measure
 from bf16kit.errors import ArtifactError
@@ -57,6 +56,25 @@ class _Output:
         self.judged = _Judged(found, cause, window.size)
 
 
+class _Common:
+    """The weights of the newest requests, in order: which of them is a common one."""
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, weight: float) -> None:
+        if len(self._newest) == _WEIGHTS:
+            del self._ordered[bisect_left(self._ordered, self._newest.popleft())]
+        self._newest.append(weight)
+        insort(self._ordered, weight)
+
+    @property
+    def high(self) -> float:
+        """The smallest with nine tenths of the others at or below it."""
+        return self._ordered[math.ceil(0.9 * (len(self._ordered) - 1))]
+
+
 class Comparison:
     """Live drift of one model version. For one thread, but for :meth:`verdict`."""
 
@@ -82,7 +100,7 @@ class Comparison:
         self._census = Census(self._calibration.ranges, batch_axis)
         self._profile: str | None = None
         self._outputs: dict[str, _Output] = {}
-        self._common: deque[float] = deque(maxlen=_WEIGHTS)
+        self._common = _Common()
         self._samples = self._requests = 0
         self._verdict = DriftVerdict.unknown(model, version)
 
@@ -106,7 +124,7 @@ class Comparison:
         if self._profile != sample.profile:
             self._begin(sample.profile)
         weight = 1.0 / sample.probability
-        self._common.append(weight)
+        self._common.add(weight)
         self._requests += 1
         outside = self._outside(sample, observer)
         for name, rows in drifts.items():
@@ -175,7 +193,7 @@ class Comparison:
     def _share(self, weight: float) -> float:
         """What a request counts for in the detector: those that were sampled more often than common ones count less, as
         much less as they are over-represented."""
-        return min(1.0, weight / float(np.quantile(self._common, 0.9, method="higher")))
+        return min(1.0, weight / self._common.high)
 
     def _judged(self) -> DriftVerdict:
         # What nobody has asked for in so many requests is not recent, whatever it was.

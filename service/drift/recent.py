@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,9 @@ from service.drift.weighted import Interval, Values
 HALF_LIFE = 400  # measured requests
 REQUESTS = 2048  # what is older would be worth less than a thirtieth
 PER_REQUEST = 8  # rows: as many as are measured where shadow.max_rows is not set
-_ROWS = REQUESTS * PER_REQUEST
+_ROWS = REQUESTS * PER_REQUEST  # that there is room for: all that are recent
+_FADED = np.exp2(-np.arange(REQUESTS) / HALF_LIFE)  # the weight of a request that so many came after
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 LEAST = 8.0  # effective samples, below which nothing is estimated with confidence
 _SHARES = {"p50": 0.5, "p99": 0.99}
 _COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")
@@ -66,18 +69,20 @@ class Window:
 
 
 class Recent:
-    """The recent rows of one output."""
+    """The recent rows of one output, in rings: the rows of the newest requests lie one after the other."""
 
     def __init__(self) -> None:
         self._columns = np.zeros((len(_COLUMNS), _ROWS))
         self._weights = np.zeros(_ROWS)
-        self._requests = np.full(_ROWS, -REQUESTS, np.int64)
+        self._requests = np.zeros(_ROWS, np.int64)  # counted from 1
         self._outside = np.zeros(_ROWS, np.bool_)
+        self._begins = [0] * REQUESTS  # of each request, modulo: which row was its first
         self._next = self._request = self._since = 0
 
     def add(self, drifts: Sequence[SampleDrift], weight: float, outside: Sequence[bool]) -> None:
         """One request's rows, each of which speaks for ``weight``."""
         self._request += 1
+        self._begins[self._request % REQUESTS] = self._next
         values = np.array([[getattr(drift, name) for drift in drifts] for name in _COLUMNS], np.float64)
         kept, shares = _kept(values)
         count = values[_COLUMNS.index("nonfinite")]
@@ -93,14 +98,22 @@ class Recent:
         self._since = self._request - requests + 1
 
     def window(self) -> Window:
-        """All that is recent, as of now."""
-        order = np.arange(max(0, self._next - _ROWS), self._next) % _ROWS
-        order = order[self._requests[order] >= max(self._since, self._request - REQUESTS + 1)]
-        requests = self._requests[order]
-        weights = self._weights[order] * np.exp2((requests - self._request) / HALF_LIFE)
-        clusters = requests - requests[0] if len(requests) else requests
+        """All that is recent, as of now; good until the next request is added."""
+        oldest = max(1, self._since, self._request - REQUESTS + 1)
+        begin = self._begins[oldest % REQUESTS] if oldest <= self._request else self._next
+        requests = self._rows(self._requests, begin)
+        weights = self._rows(self._weights, begin) * _FADED[self._request - requests]
+        clusters = requests - oldest
         size = weighted.effective_size(weights, clusters)
-        return Window(self._columns[:, order], weights, clusters, self._outside[order], size)
+        return Window(self._rows(self._columns, begin), weights, clusters, self._rows(self._outside, begin), size)
+
+    def _rows(self, ring: NDArray[_Scalar], begin: int) -> NDArray[_Scalar]:
+        """From row ``begin`` on, the oldest first: no copy unless they go round the end."""
+        first = begin % _ROWS
+        end = first + self._next - begin
+        if end <= _ROWS:
+            return ring[..., first:end]
+        return np.concatenate((ring[..., first:], ring[..., : end - _ROWS]), axis=-1)
 
 
 def _kept(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:
@@ -144,15 +157,18 @@ def _measured(window: Window, bound: str) -> Interval | None:
 
 def _mean(window: Window, metric: str) -> Interval:
     """As :class:`bf16kit.drift.DriftSummary` has it: infinite when the worst is; +inf dB of exact rows is left out."""
-    values, floor = window[metric], metric == "sqnr_db"
+    values, weights, clusters, size = window[metric], window.weights, window.clusters, window.size
+    floor = metric == "sqnr_db"
     worst = float(values.min() if floor else values.max())
     if math.isinf(worst):
         return _certain(worst)
     finite = np.isfinite(values)
-    weights, clusters = window.weights[finite], window.clusters[finite]
-    if min(window.size, weighted.effective_size(weights, clusters)) < LEAST:
-        return Interval(float(np.average(values[finite], weights=weights)), *_ANYTHING)
-    return weighted.mean(values[finite], weights, clusters, positive=not floor)
+    if not finite.all():
+        values, weights, clusters = values[finite], weights[finite], clusters[finite]
+        size = weighted.effective_size(weights, clusters)
+    if min(window.size, size) < LEAST:
+        return Interval(float(np.average(values, weights=weights)), *_ANYTHING)
+    return weighted.mean(values, weights, clusters, positive=not floor, size=size)
 
 
 def _quantile(window: Window, metric: str, share: float) -> Interval:

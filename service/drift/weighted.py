@@ -39,17 +39,18 @@ def effective_size(weights: Values, clusters: Clusters) -> float:
     return float(whole.sum() ** 2 / np.square(whole).sum())
 
 
-def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool) -> Interval:
+def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool, size: float | None = None) -> Interval:
     """Hájek's mean Σwx/Σw and Student's interval of it; of finite values, and of at least two requests.
 
     The variance is the linearised one of a ratio, Σ(Σw(x-m))² / (Σw)², the inner sum over the rows of a request (C.-E.
     Särndal, B. Swensson, J. Wretman, Model Assisted Survey Sampling (1992), 5.6 and 4.3), times n/(n-1) and with n-1
     degrees of freedom, n the effective size. What is ``positive`` has its interval on the logarithm, by the delta
-    method: drift is skewed, and none is below 0.
+    method: drift is skewed, and none is below 0. ``size`` is the effective size where it is known already.
     """
     total = weights.sum()
     centre = float(np.dot(weights, values) / total)
-    size = effective_size(weights, clusters)
+    if size is None:
+        size = effective_size(weights, clusters)
     residuals = np.bincount(clusters, weights * (values - centre))
     error = math.sqrt(float(np.square(residuals).sum()) * size / max(size - 1, 1e-9)) / float(total)
     freedom = student(size - 1)

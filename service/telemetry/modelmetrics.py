@@ -38,6 +38,7 @@ class ModelMetrics:
         self.exposed = True  # False once other series have taken their place, or the model is unloaded
         self._families = families
         self._labels = (model, str(version))
+        self._later: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}  # see _late
         f = families
         self._requests = {code: self._of(f.requests, code) for code in words.CODES}
         self._rejected = {reason: self._of(f.rejected, reason) for reason in words.REJECTIONS}
@@ -69,7 +70,10 @@ class ModelMetrics:
         """Set what has no series until it is known. Looked up by its labels, the series would be another generation's
         once these are exposed no more, or come back for good."""
         if self.exposed:
-            self._of(family, *labels).set(value)
+            key = family, labels
+            if (series := self._later.get(key)) is None:
+                series = self._later[key] = self._of(family, *labels)
+            series.set(value)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 

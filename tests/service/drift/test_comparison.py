@@ -11,7 +11,7 @@ from bf16kit.inputranges import InputRange
 from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.calibration import Calibration
-from service.drift.comparison import Comparison
+from service.drift.comparison import _WEIGHTS, Comparison, _Common
 from service.drift.detector import LEARN
 from service.drift.recent import HALF_LIFE, REQUESTS
 from service.drift.sampling import Sample
@@ -325,3 +325,11 @@ def test_without_a_batch_axis_a_request_is_one_row() -> None:
     many = Sample({"x": np.full((4, 3), 9.0)}, {"y": np.ones((4, 2))}, 1, 64, 1.0, "bf16", "cpu")
     comparison.observe({"y": np.ones((4, 2))}, many, heard)
     assert (heard.drifts, heard.out) == ([("y", 1.0)], {"x": 1})
+
+
+def test_a_common_weight_is_the_nine_tenths_quantile_of_the_newest() -> None:
+    random, common, weights = np.random.default_rng(3), _Common(), list[float]()
+    for _ in range(3 * _WEIGHTS):
+        weights.append(float(random.choice([1.0, 2.0, 100.0, random.lognormal()])))
+        common.add(weights[-1])
+        assert common.high == np.quantile(weights[-_WEIGHTS:], 0.9, method="higher")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bf16kit.drift import Budget, SampleDrift
-from service.drift.recent import LEAST, PER_REQUEST, REQUESTS, Estimate, Recent, estimates
+from service.drift.recent import HALF_LIFE, LEAST, PER_REQUEST, REQUESTS, Estimate, Recent, estimates
 
 
 def row(
@@ -154,3 +154,31 @@ def test_what_is_old_or_from_before_a_change_is_past() -> None:
 
 def test_nothing_is_estimated_of_nothing() -> None:
     assert Recent().window().size == 0
+
+
+def test_the_window_is_of_the_newest_requests_in_their_order_however_often_the_rings_went_round() -> None:
+    """Against the same rows kept one by one."""
+    random = np.random.default_rng(5)
+    recent, kept, since = Recent(), list[tuple[int, float, float, bool]](), 0
+    for request in range(1, 3 * REQUESTS):
+        rows = int(random.integers(1, PER_REQUEST + 1))
+        weight, outside = float(random.uniform(0.5, 2)), [bool(each) for each in random.integers(0, 2, rows)]
+        drifts = [row(float(value)) for value in random.lognormal(-6, 0.3, rows)]
+        recent.add(drifts, weight, outside)
+        kept += [(request, drift.relative_l2, weight, out) for drift, out in zip(drifts, outside, strict=True)]
+        if request % 1500 == 700:
+            recent.keep(request % 7)
+            since = request - request % 7 + 1
+        if request % 397 and request % 1500 not in (700, 701):
+            continue
+        oldest = max(since, request - REQUESTS + 1)
+        expected = [each for each in kept if each[0] >= oldest]
+        window = recent.window()
+        numbers, drift, weights, out = zip(*expected, strict=True) if expected else ((), (), (), ())
+        np.testing.assert_array_equal(window["relative_l2"], drift)
+        np.testing.assert_array_equal(window.outside, np.array(out, bool))
+        faded = np.array(weights) * np.exp2((np.array(numbers) - request) / HALF_LIFE)
+        np.testing.assert_array_equal(window.weights, faded)
+        totals = [faded[np.array(numbers) == number].sum() for number in sorted(set(numbers))]
+        size = sum(totals) ** 2 / sum(total**2 for total in totals) if totals else 0.0
+        assert window.size == pytest.approx(size, rel=1e-12)
