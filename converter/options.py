@@ -41,6 +41,7 @@ class Options:
     target: Target
     model: str | None = None
     model_args: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: Mapping[str, Kind] = field(default_factory=dict)
     samples: str | None = None
@@ -101,6 +102,7 @@ class Options:
             "drop_failing_profiles": self.drop_failing_profiles,
             "search": self.search,
             "with_past": self.with_past,
+            **({} if self.weights is None else {"weights": self.weights}),
         }
 
 

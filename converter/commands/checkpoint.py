@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 @click.option("--out", required=True, type=PATH, metavar="REPOSITORY/MODEL/VERSION", help="Where the artifact goes.")
 @click.option("--force", is_flag=True, help="Replace an artifact that is there already.")
 @click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights.")
-@click.option("--model-args", metavar="JSON", help="Keyword arguments of the factory.")
+@click.option("--model-args", metavar="JSON", help="Keyword arguments of the factory; they win over a file's own.")
+@click.option(
+    "--weights",
+    metavar="ema|model|PREFIX",
+    help="Of a Lightning checkpoint: averaged weights, trained ones, or those behind a prefix.  [default: what"
+    " Lightning would load]",
+)
 @click.option(
     "--input",
     "inputs",
@@ -90,7 +96,7 @@ if TYPE_CHECKING:
 @click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
 @debug_option
 def checkpoint(debug: bool, **given: object) -> None:
-    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, or ONNX."""
+    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, a Lightning checkpoint, or ONNX."""
     from bf16kit.runtime import kernel
     from converter.pipeline import convert
     from converter.process import memory, progress

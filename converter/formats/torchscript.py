@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bf16kit.errors import ConversionError
 from converter.model import TorchModel
 from converter.process.quiet import first_line, quiet
 
+if TYPE_CHECKING:
+    import torch
+
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 # Records that the writer makes itself, or that only say where the traced Python stood on this machine.
 _WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version")
 _DEBUG = ".debug_pkl"
+_MARK = "_jit_is_scripting"
 
 
 def narrow_and_trace(model: TorchModel, path: Path) -> None:
@@ -29,7 +36,7 @@ def narrow_and_trace(model: TorchModel, path: Path) -> None:
         with quiet(), torch.no_grad():
             torch.jit._state._clear_class_state()  # classes of an earlier trace would change the names of this one's
             torch._C._jit_clear_class_registry()
-            with narrowed(model.module, path.parent) as module:
+            with narrowed(model.module, path.parent) as module, _without_trainers(module):
                 traced = torch.jit.trace(Edges(module).eval(), model.example, check_trace=False)
                 torch.jit.save(traced, str(raw))
     except Exception as error:  # tracing runs the user's model, which may raise anything
@@ -37,6 +44,23 @@ def narrow_and_trace(model: TorchModel, path: Path) -> None:
         raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
     _rewrite(raw, path)
     raw.unlink()
+
+
+@contextmanager
+def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
+    """While it lasts, a LightningModule lets torch look at all its properties: its trainer's raises otherwise.
+
+    Lightning's own ``to_torchscript`` sets the same mark.
+    """
+    found = {part_of for part in module.modules() for part_of in type(part).__mro__ if _MARK in vars(part_of)}
+    before = [(part_of, vars(part_of)[_MARK]) for part_of in found]
+    try:
+        for part_of in found:
+            setattr(part_of, _MARK, True)
+        yield
+    finally:
+        for part_of, mark in before:
+            setattr(part_of, _MARK, mark)
 
 
 def _rewrite(raw: Path, path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from bf16kit.errors import UsageError
 
+_LIGHTNING = "a LightningModule needs it: pip install 'bf16kit[lightning]', or name a factory of the plain torch module"
+_EXTRAS = {"lightning": _LIGHTNING, "pytorch_lightning": _LIGHTNING}
 _SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -32,7 +34,10 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
         with _working_directory_on_path():
             found: Any = importlib.import_module(module_name)
     except Exception as error:  # the user's module runs at import and may raise anything
-        raise UsageError(f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+        remedy = _remedy(error)
+        raise UsageError(
+            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{remedy}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{flag} {text}: module {module_name} has no {attribute}")
@@ -40,6 +45,11 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
     if not callable(found):
         raise UsageError(f"{flag} {text}: is {type(found).__name__}, not something that can be called")
     return found  # type: ignore[no-any-return]
+
+
+def _remedy(error: Exception) -> str:
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"; {_EXTRAS[missing]}" if missing in _EXTRAS else ""
 
 
 @contextmanager

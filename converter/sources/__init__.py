@@ -23,6 +23,7 @@ READERS: Mapping[Kind, str] = {
     Kind.SAFETENSORS: "weights",
     Kind.SHARDED: "weights",
     Kind.TORCH_ZIP: "weights",
+    Kind.LIGHTNING: "lightning",
     Kind.PICKLE: "weights",
 }
 
@@ -36,6 +37,8 @@ def read(options: Options, advance: Advance) -> Source:
     kind = recognise(options.source)
     if options.with_past and kind is not Kind.HUGGING_FACE:
         raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
+    if options.weights is not None and kind is not Kind.LIGHTNING:
+        raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is {kind.value}")
     source = reader(kind)(options, kind, advance)
     if "__metadata__" in source.checkpoint.tensors:
         raise SourceError(f"{options.source}: has a tensor called '__metadata__', which no safetensors file can hold")

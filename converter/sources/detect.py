@@ -17,6 +17,7 @@ class Kind(Enum):
     SAFETENSORS = "safetensors"
     SHARDED = "sharded safetensors"
     TORCH_ZIP = "a torch checkpoint"
+    LIGHTNING = "a Lightning checkpoint"
     PICKLE = "a pickle file"
     HUGGING_FACE = "a Hugging Face model directory"
     ONNX = "ONNX"
@@ -29,6 +30,7 @@ class Kind(Enum):
 
 
 _LATER = {Kind.TORCHSCRIPT, Kind.EXPORTED, Kind.SAVED_MODEL, Kind.ORBAX, Kind.HDF5, Kind.KERAS}
+_LIGHTNINGS_KEY = b"pytorch-lightning_version"
 _ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
@@ -62,6 +64,16 @@ def _of_directory(path: Path) -> Kind:
         raise SourceError(f"{path}: is a bf16kit artifact already; `bf16-convert restore` gives back its checkpoint")
     if len(list(path.glob("*.safetensors.index.json"))) == 1:
         return Kind.SHARDED
+    if (path / "meta.pt").is_file() and (path / ".metadata").is_file():
+        raise SourceError(
+            f"{path}: is a Lightning checkpoint in shards; make it one file with"
+            " `python -m lightning.pytorch.utilities.consolidate_checkpoint DIRECTORY`"
+        )
+    if (path / "zero_to_fp32.py").is_file():
+        raise SourceError(
+            f"{path}: is a DeepSpeed checkpoint in shards; make it one file with its own `zero_to_fp32.py`, or with"
+            " lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict"
+        )
     raise SourceError(
         f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model"
     )
@@ -103,10 +115,23 @@ def _of_zip(path: Path) -> Kind:
     if "archive_format" in inner or "serialized_exported_program.json" in inner:
         return Kind.EXPORTED
     if "data.pkl" in inner:
-        return Kind.TORCH_ZIP
+        return Kind.LIGHTNING if _speaks_of_lightning(path) else Kind.TORCH_ZIP
     if "model.weights.h5" in inner:
         return Kind.KERAS
     raise SourceError(f"{path}: is a zip archive, but not one that torch wrote")
+
+
+def _speaks_of_lightning(path: Path) -> bool:
+    """Whether the pickle has the key that every Lightning checkpoint has. Its reader looks where it stands."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+            if info.filename.endswith("data.pkl") and stored and info.file_size <= path.stat().st_size:
+                try:
+                    return _LIGHTNINGS_KEY in archive.read(info)
+                except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, RuntimeError):
+                    return False  # damaged: torch's reader says how
+    return False
 
 
 def _of_json(path: Path) -> Kind:

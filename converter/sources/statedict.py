@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import SourceError, UsageError
 from converter.model import Array
@@ -25,12 +25,7 @@ def build(options: Options) -> torch.nn.Module:
 
     from converter.process.tensorfiles import TensorFiles
 
-    if options.model is None:
-        raise UsageError(
-            f"{options.source}: holds weights but no architecture; name it with --model pkg.mod:factory"
-            " (a function or class that returns the torch module)"
-        )
-    factory = import_callable("--model", options.model)
+    factory = factory_of(options)
     files = TensorFiles(options.target.path.parent)
     try:
         with quiet(), files:
@@ -41,6 +36,32 @@ def build(options: Options) -> torch.nn.Module:
         raise UsageError(f"--model {options.model}: returned {type(module).__name__}, expected a torch.nn.Module")
     with files:
         return in_fp32(module)
+
+
+def outline(options: Options) -> dict[str, torch.Tensor] | None:
+    """The state of what :func:`build` would build, in shapes alone; None where it cannot be built without memory.
+
+    The arguments may come from a file, and a file may say any size.
+    """
+    import torch
+
+    factory = factory_of(options)
+    try:
+        with quiet(), torch.device("meta"):
+            module = factory(**options.model_args)
+    except Exception:  # noqa: BLE001 - the user's code may need numbers, which the meta device has none of
+        return None
+    return module.state_dict() if isinstance(module, torch.nn.Module) else None
+
+
+def factory_of(options: Options) -> Callable[..., Any]:
+    """What ``--model`` names; :class:`UsageError` where it names nothing, or nothing that can be called."""
+    if options.model is None:
+        raise UsageError(
+            f"{options.source}: holds weights but no architecture; name it with --model pkg.mod:factory"
+            " (a function or class that returns the torch module)"
+        )
+    return import_callable("--model", options.model)
 
 
 def in_fp32(module: torch.nn.Module) -> torch.nn.Module:
@@ -58,7 +79,7 @@ def fit(module: torch.nn.Module, tensors: Mapping[str, Array]) -> None:
     """
     state = module.state_dict()
     renamed = _without_prefix(tensors, state)
-    problems = list(_mismatches(renamed, state))
+    problems = list(mismatches(renamed, state))
     if problems:
         raise SourceError(mismatch_message("the checkpoint does not fit the model", problems))
     with quiet():
@@ -75,19 +96,25 @@ def _without_prefix(tensors: Mapping[str, Array], state: Mapping[str, torch.Tens
     return dict(tensors)
 
 
-def _mismatches(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def mismatches(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What of ``state`` is missing in ``tensors`` or of another shape there, and what is there and not in ``state``."""
     # Tied weights are saved once by some writers: a name whose memory another present name fills is not missing.
-    filled = {state[name].data_ptr() for name in tensors if name in state}
+    filled = {_place(state[name]) for name in tensors if name in state}
     for name, parameter in state.items():
         shape = list(parameter.shape)
         if name not in tensors:
-            if parameter.data_ptr() not in filled or parameter.numel() == 0:
+            if _place(parameter) not in filled or parameter.numel() == 0:
                 yield f"missing: {name} {shape}"
         elif list(tensors[name].shape) != shape:
             yield f"shape: {name} is {list(tensors[name].shape)} in the checkpoint, {shape} in the model"
     for name in tensors:
         if name not in state:
             yield f"unexpected: {name} {list(tensors[name].shape)}"
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where the memory of ``tensor`` begins, were it on the meta device, where all of it begins at 0."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def mismatch_message(what: str, problems: Sequence[str]) -> str:

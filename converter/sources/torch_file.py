@@ -1,4 +1,4 @@
-"""Tensors of torch's own files, ``.pt`` state dicts and Lightning checkpoints, without running their pickles."""
+"""Tensors of torch's own files, state dicts and checkpoints of training loops, without running their pickles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import SourceError
+from bf16kit.wording import brief
 from converter.model import Array
 from converter.process.quiet import first_line, quiet
 from converter.sources import torch_records
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 _FORBIDDEN = re.compile(r"GLOBAL (\S+)")
-_NESTED = ("state_dict", "model_state_dict", "model")  # Lightning's key, and the two names training scripts use
+_ZIPS = (Kind.TORCH_ZIP, Kind.LIGHTNING)
+_NAMED = 5
+_WITHOUT = (
+    "mostly it is a hyper-parameter: train with save_hyperparameters(ignore=[...]) for what is no number or text, or"
+    " save the file again without its 'hyper_parameters' where you trust it"
+)
+_NESTED = ("state_dict", "model_state_dict", "model")  # the names that training scripts use
 
 
 def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, Array], torch.nn.Module | None]:
@@ -27,26 +34,35 @@ def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, 
     Pickles run code when they are loaded. So torch's zip files are loaded with ``weights_only``, which builds nothing
     but tensors and plain containers, and bare pickles not at all, unless ``trust_pickle``.
     """
+    loaded = load(path, kind, trust_pickle=trust_pickle)
+    import torch
+
+    if isinstance(loaded, torch.nn.Module):
+        return _to_numpy(path, loaded.state_dict()), loaded
+    return arrays(path, kind, _state_dict(path, loaded), trust_pickle=trust_pickle), None
+
+
+def load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
+    """What ``path`` holds, its tensors mapped; :class:`SourceError` for what :func:`read_file` refuses."""
     if kind is Kind.PICKLE and not trust_pickle:
         raise SourceError(
             f"{path}: is a bare pickle (torch before 1.6, or not torch at all), and loading it could run any code;"
             " save it again as safetensors, or pass --trust-pickle if you trust whoever made it"
         )
-    if kind is Kind.TORCH_ZIP and not trust_pickle:
+    if kind in _ZIPS and not trust_pickle:
         torch_records.check_stored(path)
         torch_records.check_names(path)
-    loaded = _load(path, mapped=kind is Kind.TORCH_ZIP, trust_pickle=trust_pickle)
-    import torch
+    return _load(path, kind, trust_pickle=trust_pickle)
 
-    if isinstance(loaded, torch.nn.Module):
-        return _to_numpy(path, loaded.state_dict()), loaded
-    state = _state_dict(path, loaded)
-    if kind is Kind.TORCH_ZIP and not trust_pickle:  # what a trusted pickle builds need not lie in the file
+
+def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_pickle: bool) -> dict[str, Array]:
+    """The tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
+    if kind in _ZIPS and not trust_pickle:  # what a trusted pickle builds need not lie in the file
         torch_records.check(path, _storages(state))
-    return _to_numpy(path, state), None
+    return _to_numpy(path, state)
 
 
-def _storages(state: Mapping[str, Any]) -> set[tuple[int, int]]:
+def _storages(state: Mapping[Any, Any]) -> set[tuple[int, int]]:
     """Address and size of the memory behind every tensor of ``state`` that has any."""
     import torch
 
@@ -55,21 +71,36 @@ def _storages(state: Mapping[str, Any]) -> set[tuple[int, int]]:
     return {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
 
 
-def _load(path: Path, *, mapped: bool, trust_pickle: bool) -> Any:
+def _load(path: Path, kind: Kind, *, trust_pickle: bool) -> Any:
     import torch
 
     try:
         with quiet():
-            return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=mapped)
+            return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=kind in _ZIPS)
     except pickle.UnpicklingError as error:
         found = _FORBIDDEN.search(str(error))
         what = f" ({found[1]})" if found else ""
+        remedy = "save its state_dict() instead"
+        if kind is Kind.LIGHTNING:
+            what, remedy = _culprits(path) or what, _WITHOUT
         raise SourceError(
-            f"{path}: holds more than tensors{what}, and loading that could run any code; save its state_dict()"
-            " instead, or pass --trust-pickle if you trust whoever made it"
+            f"{path}: holds more than tensors{what}, and loading that could run any code; {remedy}, or pass"
+            " --trust-pickle if you trust whoever made it"
         ) from error
     except Exception as error:  # a trusted pickle runs code that may raise anything
         raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
+
+
+def _culprits(path: Path) -> str:
+    """The classes and functions that a checkpoint's pickle asks for beside tensors; nothing where it cannot be read."""
+    import torch
+
+    try:
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # noqa: BLE001 - a damaged pickle raises nearly anything; torch's first complaint is told then
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f" ({brief(', '.join(names[:_NAMED]))}{more})" if names else ""
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Any]:
@@ -91,7 +122,7 @@ def _has_tensors(loaded: Mapping[Any, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in loaded.values())
 
 
-def _to_numpy(path: Path, state: Mapping[str, Any]) -> dict[str, Array]:
+def _to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
     import torch
 
     return {str(name): _array(path, name, t) for name, t in state.items() if isinstance(t, torch.Tensor)}

@@ -151,3 +151,19 @@ def test_the_module_is_afterwards_what_it_was(tmp_path: Path, fails: bool, monke
         assert torch.equal(tensor, before[name][1])
     assert torch.equal(found, expected)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+class Attended(Mlp):
+    """As a LightningModule: a property of it raises unless a mark says that torch is looking."""
+
+    _jit_is_scripting = False
+
+    @property
+    def trainer(self) -> None:
+        if not self._jit_is_scripting:
+            raise RuntimeError("not attached to a Trainer")
+
+
+def test_a_lightning_module_is_traced_without_its_trainer(tmp_path: Path) -> None:
+    narrow_and_trace(adapt(seeded(Attended()), X), tmp_path / "m.pt")
+    assert not Attended._jit_is_scripting

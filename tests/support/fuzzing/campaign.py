@@ -145,7 +145,7 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """The weights as the converter's own readers give them."""
-    from converter.sources import safetensors_file, torch_file
+    from converter.sources import lightning_file, safetensors_file, torch_file
     from converter.sources.detect import Kind, recognise
 
     kind = recognise(path)
@@ -153,7 +153,8 @@ def _read(path: Path) -> Any:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:
         return safetensors_file.read_sharded(path)[0]
-    return torch_file.read_file(path, kind, trust_pickle=False)[0]
+    found = lightning_file.read_file(path, trust_pickle=False) if kind is Kind.LIGHTNING else None
+    return torch_file.read_file(path, kind, trust_pickle=False)[0] if found is None else found.weights
 
 
 def _judged(one: Mutant, end: confined.End) -> tuple[str, list[str]]:

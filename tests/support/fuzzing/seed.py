@@ -220,12 +220,20 @@ def _torch() -> tuple[Seed, ...]:
     for name, tensor in weights.items():
         shared[name] = together[offset : offset + tensor.numel()].view(tensor.shape)
         offset += tensor.numel()
+    lightning = {
+        "pytorch-lightning_version": "2.6.6",
+        "epoch": 3,
+        "state_dict": {f"model.{name}": tensor for name, tensor in weights.items()},
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "m.ckpt"}},
+    }
     states: dict[str, object] = {
         "plain": weights,
         "offsets": shared,
         "fp16": {name: tensor.half() for name, tensor in weights.items()},
         "bf16": {name: tensor.bfloat16() for name, tensor in weights.items()},
-        "lightning": {"epoch": 3, "state_dict": {f"model.{name}": tensor for name, tensor in weights.items()}},
+        "nested": {"epoch": 3, "state_dict": {f"model.{name}": tensor for name, tensor in weights.items()}},
+        "lightning": lightning | {"hyper_parameters": {"hidden": 64, "lr": 0.1}, "hparams_name": "kwargs"},
+        "averaged": lightning | {"current_model_state": shared, "averaging_state": {"n_averaged": torch.tensor(3)}},
     }
     return tuple(Seed(name, "torch", "m.pt", {"m.pt": _saved(s)}, _TORCH_ARGUMENTS) for name, s in states.items())
 

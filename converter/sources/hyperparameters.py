@@ -1,0 +1,63 @@
+"""A Lightning checkpoint's hyper-parameters as defaults of ``--model-args``: those that the factory takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_NAMED = 8
+_LONGEST = 30  # characters of a value in a note
+_NOT_NAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+
+
+def arguments(
+    factory: Callable[..., Any], explicit: Mapping[str, Any], found: Mapping[str, Any], argument: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Keyword arguments for ``factory``, and notes which of them came from the file and what was left out.
+
+    ``explicit`` wins over ``found``. As in Lightning's ``load_from_checkpoint``, ``found`` is given as one mapping
+    where the factory has a parameter called ``argument``, and what its signature does not take is left out.
+    """
+    taken, any_name = _parameters(factory)
+    if argument in taken and found:
+        given = {argument: dict(found)} | dict(explicit)
+        whole = f"{argument}={{{', '.join(found)}}}"
+        return given, [
+            f"given to --model from the file's hyper-parameters: {whole}"
+        ] if argument not in explicit else []
+    usable = {name: value for name, value in found.items() if any_name or name in taken}
+    overruled = [name for name in usable if name in explicit]
+    used = {name: value for name, value in usable.items() if name not in explicit}
+    ignored = [name for name in found if name not in usable and name not in explicit]
+    notes = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("given to --model from the file's hyper-parameters", [f"{n}={_shown(v)}" for n, v in used.items()]),
+            ("--model-args in place of the file's hyper-parameters", overruled),
+            ("hyper-parameters of the file that --model does not take", ignored),
+        )
+        if names
+    ]
+    return used | dict(explicit), notes
+
+
+def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Names that may be given by keyword, and whether any other may be, too."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # one written in C tells nothing: it is given what was asked for explicitly
+        return set(), False
+    named = {one.name for one in parameters if one.kind not in (*_NOT_NAMED, inspect.Parameter.VAR_KEYWORD)}
+    return named, any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool | int | float | str | None):
+        text = repr(value)
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return type(value).__name__
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,117 @@
+"""Which of a checkpoint's tensors are the model's: those behind one prefix, where others lie beside them.
+
+A LightningModule keeps the network that is wanted beside losses, metrics, teachers and averages of itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import SourceError, UsageError
+from converter.model import Array
+from converter.sources.statedict import fit, mismatch_message, mismatches
+
+if TYPE_CHECKING:
+    import torch
+
+_COMPILED = "_orig_mod."  # what torch.compile puts before the names of what it wraps, wherever that stands
+_AVERAGED = re.compile(r"(^|[._])(ema|swa|avg|averaged?|shadow)([._]|$)", re.IGNORECASE)
+_NAMED = 5
+
+
+def fit_behind_prefix(module: torch.nn.Module, tensors: Mapping[str, Array], weights: str | None = None) -> list[str]:
+    """Copy into ``module`` what :func:`select` chooses of ``tensors``; returns its notes, raises what it raises."""
+    chosen, notes = select(module.state_dict(), tensors, weights)
+    fit(module, chosen)
+    return notes
+
+
+def select(
+    state: Mapping[str, torch.Tensor], tensors: Mapping[str, Array], weights: str | None = None
+) -> tuple[dict[str, Array], list[str]]:
+    """Those of ``tensors`` that stand behind one prefix and fill ``state``, by its names, and notes which they are.
+
+    ``weights`` chooses where several do: ``ema`` a prefix that speaks of an average, ``model`` another one, anything
+    else is the prefix. Without it the trained weights go before averaged ones.
+
+    Raises :class:`UsageError` where the choice is the user's or names nothing, :class:`SourceError` where nothing fits,
+    naming what is missing or of another shape.
+    """
+    bare = _without_compiled(tensors, state)
+    ranked = _prefixes(bare, state)
+    fitting = [prefix for prefix in ranked if not any(mismatches(_behind(bare, prefix), state))]
+    prefix = _chosen(fitting, ranked, weights)
+    chosen = _behind(bare, prefix)
+    problems = list(mismatches(chosen, state))
+    if problems:
+        raise SourceError(mismatch_message("the checkpoint does not fit the model", problems))
+    others = [other for other in fitting if other != prefix]
+    return chosen, list(_notes(prefix, others, [name for name in bare if not name.startswith(prefix)]))
+
+
+def _without_compiled(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    if any(_COMPILED in name for name in state):
+        return dict(tensors)
+    return {name.replace(_COMPILED, ""): tensor for name, tensor in tensors.items()}
+
+
+def _prefixes(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Every prefix behind which names of the model stand, those with the most of them first, shorter ones before."""
+    found: Counter[str] = Counter()
+    depth = max((name.count(".") for name in state), default=0)
+    for name in tensors:
+        start = len(name) + 1
+        for _ in range(depth + 1):  # no more than the model's own names have: a hostile name may be a million dots
+            start = name.rfind(".", 0, max(start - 1, 0)) + 1
+            if name[start:] in state:
+                found[name[:start]] += 1
+            if not start:
+                break
+    return sorted(found, key=lambda prefix: (-found[prefix], len(prefix), prefix))
+
+
+def _behind(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _chosen(fitting: list[str], ranked: list[str], weights: str | None) -> str:
+    averaged = [prefix for prefix in fitting if _AVERAGED.search(prefix)]
+    trained = [prefix for prefix in fitting if prefix not in averaged]
+    if weights is not None and weights not in ("ema", "model"):
+        return _named(weights, ranked)
+    if weights == "ema" and fitting and not averaged:
+        raise UsageError("--weights ema: the checkpoint holds no averaged weights of this model; leave it out")
+    wanted = averaged if weights == "ema" else trained or averaged
+    if len(wanted) > 1 and "" not in wanted:
+        shown = ", ".join(repr(prefix) for prefix in wanted[:_NAMED])
+        raise UsageError(
+            f"the checkpoint has weights of this model behind each of {shown}; choose with --weights {wanted[0]}"
+        )
+    if wanted:
+        return "" if "" in wanted else wanted[0]
+    return ranked[0] if ranked else ""
+
+
+def _named(weights: str, ranked: list[str]) -> str:
+    prefix = weights if weights.endswith(".") or not weights else f"{weights}."
+    if prefix not in ranked:
+        shown = ", ".join(repr(found) for found in ranked[:_NAMED]) or "none"
+        raise UsageError(f"--weights {weights}: no tensor of the model stands behind {prefix!r}; there are: {shown}")
+    return prefix
+
+
+def _notes(prefix: str, others: list[str], left: list[str]) -> list[str]:
+    notes = []
+    if prefix:
+        notes.append(f"the model's weights are those whose names begin with {prefix!r}")
+    if others:
+        shown = ", ".join(repr(other) for other in others[:_NAMED])
+        notes.append(f"the checkpoint also has weights of this model behind {shown}; --weights takes such a prefix")
+    apart = [name for name in left if not any(name.startswith(other) for other in others if other)]
+    if apart:
+        more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
+        notes.append(f"not the model's, so in the artifact for restore only: {', '.join(apart[:_NAMED])}{more}")
+    return notes

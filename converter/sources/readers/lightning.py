@@ -1,0 +1,47 @@
+"""A Lightning checkpoint: its hyper-parameters build the architecture that ``--model`` names, its weights fill it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bf16kit.errors import UsageError
+from converter.model import Checkpoint, Source, digest_files
+from converter.options import Options
+from converter.sources.detect import Kind
+from converter.sources.readers import weights
+from converter.sources.readers.common import Advance, exported, inputs_of
+
+
+def read(options: Options, _kind: Kind, advance: Advance) -> Source:
+    """The checkpoint as a source; a torch file that only mentions Lightning is read as any other."""
+    from converter.sources import hyperparameters, lightning_file, precisions, prefixes, statedict
+    from converter.sources.torch.onnx_export import adapt, not_served
+
+    found = lightning_file.read_file(options.source, trust_pickle=options.trust_pickle)
+    if found is None:
+        if options.weights is not None:
+            raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is none")
+        return weights.read(options, Kind.TORCH_ZIP, advance)
+    tensors, of_weights = found.choose(options.weights)
+    precisions.check_range(options.source, tensors)
+    arguments, of_arguments = hyperparameters.arguments(
+        statedict.factory_of(options), options.model_args, found.hyper_parameters, found.argument
+    )
+    told = replace(options, model_args=arguments)
+    prefix = None if options.weights == "ema" and found.averaged is not None else options.weights
+    outline = statedict.outline(told) if found.hyper_parameters else None
+    if outline is not None:  # before memory is taken for what the file says
+        prefixes.select(outline, tensors, prefix)
+    module = statedict.build(told)
+    of_names = prefixes.fit_behind_prefix(module, tensors, prefix)
+    checkpoint = Checkpoint("lightning", digest_files([options.source], advance), tensors)
+    model = adapt(statedict.in_fp32(module), inputs_of(options))
+    notes = (
+        *found.notes,
+        *of_weights,
+        *of_arguments,
+        *of_names,
+        *not_served(model.outputs, model.left_out),
+        *precisions.notes(tensors, residual=options.residual),
+    )
+    return replace(exported(checkpoint, model, None), notes=notes)

@@ -1,0 +1,62 @@
+"""Checkpoints as Lightning writes them, put together by hand: what reads them needs no Lightning, nor do its tests.
+
+``tests/sources/test_lightning.py`` has the same written by Lightning itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from architectures import Mlp, seeded
+
+SCALER = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
+_PROGRESS = {"total": {"ready": 3, "completed": 3}, "current": {"ready": 1, "completed": 1}, "is_last_batch": True}
+
+
+def state(prefix: str = "", module: torch.nn.Module | None = None, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The weights of ``module``, an ``architectures.Mlp`` by default, each name behind ``prefix``."""
+    weights = seeded(module or Mlp(), seed).state_dict()
+    return {f"{prefix}{name}": tensor.clone() for name, tensor in weights.items()}
+
+
+def written(path: Path, weights: Mapping[str, Any], **more: Any) -> Path:
+    """A file as Lightning 2.6 writes it after a few steps with Adam; ``more`` are further keys, or other values."""
+    moments = {i: {"step": torch.tensor(3.0), "exp_avg": tensor.clone()} for i, tensor in enumerate(weights.values())}
+    checkpoint: dict[str, Any] = {
+        "epoch": 2,
+        "global_step": 12,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": weights,
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": _PROGRESS}},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': None, 'mode': 'min', 'every_n_train_steps': 0}": {
+                "best_model_score": torch.tensor(0.25),
+                "best_model_path": "/somewhere/epoch=2-step=12.ckpt",
+            }
+        },
+        "optimizer_states": [{"state": moments, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999)}]}],
+        "lr_schedulers": [],
+    }
+    torch.save(checkpoint | more, path)
+    return path
+
+
+def written_by_nano(path: Path, weights: Mapping[str, Any], **more: Any) -> Path:
+    """A file as BigDL-Nano's Trainer writes it: Lightning 1.6's layout, and Nano's own LightningModule around the
+    network (``model.``) and its loss (``loss.``), which keeps no hyper-parameters."""
+    network = {f"model.{name}": tensor for name, tensor in weights.items()}
+    return written(
+        path,
+        network | {"loss.weight": torch.ones(10)},
+        **{
+            "pytorch-lightning_version": "1.6.4",
+            "loops": {
+                "fit_loop": {"state_dict": {}, "epoch_loop.state_dict": {"_batches_that_stepped": 12}},
+                "validate_loop": {"state_dict": {}, "dataloader_progress": _PROGRESS},
+            },
+            **more,
+        },
+    )
