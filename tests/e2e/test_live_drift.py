@@ -98,6 +98,44 @@ def test_killed_or_standing_still_it_is_another_within_seconds_and_what_is_lost_
     until(lambda: not alive(second), "no process left behind")
 
 
+DYING = """
+import os, signal, sys
+if "service.shadow.references" in sys.orig_argv:
+    def look(event, given):
+        if event == "open" and "/bad/1/" in str(given[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(look)
+"""
+
+
+@pytest.mark.long
+def test_a_reference_that_ends_the_process_whenever_it_is_loaded_stays_off_and_the_others_are_measured(
+    tmp_path: Path, serve: Serve
+) -> None:
+    for model in ("bad", "mlp"):
+        put(tmp_path / "repository", model)
+    (tmp_path / "sitecustomize.py").write_text(DYING)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    server = serve("--repository", str(tmp_path / "repository"), env=environment).wait_ready()
+    ask(server, "bad")
+    until(lambda: metric(server, "reference_up", "bad") == 0, "down, from the first sample on")
+    ask(server)
+    off = "the process that measures died 2 times in a row while the fp32 reference of this model was being loaded"
+    until(lambda: f"model 'bad' version 1: no live drift: {off}" in server.log, "left off")
+    assert server.log.count("the shadow is started") <= 3
+    ask_until(server, "measured", ROWS)
+    assert metric(server, "reference_up") == 1
+    ask(server, "bad")
+    until(lambda: samples(server, "failed", "bad") >= 4, "counted, and not waited for")
+    assert metric(server, "reference_up", "bad") == 0
+    assert off in server.get("/")[1]
+    assert off in server.get("/status.json")[1]
+    (process,) = pids(server, SHADOW)
+    ask(server, "bad")
+    until(lambda: samples(server, "failed", "bad") >= 6)
+    assert pids(server, SHADOW) == [process], "it is asked nothing more of that model"
+
+
 def test_a_killed_server_leaves_no_process_behind(tmp_path: Path, serve: Serve) -> None:
     put(tmp_path, "mlp")
     server = serve("--repository", str(tmp_path)).wait_ready()

@@ -1,0 +1,70 @@
+"""Who gives fp32 answers, and that the board says when it is at work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts import write_mlp
+
+from service.contract import Array
+from service.drift.policy import ShadowPolicy
+from service.models.opening import open_artifact
+from service.models.policy import Serving
+from service.shadow.board import Board
+from service.shadow.memory import Memory
+from service.shadow.opening import OnBoard, open_reference
+
+NAME = "model 'm' version 1"
+
+
+class Reading:
+    """A reference that reads the board while it runs."""
+
+    up = True
+
+    def __init__(self, board: Board) -> None:
+        self.seen: list[dict[str, str]] = []
+        self.closed = False
+        self._board = board
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
+        self.seen.append(dict(self._board.read([NAME])))
+        return dict.fromkeys(outputs, feeds["x"])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_while_it_runs_the_board_says_so() -> None:
+    board = Board()
+    reading = Reading(board)
+    reference = OnBoard(NAME, reading, board)
+    x = np.ones((1, 3), np.float32)
+    np.testing.assert_array_equal(reference.run({"x": x}, ("y",), seconds=1.0)["y"], x)
+    assert reading.seen == [{NAME: "running"}]
+    assert board.read([NAME]) == {}
+    assert reference.up
+    reading.up = False
+    assert not reference.up
+    reference.close()
+    assert reading.closed
+
+
+def test_while_it_is_loaded_the_board_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mlp(tmp_path / "m" / "1")
+    board, seen = Board(), list[dict[str, str]]()
+
+    class Looking(Memory):
+        def load(self, *arguments: object) -> object:  # type: ignore[override]  # whatever they are
+            seen.append(dict(board.read([NAME])))
+            return super().load(*arguments)  # type: ignore[arg-type]  # as they came
+
+    opened = open_artifact(tmp_path / "m" / "1", Serving())
+    reference = open_reference(NAME, ShadowPolicy(), opened, Looking(), board)
+    assert seen == [{NAME: "loading"}]
+    assert board.read([NAME]) == {}
+    assert reference.run({"x": np.ones((1, 16), np.float32)}, ("y",), seconds=20.0)["y"].shape == (1, 16)
+    reference.close()
