@@ -171,3 +171,33 @@ def test_alert_says_it_and_bf16_goes_on(tmp_path: Path, serve: Serve) -> None:
     assert {precision for precision, _ in asking.answers} == {"bf16"}
     server.terminate()
     assert server.exit_code() == 0
+
+
+@pytest.mark.long
+def test_a_version_that_fell_back_stays_so_while_others_come_and_go(tmp_path: Path, serve: Serve) -> None:
+    """Also in a worker that is started again meanwhile."""
+    serving(tmp_path, 600)
+    with (tmp_path / "mlp" / "serving.yaml").open("a", encoding="utf-8") as file:
+        file.write("version_policy: all\n")
+    write_damaged(tmp_path / "mlp" / "1")
+    environment = {**os.environ, "BF16KIT_POLL_SECONDS": "1"}
+    options = ("--repository", str(tmp_path), "--model-control", "poll", "--workers", "2")
+    server = serve(*options, env=environment).wait_ready()
+    active = 'bf16kit_fallback_active{model="mlp",version="1"}'
+    with Asking(server) as asking:
+        until(lambda: asking.newest == {"fp32"}, 60, "fp32 answers, whoever is asked")
+    write_mlp(tmp_path / "new" / "2")
+    (tmp_path / "new" / "2").rename(tmp_path / "mlp" / "2")
+    until(lambda: server.metric('bf16kit_model_ready{model="mlp",version="2"}') == 1, 60, "another version")
+    (tmp_path / "mlp" / "2").rename(tmp_path / "gone")
+    until(lambda: server.metric('bf16kit_model_ready{model="mlp",version="2"}') == -1, 60, "and none")
+    assert server.metric(active) == 1
+    before = pids(server)
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: len(pids(server)) == 2 and before[0] not in pids(server), 60, "another worker in its place")
+    server.wait_ready()
+    until(lambda: server.log.count("the fp32 reference is warm") == 3, 60, "warm in that one too")
+    with Asking(server) as asking:
+        until(lambda: len(asking.answers) > 60, 60, "answers")
+        assert {precision for precision, _ in asking.answers} == {"fp32"}
+    assert server.metric('bf16kit_fallback_transitions_total{model="mlp",to="fp32",version="1"}') == 1
