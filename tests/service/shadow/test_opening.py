@@ -46,9 +46,9 @@ def test_while_it_runs_the_board_says_so() -> None:
     np.testing.assert_array_equal(reference.run({"x": x}, ("y",), seconds=1.0)["y"], x)
     assert reading.seen == [{NAME: "running"}]
     assert board.read([NAME]) == {}
-    assert reference.up
+    ups = [reference.up]
     reading.up = False
-    assert not reference.up
+    assert [*ups, reference.up] == [True, False]
     reference.close()
     assert reading.closed
 
