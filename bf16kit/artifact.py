@@ -113,14 +113,14 @@ class Artifact:
     def restore(self, name: str, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """The tensor in fp32, bit for bit as it was before rounding; a tensor stored as fp32 is returned as stored.
 
-        A rounded one is written to ``out``, of its shape and C-contiguous, where that is given. It takes little memory
-        beyond that of the result.
+        It is written to ``out``, of its shape and C-contiguous, where that is given. It takes little memory beyond that
+        of the result.
 
         Raises ArtifactError when the artifact was converted without its residual.
         """
         entry = self._entry(name)
         if entry.dtype == "float32":
-            return self.tensor(name)
+            return _into(out, self.tensor(name))
         if entry.dtype != "bfloat16":
             raise ArtifactError(f"{self.path}: tensor {name!r} is {entry.dtype}, which was never rounded")
         if entry.residual is None:
@@ -223,6 +223,13 @@ class Artifact:
         return self._maps[name][segment.offset : segment.offset + segment.bytes]
 
 
+def _into(out: NDArray[np.float32] | None, array: Array) -> NDArray[np.float32]:
+    if out is None:
+        return array
+    out[...] = array
+    return out
+
+
 def _as_it_was(restored: NDArray[np.float32], dtype: str) -> Array:
     """Undo the widening from ``dtype``: of an fp32 number that was bf16, the upper half, NaNs and all."""
     if dtype == "bfloat16":
@@ -270,6 +277,7 @@ def _check_inside(path: Path, name: str) -> None:
 def _check_references(manifest: Manifest, path: Path) -> None:
     """Every file that the manifest speaks of is listed in it, and every tensor lies within its file."""
     names = [p.graph for p in manifest.profiles.values()]
+    names += [name for export in manifest.exports.values() for name in export.files]
     own = (p.golden for p in manifest.profiles.values())
     names += [n for n in (manifest.reference, manifest.golden, manifest.measurements, *own) if n is not None]
     for name in names:

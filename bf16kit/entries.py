@@ -1,9 +1,9 @@
-"""What a manifest says of one stored tensor, and of one tensor of the checkpoint that it restores."""
+"""What a manifest says of one stored tensor, of one tensor of the checkpoint that it restores, and of an export."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -98,6 +98,19 @@ class TensorEntry(_Entry):
                 " of a bfloat16 matrix"
             )
         return self
+
+
+class ExportEntry(_Entry):
+    """The same weights as plain ``files`` that another program reads, and that nothing here serves.
+
+    Its drift is that of its tensors, widened, in the fp32 reference's own arithmetic. ``verified``: ``host`` when that
+    was run, ``no`` before.
+    """
+
+    files: Annotated[list[FileName], Field(min_length=1)]
+    precision: str
+    verified: Literal["host", "no"]
+    note: str = ""
 
 
 class CheckpointEntry(_Entry):

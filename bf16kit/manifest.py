@@ -9,6 +9,7 @@ flipped bit in the manifest is seen like one in any other file.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,7 @@ from bf16kit.entries import (
     STRICT,
     CheckpointEntry,
     DTypeName,
+    ExportEntry,
     FileName,
     Segment,
     Size,
@@ -40,6 +42,7 @@ from bf16kit.measured import DriftEntry, Number, OracleEntry, OracleFigure
 from bf16kit.tensors import Kind, TensorSpec
 
 __all__ = [
+    "EXPORTS",
     "MANIFEST",
     "MEASUREMENTS",
     "PROFILES",
@@ -47,6 +50,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "CheckpointEntry",
     "DriftEntry",
+    "ExportEntry",
     "FileEntry",
     "Manifest",
     "OracleEntry",
@@ -61,12 +65,13 @@ __all__ = [
     "plain_name",
 ]
 
-# The newest: panels came with 2; oracle, measurements, requirements and reason codes with 3; cpu-bf16 with 4.
-SCHEMA_VERSION = 4
+# The newest; what came with each: `_NEWS`.
+SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
 MEASUREMENTS = "measurements.json"
 PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript")
+EXPORTS = ("safetensors", "hf")
 
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -153,6 +158,11 @@ class Source(_Entry):
     tensors: Size
 
 
+def _check_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in sorted(set(names) - set(known)):
+        raise ValueError(f"unknown {what} {name!r}; {what}s are {', '.join(known)}")
+
+
 def _is_packed(tensor: TensorEntry) -> bool:
     """Whether the residual of ``tensor`` has less than whole low halves."""
     return tensor.residual is not None and tensor.residual.bytes < tensor.bytes
@@ -165,6 +175,8 @@ def _needed(fields: dict[str, Any]) -> int:
     quantiles = any("." in bound for bound in fields.get("budget", {}))
     packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
     profiles: dict[str, ProfileEntry] = fields.get("profiles", {})
+    if any(fields.get(name) for name in _SINCE_5):
+        return 5
     if not _SINCE_4.isdisjoint(profiles) or any(entry.golden for entry in profiles.values()):
         return 4
     needing = any(entry.requires for entry in profiles.values())
@@ -182,9 +194,11 @@ _NEWS = {
     2: "panels",
     3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
     4: "profile cpu-bf16 or golden samples of a profile's own",
+    5: "exports",
 }
 _SINCE_3 = ("measurements", "oracle")
 _SINCE_4 = frozenset({"cpu-bf16"})  # profiles
+_SINCE_5 = ("exports",)
 
 
 class Manifest(_Entry):
@@ -195,6 +209,7 @@ class Manifest(_Entry):
     outputs: list[SpecEntry]
     batch_axis: Size | None = None
     profiles: dict[str, ProfileEntry]
+    exports: dict[str, ExportEntry] = {}
     reference: FileName | None = None
     golden: FileName | None = None
     measurements: FileName | None = None
@@ -213,13 +228,12 @@ class Manifest(_Entry):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), *_SINCE_3)
+        return _without_empty(handler(self), *_SINCE_3, *_SINCE_5)
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        unknown = sorted(self.profiles.keys() - set(PROFILES))
-        if unknown:
-            raise ValueError(f"unknown profile {unknown[0]!r}; profiles are {', '.join(PROFILES)}")
+        _check_known("profile", self.profiles, PROFILES)
+        _check_known("export", self.exports, EXPORTS)
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")

@@ -7,29 +7,35 @@ from dataclasses import dataclass, replace
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import UsageError
-from bf16kit.manifest import RESIDUAL, Manifest, Plan, PlanEntry, ProfileEntry, SpecEntry
+from bf16kit.manifest import RESIDUAL, ExportEntry, Manifest, Plan, PlanEntry, ProfileEntry, SpecEntry
 from bf16kit.manifest import Source as SourceEntry
 from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact
 from converter.formats import lossless
 from converter.formats.agreement import check_graph
+from converter.formats.export import INDEX, Exported, select, write_export
+from converter.formats.exportweights import write_as_export
+from converter.formats.narrowed import Rounding
 from converter.formats.onnx import graph_file, write_graphs
 from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights, write_total, write_weights
 from converter.model import Source
 from converter.options import Options
 from converter.passes import Prepared
-from converter.plan import Planned, make_plan
+from converter.plan import Planned, make_plan, narrowed
 from converter.plan.decisions import Islands
+from converter.plan.overrides import Overrides
 from converter.plan.profiles import PROFILES
 from converter.process import versions
 from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import golden
 from converter.proof.certify import Certified, certify
+from converter.proof.exported import Reference
 from converter.proof.oracle import Asked
 from converter.proof.samples import Samples
 
-_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, *map(graph_file, PROFILES), *map(golden.own, PROFILES))
+_FILES = (BF16_FILE, FP32_FILE, RESIDUAL, INDEX, *map(graph_file, PROFILES), *map(golden.own, PROFILES))
+_EXPORTED = "model*.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,16 @@ class Attempt:
             profiles=(*options.onnx_profiles, *options.optional_profiles),
         )
         planned = _of_use(planned, options)
-        for name in _FILES:  # of an earlier attempt
-            (stage.path / name).unlink(missing_ok=True)
-        stored = _write_weights(options, source, prepared, planned, stage, progress)
+        for path in (*(stage.path / name for name in _FILES), *stage.path.glob(_EXPORTED)):  # of an earlier attempt
+            path.unlink(missing_ok=True)
+        stored, exported, planned = _write(options, source, prepared, planned, stage, progress)
         with progress.step("writing graphs"):
             profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}
         manifest = _describe(options, source, planned.plan, stored, profiles)
-        _check_lossless(options, source, prepared, stored, stage.draft(manifest), progress)
-        reference = None if options.residual else prepared.reference
+        if exported is not None:
+            manifest = manifest.amended(exports=_describe_export(options, source, exported, stage))
+        _check_lossless(options, source, prepared, stored, stage.draft(manifest), exported, progress)
+        reference = None if options.residual else Reference(prepared.reference, prepared.matches)
         census = stored.census
         del stored
         release()
@@ -87,6 +95,55 @@ def _of_use(planned: Planned, options: Options) -> Planned:
 
 def _rounding(nodes: Sequence[PlanEntry]) -> bool:
     return any(entry.code == "rounds" for entry in nodes)
+
+
+def _write(
+    options: Options, source: Source, prepared: Prepared, planned: Planned, stage: StagingArtifact, progress: Progress
+) -> tuple[StoredWeights, Exported | None, Planned]:
+    """The weights, and the export where one was asked for; with the plan as it was carried out."""
+    if not options.stores_export:
+        stored = _write_weights(options, source, prepared, planned, stage, progress)
+        exported = (
+            None if options.export is None else _write_beside(options, source, prepared, planned, stage, progress)
+        )
+        return stored, exported, planned
+    checkpoint = source.checkpoint
+    with progress.step("writing the export", checkpoint.nbytes) as advance:
+        stored, exported, plan = write_as_export(
+            prepared,
+            planned.plan,
+            Overrides.parse(options.keep_fp32, options.bf16),
+            checkpoint.tensors,
+            checkpoint.shards,
+            stage.path,
+            stage.writer,
+            Rounding(options.subnormals, options.saturate),
+            residual=options.residual,
+            progress=advance,
+        )
+    return stored, exported, replace(planned, plan=plan)
+
+
+def _write_beside(
+    options: Options, source: Source, prepared: Prepared, planned: Planned, stage: StagingArtifact, progress: Progress
+) -> Exported:
+    """The export as a copy: the profiles' own weights lie in panels."""
+    checkpoint = source.checkpoint
+    overrides = Overrides.parse(options.keep_fp32, options.bf16)
+    selection = select(checkpoint.tensors, prepared, narrowed(planned.plan.tensors), overrides)
+    rounding = Rounding(options.subnormals, options.saturate)
+    with progress.step("writing the export", checkpoint.nbytes) as advance:
+        return write_export(checkpoint.tensors, checkpoint.shards, selection, stage.path, rounding, progress=advance)
+
+
+def _describe_export(
+    options: Options, source: Source, exported: Exported, stage: StagingArtifact
+) -> dict[str, ExportEntry]:
+    """The manifest's entry of what was ``exported``, once the files beside it are written, too."""
+    for name, content in source.beside.items():
+        (stage.path / name).write_bytes(content)
+    files = [*exported.files, *sorted(source.beside)]
+    return {str(options.export): ExportEntry(files=files, precision="bf16-weights", verified="no")}
 
 
 def _write_weights(
@@ -154,6 +211,7 @@ def _check_lossless(
     prepared: Prepared,
     stored: StoredWeights,
     draft: Artifact,
+    exported: Exported | None,
     progress: Progress,
 ) -> None:
     """Read the weights' files back and compare them with the source, bit by bit."""
@@ -161,3 +219,5 @@ def _check_lossless(
     rounding = lossless.Rounding(options.subnormals, options.saturate)
     with progress.step("comparing with the source", lossless.total(draft, tensors)) as advance:
         lossless.check(draft, prepared, stored, tensors, rounding, advance)
+        if exported is not None:
+            lossless.check_export(draft.path, exported, tensors, rounding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +25,15 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a source as they are stored there, memory-mapped where the format allows."""
+    """The tensors of a source as they are stored there, memory-mapped where the format allows.
+
+    ``shards`` are their names by file, where a source is parted into several.
+    """
 
     format: str
     sha256: str
     tensors: Mapping[str, Array]
+    shards: Sequence[Sequence[str]] = ()
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,7 @@ class Source:
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, and
     ``oracle`` with it, which frees their files and memory. A source that cannot answer has no oracle, and ``unasked``
     says why. ``notes`` are sentences for whoever converts it. ``tools`` are the packages whose versions shape the
-    graph.
+    graph. ``beside`` are files that an export in the source's own format has beside its weights.
     """
 
     checkpoint: Checkpoint
@@ -90,6 +94,7 @@ class Source:
     oracle: Oracle | None = None
     unasked: str = "sources of this kind cannot be run"
     notes: tuple[str, ...] = ()
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:

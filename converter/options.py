@@ -12,7 +12,8 @@ from bf16kit.drift import Budget
 from bf16kit.errors import UsageError
 from bf16kit.tensors import BY_NAME, Kind, TensorSpec
 
-Format = Literal["onnx", "torchscript"]
+Format = Literal["onnx", "torchscript", "safetensors", "hf"]
+Export = Literal["safetensors", "hf"]
 Profile = Literal["cpu", "cpu-bf16", "cuda"]
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -31,7 +32,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One conversion. ``formats`` is empty for "both where the source allows".
+    """One conversion. ``formats`` is empty for ONNX, and TorchScript where the source allows.
 
     ``optional`` are profiles that nobody asked for: each is written where it is of use, judged by the same budget as
     the others, and left out, with a note, where it does not keep to it.
@@ -81,6 +82,16 @@ class Options:
     @property
     def wants_torchscript(self) -> bool:
         return not self.formats or "torchscript" in self.formats
+
+    @property
+    def export(self) -> Export | None:
+        """What is written for other programs. A Hugging Face directory is a safetensors checkpoint, and more."""
+        return "hf" if "hf" in self.formats else "safetensors" if "safetensors" in self.formats else None
+
+    @property
+    def stores_export(self) -> bool:
+        """The artifact's weights are those of its export: no ONNX graph wants them otherwise."""
+        return self.export is not None and not self.wants_onnx
 
     @property
     def insists_on_torchscript(self) -> bool:

@@ -11,6 +11,7 @@ from bf16kit.manifest import Manifest
 from bf16kit.publish import staging
 from converter import intake
 from converter.attempt import Attempt
+from converter.formats.exportweights import unfolded
 from converter.options import Options
 from converter.passes import prepare
 from converter.plan.decisions import Islands
@@ -54,6 +55,8 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         garbage.settle()
         with progress.step("planning"):
             prepared = prepare(source.graph, source.checkpoint.tensors)
+            if options.stores_export:
+                prepared = unfolded(prepared, source.checkpoint.tensors)
         notes += intake.unknown(options, prepared)
         intake.check_base(options, source, prepared, asked, calibration, stage, progress)
         attempt = Attempt(options, source, prepared, profiles, calibration, asked, stage, progress)

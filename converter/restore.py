@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import math
 import os
 import secrets
@@ -21,24 +20,9 @@ from bf16kit.errors import ArtifactError, ArtifactExists, UsageError
 from bf16kit.manifest import CheckpointEntry
 from bf16kit.tensors import BY_NAME
 from bf16kit.text import size
+from converter.formats.safetensors import Place, header
 from converter.model import Array
 from converter.process.progress import Progress
-
-_SAFETENSORS_NAMES = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
 
 
 def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> str:
@@ -115,20 +99,12 @@ def _explained(out: Path, error: OSError) -> UsageError:
 
 
 def _header(entries: Sequence[CheckpointEntry]) -> bytes:
-    """The safetensors header, its JSON padded with spaces so that the data begins at a multiple of 8 bytes."""
-    header, offset = {}, 0
+    """The safetensors header, in the order of ``entries``."""
+    places, start = [], 0
     for entry in entries:
-        end = offset + _nbytes(entry)
-        if entry.name == "__metadata__":
-            raise UsageError("a tensor is called '__metadata__', a name that safetensors keeps for itself")
-        dtype = _SAFETENSORS_NAMES.get(entry.dtype)
-        if dtype is None:
-            raise UsageError(f"tensor {entry.name!r} is {entry.dtype}, which safetensors cannot hold")
-        header[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        places.append(Place(entry.name, entry.dtype, tuple(entry.shape), start))
+        start += _nbytes(entry)
+    return header(places)
 
 
 def _in_order(opened: Artifact, entries: Sequence[CheckpointEntry]) -> Iterator[Array]:

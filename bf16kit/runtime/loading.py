@@ -181,6 +181,7 @@ def _profile_for(artifact: Artifact, device: str) -> str:
     for profile in preferred:
         if profile in artifact.manifest.profiles:
             return profile
+    _check_served(artifact)
     raise ArtifactError(
         f"{artifact.path} has no profile for {device}: it needs {' or '.join(preferred)},"
         f" and has {_names(artifact)}; convert the checkpoint again with the profile wanted"
@@ -190,8 +191,19 @@ def _profile_for(artifact: Artifact, device: str) -> str:
 def _profile(artifact: Artifact, profile: str) -> ProfileEntry:
     entry = artifact.manifest.profiles.get(profile)
     if entry is None:
+        _check_served(artifact)
         raise ArtifactError(f"{artifact.path} has no profile {profile!r}; it has {_names(artifact)}")
     return entry
+
+
+def _check_served(artifact: Artifact) -> None:
+    """ArtifactError where an artifact is for other programs alone: what they load is not what a server runs."""
+    exports = artifact.manifest.exports
+    if exports and not artifact.manifest.profiles:
+        raise ArtifactError(
+            f"{artifact.path} is an export ({', '.join(sorted(exports))}) for other programs to load: it has no profile"
+            " to serve; convert the checkpoint again with --format onnx"
+        )
 
 
 def _names(artifact: Artifact) -> str:

@@ -50,8 +50,9 @@ if TYPE_CHECKING:
     "--format",
     "formats",
     multiple=True,
-    type=click.Choice(["onnx", "torchscript"]),
-    help="May be given twice.  [default: both where the source allows]",
+    type=click.Choice(["onnx", "torchscript", "safetensors", "hf"]),
+    help="May be given more than once: onnx and torchscript are served; safetensors, a bf16 checkpoint, and hf, a"
+    " Hugging Face directory of it, are for other programs.  [default: onnx, and torchscript where the source allows]",
 )
 @click.option(
     "--profile",
@@ -122,15 +123,19 @@ def _options(**given: object) -> Options:
         return values
 
     from bf16kit.drift import Budget
+    from bf16kit.errors import UsageError
 
     out, model_args, profiles = given.pop("out"), given.pop("model_args"), many("profiles")
+    formats = many("formats")
+    if profiles and formats and not {"onnx", "torchscript"}.intersection(formats):
+        raise UsageError(f"--profile {profiles[0]}: is an ONNX graph; give --format onnx as well, or leave it out")
     assert isinstance(out, Path)  # noqa: S101 - click's `type=PATH`
     return parse.Options(
         target=parse.parse_target(out),
         model_args=parse.parse_model_args(str(model_args) if model_args is not None else None),
         inputs=parse.parse_inputs(many("inputs")),
         outputs=parse.parse_outputs(many("outputs")),
-        formats=many("formats"),  # type: ignore[arg-type]  # click.Choice checked them
+        formats=formats,  # type: ignore[arg-type]  # click.Choice checked them
         profiles=profiles or ("cpu", "cuda"),  # type: ignore[arg-type]
         optional=() if profiles else ("cpu-bf16",),
         keep_fp32=parse.parse_patterns("--keep-fp32", many("keep_fp32")),

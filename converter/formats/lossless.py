@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactDamaged, ConversionError
 from bf16kit.manifest import RESIDUAL, TensorEntry
-from bf16kit.numerics import Subnormals
+from bf16kit.numerics import BF16, Subnormals
 from bf16kit.tensors import Array as Array
+from converter.formats.export import INDEX, Exported
+from converter.formats.safetensors import read
 from converter.formats.weights import StoredWeights
 from converter.graph.equality import in_fp32, same_bits
 from converter.graph.initializers import const
@@ -71,6 +74,35 @@ def check(
             advance(entry.bytes)
     except ArtifactDamaged as error:
         raise ConversionError(f"what was written cannot be read back: {error}; nothing was published") from error
+
+
+def check_export(directory: Path, done: Exported, checkpoint: Mapping[str, Array], rounding: Rounding) -> None:
+    """Read the export's files in ``directory`` back, as any other program would, and compare them with ``checkpoint``.
+
+    Raises :class:`ConversionError` naming the first tensor that differs.
+    """
+    found: dict[str, Array] = {}
+    try:
+        for name in done.files:
+            if name != INDEX:
+                found |= read(directory / name)
+    except ArtifactDamaged as error:
+        raise ConversionError(f"the export cannot be read back: {error}; nothing was published") from error
+    if found.keys() != checkpoint.keys():
+        raise _fault(min(found.keys() ^ checkpoint.keys()), "is not both in the checkpoint and in its export")
+    for name, array in checkpoint.items():
+        if name not in done.selection.rounded:
+            _check_same(name, array, found[name], "is not exported as it came")
+            continue
+        if found[name].dtype != BF16 or found[name].shape != array.shape:
+            raise _fault(name, f"is exported otherwise ({_difference(array, found[name])})")
+        allowed = replace(rounding, saturate=rounding.saturate or name in done.selection.masks)
+        wrong = sum(
+            int(np.count_nonzero(_misrounded(in_fp32(block), stored, None, allowed)))
+            for block, stored, _ in _blocks(array, found[name], None, None)
+        )
+        if wrong:
+            raise _fault(name, f"has {wrong} of {array.size} exported values that are not the source's, rounded")
 
 
 def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:

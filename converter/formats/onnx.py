@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from bf16kit.errors import ConversionError
+from bf16kit.manifest import RESIDUAL
 from bf16kit.runtime.externaldata import REBUILT
 from bf16kit.tensors import BY_NAME
 from bf16kit.wording import brief
@@ -19,7 +20,7 @@ from converter.cpukernel.normalise import Normalise
 from converter.cpukernel.unpanel import Unpanel
 from converter.cpukernel.use import UseKernel
 from converter.formats.narrowing import Narrow
-from converter.formats.weights import StoredWeights
+from converter.formats.weights import BF16_FILE, FP32_FILE, StoredWeights
 from converter.graph.initializers import dims, stays_inline
 from converter.graph.types import InferTypes
 from converter.passes import Prepared, run
@@ -28,6 +29,7 @@ from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 
 REFERENCE = "reference"
+_ALIGNED = (BF16_FILE, FP32_FILE, RESIDUAL)  # files whose tensors a graph may read where they are
 
 
 def write_graphs(
@@ -94,12 +96,13 @@ def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTen
 
 
 def _rebuilt(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
-    """The reference's tensor: a rounded one is rebuilt at load, in a file that is not among the artifact's; others are
-    read where they are stored."""
+    """The reference's tensor: a rounded one is rebuilt at load, in a file that is not among the artifact's, and so is
+    one of an export, whose place is not aligned; others are read where they are stored."""
     entry = stored.tensors[name]
-    if entry.residual is None:
+    if entry.residual is None and entry.file in _ALIGNED:
         return _stored(stored, name, shape)
-    return ir.ExternalTensor(REBUILT, 0, 2 * entry.bytes, ir.DataType.FLOAT, shape=shape, name=name)
+    nbytes = entry.bytes if entry.dtype == "float32" else 2 * entry.bytes
+    return ir.ExternalTensor(REBUILT, 0, nbytes, ir.DataType.FLOAT, shape=shape, name=name)
 
 
 def _write(

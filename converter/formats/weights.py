@@ -49,7 +49,7 @@ class StoredWeights:
 
 def write_total(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> int:
     """The bytes that ``progress`` will have been told of when :func:`write_weights` returns, about."""
-    graph = sum(t.nbytes for t in _tensors(prepared.folded).values())
+    graph = sum(t.nbytes for t in stored_tensors(prepared.folded).values())
     return graph + sum(array.nbytes for name, array in checkpoint.items() if name not in prepared.matches)
 
 
@@ -106,8 +106,8 @@ class _Store:
 
     def profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
         """Write what the profiles' graphs read, and the residual of what was rounded."""
-        names = FreshNames((*_tensors(self.prepared.folded), *_tensors(self.prepared.reference)))
-        for name, tensor in sorted(_tensors(self.prepared.folded).items()):
+        names = FreshNames((*stored_tensors(self.prepared.folded), *stored_tensors(self.prepared.reference)))
+        for name, tensor in sorted(stored_tensors(self.prepared.folded).items()):
             if name in narrow:
                 self._narrow(name, tensor, residual, names)
             elif residual is not None and self._differs(name):
@@ -119,7 +119,7 @@ class _Store:
 
     def reference_only(self) -> None:
         """Write what only the reference reads: BatchNorm's parameters, replaced biases."""
-        for name, tensor in sorted(_tensors(self.prepared.reference).items()):
+        for name, tensor in sorted(stored_tensors(self.prepared.reference).items()):
             if name not in self.tensors:
                 self._add(name, tensor.numpy(), self.fp32_file, FP32_FILE)
 
@@ -161,7 +161,7 @@ class _Store:
             segment = residual.append_chunks(passing.residual(original, scale, self.low_bits.get(name, 16)))
         self.census[name] = passing.census
         written = self.bf16_file.append_chunks(strips(bf16, axis))
-        entry = _entry(name, bf16, BF16_FILE, written, axis)
+        entry = tensor_entry(name, bf16, BF16_FILE, written, axis)
         if segment is not None:
             entry = entry.model_copy(update={"residual": segment})
         if scale is not None:
@@ -193,13 +193,13 @@ class _Store:
 
         segment = self.fp32_file.append_chunks(passing())
         like = np.empty(0, tensor.dtype.numpy())
-        self.tensors[stored_as] = _entry(stored_as, like, FP32_FILE, segment, shape=dims(tensor))
+        self.tensors[stored_as] = tensor_entry(stored_as, like, FP32_FILE, segment, shape=dims(tensor))
 
     def _differs(self, name: str) -> bool:
         return name in self.prepared.folds or name in self.prepared.clamped
 
     def _add(self, name: str, array: NDArray[Any], file: WeightWriter, file_name: str) -> None:
-        self.tensors[name] = _entry(name, array, file_name, file.append(array))
+        self.tensors[name] = tensor_entry(name, array, file_name, file.append(array))
 
 
 def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, int]:
@@ -207,8 +207,8 @@ def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dic
     return {match.initializer: lowbits.needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
 
 
-def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """The initializers of a graph that are stored outside it."""
+def stored_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """The initializers of a graph that are stored outside it, by name."""
     found = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
@@ -219,7 +219,7 @@ def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return found
 
 
-def _entry(
+def tensor_entry(
     name: str,
     array: NDArray[Any],
     file: str,
@@ -227,6 +227,7 @@ def _entry(
     panels: int | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> TensorEntry:
+    """What the manifest says of ``array``, or of an array like it of another ``shape``, at ``segment`` of ``file``."""
     return TensorEntry(
         name=name,
         dtype=_dtype(name, array),

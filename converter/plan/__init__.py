@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -66,6 +66,11 @@ def narrowed(tensors: Iterable[PlanEntry]) -> frozenset[str]:
     return frozenset(entry.name for entry in tensors if entry.precision == "bf16")
 
 
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a tensor of this ``shape`` is worth narrowing."""
+    return sum(dim > 1 for dim in shape) >= 2 and math.prod(shape) >= SMALLEST
+
+
 def _stored(prepared: Prepared) -> list[ir.Value]:
     """The fp32 tensors that go to a weights file: of the profiles' graphs, then those only the reference reads."""
     profiles = prepared.folded.graph.initializers
@@ -102,11 +107,11 @@ def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decis
         return Decision("bf16", "asked_for", f"asked for by --bf16 {forced}")
     shape = () if value.const_value is None else dims(value.const_value)
     size = math.prod(shape)
+    if is_matrix(shape):
+        return Decision("bf16", "matrix", f"matrix of {size} values")
     if sum(dim > 1 for dim in shape) < 2:
         return Decision("fp32", "vector", "one-dimensional: 0.3 % of the bytes of a transformer, half of its drift")
-    if size < SMALLEST:
-        return Decision("fp32", "small", f"small: {size} values")
-    return Decision("bf16", "matrix", f"matrix of {size} values")
+    return Decision("fp32", "small", f"small: {size} values")
 
 
 def _entries(model: ir.Model, decisions: Mapping[str, Decision]) -> list[PlanEntry]:

@@ -35,17 +35,17 @@ def check_ranges(
         if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue
         counts = found[name] if name in found else take_census(tensor)
-        complaint = _complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
-        if complaint is not None:
+        said = complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
+        if said is not None:
             folded = " (with BatchNorm folded in)" if name in prepared.folds else ""
-            complaints.append(f"tensor {name!r}{folded}: {complaint}")
+            complaints.append(f"tensor {name!r}{folded}: {said}")
     if complaints:
         more = f"\nand {len(complaints) - _SHOWN} more tensors" if len(complaints) > _SHOWN else ""
         raise RangeError("\n".join(complaints[:_SHOWN]) + more)
     return {name: found[name] for name in sorted(narrow)}
 
 
-def _complaint(counts: Census, finite: bool, in_range: bool) -> str | None:
+def complaint(counts: Census, finite: bool, in_range: bool) -> str | None:
     """What is wrong with a tensor that must be ``finite`` and, when ``in_range``, must not overflow."""
     if counts.nan:
         return f"{counts.nan} of {counts.count} values are NaN; the checkpoint is damaged or its training diverged"

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import ConversionError, RuntimeFailure
-from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry, SpecEntry
+from bf16kit.errors import RuntimeFailure
+from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry
 from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
-from bf16kit.tensors import TensorSpec, describe
 from bf16kit.wording import brief
-from converter.graph.dimensions import as_given, name_all, reconciled
 from converter.graph.requirements import required
 from converter.model import Feeds
 from converter.options import Options
 from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
+from converter.proof.exported import Reference, open_export
 from converter.proof.judging import over, without
 from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
 from converter.proof.oracle import Asked
 from converter.proof.running import open_profile, open_source, open_torchscript
 from converter.proof.samples import Samples, how_to_give
+from converter.proof.seen import as_seen, edges, with_axis
 from converter.proof.spool import Spool
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
 _BOTH = 8  # samples that TorchScript answers in both arithmetics, this CPU's and the other
@@ -80,7 +77,7 @@ def certify(
     options: Options,
     progress: Progress,
     asked: Asked,
-    source: ir.Model | None = None,
+    source: Reference | None = None,
 ) -> Certified:
     """Run what is in ``stage`` on ``samples``, certify the reference, write golden samples, and measure drift.
 
@@ -90,9 +87,11 @@ def certify(
     """
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
-        edges = _edges(manifest)
+        ends = edges(manifest)
         reference = (
-            load_reference(draft, scratch=stage.path) if source is None else open_source(source, *edges, stage.path)
+            load_reference(draft, scratch=stage.path)
+            if source is None
+            else open_source(source.model, *ends, stage.path)
         )
         expected = _expected(reference, samples, stage)
         axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
@@ -102,18 +101,24 @@ def certify(
             asked,
             samples.feeds,
             expected,
-            lambda random: open_nudged(draft, source, random, asked.roundoff, stage.path),
+            lambda random: open_nudged(
+                draft, None if source is None else source.model, random, asked.roundoff, stage.path
+            ),
             stage.path,
         )
         release()
     manifest = manifest.amended(oracle=checked)
-    manifest, notes = _as_seen(manifest, samples.feeds, expected)
-    certified = Certified(_with_edges(manifest, axis), notes=[*oracle.remarks(checked), *notes])
+    manifest, notes = as_seen(manifest, samples.feeds, expected)
+    certified = Certified(with_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
     if axis is None:
         certified.notes.append("no batch axis: two samples run together were not seen to give what they give apart")
     for profile in sorted(manifest.profiles):
         with progress.step(f"measuring the drift of {profile}"):
             _certify_profile(certified, stage, profile, samples, expected, options)
+        release()
+    for export in sorted(manifest.exports):
+        with progress.step(f"measuring the drift of the export {export}"):
+            _certify_export(certified, stage, export, samples, expected, options, source)
         release()
     _keep_golden(certified, stage, samples.feeds, expected, options)
     expected.close()
@@ -154,17 +159,38 @@ def _certify_profile(
     advice = f"{run.info.note}: {run.info.advice}"
     if run.info.advice and advice not in certified.notes:  # two profiles run without the same kernel
         certified.notes.append(advice)
-    certified.runs[profile] = run
+    certified.manifest = manifest.model_copy(
+        update={"profiles": manifest.profiles | {profile: _verified(stage, manifest, profile, run)}}
+    )
+    _record(certified, profile, f"profile {profile}", run, samples, options)
+
+
+def _certify_export(
+    certified: Certified,
+    stage: StagingArtifact,
+    export: str,
+    samples: Samples,
+    expected: Sequence[Feeds],
+    options: Options,
+    source: Reference | None,
+) -> None:
+    """Measure what its files cost; that another program reads them otherwise is not for us to say."""
+    manifest = certified.manifest
+    run = run_export(stage.draft(manifest), export, samples.feeds, expected, source, stage.path)
+    entry = manifest.exports[export].model_copy(update={"verified": "host", "note": run.note})
+    certified.manifest = manifest.model_copy(update={"exports": manifest.exports | {export: entry}})
+    _record(certified, export, f"export {export}", run, samples, options)
+
+
+def _record(certified: Certified, name: str, called: str, run: Run, samples: Samples, options: Options) -> None:
+    """Keep the drift of what was ``run``, and where it is over the budget."""
+    certified.runs[name] = run
     summaries = measure.summarise(run.drifts)
     count = next(iter(summaries.values())).samples
     entry = DriftEntry(samples=count, source=samples.origin, outputs=measure.as_dict(summaries), emulated=run.emulated)
-    certified.manifest = manifest.model_copy(
-        update={
-            "drift": manifest.drift | {profile: entry},
-            "profiles": manifest.profiles | {profile: _verified(stage, manifest, profile, run)},
-        }
-    )
-    certified.over[profile] = [f"profile {profile}, {breach}" for breach in over(options.budget, run.drifts)]
+    manifest = certified.manifest
+    certified.manifest = manifest.model_copy(update={"drift": manifest.drift | {name: entry}})
+    certified.over[name] = [f"{called}, {breach}" for breach in over(options.budget, run.drifts)]
 
 
 def _run(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
@@ -179,11 +205,28 @@ def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expect
     ``expected`` are the reference's answers to ``feeds``. Each answer is reduced to its drift at once.
     """
     manifest = artifact.manifest
-    outputs = _edges(manifest)[1]
+    outputs = edges(manifest)[1]
     runtime, emulated = open_profile(artifact, profile)
     try:
         found = measure.drifts(expected, measure.answers(runtime, feeds), outputs, manifest.batch_axis)
         return Run(found, runtime.info, emulated)
+    finally:
+        runtime.close()
+
+
+def run_export(
+    artifact: Artifact,
+    export: str,
+    feeds: Sequence[Feeds],
+    expected: Sequence[Feeds],
+    source: Reference | None = None,
+    scratch: Path | None = None,
+) -> Run:
+    """Run the reference on ``feeds`` with the tensors of ``export`` in it; ``source`` is it where none is kept."""
+    runtime, note = open_export(artifact, export, source, scratch)
+    try:
+        outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
+        return Run(measure.drifts(expected, measure.answers(runtime, feeds), outputs, axis), runtime.info, False, note)
     finally:
         runtime.close()
 
@@ -195,7 +238,7 @@ def _worse_arithmetic(artifact: Artifact, feeds: Sequence[Feeds], expected: Sequ
     A server may have either. Both run on the same :data:`_BOTH` of ``feeds`` at most, so that what is found does not
     depend on which of them is this CPU's: where bf16 is not, it takes ten times as long.
     """
-    outputs, axis = _edges(artifact.manifest)[1], artifact.manifest.batch_axis
+    outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
     step = -(-len(feeds) // _BOTH)
     asked, answers = feeds[::step], expected[::step]
     own = run_profile(artifact, "torchscript", asked, answers)
@@ -238,49 +281,6 @@ def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run
     return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
 
 
-def _as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> tuple[Manifest, list[str]]:
-    """Believe the outputs' dimensions, their names, sizes and number, as far as the answers bear them out; with a note
-    on each output of which they do not."""
-    inputs = [entry.spec() for entry in manifest.inputs]
-    declared = [entry.spec() for entry in manifest.outputs]
-    runs = [
-        {name: array.shape for name, array in (feed | answer).items()}
-        for feed, answer in zip(feeds, answers, strict=True)
-    ]
-    given = [as_given(spec, _of_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
-    outputs = reconciled([*inputs, *name_all(given, known=inputs)], runs)[len(inputs) :]
-    notes = [
-        f"output {was.name!r} is declared as {describe(was.shape)}, and the model gives"
-        f" {describe(runs[0][was.name])}: the artifact says {describe(now.shape)}"
-        for was, found, now in zip(declared, given, outputs, strict=True)
-        if found != was
-    ]
-    return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]}), notes
-
-
-def _of_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-    for shape in shapes:
-        if len(shape) != len(shapes[0]):
-            raise ConversionError(
-                f"output {output!r} is {describe(shapes[0])} for one sample and {describe(shape)} for another; export"
-                " the model with as many dimensions for all of them"
-            )
-    return shapes
-
-
-def _edges(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
-
-
-def _with_edges(manifest: Manifest, axis: int | None) -> Manifest:
-    """Declare the batch axis, and call every output's batch dimension what the inputs call it."""
-    if axis is None:
-        return manifest
-    outputs: Sequence[TensorSpec] = [entry.spec() for entry in manifest.outputs]
-    outputs = measure.named_alike(outputs, str(manifest.inputs[0].shape[0]))
-    return manifest.model_copy(update={"batch_axis": axis, "outputs": [SpecEntry.of(spec) for spec in outputs]})
-
-
 def _keep_golden(
     certified: Certified, stage: StagingArtifact, feeds: Sequence[Feeds], expected: Sequence[Feeds], options: Options
 ) -> None:
@@ -307,7 +307,8 @@ def _keep_golden(
             kept[golden.own(profile)] = chosen
             profiles[profile] = profiles[profile].model_copy(update={"golden": golden.own(profile)})
         breaches = over(budget, [drifts[chosen]])
-        certified.over[profile] = [f"profile {profile}, {each}, on the golden samples alone" for each in breaches]
+        called = "export" if profile in manifest.exports else "profile"
+        certified.over[profile] = [f"{called} {profile}, {each}, on the golden samples alone" for each in breaches]
     for name, chosen in kept.items():
         golden.write(stage.path / name, feeds[chosen], expected[chosen])
     certified.manifest = manifest.amended(golden=golden.NAME, profiles=profiles)

@@ -49,6 +49,11 @@ def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: 
     """
     artifact = Artifact.open(path)
     onnx = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
+    if not onnx and artifact.manifest.exports:
+        raise UsageError(
+            f"{path}: is an export and has no ONNX profile, whose layers could be looked into; convert the checkpoint"
+            " again with --format onnx"
+        )
     feeds, origin = _feeds(artifact, given)
     found = []
     with reference(artifact) as graph:

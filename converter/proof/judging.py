@@ -18,6 +18,7 @@ from converter.proof.measure import Drifts
 
 _LOGITS_ONLY = "top1_agreement"
 _KEEP = "Keep the nodes that cause it in fp32 (--keep-fp32 REGEX)"
+_KEEP_WEIGHTS = "Keep the weights that cause it in fp32 (--keep-fp32 REGEX)"
 _Entry = TypeVar("_Entry")
 
 
@@ -81,7 +82,7 @@ def judge(
     """
     over = {profile: words for profile, words in over.items() if words}
     manifest, left_out = _without_optional(over, manifest, options, stage)
-    over = {profile: words for profile, words in over.items() if profile in manifest.profiles}
+    over = {name: words for name, words in over.items() if name in manifest.profiles or name in manifest.exports}
     if not over:
         return manifest, left_out
     manifest, notes = _judged(over, manifest, options, stage)
@@ -108,7 +109,8 @@ def _judged(
     listed = "".join(f"\n  {breach}" for profile in sorted(over) for breach in over[profile])
     if options.allow_over_budget:
         return manifest, [f"drift over budget, published because that was allowed:{listed}"]
-    if options.drop_failing_profiles and manifest.profiles.keys() - over.keys():
+    droppable = over.keys() <= manifest.profiles.keys()  # an export was asked for, and may hold the weights
+    if options.drop_failing_profiles and droppable and manifest.profiles.keys() - over.keys():
         dropped = f"left out, drift over budget: {', '.join(sorted(over))}{listed}"
         return without(stage, manifest, over.keys()), [dropped]
     raise BudgetExceeded(f"drift over budget, nothing published:{listed}\n{_remedies(over.keys(), manifest, options)}")
@@ -117,6 +119,10 @@ def _judged(
 def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
     """What the owner of a model can do about profiles over budget. No flag mends TorchScript's."""
     others = "raise the --budget, or pass --allow-over-budget"
+    exports = [name for name in failing if name in manifest.exports]
+    if exports:
+        leave = "leave profiles out (--profile)" if len(exports) < len(failing) else ""
+        return ", ".join(filter(None, [f"{_KEEP_WEIGHTS}", leave, others]))
     if options.drop_failing_profiles:  # or there would be one left
         return f"Every profile is over budget, so that none could be dropped. {_KEEP}, {others}"
     scripts = [name for name in failing if manifest.profiles[name].format == "torchscript"]

@@ -17,7 +17,7 @@ from bf16kit.verdicts import DriftRow, rows_of
 from converter.model import Feeds
 from converter.process.memory import release
 from converter.proof import measure, samples
-from converter.proof.certify import how, run_profile
+from converter.proof.certify import how, run_export, run_profile
 from converter.proof.judging import breaches
 from converter.report.inspect import DRIFT, drift_cells
 
@@ -39,6 +39,8 @@ class Verified:
 
     def text(self) -> str:
         """For people."""
+        if not self.rows:
+            return "\n".join(self.ran)
         count = f"{self.samples} sample{'' if self.samples == 1 else 's'}"
         title = f"Drift from the fp32 reference on {self.origin}, {count}; every digest matches"
         return "\n".join([table(title, DRIFT, map(drift_cells, self.rows)), *self.ran])
@@ -55,18 +57,19 @@ class Verified:
 
 
 def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
-    """What the drift of ``profiles`` (all, for none named) is; ``given`` are samples as for ``--samples``.
+    """What the drift of ``profiles`` is (for none named, of all and of the exports); ``given`` are samples as for
+    ``--samples``.
 
     Raises :class:`ArtifactError` or its kin when the artifact is damaged or has no such profile,
     :class:`~bf16kit.errors.SamplesError` for bad samples.
     """
     artifact = Artifact.open(path)
-    chosen = list(dict.fromkeys(profiles)) or sorted(artifact.manifest.profiles)
+    exports = artifact.manifest.exports
+    known = [*sorted(artifact.manifest.profiles), *sorted(exports)]
+    chosen = list(dict.fromkeys(profiles)) or known
     for profile in chosen:
-        if profile not in artifact.manifest.profiles:
-            raise ArtifactError(
-                f"{path}: has no profile {profile}; it has {', '.join(sorted(artifact.manifest.profiles))}"
-            )
+        if profile not in known:
+            raise ArtifactError(f"{path}: has no profile {profile}; it has {', '.join(known)}")
     answered = None if given is None else _answered(artifact, given)
     origin = ""
     rows: list[DriftRow] = []
@@ -75,13 +78,16 @@ def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
     samples = 0
     budget = Budget.from_dict(artifact.manifest.budget)
     for profile in chosen:
+        if profile in exports and artifact.manifest.reference is None:
+            ran.append(f"{profile}: every digest matches; without a residual there is no reference to run it in")
+            continue
         feeds, expected, origin = answered or _golden(artifact, profile)
-        run = run_profile(artifact, profile, feeds, expected)
+        run = (run_export if profile in exports else run_profile)(artifact, profile, feeds, expected)
         summaries = measure.summarise(run.drifts)
         for output, summary in sorted(summaries.items()):
             rows += rows_of(profile, output, summary, budget, run.emulated)
             samples = summary.samples
-        if not run.emulated and how(run.info):
+        if profile not in exports and not run.emulated and how(run.info):
             ran.append(f"{profile} ran: {'; '.join(filter(None, (how(run.info), run.info.advice)))}")
         over += breaches(profile, budget, summaries)
         release()

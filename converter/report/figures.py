@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.inputranges import InputRange
-from bf16kit.manifest import RESIDUAL, FileEntry, Manifest, OracleEntry, ProfileEntry, Source, SpecEntry
+from bf16kit.manifest import RESIDUAL, ExportEntry, FileEntry, Manifest, OracleEntry, ProfileEntry, Source, SpecEntry
 from bf16kit.measurements import Measurements
 from bf16kit.panels import WIDTH
 from bf16kit.text import listed
@@ -84,6 +84,7 @@ class Figures:
     outputs: tuple[SpecEntry, ...]
     input_ranges: Mapping[str, InputRange]
     profiles: Mapping[str, ProfileEntry]
+    exports: Mapping[str, ExportEntry]
     budget: Mapping[str, float]
     files: Mapping[str, FileEntry]
     tools: Mapping[str, str]
@@ -141,6 +142,7 @@ def figures(
         outputs=tuple(manifest.outputs),
         input_ranges=dict(sorted(measured.inputs.items())),
         profiles=dict(sorted(manifest.profiles.items())),
+        exports=dict(sorted(manifest.exports.items())),
         budget=dict(manifest.budget),
         files=dict(sorted(files.items())),
         tools=dict(sorted(manifest.tools.items())),
@@ -150,8 +152,10 @@ def figures(
 
 
 def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
-    """Sizes of the ONNX side of an artifact; the TorchScript module, another format of the same model, is not in it."""
-    counted = [name for name in files if name in WITHOUT_RESIDUAL or name.endswith(".onnx")]
+    """Sizes of the ONNX side of an artifact. The TorchScript module, another format of the same model, is not in it,
+    nor is an export that is a copy: one that holds the weights is."""
+    stored = {tensor.file for tensor in manifest.tensors} - {RESIDUAL}
+    counted = [name for name in files if name in (*WITHOUT_RESIDUAL, *stored) or name.endswith(".onnx")]
     residual = files[RESIDUAL].bytes if RESIDUAL in files else 0
     return Sizes(manifest.source.bytes, sum(files[name].bytes for name in counted), residual)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ from bf16kit.artifact import Artifact
 from bf16kit.document import plain
 from bf16kit.manifest import ProfileEntry
 from bf16kit.tensors import describe as describe_shape
-from bf16kit.text import size, table
+from bf16kit.text import listed, size, table
 from bf16kit.verdicts import DriftRow, share
 from converter.report.figures import Figures, figures
 
 VERSION = 1  # of what `inspect --json` writes
+_FEW = 3  # files that are named
 
 
 def describe(path: Path) -> str:
@@ -28,6 +30,7 @@ def describe(path: Path) -> str:
         _head(artifact, found),
         _edges(found),
         _profiles(found),
+        _exports(found),
         _plan(found),
         _islands(found),
         drift(found),
@@ -116,6 +119,22 @@ def _edges(found: Figures) -> str:
 def _profiles(found: Figures) -> str:
     rows = [(name, entry.graph, entry.precision, entry.verified, entry.note) for name, entry in found.profiles.items()]
     return table("Profiles", ("name", "graph", "precision", "verified", "note"), rows)
+
+
+def _exports(found: Figures) -> str:
+    """What other programs read."""
+    if not found.exports:
+        return ""
+    rows = [
+        (name, few(entry.files), entry.precision, entry.verified, entry.note) for name, entry in found.exports.items()
+    ]
+    return table("Exports, for other programs", ("name", "files", "precision", "verified", "note"), rows)
+
+
+def few(names: Sequence[str]) -> str:
+    """Some names as words of a sentence, and how many more there are."""
+    more = len(names) - _FEW
+    return listed(names) if more <= 0 else f"{', '.join(names[:_FEW])} and {more} more"
 
 
 def _plan(found: Figures) -> str:

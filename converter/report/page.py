@@ -16,7 +16,7 @@ from bf16kit.text import printable, size
 from bf16kit.verdicts import share
 from converter.report import plots
 from converter.report.figures import Figures, figures
-from converter.report.inspect import drift, needs
+from converter.report.inspect import drift, few, needs
 from converter.report.layers import called
 
 NAME = "report.html"
@@ -56,6 +56,7 @@ def render(
         "first": _first,
         "called": called,
         "needs": needs,
+        "few": few,
     }
     template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
     found = figures(manifest, files, measurements, notes)
@@ -70,7 +71,8 @@ def summary(artifact: Artifact, notes: Sequence[str]) -> str:
         f"converted {manifest.source.tensors} tensors, {size(found.sizes.checkpoint)}, to {artifact.path}",
         f"weights and graphs {size(found.sizes.graphs_and_weights)}, {found.sizes.ratio:.3f} × the checkpoint;"
         f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
-        f"profiles {', '.join(sorted(manifest.profiles))}",
+        *([f"profiles {', '.join(sorted(manifest.profiles))}"] if manifest.profiles else []),
+        *(f"export {name}: {few(entry.files)}" for name, entry in sorted(manifest.exports.items())),
         *([f"the fp32 reference is {found.reference.sentence}"] if found.reference.checked else []),
         *(f"note: {note}" for note in notes),
     ]

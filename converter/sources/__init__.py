@@ -39,6 +39,11 @@ def read(options: Options, advance: Advance) -> Source:
         raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
     if options.weights is not None and kind is not Kind.LIGHTNING:
         raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is {kind.value}")
+    if options.export == "hf" and kind is not Kind.HUGGING_FACE:
+        raise UsageError(
+            f"--format hf: copies the config and tokenizer of a Hugging Face directory, and {options.source} is"
+            f" {kind.value}; --format safetensors writes the weights alone"
+        )
     source = reader(kind)(options, kind, advance)
     if "__metadata__" in source.checkpoint.tensors:
         raise SourceError(f"{options.source}: has a tensor called '__metadata__', which no safetensors file can hold")

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from bf16kit.errors import SourceError
+from converter.sources import foreign
 from converter.sources.safetensors_file import HEADER_LIMIT
 
 
@@ -25,11 +26,10 @@ class Kind(Enum):
     EXPORTED = "a torch.export program (.pt2)"
     SAVED_MODEL = "a TensorFlow SavedModel"
     ORBAX = "an Orbax (JAX) checkpoint"
-    HDF5 = "HDF5 (Keras weights)"
     KERAS = "a Keras model"
 
 
-_LATER = {Kind.TORCHSCRIPT, Kind.EXPORTED, Kind.SAVED_MODEL, Kind.ORBAX, Kind.HDF5, Kind.KERAS}
+_LATER = {Kind.TORCHSCRIPT, Kind.EXPORTED, Kind.SAVED_MODEL, Kind.ORBAX, Kind.KERAS}
 _LIGHTNINGS_KEY = b"pytorch-lightning_version"
 _ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
@@ -41,6 +41,7 @@ def recognise(path: Path) -> Kind:
     that is known but not converted yet.
     """
     if not path.exists():
+        foreign.refuse_missing(path)
         raise SourceError(f"{path}: no such file or directory")
     if not path.is_dir() and not path.is_file():  # reading a pipe may never end
         raise SourceError(f"{path}: neither a file nor a directory")
@@ -54,26 +55,19 @@ def recognise(path: Path) -> Kind:
 
 
 def _of_directory(path: Path) -> Kind:
+    foreign.refuse_directory(path)
     if (path / "saved_model.pb").is_file():
         return Kind.SAVED_MODEL
     if any((path / mark).exists() for mark in _ORBAX_MARKS):
         return Kind.ORBAX
+    if (path / "manifest.json").is_file() and any(
+        (path / name).is_file() for name in ("weights.bf16", "measurements.json")
+    ):
+        raise SourceError(f"{path}: is a bf16kit artifact already; `bf16-convert restore` gives back its checkpoint")
     if (path / "config.json").is_file() or (path / "modules.json").is_file():
         return Kind.HUGGING_FACE
-    if (path / "manifest.json").is_file() and (path / "weights.bf16").is_file():
-        raise SourceError(f"{path}: is a bf16kit artifact already; `bf16-convert restore` gives back its checkpoint")
     if len(list(path.glob("*.safetensors.index.json"))) == 1:
         return Kind.SHARDED
-    if (path / "meta.pt").is_file() and (path / ".metadata").is_file():
-        raise SourceError(
-            f"{path}: is a Lightning checkpoint in shards; make it one file with"
-            " `python -m lightning.pytorch.utilities.consolidate_checkpoint DIRECTORY`"
-        )
-    if (path / "zero_to_fp32.py").is_file():
-        raise SourceError(
-            f"{path}: is a DeepSpeed checkpoint in shards; make it one file with its own `zero_to_fp32.py`, or with"
-            " lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict"
-        )
     raise SourceError(
         f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model"
     )
@@ -84,10 +78,10 @@ def _of_file(path: Path) -> Kind:
         head = file.read(512)
     if not head:
         raise SourceError(f"{path}: is empty")
+    if not _opens_safetensors(head):
+        foreign.refuse_file(path, head)
     if head.startswith(b"PK\x03\x04"):
         return _of_zip(path)
-    if head.startswith(b"\x89HDF\r\n"):
-        return Kind.HDF5
     if head[0] == 0x80 and len(head) > 1 and head[1] in range(2, 6):  # the PROTO opcode that opens a pickle
         return Kind.PICKLE
     if _opens_safetensors(head):
@@ -110,6 +104,7 @@ def _of_zip(path: Path) -> Kind:
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):  # versions and names that no zip has
         raise SourceError(f"{path}: is a truncated or damaged zip archive (a torch checkpoint?)") from None
     inner = {name.partition("/")[2] for name in names} | set(names)
+    foreign.refuse_zip(path, inner)
     if "constants.pkl" in inner:
         return Kind.TORCHSCRIPT
     if "archive_format" in inner or "serialized_exported_program.json" in inner:
@@ -141,6 +136,7 @@ def _of_json(path: Path) -> Kind:
         raise SourceError(f"{path}: is a text file, not a checkpoint") from None
     if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
         return Kind.SHARDED
+    foreign.refuse_json(path, fields)
     raise SourceError(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
 
 

@@ -68,6 +68,15 @@ def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:
     return tensors, [index, *(index.parent / shard for shard in shards)]
 
 
+def shards(index: Path) -> tuple[tuple[str, ...], ...]:
+    """The names of the tensors in each shard of an ``index`` that :func:`read_sharded` has read."""
+    weight_map = json.loads(index.read_bytes())["weight_map"]
+    names: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
+    for name, shard in weight_map.items():
+        names[shard].append(name)
+    return tuple(map(tuple, names.values()))
+
+
 def _shard_path(index: Path, shard: str) -> Path:
     if Path(shard).name != shard or len(shard) > _LONGEST_NAME or "\0" in shard:
         raise SourceError(f"{index}: shard {shard[:_LONGEST_NAME]!r} is not a plain file name")

@@ -125,11 +125,15 @@ def _version(directory: Path, version: int, serving: Serving, *, served: bool) -
     manifest = artifact.manifest
     policy = serving.version_policy.model_dump(mode="json", exclude_none=True)
     why = "" if served else f"version_policy is {', '.join(f'{key}: {value}' for key, value in policy.items())}"
+    nothing = served and not manifest.profiles  # an export
+    if nothing:
+        why = f"holds no profile to serve, only {', '.join(manifest.exports) or 'weights'} for other programs"
     return Row(
         model=directory.name,
         version=version,
-        served=served,
+        served=served and not nothing,
         why=why,
+        problem=why if nothing else "",
         profiles=tuple(_profiles(manifest, budget)),
         weight_bytes=weight_bytes(manifest),
         residual=any(tensor.residual is not None for tensor in manifest.tensors),

@@ -16,6 +16,7 @@ from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.manifest import (
     CheckpointEntry,
     DriftEntry,
+    ExportEntry,
     FileEntry,
     Manifest,
     OracleEntry,
@@ -43,6 +44,7 @@ SCALE = TensorEntry(name="s", dtype="float32", shape=[2], file="weights.fp32", o
 
 
 CPU = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16-weights", verified="host")
+_EXPORT = ExportEntry(files=["model.safetensors"], precision="bf16-weights", verified="host")
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -160,6 +162,29 @@ class TestVersions:
         with pytest.raises(ArtifactError, match="schema version 3 has no profile cpu-bf16 or golden samples"):
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 3}), "manifest.json")
 
+    def test_what_version_5_brought_makes_it_version_5(self) -> None:
+        made = manifest(exports={"safetensors": _EXPORT})
+        assert made.schema_version == 5
+        assert Manifest.loads(made.dumps(), "") == made
+        assert made.amended(exports={}).schema_version == 1
+        assert b"exports" not in manifest().dumps()
+        with pytest.raises(ArtifactError, match="schema version 4 has no exports; version 5 has"):
+            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 4}), "manifest.json")
+
+    @pytest.mark.parametrize(
+        ("exports", "said"),
+        [
+            ({"gguf": _EXPORT}, "unknown export 'gguf'; exports are safetensors, hf"),
+            ({"hf": _EXPORT.model_copy(update={"files": ["../config.json"]})}, "is not a plain file name"),
+            ({"hf": _EXPORT.model_copy(update={"files": []})}, "at least 1 item"),
+        ],
+    )
+    def test_an_export_that_is_none_is_refused(self, exports: dict[str, ExportEntry], said: str) -> None:
+        fields = fields_of(manifest(exports={"hf": _EXPORT}).dumps())
+        fields["exports"] = {name: entry.model_dump() for name, entry in exports.items()}
+        with pytest.raises(ArtifactError, match=said):
+            Manifest.loads(sealed(fields), "manifest.json")
+
     def test_an_amended_manifest_is_of_the_lowest_version_again(self) -> None:
         entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
         made = manifest().amended(profiles={"cpu-bf16": entry})
@@ -206,7 +231,7 @@ class TestRefused:
             (b"{}", "schema_version is None"),
             (b'{"schema_version": "1"}', "schema_version is '1'"),
             (b'{"schema_version": true}', "schema_version is True"),
-            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 4"),
+            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 5"),
             (b'{"schema_version": 1}', "its digest differs"),
             (b'{"schema_version": 3}', "its digest differs"),
         ],
@@ -216,8 +241,8 @@ class TestRefused:
             Manifest.loads(data, "manifest.json")
 
     def test_a_newer_schema_whatever_else_it_holds(self) -> None:
-        with pytest.raises(ManifestVersionError, match=r"schema version 5 is newer than 4.*upgrade bf16kit"):
-            Manifest.loads(b'{"schema_version": 5, "novelty": []}', "manifest.json")
+        with pytest.raises(ManifestVersionError, match=r"schema version 6 is newer than 5.*upgrade bf16kit"):
+            Manifest.loads(b'{"schema_version": 6, "novelty": []}', "manifest.json")
 
     def test_an_edited_budget(self) -> None:
         data = manifest().dumps().replace(b"0.015", b"0.150")

@@ -47,6 +47,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], list[Path]]:
     return tensors, [*directory.files, *files]
 
 
+def is_sentence(path: Path) -> bool:
+    """Whether sentence-transformers puts modules behind the transformer of the directory at ``path``."""
+    return Directory.open(path).parts is not None
+
+
 def load(options: Options, tensors: Mapping[str, Array]) -> Loaded:
     """The model of the directory over the memory of ``tensors``."""
     from converter.sources.huggingface.module import load_module

@@ -10,18 +10,34 @@ from converter.options import Options
 from converter.sources.detect import Kind
 from converter.sources.readers.common import Advance, exported
 
+_INDEX = "model.safetensors.index.json"
+_LOADED = (
+    "the export's drift is that of its files in fp32 arithmetic; transformers loads them in bf16, rounds vectors and"
+    " activations as well, and is farther off (dtype=torch.float32 is not)"
+)
+_SENTENCE = (
+    "the export is the transformer alone, as AutoModel loads it: what sentence-transformers puts behind it (pooling,"
+    " normalisation) is in directories, which an artifact cannot hold"
+)
+
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """The directory as a source; :class:`UsageError` for a ``--model`` that it does not need."""
-    from converter.sources import huggingface, precisions
+    from converter.sources import huggingface, precisions, safetensors_file
+    from converter.sources.huggingface.companions import companions
 
     if options.model is not None:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
     tensors, files = huggingface.read_tensors(options.source)
     precisions.check_range(options.source, tensors)
-    checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors)
+    beside = companions(options.source) if options.export == "hf" else {}
+    indices = [file for file in files if file.name == _INDEX]
+    shards = safetensors_file.shards(indices[0]) if indices else ()
+    checkpoint = Checkpoint("huggingface", digest_files(files, advance), tensors, shards)
     loaded = huggingface.load(options, tensors)
     source = exported(checkpoint, loaded.model, loaded.sampler, ("transformers",))
     outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
     notes = (*loaded.notes, *precisions.notes(tensors, residual=options.residual))
-    return replace(source, outputs=outputs, notes=notes)
+    if options.export == "hf":
+        notes = (*notes, _LOADED, *([_SENTENCE] if huggingface.is_sentence(options.source) else []))
+    return replace(source, outputs=outputs, notes=notes, beside=beside)

@@ -26,7 +26,7 @@ _FORMATS: Mapping[Kind, str] = {
 
 def read(options: Options, kind: Kind, advance: Advance) -> Source:
     """Weights without a graph: an architecture is built, or was saved with them."""
-    from converter.sources import precisions, statedict
+    from converter.sources import precisions, safetensors_file, statedict
     from converter.sources.torch.onnx_export import adapt, not_served
 
     tensors, files, module = _tensors(options, kind)
@@ -36,7 +36,8 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     if module is None:
         module = statedict.build(options)
         statedict.fit(module, tensors)
-    checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors)
+    shards = safetensors_file.shards(files[0]) if kind is Kind.SHARDED else ()
+    checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
     model = adapt(statedict.in_fp32(module), inputs_of(options))
     notes = (*not_served(model.outputs, model.left_out), *precisions.notes(tensors, residual=options.residual))
     return replace(exported(checkpoint, model, None), notes=notes)

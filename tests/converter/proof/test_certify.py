@@ -14,7 +14,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ConversionError
 from bf16kit.runtime import kernel, torchscript
 from bf16kit.tensors import describe
-from converter.proof import certify
+from converter.proof.seen import _of_one_rank
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_an_output_is_what_the_model_gives_whatever_is_declared(
 
 def test_an_output_whose_rank_depends_on_the_sample_is_refused_by_name() -> None:
     with pytest.raises(ConversionError, match=r"output 'y' is \[2,3\] for one sample and \[3\] for another; export"):
-        certify._of_one_rank("y", [(2, 3), (4, 3), (3,)])
+        _of_one_rank("y", [(2, 3), (4, 3), (3,)])
 
 
 def test_what_onnx_runtime_says_of_a_failure_leaves_room_for_the_remedy(cli: Cli, tmp_path: Path) -> None:

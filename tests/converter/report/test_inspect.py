@@ -120,7 +120,18 @@ _ROW = {"profile", "output", "metric", "measured", "judged", "worst", "bound", "
 _KEYS = {
     *("path", "model", "version", "within", "headline", "verdicts", "drift", "budget", "oracle", "reference"),
     *("source", "sizes", "layout", "batch_axis", "inputs", "outputs", "profiles", "plan", "islands", "searches"),
-    *("off_the_line", "diagnoses", "lossy_tensors", "files", "tools", "seed", "measurements", "input_ranges"),
+    *(
+        "off_the_line",
+        "diagnoses",
+        "lossy_tensors",
+        "exports",
+        "files",
+        "tools",
+        "seed",
+        "measurements",
+        "input_ranges",
+    ),
+    "exports",
 }
 
 

@@ -92,12 +92,6 @@ def test_directories_of_formats_to_come_are_named(tmp_path: Path, name: str, sai
         recognise(tmp_path)
 
 
-def test_keras_weights_are_named(tmp_path: Path) -> None:
-    (tmp_path / "w.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
-    with pytest.raises(SourceError, match="HDF5"):
-        recognise(tmp_path / "w.h5")
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -1,0 +1,211 @@
+"""The bf16 checkpoint that any framework reads: the source's tensors by its own names and shapes, in safetensors files.
+
+What the plan stores in bf16 is rounded once, from the checkpoint's own value: no BatchNorm is folded in. Everything
+else is written as it came. docs/decisions/0070 says what lies where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from bf16kit import lowbits
+from bf16kit.errors import RangeError
+from bf16kit.manifest import Segment
+from bf16kit.numerics import BF16, Census
+from bf16kit.tensors import Array as Array
+from bf16kit.weightfile import ALIGNMENT, WeightWriter, raw
+from converter.formats import safetensors
+from converter.formats.narrowed import Narrowing, Rounding
+from converter.formats.safetensors import Place
+from converter.graph.equality import OTHER_FLOATS, in_fp32
+from converter.graph.initializers import Computed, rows_of
+from converter.passes import Prepared
+from converter.passes.masks import is_weight
+from converter.plan import is_matrix
+from converter.plan.overrides import Overrides
+from converter.plan.ranges import complaint, take_census
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_ROWS_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tensors of a checkpoint an export rounds, and which of those saturate: masks, as the graphs clamp them."""
+
+    rounded: frozenset[str]
+    masks: frozenset[str]
+    weights: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where an exported tensor is: ``segment`` counts from the start of ``file``."""
+
+    file: str
+    dtype: str
+    segment: Segment
+    residual: Segment | None = None
+
+
+@dataclass(slots=True)
+class Exported:
+    """What was written: the files, the index last where there is one; and by the checkpoint's names, where each tensor
+    is and what rounding met."""
+
+    selection: Selection
+    files: list[str] = field(default_factory=list)
+    tensors: dict[str, Written] = field(default_factory=dict)
+    census: dict[str, Census] = field(default_factory=dict)
+
+
+def select(
+    checkpoint: Mapping[str, Array], prepared: Prepared, narrow: frozenset[str], overrides: Overrides
+) -> Selection:
+    """What of ``checkpoint`` becomes bf16: what a graph's plan stores so (``narrow``, by initializer), and of what no
+    graph reads under its own name, or at all, the matrices."""
+    rounded, masks, weights = set(), set(), set()
+    for name, array in checkpoint.items():
+        match = prepared.matches.get(name)
+        if match is None:
+            if _is_float(array) and _rounds(name, array, overrides):
+                rounded.add(name)
+        elif match.initializer in narrow:
+            rounded.add(name)
+            if match.initializer in prepared.clamped:
+                masks.add(name)
+            elif is_weight(prepared.reference.graph.initializers[match.initializer]):
+                weights.add(name)
+    return Selection(frozenset(rounded), frozenset(masks), frozenset(weights))
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.name in ("float32", *OTHER_FLOATS)
+
+
+def _rounds(name: str, array: Array, overrides: Overrides) -> bool:
+    if overrides.keeps(name) is not None:
+        return False
+    return overrides.forces(name) is not None or is_matrix(array.shape)
+
+
+def write_export(
+    checkpoint: Mapping[str, Array],
+    shards: Sequence[Sequence[str]],
+    selection: Selection,
+    directory: Path,
+    rounding: Rounding,
+    *,
+    residual: WeightWriter | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """Write ``checkpoint`` into ``directory`` as one file, or as one for each of ``shards``, with their index.
+
+    ``residual`` gets what restores what is rounded. ``progress`` is told of bytes of the checkpoint. Raises
+    :class:`RangeError` for weights that bf16 cannot hold; what was written is then useless.
+    """
+    done = Exported(selection)
+    groups = _grouped(checkpoint, shards)
+    for number, names in enumerate(groups, start=1):
+        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        with (directory / name).open("xb") as file:
+            data = _lay_out(checkpoint, names, selection)
+            head = safetensors.header(data, metadata={"format": "pt"}, alignment=ALIGNMENT)
+            file.write(head)
+            for place in sorted(data, key=lambda place: place.start):
+                segment, chunks = None, _as_it_is(checkpoint[place.name], progress)
+                if place.name in selection.rounded:
+                    passing = _narrowing(checkpoint[place.name], place.name, selection, rounding, progress)
+                    segment = _pass(passing, checkpoint[place.name], residual)
+                    done.census[place.name] = passing.census
+                    chunks = iter([raw(passing.bf16)])
+                for chunk in chunks:
+                    file.write(chunk)
+                where = Segment(offset=len(head) + place.start, bytes=place.nbytes)
+                done.tensors[place.name] = Written(name, place.dtype, where, segment)
+        done.files.append(name)
+    if len(groups) > 1:
+        (directory / INDEX).write_bytes(_index(done))
+        done.files.append(INDEX)
+    _check_ranges(done.census, selection, rounding)
+    return done
+
+
+def _grouped(checkpoint: Mapping[str, Array], shards: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The names in each file; what no shard has lies in the last."""
+    groups = [list(names) for names in shards] or [[]]
+    known = {name for names in groups for name in names}
+    groups[-1] += [name for name in checkpoint if name not in known]
+    return groups
+
+
+def _lay_out(checkpoint: Mapping[str, Array], names: Sequence[str], selection: Selection) -> list[Place]:
+    """Where each tensor goes, in the checkpoint's order; wide numbers first, so that each is aligned to its own size:
+    the format allows no gaps."""
+    dtypes = {name: "bfloat16" if name in selection.rounded else checkpoint[name].dtype.name for name in names}
+    empty = {name: Place(name, dtypes[name], checkpoint[name].shape, 0) for name in names}
+    start, starts = 0, {}
+    for name in sorted(names, key=lambda name: -_width(dtypes[name])):  # stable: the checkpoint's order within a width
+        starts[name] = start
+        start += empty[name].nbytes
+    return [Place(name, dtypes[name], checkpoint[name].shape, starts[name]) for name in names]
+
+
+def _width(dtype: str) -> int:
+    return BF16.itemsize if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _as_it_is(array: Array, progress: Callable[[int], None]) -> Iterator[memoryview]:
+    step = max(1, _ROWS_BYTES // max(1, array.nbytes // max(1, len(array)))) if array.ndim else 1
+    for start in range(0, len(array) if array.ndim else 1, step):
+        block = rows_of(array, slice(start, start + step))
+        yield raw(block)
+        progress(block.nbytes)
+
+
+def _narrowing(
+    array: Array, name: str, selection: Selection, rounding: Rounding, progress: Callable[[int], None]
+) -> Narrowing:
+    tensor = fp32_tensor(array, name)
+    wanted = rounding.saturate or name in selection.masks
+    # As in weights.bf16: infinities stay what they are, masks, in a tensor where nothing overflows.
+    saturate = wanted and take_census(tensor).overflow > 0
+    return Narrowing(tensor, np.empty(array.shape, BF16), Rounding(rounding.subnormals, saturate), progress)
+
+
+def _pass(passing: Narrowing, array: Array, residual: WeightWriter | None) -> Segment | None:
+    if residual is None:
+        for _ in passing.blocks():
+            pass
+        return None
+    return residual.append_chunks(passing.residual(passing.tensor, None, lowbits.needed(array.dtype.name)))
+
+
+def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:
+    """``array`` as a graph holds it: itself, or what is widened or narrowed to fp32 whenever it is read."""
+    if array.dtype.name not in OTHER_FLOATS:
+        return ir.Tensor(array, name=name)
+    like = ir.Tensor(np.broadcast_to(np.zeros((), np.float32), array.shape), name=name)
+    return Computed(lambda rows: in_fp32(rows_of(array, rows)), like)
+
+
+def _index(done: Exported) -> bytes:
+    total = sum(written.segment.bytes for written in done.tensors.values())
+    weight_map = {name: written.file for name, written in done.tensors.items()}
+    fields = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _check_ranges(found: Mapping[str, Census], selection: Selection, rounding: Rounding) -> None:
+    for name, counts in sorted(found.items()):
+        held = rounding.saturate or name in selection.masks
+        said = complaint(counts, name in selection.weights, not held)
+        if said is not None:
+            raise RangeError(f"tensor {name!r}: {said}")

@@ -1,0 +1,157 @@
+"""An artifact whose weights are those of its export: nothing is stored twice but what the reference alone needs.
+
+Only where no ONNX profile is written: their kernels read panels, 64 bytes aligned, with BatchNorm folded in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from bf16kit.manifest import RESIDUAL, CheckpointEntry, Plan, PlanEntry, TensorEntry
+from bf16kit.tensors import Array as Array
+from bf16kit.weightfile import WeightWriter
+from converter.formats.export import Exported, Selection, fp32_tensor, select, write_export
+from converter.formats.narrowed import Rounding
+from converter.formats.weights import FP32_FILE, StoredWeights, stored_tensors, tensor_entry
+from converter.graph.initializers import initializer
+from converter.graph.names import FreshNames, all_value_names
+from converter.passes import Match, Prepared
+from converter.plan import narrowed
+from converter.plan.overrides import Overrides
+
+_REARRANGED = "the checkpoint's own tensors hold it, in another order: the reference alone reads it"
+
+
+def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
+    """``prepared`` for an export alone: nothing is folded, and an initializer that holds a tensor of ``checkpoint``
+    transposed is computed from it as it is."""
+    reference, matches = prepared.reference.clone(), dict(prepared.matches)
+    names = FreshNames(all_value_names(reference))
+    straight = {match.initializer for match in matches.values() if match.permutation is None}
+    for name, match in prepared.matches.items():
+        if match.permutation is not None and match.initializer not in straight:
+            old = reference.graph.initializers[match.initializer]
+            stored = _transposed(reference.graph, old, fp32_tensor(checkpoint[name], name), names, match.permutation)
+            straight.add(stored)
+            for other, found in prepared.matches.items():
+                if found.initializer == match.initializer:
+                    matches[other] = Match(stored, None, found.narrowed)
+            straight.add(match.initializer)
+    return replace(prepared, reference=reference, folded=reference, cuda=reference, folds={}, matches=matches)
+
+
+def _transposed(
+    graph: ir.Graph, old: ir.Value, tensor: ir.TensorProtocol, names: FreshNames, permutation: Sequence[int]
+) -> str:
+    """Put a Transpose of ``tensor`` in the place of the initializer ``old``; returns the name of what it reads."""
+    name = old.name or ""
+    stored = initializer(graph, names.make(f"{name}.stored"), tensor)
+    node = ir.node("Transpose", [stored], {"perm": list(permutation)}, name=names.make(f"{name}/as_read"))
+    output = node.outputs[0]
+    output.type, output.shape = old.type, old.shape
+    old.replace_all_uses_with(output, replace_graph_outputs=True)
+    graph.initializers.pop(name)
+    output.name = name
+    graph.insert_before(graph[0], node)
+    return stored.name or ""
+
+
+def write_as_export(
+    prepared: Prepared,
+    plan: Plan,
+    overrides: Overrides,
+    checkpoint: Mapping[str, Array],
+    shards: Sequence[Sequence[str]],
+    directory: Path,
+    writer: Callable[[str], WeightWriter],
+    rounding: Rounding,
+    *,
+    residual: bool,
+    progress: Callable[[int], None],
+) -> tuple[StoredWeights, Exported, Plan]:
+    """Write the export, and beside it, with ``residual``, what restores it and what only the reference reads.
+
+    ``prepared`` is what :func:`unfolded` gave. Returns the plan with what was not rounded after all: weights that the
+    checkpoint holds in another order.
+    """
+    matched = {match.initializer for match in prepared.matches.values()}
+    narrow = narrowed(plan.tensors) & matched
+    selection = select(checkpoint, prepared, narrow, overrides)
+    if not residual:
+        done = write_export(checkpoint, shards, selection, directory, rounding, progress=progress)
+        entries = _Entries(prepared, checkpoint, selection, done)
+        return StoredWeights(entries.tensors, (), {}, entries.census), done, _planned(plan, narrow)
+    with writer(RESIDUAL) as low, writer(FP32_FILE) as beside:
+        done = write_export(checkpoint, shards, selection, directory, rounding, residual=low, progress=progress)
+        entries = _Entries(prepared, checkpoint, selection, done)
+        for name, tensor in sorted(stored_tensors(prepared.reference).items()):
+            if name not in entries.tensors:
+                array = tensor.numpy()
+                entries.tensors[name] = tensor_entry(name, array, FP32_FILE, beside.append(array))
+        checked = tuple(entries.checkpoint)
+    if all(entry.file != FP32_FILE for entry in entries.tensors.values()):
+        (directory / FP32_FILE).unlink()
+    return StoredWeights(entries.tensors, checked, {}, entries.census), done, _planned(plan, narrow)
+
+
+class _Entries:
+    """What the manifest says of an export's tensors. The first that holds an initializer is called like it."""
+
+    def __init__(
+        self, prepared: Prepared, checkpoint: Mapping[str, Array], selection: Selection, done: Exported
+    ) -> None:
+        self.tensors: dict[str, TensorEntry] = {}
+        self.checkpoint: list[CheckpointEntry] = []
+        self.census = {}
+        names = FreshNames(prepared.reference.graph.initializers)  # those inside its file, too: they are others' names
+        for name, array in checkpoint.items():
+            match = prepared.matches.get(name)
+            rounded = name in selection.rounded
+            stored, order = None if match is None else match.initializer, None if match is None else match.permutation
+            if stored is None or not (rounded or array.dtype == np.float32):
+                stored, order = names.make(name), None  # in no graph, or there in another precision
+            if stored not in self.tensors:
+                if order is not None:  # square, say, and a twin of it lies straight
+                    stored, order = names.make(name), None
+                self.tensors[stored] = _entry(stored, array, done, name)
+            if rounded:
+                self.census[stored] = done.census[name]
+            dtype = "float32" if rounded and array.dtype == np.float64 else array.dtype.name
+            self.checkpoint.append(
+                CheckpointEntry(
+                    name=name,
+                    dtype=dtype,
+                    shape=list(array.shape),
+                    tensor=stored,
+                    permutation=None if order is None else list(order),
+                )
+            )
+
+
+def _entry(stored: str, array: Array, done: Exported, name: str) -> TensorEntry:
+    written = done.tensors[name]
+    return TensorEntry(
+        name=stored,
+        dtype=written.dtype,
+        shape=list(array.shape),
+        file=written.file,
+        offset=written.segment.offset,
+        bytes=written.segment.bytes,
+        residual=written.residual,
+    )
+
+
+def _planned(plan: Plan, narrow: frozenset[str]) -> Plan:
+    """``plan``, in fp32 what was not written in bf16."""
+    return plan.model_copy(update={"tensors": [_kept(entry, narrow) for entry in plan.tensors]})
+
+
+def _kept(entry: PlanEntry, narrow: frozenset[str]) -> PlanEntry:
+    if entry.precision == "fp32" or entry.name in narrow:
+        return entry
+    return entry.model_copy(update={"precision": "fp32", "code": "reference_only", "reason": _REARRANGED})

@@ -1,0 +1,116 @@
+"""What an export costs in accuracy: its tensors, widened, in the place of the reference's own, in the same arithmetic.
+
+What a framework makes of them is its own affair: one that computes in bf16 rounds activations as well. This is what the
+files themselves determine, and it is measured from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactError
+from bf16kit.numerics import BF16, to_bf16
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.externaldata import REBUILT
+from converter.formats.safetensors import read
+from converter.graph.equality import in_fp32
+from converter.model import Array
+from converter.passes import Match
+from converter.plan import is_matrix
+from converter.proof.running import open_source
+
+NOTE = "when verified: its tensors, widened, in the fp32 reference"
+REARRANGED = NOTE + "; that holds weights in another order, which were rounded as well"
+_SUFFIX = ".safetensors"
+
+_Own = Callable[[str, ir.TensorProtocol], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The fp32 graph of an artifact that keeps none, and which of its initializers holds which checkpoint tensor."""
+
+    model: ir.Model
+    matches: Mapping[str, Match]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A graph in which tensors of an export take the place of initializers.
+
+    ``holders`` says by a checkpoint tensor's name which initializer holds it, and in which order of its axes; ``own``
+    gives an initializer as the reference has it.
+    """
+
+    model: ir.Model
+    holders: Mapping[str, tuple[str, Sequence[int] | None]]
+    own: _Own
+
+
+def open_export(
+    artifact: Artifact, name: str, source: Reference | None = None, scratch: Path | None = None
+) -> tuple[Runtime, str]:
+    """The reference with the tensors of the export ``name``, and a note on how that was done.
+
+    ``source`` stands in for the reference of an artifact that keeps none. Matrices of the graph that are no tensor of
+    the checkpoint are rounded as well where the export has rounded tensors that the graph does not hold as they are: an
+    LSTM's, whose gates ONNX orders otherwise. Raises :class:`ArtifactError` without a reference.
+    """
+    tensors = tensors_of(artifact, name)
+    graph = _kept(artifact) if source is None else _given(source)
+    present = {tensor: held for tensor, held in graph.holders.items() if held[0] in graph.model.graph.initializers}
+    loose = any(
+        array.dtype == BF16 and is_matrix(array.shape) and tensor not in present for tensor, array in tensors.items()
+    )
+    places = {value: (tensor, order) for tensor, (value, order) in reversed(present.items()) if tensor in tensors}
+
+    def read_tensor(value: str, tensor: ir.TensorProtocol) -> Array:
+        if value in places:
+            exported, order = places[value]
+            return _in_place(tensors[exported], order, tensor)
+        array = graph.own(value, tensor)
+        return in_fp32(to_bf16(array)) if loose and array.dtype == np.float32 and is_matrix(array.shape) else array
+
+    manifest = artifact.manifest
+    inputs, outputs = ([entry.spec() for entry in edges] for edges in (manifest.inputs, manifest.outputs))
+    return open_source(graph.model, inputs, outputs, scratch, read_tensor), REARRANGED if loose else NOTE
+
+
+def tensors_of(artifact: Artifact, name: str) -> dict[str, Array]:
+    """The tensors of the export ``name``, as any other program reads them from its files."""
+    found: dict[str, Array] = {}
+    for file in artifact.manifest.exports[name].files:
+        if file.endswith(_SUFFIX):
+            found |= read(artifact.file(file))
+    return found
+
+
+def _kept(artifact: Artifact) -> _Graph:
+    manifest = artifact.manifest
+    if manifest.reference is None:
+        raise ArtifactError(f"{artifact.path}: keeps no fp32 reference to run its export in")
+    reader = Artifact(artifact.path, manifest, artifact.copies)
+
+    def own(value: str, tensor: ir.TensorProtocol) -> Array:
+        rebuilt = isinstance(tensor, ir.ExternalTensor) and tensor.location == REBUILT
+        return reader.restore(value) if rebuilt else tensor.numpy()
+
+    holders = {entry.name: (entry.tensor, entry.permutation) for entry in manifest.checkpoint}
+    return _Graph(ir.load(artifact.file(manifest.reference)), holders, own)
+
+
+def _given(source: Reference) -> _Graph:
+    holders = {name: (match.initializer, match.permutation) for name, match in source.matches.items()}
+    return _Graph(source.model, holders, lambda _value, tensor: tensor.numpy())
+
+
+def _in_place(array: Array, order: Sequence[int] | None, tensor: ir.TensorProtocol) -> Array:
+    """An exported tensor as the graph holds it: its axes as there, and in fp32 where that computes in it."""
+    placed = array if order is None else array.transpose(np.argsort(order))
+    return np.ascontiguousarray(in_fp32(placed) if tensor.dtype == ir.DataType.FLOAT else placed)

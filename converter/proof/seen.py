@@ -1,0 +1,56 @@
+"""A manifest's inputs and outputs as running the reference has shown them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bf16kit.errors import ConversionError
+from bf16kit.manifest import Manifest, SpecEntry
+from bf16kit.tensors import TensorSpec, describe
+from converter.graph.dimensions import as_given, name_all, reconciled
+from converter.model import Feeds
+from converter.proof import measure
+
+
+def edges(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs."""
+    return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
+
+
+def as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> tuple[Manifest, list[str]]:
+    """Believe the outputs' dimensions, their names, sizes and number, as far as the answers bear them out; with a note
+    on each output of which they do not."""
+    inputs = [entry.spec() for entry in manifest.inputs]
+    declared = [entry.spec() for entry in manifest.outputs]
+    runs = [
+        {name: array.shape for name, array in (feed | answer).items()}
+        for feed, answer in zip(feeds, answers, strict=True)
+    ]
+    given = [as_given(spec, _of_one_rank(spec.name, [run[spec.name] for run in runs])) for spec in declared]
+    outputs = reconciled([*inputs, *name_all(given, known=inputs)], runs)[len(inputs) :]
+    notes = [
+        f"output {was.name!r} is declared as {describe(was.shape)}, and the model gives"
+        f" {describe(runs[0][was.name])}: the artifact says {describe(now.shape)}"
+        for was, found, now in zip(declared, given, outputs, strict=True)
+        if found != was
+    ]
+    return manifest.model_copy(update={"outputs": [SpecEntry.of(spec) for spec in outputs]}), notes
+
+
+def _of_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+    for shape in shapes:
+        if len(shape) != len(shapes[0]):
+            raise ConversionError(
+                f"output {output!r} is {describe(shapes[0])} for one sample and {describe(shape)} for another; export"
+                " the model with as many dimensions for all of them"
+            )
+    return shapes
+
+
+def with_axis(manifest: Manifest, axis: int | None) -> Manifest:
+    """Declare the batch axis, and call every output's batch dimension what the inputs call it."""
+    if axis is None:
+        return manifest
+    outputs: Sequence[TensorSpec] = [entry.spec() for entry in manifest.outputs]
+    outputs = measure.named_alike(outputs, str(manifest.inputs[0].shape[0]))
+    return manifest.model_copy(update={"batch_axis": axis, "outputs": [SpecEntry.of(spec) for spec in outputs]})

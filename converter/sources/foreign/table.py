@@ -1,0 +1,97 @@
+"""What each foreign format is, for people, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A format that is recognised and refused. ``what`` follows "is", ``remedy`` follows a semicolon."""
+
+    what: str
+    remedy: str
+
+
+_BEFORE = "convert the fp32 checkpoint that it was made from"
+_WEIGHTS_ONLY = "save the arrays as safetensors (safetensors.numpy.save_file), and name the architecture with --model"
+_TO_ONNX = "export the model to ONNX with its own tools, and convert that"
+
+TABLE: Mapping[str, Foreign] = {
+    # files
+    "gguf": Foreign(
+        "a GGUF file (llama.cpp), whose weights are mostly quantised", f"{_BEFORE}, a Hugging Face directory"
+    ),
+    "ggml": Foreign("a GGML file (llama.cpp before GGUF), whose weights are mostly quantised", _BEFORE),
+    "tensorrt": Foreign(
+        "a TensorRT engine (.engine, .plan), compiled for one GPU", f"{_BEFORE}, or the ONNX file it was built from"
+    ),
+    "coreml": Foreign(
+        "a Core ML model (.mlmodel)", f"{_BEFORE}, the module or SavedModel that was given to coremltools"
+    ),
+    "numpy": Foreign("a numpy array (.npy)", _WEIGHTS_ONLY),
+    "hdf5": Foreign(
+        "an HDF5 file (.h5), as Keras before version 3 writes whole models and bare weights",
+        "load it in Keras and write a SavedModel (model.export('DIRECTORY')), and convert that",
+    ),
+    "ort": Foreign("an ONNX Runtime format model (.ort)", "convert the .onnx file that it was made from"),
+    "executorch": Foreign("an ExecuTorch program (.pte)", f"{_BEFORE}, or its torch.export program"),
+    "mobile": Foreign(
+        "a PyTorch Mobile model (.ptl), TorchScript without its code", f"{_BEFORE}, or its TorchScript file"
+    ),
+    "mxnet": Foreign("an MXNet parameter file (.params)", f"{_TO_ONNX} (mxnet.onnx.export_model)"),
+    "mxnet graph": Foreign("an MXNet graph (-symbol.json)", f"{_TO_ONNX} (mxnet.onnx.export_model)"),
+    "openvino": Foreign(
+        "OpenVINO's intermediate representation (.xml with .bin)", f"{_BEFORE}, which was given to OpenVINO"
+    ),
+    "ncnn": Foreign("an ncnn graph (.param)", f"{_BEFORE}, or the ONNX file between"),
+    "tensorflow graph": Foreign(
+        "a frozen TensorFlow graph (GraphDef .pb)",
+        "convert the SavedModel it was frozen from, or make ONNX of it: python -m tf2onnx.convert --graphdef FILE",
+    ),
+    "tensorflow checkpoint": Foreign(
+        "a TensorFlow checkpoint (.index and .data files), weights without a graph",
+        "restore it in the program that built the model, write a SavedModel (tf.saved_model.save), and convert that",
+    ),
+    "archive": Foreign(
+        "a packed archive (tar, gzip, zstd, xz, bzip2, 7z or rar)", "unpack it, and convert what is in it"
+    ),
+    # zip archives and JSON
+    "npz": Foreign("an archive of numpy arrays (.npz)", _WEIGHTS_ONLY),
+    "tensorflow.js": Foreign("a TensorFlow.js model", f"{_BEFORE}, a SavedModel or a Keras model"),
+    # directories
+    "coreml package": Foreign(
+        "a Core ML package (.mlpackage)", f"{_BEFORE}, the module or SavedModel that was given to coremltools"
+    ),
+    "coreml compiled": Foreign("a compiled Core ML model (.mlmodelc)", _BEFORE),
+    "adapter": Foreign(
+        "a PEFT adapter, which changes a base model",
+        "merge the two, and convert the result: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload()"
+        ".save_pretrained('MERGED')",
+    ),
+    "quantised": Foreign(
+        "a quantised model",
+        "its weights are no floating-point numbers that could be rounded: convert the model it was quantised from",
+    ),
+    "diffusers": Foreign(
+        "a diffusers pipeline, several models side by side",
+        "convert its parts one by one: text_encoder is a Hugging Face directory, others need --model",
+    ),
+    "distributed": Foreign(
+        "a torch.distributed checkpoint (FSDP, .distcp files)",
+        "make one file of it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY model.pt",
+    ),
+    "lightning shards": Foreign(
+        "a Lightning checkpoint in shards",
+        "make it one file: python -m lightning.pytorch.utilities.consolidate_checkpoint DIRECTORY",
+    ),
+    "deepspeed": Foreign(
+        "a DeepSpeed checkpoint in shards",
+        "make it one with its own program (python zero_to_fp32.py . OUTPUT --safe_serialization), or with"
+        " lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict",
+    ),
+    "paddle": Foreign("a PaddlePaddle model", f"{_TO_ONNX} (paddle2onnx)"),
+    "trtllm": Foreign("a TensorRT-LLM engine directory, compiled for one GPU", _BEFORE),
+    "mlflow": Foreign("an MLflow model, a wrapper", "convert what it wraps, below its directory data/ or artifacts/"),
+}

@@ -1,0 +1,99 @@
+"""What a Hugging Face directory holds beside its weights and is needed to use them: config.json and the preprocessors'.
+
+Copied by name, never executed: Python files, and whatever else lies there, stay behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import SourceError
+from converter.sources.huggingface.directory import Directory
+
+LARGEST = 64 << 20  # bytes of one file; the largest tokenizers of today have 35 MB
+_NAMES = (
+    "generation_config.json",
+    # tokenizers
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "bpe.codes",
+    "entity_vocab.json",
+    "normalizer.json",
+    "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "source.spm",
+    "target.spm",
+    "spiece.model",
+    "spm.model",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    # images, sound, video
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    # what the owner of the weights asks for
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+)
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def companions(path: Path) -> dict[str, bytes]:
+    """The files to put beside exported weights of the directory at ``path``, by name; config.json says bfloat16.
+
+    Raises :class:`SourceError` for a file that is larger than :data:`LARGEST`, or a link out of the directory.
+    """
+    root = Directory.open(path).path
+    config = json.loads(_content(root, "config.json"))
+    found = {"config.json": (json.dumps(in_bf16(config), indent=2, sort_keys=True) + "\n").encode()}
+    return found | {name: _content(root, name) for name in _NAMES if (root / name).is_file()}
+
+
+def in_bf16(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with bfloat16 as the dtype to load the model in; where its parts have one of their own, theirs, too.
+
+    transformers 5 reads ``dtype`` first and older releases know ``torch_dtype`` alone, so both are written.
+    """
+    return _stated(config) | dict.fromkeys(_DTYPES, "bfloat16")
+
+
+def _stated(config: dict[str, Any]) -> dict[str, Any]:
+    changed = {key: _stated(value) if isinstance(value, dict) else value for key, value in config.items()}
+    return changed | {key: "bfloat16" for key in _DTYPES if isinstance(config.get(key), str)}
+
+
+def _content(root: Path, name: str) -> bytes:
+    path = root / name
+    real = Path(os.path.realpath(path))
+    if not any(real.is_relative_to(place) for place in _places(root)):
+        raise SourceError(f"{path}: a link out of the directory, to {real}; copy the file there to have it exported")
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > LARGEST:
+        raise SourceError(f"{path}: larger than {LARGEST >> 20} MiB, more than any tokenizer or config has")
+    return data
+
+
+def _places(root: Path) -> Iterator[Path]:
+    """Where files of the directory may lie: in it or, of a snapshot in the Hub's cache, among that model's blobs."""
+    real = Path(os.path.realpath(root))
+    yield real
+    if real.parent.name == "snapshots":
+        yield real.parent.parent / "blobs"

@@ -1,0 +1,88 @@
+"""What an export takes along from a Hugging Face directory: by name, bounded, never from elsewhere, never run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hfzoo
+import pytest
+import torch
+from converting import Cli
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import SourceError
+from converter.sources.huggingface import companions as module
+from converter.sources.huggingface.companions import companions, in_bf16
+
+
+def _directory(path: Path, **config: Any) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "bert"} | config))
+    return path
+
+
+def test_known_files_come_along_and_nothing_else(tmp_path: Path) -> None:
+    _directory(tmp_path)
+    for name in ("tokenizer.json", "vocab.txt", "LICENSE", "modeling_custom.py", "README.md", "optimizer.pt"):
+        (tmp_path / name).write_text(name)
+    found = companions(tmp_path)
+    assert sorted(found) == ["LICENSE", "config.json", "tokenizer.json", "vocab.txt"]
+    assert found["vocab.txt"] == b"vocab.txt"
+
+
+def test_the_config_says_bfloat16_wherever_it_said_a_dtype() -> None:
+    config = {"dtype": "float32", "text_config": {"torch_dtype": "float32", "depth": 2}, "vision_config": {"depth": 1}}
+    assert in_bf16(config) == {
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "text_config": {"torch_dtype": "bfloat16", "depth": 2},
+        "vision_config": {"depth": 1},
+    }
+
+
+def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
+    """Or whoever makes a directory chooses which of its owner's files are published."""
+    (tmp_path / "secret").write_text("the owner's")
+    _directory(tmp_path / "m")
+    (tmp_path / "m" / "vocab.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(SourceError, match=r"vocab\.txt: a link out of the directory"):
+        companions(tmp_path / "m")
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_links_to_its_own_blobs(tmp_path: Path) -> None:
+    blobs = tmp_path / "models--acme--m" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0123").write_text("a\nb\n")
+    snapshot = _directory(tmp_path / "models--acme--m" / "snapshots" / "abc")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/0123")
+    assert companions(snapshot)["vocab.txt"] == b"a\nb\n"
+
+
+def test_a_file_beyond_the_bound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 1 << 20)
+    _directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(bytes((1 << 20) + 1))
+    with pytest.raises(SourceError, match=r"tokenizer\.json: larger than 1 MiB"):
+        companions(tmp_path)
+
+
+def test_transformers_loads_what_was_exported_in_bf16_and_answers_alike(cli: Cli, tmp_path: Path, target: Path) -> None:
+    import transformers
+
+    source = hfzoo.save("bert", tmp_path / "bert", vocab_size=640)
+    (source / "vocab.txt").write_text("[PAD]\n[UNK]\n")
+    cli("checkpoint", source, "--out", target, "--format", "hf", "--no-report").published()
+    exported = Artifact.open(target).manifest.exports["hf"]
+    assert exported.files == ["model.safetensors", "config.json", "vocab.txt"]
+    loaded = transformers.AutoModel.from_pretrained(target)
+    original = transformers.AutoModel.from_pretrained(source, dtype=torch.float32)
+    assert loaded.dtype is torch.bfloat16
+    ids = torch.randint(0, 640, (4, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = original.eval()(ids).last_hidden_state, loaded.eval()(ids).last_hidden_state.float()
+        in_fp32 = loaded.float()(ids).last_hidden_state
+    assert (found - expected).norm() < 2e-2 * expected.norm()
+    assert (in_fp32 - expected).norm() < (found - expected).norm()  # what bf16 activations add is not in the files
+    cli("verify", target).published()

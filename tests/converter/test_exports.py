@@ -1,0 +1,287 @@
+"""``--format safetensors`` and ``--format hf``: what other programs load, proved, restorable, and never served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import Cnn, Mlp, Tied, save, seeded
+from converting import MLP, Cli
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ArtifactError
+from bf16kit.runtime.loading import choose_profiles, load
+
+Tensors = dict[str, torch.Tensor]
+CONV = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16")
+SAFETENSORS = ("--format", "safetensors", "--no-report")
+_ALONE = {
+    "golden.safetensors",
+    "manifest.json",
+    "measurements.json",
+    "model.safetensors",
+    "reference.onnx",
+    "residual.bin",
+}
+
+
+class Lstm(torch.nn.Module):
+    """x [batch, 5, 16] → [batch, 10]: ONNX orders the gates of its weights otherwise than torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.LSTM(16, 24, batch_first=True)
+        self.head = torch.nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.inner(x)[0][:, -1])
+        return result
+
+
+def _exported(target: Path) -> Tensors:
+    """The tensors of the export, in the order of its files' headers."""
+    index = target / "model.safetensors.index.json"
+    if not index.is_file():
+        return load_file(target / "model.safetensors")
+    weight_map = json.loads(index.read_bytes())["weight_map"]
+    return {name: load_file(target / file)[name] for name, file in weight_map.items()}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return found
+
+
+def _assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def _rounded(state: Tensors, *names: str) -> Tensors:
+    return {name: tensor.bfloat16() if name in names else tensor for name, tensor in state.items()}
+
+
+def _restored(cli: Cli, target: Path) -> Tensors:
+    out = target.parent / "restored.safetensors"
+    cli("restore", target, "--out", out, "--force").published()
+    return load_file(out)
+
+
+class TestAlone:
+    def test_holds_every_tensor_once_and_says_what_it_costs(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+        outcome = cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
+        assert "export safetensors: model.safetensors" in outcome.out
+        assert {path.name for path in target.iterdir()} == _ALONE
+        manifest = Artifact.open(target).manifest
+        assert (manifest.schema_version, manifest.profiles) == (5, {})
+        assert manifest.exports["safetensors"].files == ["model.safetensors"]
+        assert manifest.exports["safetensors"].verified == "host"
+        found = manifest.drift["safetensors"].outputs["output"]["relative_l2"]
+        assert 1e-4 < found["mean"] < 1.5e-2
+
+    def test_rounds_matrices_to_nearest_and_leaves_the_rest_as_it_was(
+        self, cli: Cli, mlp_file: Path, target: Path
+    ) -> None:
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
+        state = torch.load(mlp_file)
+        _assert_same(_exported(target), _rounded(state, "up.weight", "down.weight"))
+        header = _header(target / "model.safetensors")
+        assert list(header) == ["__metadata__", *state]
+        assert header["__metadata__"] == {"format": "pt"}
+        with safe_open(target / "model.safetensors", framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+        assert {offsets["data_offsets"][0] % 4 for name, offsets in header.items() if name.endswith("bias")} == {0}
+
+    def test_restores_the_source_bit_for_bit_and_verifies_again(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
+        _assert_same(_restored(cli, target), torch.load(mlp_file))
+        assert "safetensors" in cli("verify", target).published().out
+        assert "Exports, for other programs" in cli("inspect", target).published().out
+        assert (
+            json.loads(cli("inspect", target, "--json").published().out)["exports"]["safetensors"]["verified"] == "host"
+        )
+
+    def test_takes_half_of_the_checkpoint_and_with_the_residual_all_of_it(
+        self, cli: Cli, tmp_path: Path, target: Path
+    ) -> None:
+        source = save(tmp_path / "m.pt", Mlp(16, 8192))
+        wide = ("--model", "architectures:Mlp", "--model-args", '{"hidden": 8192}', "--input", "x:float32:batch,16")
+        cli("checkpoint", source, "--out", target, *wide, *SAFETENSORS).published()
+        size = sum(tensor.nbytes for tensor in torch.load(source).values())
+        assert (target / "model.safetensors").stat().st_size <= 0.53 * size
+        assert sum(path.stat().st_size for path in target.iterdir()) <= 1.06 * size
+
+    def test_no_batchnorm_is_folded_into_what_others_read(self, cli: Cli, tmp_path: Path, target: Path) -> None:
+        source = save(tmp_path / "m.pt", Cnn())
+        cli("checkpoint", source, "--out", target, *CONV, *SAFETENSORS).published()
+        state = torch.load(source)
+        matrices = [
+            name for name, tensor in state.items() if sum(d > 1 for d in tensor.shape) > 1 and tensor.numel() >= 256
+        ]
+        assert matrices
+        _assert_same(_exported(target), _rounded(state, *matrices))
+        _assert_same(_restored(cli, target), state)
+
+    def test_tied_weights_are_exported_under_both_names(self, cli: Cli, tmp_path: Path, target: Path) -> None:
+        source = save(tmp_path / "m.pt", Tied())
+        tied = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq")
+        cli("checkpoint", source, "--out", target, *tied, *SAFETENSORS).published()
+        state = torch.load(source)
+        _assert_same(_exported(target), _rounded(state, "table.weight", "out.weight", "inner.weight"))
+        _assert_same(_restored(cli, target), state)
+
+    def test_weights_that_the_graph_holds_in_another_order_are_judged_as_well(
+        self, cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import architectures
+
+        monkeypatch.setattr(architectures, "Lstm", Lstm, raising=False)
+        source = save(tmp_path / "m.pt", Lstm())
+        lstm = ("--model", "architectures:Lstm", "--input", "x:float32:batch,5,16")
+        cli("checkpoint", source, "--out", target, *lstm, *SAFETENSORS).published()
+        manifest = Artifact.open(target).manifest
+        assert "in another order, which were rounded as well" in manifest.exports["safetensors"].note
+        module = seeded(Lstm())
+        module.load_state_dict({name: tensor.float() for name, tensor in _exported(target).items()})
+        x = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            expected, found = seeded(Lstm())(x), module(x)
+        measured = manifest.drift["safetensors"].outputs["output"]["relative_l2"]["mean"]
+        assert measured == pytest.approx(float((found - expected).norm() / expected.norm()), rel=0.5)
+        _assert_same(_restored(cli, target), torch.load(source))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    def test_other_precisions_are_rounded_once_from_what_fp32_has_of_them(
+        self, cli: Cli, tmp_path: Path, target: Path, dtype: torch.dtype
+    ) -> None:
+        state = {name: tensor.to(dtype) for name, tensor in seeded(Mlp()).state_dict().items()}
+        torch.save(state, tmp_path / "m.pt")
+        cli("checkpoint", tmp_path / "m.pt", "--out", target, *MLP, *SAFETENSORS).published()
+        expected = {n: t.float().bfloat16() if n.endswith("weight") else t for n, t in state.items()}
+        _assert_same(_exported(target), expected)
+        fp32 = {n: t.float() if dtype is torch.float64 and n.endswith("weight") else t for n, t in state.items()}
+        _assert_same(_restored(cli, target), fp32)
+
+    def test_an_onnx_file_gives_its_initializers(self, cli: Cli, onnx_file: Path, target: Path) -> None:
+        cli("checkpoint", onnx_file, "--out", target, *SAFETENSORS).published()
+        found = _exported(target)
+        assert torch.bfloat16 in {tensor.dtype for tensor in found.values()}
+        restored = _restored(cli, target)
+        assert restored.keys() == found.keys()
+        for name, tensor in restored.items():
+            assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+    def test_without_a_residual_nothing_is_restored_and_nothing_else_kept(
+        self, cli: Cli, mlp_file: Path, target: Path
+    ) -> None:
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--no-residual").published()
+        assert {path.name for path in target.iterdir()} == _ALONE - {"residual.bin", "reference.onnx"}
+        assert Artifact.open(target).manifest.drift["safetensors"].outputs["output"]["relative_l2"]["mean"] > 1e-4
+        assert "there is no reference to run it in" in cli("verify", target).published().out
+        cli("restore", target, "--out", target.parent / "r").refused(2, "keeps no residual")
+
+    def test_the_same_input_gives_the_same_bytes(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+        for version in ("1", "2"):
+            cli("checkpoint", mlp_file, "--out", target.with_name(version), *MLP, *SAFETENSORS).published()
+        for path in target.iterdir():
+            assert path.read_bytes() == (target.with_name("2") / path.name).read_bytes(), path.name
+
+    def test_nothing_is_served_and_everything_that_asks_is_told_why(
+        self, cli: Cli, mlp_file: Path, target: Path
+    ) -> None:
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS).published()
+        artifact = Artifact.open(target)
+        said = r"is an export \(safetensors\) for other programs to load: it has no profile to serve.*--format onnx"
+        for ask in (lambda: choose_profiles(artifact, "auto", "cpu"), lambda: load(artifact, "cpu")):
+            with pytest.raises(ArtifactError, match=said):
+                ask()
+        cli("explain", target).refused(2, "is an export and has no ONNX profile")
+        cli("checkpoint", target, "--out", target.with_name("9")).refused(2, "is a bf16kit artifact already")
+
+
+class TestBeside:
+    def test_onnx_and_torchscript_get_an_export_that_is_a_copy(self, cli: Cli, tmp_path: Path, target: Path) -> None:
+        """In panels, and with BatchNorm folded in, the graphs' weights are not what a framework reads."""
+        source = save(tmp_path / "m.pt", Cnn())
+        formats = ("--format", "onnx", "--format", "torchscript", "--format", "safetensors", "--no-report")
+        cli("checkpoint", source, "--out", target, *CONV, *formats).published()
+        artifact = Artifact.open(target)
+        assert {"cpu", "cuda", "torchscript"} <= artifact.manifest.profiles.keys()
+        assert artifact.manifest.drift.keys() == artifact.manifest.profiles.keys() | {"safetensors"}
+        assert "weights.bf16" in artifact.manifest.files
+        state = torch.load(source)
+        for name, tensor in _exported(target).items():
+            assert torch.equal(tensor, state[name].to(tensor.dtype)), name
+        _assert_same(_restored(cli, target), state)
+        choose_profiles(artifact, "auto", "cpu")
+        cli("verify", target, "--profile", "safetensors").published()
+
+    def test_shards_are_those_of_the_source(self, cli: Cli, tmp_path: Path, target: Path) -> None:
+        state = dict(seeded(Mlp()).state_dict())
+        files = {"a.safetensors": ["up.weight", "down.bias"], "b.safetensors": ["up.bias", "down.weight"]}
+        for file, names in files.items():
+            save_file({name: state[name] for name in names}, tmp_path / file)
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {name: file for file, names in files.items() for name in names}}))
+        cli("checkpoint", index, "--out", target, *MLP, *SAFETENSORS).published()
+        for number, names in enumerate(files.values(), start=1):
+            assert load_file(target / f"model-0000{number}-of-00002.safetensors").keys() == set(names)
+        exported = json.loads((target / "model.safetensors.index.json").read_bytes())
+        assert exported["metadata"] == {"total_size": sum(t.nbytes for t in _exported(target).values())}
+        _assert_same(_exported(target), _rounded(state, "up.weight", "down.weight"))
+        _assert_same(_restored(cli, target), state)
+
+
+class TestOptions:
+    def test_what_bf16_cannot_hold_is_refused_by_name_or_saturates(
+        self, cli: Cli, tmp_path: Path, target: Path
+    ) -> None:
+        weight = seeded(Mlp()).state_dict()["up.weight"].clone()
+        weight[0, 0] = torch.finfo(torch.float32).max
+        source = save(tmp_path / "m.pt", Mlp(), up__weight=weight)
+        over = ("--allow-over-budget", "--budget", "relative_l2=1e9")
+        cli("checkpoint", source, "--out", target, *MLP, *SAFETENSORS).refused(3, "'up.weight'", "--saturate")
+        cli("checkpoint", source, "--out", target, *MLP, *SAFETENSORS, "--saturate", *over).published()
+        assert _exported(target)["up.weight"][0, 0] == torch.finfo(torch.bfloat16).max
+        _assert_same(_restored(cli, target), torch.load(source))
+
+    def test_subnormals_are_flushed_where_that_was_asked_for(self, cli: Cli, tmp_path: Path, target: Path) -> None:
+        weight = seeded(Mlp()).state_dict()["up.weight"].clone()
+        weight[0, 0] = 1e-39
+        source = save(tmp_path / "m.pt", Mlp(), up__weight=weight)
+        cli("checkpoint", source, "--out", target, *MLP, *SAFETENSORS, "--subnormals", "flush").published()
+        assert _exported(target)["up.weight"][0, 0] == 0
+        _assert_same(_restored(cli, target), torch.load(source))
+
+    def test_over_budget_nothing_is_published_and_keeping_weights_mends_it(
+        self, cli: Cli, mlp_file: Path, target: Path
+    ) -> None:
+        tight = ("--budget", "relative_l2=1e-4")
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, *tight).refused(
+            1, "export safetensors", "--keep-fp32"
+        )
+        assert not target.exists()
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, *tight, "--keep-fp32", "weight").published()
+        _assert_same(_exported(target), torch.load(mlp_file))
+
+    def test_an_export_over_budget_is_not_dropped(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+        both = ("--format", "torchscript", *SAFETENSORS, "--drop-failing-profiles", "--budget", "relative_l2=1e-4")
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *both).refused(1, "export safetensors")
+
+    def test_profiles_are_graphs_and_an_export_has_none(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+        cli("checkpoint", mlp_file, "--out", target, *MLP, *SAFETENSORS, "--profile", "cpu").refused(
+            2, "--profile cpu: is an ONNX graph"
+        )
+
+    def test_hf_is_for_hugging_face_directories(self, cli: Cli, mlp_file: Path, target: Path) -> None:
+        cli("checkpoint", mlp_file, "--out", target, *MLP, "--format", "hf").refused(
+            2, "copies the config and tokenizer of a Hugging Face directory", "--format safetensors"
+        )
