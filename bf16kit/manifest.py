@@ -70,7 +70,7 @@ SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
 MEASUREMENTS = "measurements.json"
-PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript")
+PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript", "pt2")
 EXPORTS = ("safetensors", "hf")
 
 
@@ -105,7 +105,7 @@ class ProfileEntry(_Entry):
     samples of its own; None: the manifest's are its own, too.
     """
 
-    format: Literal["onnx", "torchscript"]
+    format: Literal["onnx", "torchscript", "pt2"]
     graph: FileName
     precision: str
     verified: Literal["device", "emulated", "host", "no"]
@@ -175,7 +175,7 @@ def _needed(fields: dict[str, Any]) -> int:
     quantiles = any("." in bound for bound in fields.get("budget", {}))
     packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
     profiles: dict[str, ProfileEntry] = fields.get("profiles", {})
-    if any(fields.get(name) for name in _SINCE_5):
+    if any(fields.get(name) for name in _SINCE_5) or any(entry.format == "pt2" for entry in profiles.values()):
         return 5
     if not _SINCE_4.isdisjoint(profiles) or any(entry.golden for entry in profiles.values()):
         return 4
@@ -194,7 +194,7 @@ _NEWS = {
     2: "panels",
     3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
     4: "profile cpu-bf16 or golden samples of a profile's own",
-    5: "exports",
+    5: "exports, or profiles of format pt2",
 }
 _SINCE_3 = ("measurements", "oracle")
 _SINCE_4 = frozenset({"cpu-bf16"})  # profiles

@@ -1,4 +1,4 @@
-"""The first part of a conversion: the source is read and asked, traced for TorchScript, and prepared for narrowing."""
+"""The first part of a conversion: the source is read and asked, written as torch's formats, and prepared."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from bf16kit.errors import ConversionError
 from bf16kit.manifest import ProfileEntry
 from bf16kit.publish import StagingArtifact
 from converter import sources
+from converter.formats.traced import TRACED
 from converter.graph.cuda_support import stand_in
 from converter.graph.types import untyped
 from converter.model import Source
@@ -24,8 +25,6 @@ from converter.proof.preparation import check_prepared
 from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
 from converter.sources.onnx_file import name_inputs
-
-TORCHSCRIPT_FILE = "model.torchscript.pt"
 
 
 def read(options: Options, progress: Progress) -> Source:
@@ -69,29 +68,29 @@ def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, pro
 def trace(
     options: Options, source: Source, stage: StagingArtifact, progress: Progress, notes: list[str]
 ) -> dict[str, ProfileEntry]:
-    """Write the TorchScript module, if there is to be one, and let go of the torch module it was traced from."""
+    """Write the formats that are made of the torch module, those that are to be, and let go of it."""
     module, source.module = source.module, None
-    if not options.wants_torchscript:
-        return {}
-    try:
-        if module is None:
-            raise ConversionError(
-                f"TorchScript is not written from {source.checkpoint.format}, which torch cannot trace"
+    written: dict[str, ProfileEntry] = {}
+    for name in options.traced:
+        traced = TRACED[name]
+        try:
+            if module is None:
+                raise ConversionError(
+                    f"{traced.title} is not written from {source.checkpoint.format}, which torch cannot trace"
+                )
+            with progress.step(traced.doing):
+                traced.write(module, stage.path / traced.file)
+        except ConversionError as error:
+            if options.insists_on(name):
+                raise
+            notes.append(f"no {traced.title}: {error}")
+            continue
+        written[name] = ProfileEntry(format=traced.format, graph=traced.file, precision="bf16", verified="no")
+        if options.keep_fp32 or options.bf16:
+            notes.append(
+                f"--keep-fp32 and --bf16 speak of ONNX nodes; the {traced.title} follows torch.autocast's rules"
             )
-        from converter.formats.torchscript import narrow_and_trace
-
-        with progress.step("tracing TorchScript"):
-            narrow_and_trace(module, stage.path / TORCHSCRIPT_FILE)
-    except ConversionError as error:
-        if options.insists_on_torchscript:
-            raise
-        notes.append(f"no TorchScript: {error}")
-        return {}
-    if options.keep_fp32 or options.bf16:
-        notes.append(
-            "--keep-fp32 and --bf16 speak of ONNX nodes; the TorchScript module follows torch.autocast's rules"
-        )
-    return {"torchscript": ProfileEntry(format="torchscript", graph=TORCHSCRIPT_FILE, precision="bf16", verified="no")}
+    return written
 
 
 def unknown(options: Options, prepared: Prepared) -> Iterator[str]:

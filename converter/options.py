@@ -12,7 +12,7 @@ from bf16kit.drift import Budget
 from bf16kit.errors import UsageError
 from bf16kit.tensors import BY_NAME, Kind, TensorSpec
 
-Format = Literal["onnx", "torchscript", "safetensors", "hf"]
+Format = Literal["onnx", "torchscript", "pt2", "safetensors", "hf"]
 Export = Literal["safetensors", "hf"]
 Profile = Literal["cpu", "cpu-bf16", "cuda"]
 
@@ -80,8 +80,10 @@ class Options:
         return self.optional if self.wants_onnx else ()
 
     @property
-    def wants_torchscript(self) -> bool:
-        return not self.formats or "torchscript" in self.formats
+    def traced(self) -> tuple[Format, ...]:
+        """The formats to write from the torch module: TorchScript unless others are asked for."""
+        known: tuple[Format, ...] = ("torchscript", "pt2")
+        return tuple(name for name in known if name in (self.formats or ("torchscript",)))
 
     @property
     def export(self) -> Export | None:
@@ -93,10 +95,9 @@ class Options:
         """The artifact's weights are those of its export: no ONNX graph wants them otherwise."""
         return self.export is not None and not self.wants_onnx
 
-    @property
-    def insists_on_torchscript(self) -> bool:
-        """TorchScript was asked for by name: a source that cannot give it is an error, not a note."""
-        return "torchscript" in self.formats
+    def insists_on(self, name: str) -> bool:
+        """The format ``name`` was asked for: a source that cannot give it is an error, not a note."""
+        return name in self.formats
 
     def recorded(self) -> dict[str, Any]:
         """The options that shaped the artifact's bytes, for the manifest; no paths, lest it depend on them."""

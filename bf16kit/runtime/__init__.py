@@ -26,9 +26,9 @@ class RuntimeInfo:
     ``accumulation`` is what the accumulation probe measured on this device.
     """
 
-    backend: str  # "onnxruntime" | "torchscript"
+    backend: str  # "onnxruntime" | "torchscript" | "torchexport"
     device: str  # "cpu" | "cuda:0"
-    profile: str  # "cpu" | "cpu-bf16" | "cuda" | "torchscript" | "reference"
+    profile: str  # "cpu" | "cpu-bf16" | "cuda" | "torchscript" | "pt2" | "reference"
     precision: str  # "bf16" | "bf16-weights" | "fp32"
     accumulation: Accumulation
     note: str = ""  # one sentence for people, e.g. why bf16 was widened
@@ -56,7 +56,7 @@ class Runtime(Protocol):
 
         ``feeds`` holds one C-contiguous array per input, of the input's dtype; the caller has checked it against
         ``inputs``. A run that takes longer than ``seconds`` is ended and fails, where the backend can be told to:
-        TorchScript cannot. Raises :class:`~bf16kit.errors.RuntimeFailure` when the backend fails.
+        torch cannot. Raises :class:`~bf16kit.errors.RuntimeFailure` when the backend fails.
         """
         ...
 

@@ -19,6 +19,7 @@ from bf16kit.tensors import TensorSpec
 
 AUTO = "auto"
 CPU_PROFILES = ("cpu", "cpu-bf16")  # that ONNX Runtime runs, the more accurate first
+TORCH_PROFILES = ("torchscript", "pt2")  # that torch runs, on any device
 REFERENCE = "reference"
 
 
@@ -31,7 +32,7 @@ def load(
     scratch: Path | None = None,
     weights: WeightStore = OWN,
 ) -> Runtime:
-    """The artifact's ``profile`` (cpu, cpu-bf16, cuda or torchscript) loaded on ``device``, its accumulation probed.
+    """The artifact's ``profile`` (cpu, cpu-bf16, cuda, torchscript, pt2) on ``device``, its accumulation probed.
 
     ``threads`` is the number that works on one run on the CPU; None is one per available processor. A session maps its
     weights from the artifact's files, or, of one opened with ``copies``, has them in ``weights`` and in a temporary
@@ -46,13 +47,17 @@ def load(
     if profile == "cuda" and device == CPU:
         raise DeviceUnavailable("profile cuda needs a CUDA device, and the device is cpu; use profile cpu")
     if profile in CPU_PROFILES and device != CPU:
-        raise ConfigError(f"profile {profile} runs on the CPU, not on {device}; use profile cuda or torchscript")
+        raise ConfigError(f"profile {profile} runs on the CPU, not on {device}; use profile cuda, torchscript or pt2")
     inputs, outputs = _edges(artifact)
     path = artifact.file(entry.graph)
     if entry.format == "torchscript":
         from bf16kit.runtime.torchscript import TorchScriptRuntime
 
         return TorchScriptRuntime(path, inputs, outputs, device=device, threads=threads)
+    if entry.format == "pt2":
+        from bf16kit.runtime.torchexport import TorchExportRuntime
+
+        return TorchExportRuntime(path, inputs, outputs, device=device, threads=threads)
     from bf16kit.runtime.copied import copied
     from bf16kit.runtime.externaldata import check_locations
     from bf16kit.runtime.kernel import kernel_for, read_as_stored
@@ -154,7 +159,7 @@ def choose_profiles(artifact: Artifact, profile: str, device: str) -> tuple[tupl
 
 def _device_for(profile: str) -> str:
     """The device that a profile which was named runs on where none was."""
-    on_cuda = profile == "cuda" or (profile == "torchscript" and _torch_cuda_works())
+    on_cuda = profile == "cuda" or (profile in TORCH_PROFILES and _torch_cuda_works())
     return "cuda:0" if on_cuda else CPU
 
 
@@ -171,13 +176,13 @@ def choose_profile(artifact: Artifact, device: str) -> tuple[str, str]:
     profiles = artifact.manifest.profiles
     if "cuda" in profiles and _onnx_cuda_works():
         return "cuda", "cuda:0"
-    if profiles.keys() == {"torchscript"} and _torch_cuda_works():
-        return "torchscript", "cuda:0"
+    if profiles and profiles.keys() <= set(TORCH_PROFILES) and _torch_cuda_works():
+        return next(name for name in TORCH_PROFILES if name in profiles), "cuda:0"
     return _profile_for(artifact, CPU), CPU
 
 
 def _profile_for(artifact: Artifact, device: str) -> str:
-    preferred: tuple[str, ...] = (*(CPU_PROFILES if device == CPU else ("cuda",)), "torchscript")
+    preferred: tuple[str, ...] = (*(CPU_PROFILES if device == CPU else ("cuda",)), *TORCH_PROFILES)
     for profile in preferred:
         if profile in artifact.manifest.profiles:
             return profile

@@ -1,4 +1,4 @@
-"""Running a TorchScript module with PyTorch: the only file of the kit that imports torch.
+"""Running a TorchScript module with PyTorch, and what is common to both runtimes that import torch.
 
 The modules here hold bf16 weights and compute in bf16 between fp32 edges. A CPU without bf16 instructions emulates that
 8 to 10 times slower than fp32, so there the module is widened once, at load: same weights, fp32 arithmetic.
@@ -25,7 +25,7 @@ from bf16kit.runtime.probe import classify, weights
 from bf16kit.tensors import TensorSpec
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp32 once, at load"
+WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp32 once, at load"
 _LOADING = threading.Lock()  # the warning filters are the process'
 
 
@@ -51,11 +51,11 @@ class TorchScriptRuntime:
         native_bf16: bool | None = None,
     ) -> None:
         device = canonical(device)
-        _check_dtypes((*inputs, *outputs))
+        check_dtypes((*inputs, *outputs), "TorchScript")
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
-        self._dtypes = {spec.name: _torch_dtype(spec.dtype) for spec in outputs}
-        self._device = _open_device(device)
+        self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in outputs}
+        self._device = open_device(device)
         self._threads = available_cpus() if threads is None else threads
         module = _load(path, self._device)
         is_bf16 = any(t.dtype == torch.bfloat16 for t in scriptgraph.tensors(module, module.graph))
@@ -66,9 +66,9 @@ class TorchScriptRuntime:
             "torchscript",
             device,
             "torchscript",
-            _precision(is_bf16, native),
+            precision(is_bf16, native),
             probe_torch(self._device, torch.bfloat16 if native else torch.float32),
-            _WIDENED if is_bf16 and not native else "",
+            WIDENED if is_bf16 and not native else "",
         )
         self._module: Any = module
 
@@ -91,19 +91,17 @@ class TorchScriptRuntime:
         module = self._module
         if module is None:
             raise RuntimeFailure("the model is closed")
-        # torch keeps one number for the process and one for each thread that has run; this is a read when they agree.
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+        use_threads(self._threads)
         try:
             with torch.inference_mode():
-                arguments = [_to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
+                arguments = [to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
                 tensors = self._named(module(*arguments))
                 wanted = tensors if outputs is None else {name: tensors[name] for name in outputs}
-                return {name: _to_array(tensor, self._dtypes[name]) for name, tensor in wanted.items()}
+                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in wanted.items()}
         except RuntimeFailure:
             raise
         except Exception as error:  # whatever the module's code raises
-            raise RuntimeFailure(f"TorchScript failed: {_last_line(error)}") from error
+            raise RuntimeFailure(f"TorchScript failed: {last_line(error)}") from error
 
     def close(self) -> None:
         """Free the weights once the runs under way have ended. ``run`` fails from now on."""
@@ -120,6 +118,15 @@ class TorchScriptRuntime:
         if len(values) != len(names):
             raise RuntimeFailure(f"the module gives {len(values)} outputs, expected {len(names)}: {', '.join(names)}")
         return dict(zip(names, values, strict=True))
+
+
+def use_threads(threads: int) -> None:
+    """Let ``threads`` work on what the calling thread runs next.
+
+    torch keeps one number for the process and one for each thread that has run; this is a read when they agree.
+    """
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def cuda_works() -> bool:
@@ -139,13 +146,15 @@ def probe_torch(device: torch.device, dtype: torch.dtype) -> Accumulation:
     return classify(product)
 
 
-def _precision(is_bf16: bool, native: bool) -> str:
+def precision(is_bf16: bool, native: bool) -> str:
+    """The arithmetic of a program with bf16 weights or without, on a device that computes in it or does not."""
     if not is_bf16:
         return "fp32"
     return "bf16" if native else "bf16-weights"
 
 
-def _open_device(device: str) -> torch.device:
+def open_device(device: str) -> torch.device:
+    """The canonical ``device``, torch set to accumulate in full; :class:`DeviceUnavailable` where it is not there."""
     if device == CPU:
         return torch.device(CPU)
     if not torch.cuda.is_available():
@@ -187,25 +196,27 @@ def _widen(module: Any) -> None:
         scriptgraph.convert_tensors(module, module.graph, lambda t: t.float() if t.dtype == torch.bfloat16 else t)
 
 
-def _check_dtypes(specs: Sequence[TensorSpec]) -> None:
+def check_dtypes(specs: Sequence[TensorSpec], backend: str) -> None:
+    """:class:`RuntimeFailure` for a spec of strings, which ``backend`` does not have."""
     for spec in specs:
         if spec.dtype == "string":
-            raise RuntimeFailure(f"{spec.name!r} is a string tensor, which TorchScript does not have")
+            raise RuntimeFailure(f"{spec.name!r} is a string tensor, which {backend} does not have")
 
 
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of numpy's name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker; numpy's and torch's names agree
     return dtype
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """What went wrong; the lines before it are the way there through the module's code."""
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
 
 
-def _to_tensor(array: Array) -> torch.Tensor:
+def to_tensor(array: Array) -> torch.Tensor:
     """``array`` as a tensor over the same memory, or a copy when it is read-only, which torch does not know."""
     writable = array if array.flags.writeable else array.copy()
     if array.dtype == _BF16:
@@ -213,7 +224,8 @@ def _to_tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(writable)
 
 
-def _to_array(tensor: torch.Tensor, dtype: torch.dtype) -> Array:
+def to_array(tensor: torch.Tensor, dtype: torch.dtype) -> Array:
+    """``tensor`` on the CPU, in ``dtype``."""
     found = tensor.to(CPU, dtype).contiguous()
     if dtype == torch.bfloat16:
         return np.asarray(found.view(torch.int16).numpy()).view(_BF16)

@@ -30,7 +30,7 @@ def inspect(artifact: Path, as_json: bool, debug: bool) -> None:
     "--profile",
     "profiles",
     multiple=True,
-    type=click.Choice(["cpu", "cpu-bf16", "cuda", "torchscript", "safetensors", "hf"]),
+    type=click.Choice(["cpu", "cpu-bf16", "cuda", "torchscript", "pt2", "safetensors", "hf"]),
     help="Profiles and exports to run; may be given more than once.  [default: all in the artifact]",
 )
 @json_option

@@ -50,9 +50,10 @@ if TYPE_CHECKING:
     "--format",
     "formats",
     multiple=True,
-    type=click.Choice(["onnx", "torchscript", "safetensors", "hf"]),
-    help="May be given more than once: onnx and torchscript are served; safetensors, a bf16 checkpoint, and hf, a"
-    " Hugging Face directory of it, are for other programs.  [default: onnx, and torchscript where the source allows]",
+    type=click.Choice(["onnx", "torchscript", "pt2", "safetensors", "hf"]),
+    help="May be given more than once: onnx, torchscript and pt2 (torch.export) are served; safetensors, a bf16"
+    " checkpoint, and hf, a Hugging Face directory of it, are for other programs.  [default: onnx, and torchscript"
+    " where the source allows]",
 )
 @click.option(
     "--profile",
@@ -97,7 +98,7 @@ if TYPE_CHECKING:
 @click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
 @debug_option
 def checkpoint(debug: bool, **given: object) -> None:
-    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict, a Lightning checkpoint, or ONNX."""
+    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict or export, Lightning, ONNX."""
     from bf16kit.runtime import kernel
     from converter.pipeline import convert
     from converter.process import memory, progress

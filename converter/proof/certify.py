@@ -13,6 +13,7 @@ from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
 from bf16kit.wording import brief
+from converter.formats.traced import TRACED
 from converter.graph.requirements import required
 from converter.model import Feeds
 from converter.options import Options
@@ -24,13 +25,13 @@ from converter.proof.judging import over, without
 from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
 from converter.proof.oracle import Asked
-from converter.proof.running import open_profile, open_source, open_torchscript
+from converter.proof.running import open_profile, open_source, open_traced
 from converter.proof.samples import Samples, how_to_give
 from converter.proof.seen import as_seen, edges, with_axis
 from converter.proof.spool import Spool
 
 _QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
-_BOTH = 8  # samples that TorchScript answers in both arithmetics, this CPU's and the other
+_BOTH = 8  # samples that modules of torch answer in both arithmetics, this CPU's and the other
 
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 
@@ -83,7 +84,7 @@ def certify(
 
     ``asked`` is what the source itself answered; ``source`` is the reference when the artifact keeps none of its own.
     Raises :class:`RuntimeFailure` when a graph does not load or run, :class:`~bf16kit.errors.ConversionError` when the
-    reference is not the source. A TorchScript module that was not insisted on is dropped instead.
+    reference is not the source. A module of torch's that was not insisted on is dropped instead.
     """
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
@@ -149,8 +150,8 @@ def _certify_profile(
     except RuntimeFailure as error:
         if profile in options.optional_profiles:
             note = f"no profile {profile}: what was written does not run on the samples: {error}"
-        elif profile == "torchscript" and not options.insists_on_torchscript:
-            note = f"no TorchScript: the traced module does not run on the samples: {error}"
+        elif profile in TRACED and not options.insists_on(profile):
+            note = f"no {TRACED[profile].title}: the traced module does not run on the samples: {error}"
         else:
             raise
         certified.manifest = without(stage, manifest, [profile])
@@ -194,7 +195,7 @@ def _record(certified: Certified, name: str, called: str, run: Run, samples: Sam
 
 
 def _run(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    if profile == "torchscript" and (worse := _worse_arithmetic(artifact, feeds, expected)) is not None:
+    if profile in TRACED and (worse := _worse_arithmetic(artifact, profile, feeds, expected)) is not None:
         return worse
     return run_profile(artifact, profile, feeds, expected)
 
@@ -231,8 +232,10 @@ def run_export(
         runtime.close()
 
 
-def _worse_arithmetic(artifact: Artifact, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run | None:
-    """The TorchScript module in the worse of bf16 and fp32, to which a CPU without bf16 instructions widens it; None
+def _worse_arithmetic(
+    artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]
+) -> Run | None:
+    """A module of torch's in the worse of bf16 and fp32, to which a CPU without bf16 instructions widens it; None
     where it has nothing in bf16.
 
     A server may have either. Both run on the same :data:`_BOTH` of ``feeds`` at most, so that what is found does not
@@ -241,10 +244,10 @@ def _worse_arithmetic(artifact: Artifact, feeds: Sequence[Feeds], expected: Sequ
     outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
     step = -(-len(feeds) // _BOTH)
     asked, answers = feeds[::step], expected[::step]
-    own = run_profile(artifact, "torchscript", asked, answers)
+    own = run_profile(artifact, profile, asked, answers)
     if own.info.precision == "fp32":
         return None
-    runtime = open_torchscript(artifact, native_bf16=own.info.precision != "bf16")
+    runtime = open_traced(artifact, profile, native_bf16=own.info.precision != "bf16")
     try:
         other = measure.drifts(answers, measure.answers(runtime, asked), outputs, axis)
         found = {own.info.precision: own.drifts, runtime.info.precision: other}

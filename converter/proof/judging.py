@@ -12,6 +12,7 @@ from bf16kit.errors import BudgetExceeded, UsageError
 from bf16kit.manifest import Manifest
 from bf16kit.publish import StagingArtifact
 from bf16kit.tensors import Kind, TensorSpec
+from converter.formats.traced import TRACED
 from converter.options import Options
 from converter.proof import measure
 from converter.proof.measure import Drifts
@@ -117,7 +118,7 @@ def _judged(
 
 
 def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
-    """What the owner of a model can do about profiles over budget. No flag mends TorchScript's."""
+    """What the owner of a model can do about profiles over budget. No flag mends what torch runs."""
     others = "raise the --budget, or pass --allow-over-budget"
     exports = [name for name in failing if name in manifest.exports]
     if exports:
@@ -125,14 +126,15 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
         return ", ".join(filter(None, [f"{_KEEP_WEIGHTS}", leave, others]))
     if options.drop_failing_profiles:  # or there would be one left
         return f"Every profile is over budget, so that none could be dropped. {_KEEP}, {others}"
-    scripts = [name for name in failing if manifest.profiles[name].format == "torchscript"]
+    scripts = sorted(name for name in failing if name in TRACED)
     if len(scripts) < len(failing):
         leave = "leave profiles out (--profile, --format, or --drop-failing-profiles for all that fail)"
         return f"{_KEEP}, {leave}, {others}"
     leave = "leave it out with --format onnx or --drop-failing-profiles"
     if manifest.profiles.keys() == set(failing):
         leave = "convert to ONNX instead (--format onnx), whose fp32 islands are searched for"
-    return f"No search mends TorchScript, which rounds where torch.autocast does: {leave}, {others}"
+    titles = " or ".join(TRACED[name].title for name in scripts)
+    return f"No search mends {titles}, which rounds where torch.autocast does: {leave}, {others}"
 
 
 def without(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:

@@ -83,7 +83,7 @@ def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
         return document.dumps({"evidence": told, "again": rows, "profiles": profiles})
     parts = [_heading(evidence), _table(evidence, again), _told(again)]
     if layers is None:
-        parts.append("TorchScript keeps no layers to look into.")
+        parts.append("A module that torch runs keeps no layers to look into.")
     else:
         why = "" if _mends(again) else "No remedy was looked for: the artifact does not give what was served."
         parts.append(explanation.text(layers, str(path), why))

@@ -45,13 +45,16 @@ def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
         return _emulated(artifact, profile), True
 
 
-def open_torchscript(artifact: Artifact, *, native_bf16: bool) -> Runtime:
-    """The TorchScript profile on the CPU, computing in bf16 or, as CPUs without such instructions do, in fp32."""
+def open_traced(artifact: Artifact, profile: str, *, native_bf16: bool) -> Runtime:
+    """A profile that torch runs, on the CPU, computing in bf16 or, as CPUs without such instructions do, in fp32."""
+    from bf16kit.runtime.torchexport import TorchExportRuntime
     from bf16kit.runtime.torchscript import TorchScriptRuntime
 
     manifest = artifact.manifest
-    return TorchScriptRuntime(
-        artifact.file(manifest.profiles["torchscript"].graph),
+    entry = manifest.profiles[profile]
+    runtime = TorchExportRuntime if entry.format == "pt2" else TorchScriptRuntime
+    return runtime(
+        artifact.file(entry.graph),
         [entry.spec() for entry in manifest.inputs],
         [entry.spec() for entry in manifest.outputs],
         native_bf16=native_bf16,

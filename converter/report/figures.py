@@ -152,8 +152,8 @@ def figures(
 
 
 def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
-    """Sizes of the ONNX side of an artifact. The TorchScript module, another format of the same model, is not in it,
-    nor is an export that is a copy: one that holds the weights is."""
+    """Sizes of the ONNX side of an artifact. What torch runs, another format of the same model, is not in it, nor is
+    an export that is a copy: one that holds the weights is."""
     stored = {tensor.file for tensor in manifest.tensors} - {RESIDUAL}
     counted = [name for name in files if name in (*WITHOUT_RESIDUAL, *stored) or name.endswith(".onnx")]
     residual = files[RESIDUAL].bytes if RESIDUAL in files else 0

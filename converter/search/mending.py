@@ -65,7 +65,7 @@ class Mending:
         return [note for _, result in sorted(self.results.items()) for note in result.notes]
 
     def _wanted(self, certified: Certified) -> Sequence[str]:
-        """The profiles to search for, weights first. TorchScript's islands are torch.autocast's: nothing mends it.
+        """The profiles to search for, weights first. What torch runs has torch.autocast's islands: nothing mends it.
         cpu-bf16 gains by what is kept for the others, and is not searched for itself."""
         if not self._options.search or self._options.allow_over_budget:
             return ()

@@ -25,6 +25,7 @@ READERS: Mapping[Kind, str] = {
     Kind.TORCH_ZIP: "weights",
     Kind.LIGHTNING: "lightning",
     Kind.PICKLE: "weights",
+    Kind.EXPORTED: "exported",
 }
 
 

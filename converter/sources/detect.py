@@ -29,7 +29,7 @@ class Kind(Enum):
     KERAS = "a Keras model"
 
 
-_LATER = {Kind.TORCHSCRIPT, Kind.EXPORTED, Kind.SAVED_MODEL, Kind.ORBAX, Kind.KERAS}
+_LATER = {Kind.TORCHSCRIPT, Kind.SAVED_MODEL, Kind.ORBAX, Kind.KERAS}
 _LIGHTNINGS_KEY = b"pytorch-lightning_version"
 _ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 

@@ -178,16 +178,22 @@ def settle_edges(model: ir.Model, given: Sequence[TensorSpec]) -> tuple[tuple[Te
     """
     import onnx_ir as ir
 
-    inputs = tuple(_chosen(own, given) for own in input_specs(model))
-    unknown = sorted({spec.name for spec in given} - {spec.name for spec in inputs})
-    if unknown:
-        raise UsageError(f"--input {unknown[0]}: the model's inputs are {', '.join(spec.name for spec in inputs)}")
+    inputs = settle_inputs(input_specs(model), given)
     name_inputs(model, inputs)
     outputs = output_specs(model)
     for value in model.graph.outputs:
         if value.shape is not None:
             value.shape = ir.Shape([dim if _is_size(dim) else None for dim in value.shape])
     return inputs, outputs
+
+
+def settle_inputs(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """A model's ``own`` inputs, with the dimension names and sizes of ``--input``; errors as `settle_edges`."""
+    inputs = tuple(_chosen(spec, given) for spec in own)
+    unknown = sorted({spec.name for spec in given} - {spec.name for spec in inputs})
+    if unknown:
+        raise UsageError(f"--input {unknown[0]}: the model's inputs are {', '.join(spec.name for spec in inputs)}")
+    return inputs
 
 
 def name_inputs(model: ir.Model, inputs: Sequence[TensorSpec]) -> None:

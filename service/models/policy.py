@@ -89,7 +89,7 @@ class Serving(_Part):
     instances: Annotated[int, Field(ge=0, le=64)] = 1  # batches running at once; AUTO: as measured when it is loaded
     beside: Annotated[int, Field(ge=0, le=64)] = 1  # so many more, of shapes that none of those running has; on CPUs
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of one execution; None = the server's --threads
-    profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript"] = "auto"
+    profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript", "pt2"] = "auto"
     version_policy: VersionPolicy = VersionPolicy(latest=1)
     # Mapped ones are shared with the page cache; whoever changes their file in place ends the server or its answers.
     weights: Literal["copied", "mapped"] = "copied"

@@ -17,8 +17,8 @@ SERVER_NAME = "bf16kit"
 EXTENSIONS = ("classification", "model_configuration", "parameters", "schedule_policy", "statistics")
 
 _ANY = -1
-_PLATFORMS = {"onnxruntime": "onnxruntime_onnx", "torchscript": "pytorch_libtorch"}
-_BACKENDS = {"onnxruntime": "onnxruntime", "torchscript": "pytorch"}
+_PLATFORMS = {"onnxruntime": "onnxruntime_onnx", "torchscript": "pytorch_libtorch", "torchexport": "pytorch_export"}
+_BACKENDS = {"onnxruntime": "onnxruntime", "torchscript": "pytorch", "torchexport": "pytorch"}
 
 
 def server_metadata(extensions: Sequence[str] = ()) -> pb.ServerMetadataResponse:

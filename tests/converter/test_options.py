@@ -84,7 +84,7 @@ def test_torchscript_is_insisted_on_only_when_named() -> None:
         return Options(source=Path("x"), target=parse_target(Path("r/m/1")), formats=formats)  # type: ignore[arg-type]
 
     def wishes(options: Options) -> tuple[bool, bool, bool]:
-        return options.wants_onnx, options.wants_torchscript, options.insists_on_torchscript
+        return options.wants_onnx, "torchscript" in options.traced, options.insists_on("torchscript")
 
     assert wishes(given()) == (True, True, False)
     assert wishes(given("torchscript")) == (False, True, True)

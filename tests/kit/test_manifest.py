@@ -168,7 +168,9 @@ class TestVersions:
         assert Manifest.loads(made.dumps(), "") == made
         assert made.amended(exports={}).schema_version == 1
         assert b"exports" not in manifest().dumps()
-        with pytest.raises(ArtifactError, match="schema version 4 has no exports; version 5 has"):
+        with pytest.raises(
+            ArtifactError, match="schema version 4 has no exports, or profiles of format pt2; version 5"
+        ):
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 4}), "manifest.json")
 
     @pytest.mark.parametrize(
@@ -184,6 +186,14 @@ class TestVersions:
         fields["exports"] = {name: entry.model_dump() for name, entry in exports.items()}
         with pytest.raises(ArtifactError, match=said):
             Manifest.loads(sealed(fields), "manifest.json")
+
+    def test_a_torch_export_program_makes_it_version_5(self) -> None:
+        entry = ProfileEntry(format="pt2", graph="model.pt2", precision="bf16", verified="host")
+        made = manifest(profiles={"pt2": entry})
+        assert made.schema_version == 5
+        assert Manifest.loads(made.dumps(), "") == made
+        with pytest.raises(ArtifactError, match="schema version 4 has no exports, or profiles of format pt2"):
+            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 4}), "manifest.json")
 
     def test_an_amended_manifest_is_of_the_lowest_version_again(self) -> None:
         entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")

@@ -74,9 +74,6 @@ def test_a_hugging_face_directory_by_its_config(tmp_path: Path) -> None:
     ("names", "said"),
     [
         (["archive/data.pkl", "archive/constants.pkl"], "TorchScript"),
-        (["archive_format", "models/model.json"], "torch.export"),
-        (["archive/archive_format"], "torch.export"),
-        (["serialized_exported_program.json"], "torch.export"),
         (["config.json", "metadata.json", "model.weights.h5"], "Keras"),
     ],
 )

@@ -33,11 +33,6 @@ def _unknown_dtype(path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x00")
 
 
-def _exported(path: Path) -> None:
-    torch.export.save(torch.export.export(seeded(Mlp()), (torch.ones(2, 16),)), path.with_suffix(".pt2"))
-    path.with_suffix(".pt2").rename(path)
-
-
 _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "no such file or directory"),
     "empty": (lambda path: path.touch(), "is empty"),
@@ -48,7 +43,6 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole module": (lambda path: torch.save(Mlp(), path), "holds more than tensors (architectures.Mlp)"),
     "truncated safetensors": (_truncated, "truncated or damaged"),
     "unknown dtype": (_unknown_dtype, "tensor 'w' has the unknown dtype 'F4'"),
-    "torch.export": (_exported, "recognised as a torch.export program (.pt2), which this version does not convert yet"),
     "other shapes": (lambda path: torch.save(Mlp(hidden=8).state_dict(), path), "shape: up.weight is [8, 16]"),
 }
 

@@ -1,0 +1,279 @@
+"""A torch.export archive (.pt2) read as data: its zip records, its tensors, and the JSON of its one program.
+
+``torch.export.load`` unpickles what the archive's tables tell it to, evaluates shape expressions and guards, and takes
+any function of torch for an operator: it is for files of people one trusts. Here nothing of the file is handed to it.
+Records that are not needed, sample inputs among them, are not read at all.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.exported.values import DTYPES, SYMBOLIC_LARGEST, field, integer, listed, mapping, text
+from bf16kit.tensors import BY_NAME, Array
+
+MODELS = "models/"
+WEIGHTS = "data/weights/"
+CONSTANTS = "data/constants/"
+LARGEST_JSON = 256 << 20  # bytes; MiniLM's program has 2 MB, most of it where its Python stood
+_CONFIGS = ((WEIGHTS, "_weights_config.json", "weight"), (CONSTANTS, "_constants_config.json", "constant"))
+_TENSOR_FILE = re.compile(r"(weight|tensor)_[0-9]{1,9}")
+_FQN = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
+_LONGEST = 1000  # characters of a name
+_STRIDED = 7  # torch's number for a tensor that is neither sparse nor of a backend's own layout
+_NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
+_ONE_FILE = "serialized_exported_program.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a record's bytes lie in the archive, and their CRC-32."""
+
+    offset: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor: ``strides`` and ``offset`` are in elements of its record; of a ``pickled`` one nothing is known."""
+
+    name: str
+    is_parameter: bool
+    record: Record
+    dtype: str
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+    pickled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What an archive holds: the program's JSON, and its weights and constants by name. ``data`` is the whole file."""
+
+    program: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    data: memoryview
+
+    def record(self, record: Record) -> memoryview:
+        """The bytes of ``record``."""
+        return self.data[record.offset : record.offset + record.nbytes]
+
+    def tensor(self, name: str) -> Array:
+        """A view of the archive's memory, writable where that is; not always contiguous."""
+        stored = self.tensors[name]
+        dtype = BY_NAME[stored.dtype].numpy
+        if not stored.record.nbytes:
+            return np.zeros(stored.shape, dtype)
+        found = self.record(stored.record)
+        if stored.record.offset % dtype.itemsize:  # torch aligns records to 64 bytes
+            found = memoryview(bytearray(found))
+        flat = np.frombuffer(found, dtype, stored.record.nbytes // dtype.itemsize)[stored.offset :]
+        strides = [stride * dtype.itemsize for stride in stored.strides]
+        return np.lib.stride_tricks.as_strided(flat, stored.shape, strides)
+
+
+def read_archive(data: memoryview, *, trust_pickle: bool = False, check_crc: bool = False) -> Archive:
+    """The archive in ``data``, the bytes of a file.
+
+    With ``trust_pickle`` a tensor that is a pickle is not refused but marked as one: nothing is unpickled here.
+
+    Raises :class:`RuntimeFailure` for what is damaged, compressed, of an older or newer format, holds native code or
+    objects, several programs, tensors that are longer than their records, and, with ``check_crc``, for bytes that
+    changed.
+    """
+    try:
+        records = _records(data)
+        model = _model_name(records)
+        program = _json(records, f"{MODELS}{model}.json", data)
+        archive = Archive(program, dict(_tensors(records, model, data, trust_pickle)), data)
+        if check_crc:
+            _check_crc(archive)
+    except RuntimeFailure:
+        raise
+    except Exception as error:  # damaged archives raise nearly anything
+        raise RuntimeFailure(f"is a truncated or damaged zip archive ({str(error) or type(error).__name__})") from error
+    return archive
+
+
+def _records(data: memoryview) -> dict[str, Record]:
+    """The archive's records by the name that torch gives them, without the folder that holds them all."""
+    found: dict[str, Record] = {}
+    with zipfile.ZipFile(io.BufferedReader(_View(data))) as archive:
+        infos = archive.infolist()
+    if any(info.filename.rpartition("/")[2] == _ONE_FILE for info in infos):
+        raise RuntimeFailure(
+            "is of the format that torch.export.save wrote before torch 2.8: load it with a torch that can, and save it"
+            " again with torch 2.8 or newer"
+        )
+    roots = {info.filename.partition("/")[0] for info in infos}
+    if len(roots) != 1:
+        raise RuntimeFailure(f"has {len(roots)} folders at its top, and torch writes one")
+    for info in infos:
+        name = info.filename.partition("/")[2]
+        if name in found:
+            raise RuntimeFailure(f"has two records called {name!r}")
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise RuntimeFailure(f"record {name!r} is compressed or encrypted, which torch never does")
+        if info.compress_size != info.file_size:
+            raise RuntimeFailure(f"record {name!r} has {info.file_size} bytes, and {info.compress_size} as stored")
+        found[name] = _located(info, data)
+    return found
+
+
+class _View(io.RawIOBase):
+    """A file over memory, which `io.BytesIO` would copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        if start + offset < 0:
+            raise ValueError("a position before the beginning")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _located(info: zipfile.ZipInfo, data: memoryview) -> Record:
+    header = data[info.header_offset : info.header_offset + _LOCAL_HEADER]
+    if bytes(header[:4]) != b"PK\x03\x04":
+        raise RuntimeFailure(f"record {info.filename!r} does not begin where the archive says")
+    lengths = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
+    offset = info.header_offset + _LOCAL_HEADER + sum(lengths)
+    if offset + info.file_size > len(data):
+        raise RuntimeFailure(f"record {info.filename!r} ends behind the end of the file")
+    return Record(offset, info.file_size, info.CRC)
+
+
+def _model_name(records: Mapping[str, Record]) -> str:
+    native = next((name for name in records if name.startswith(("data/aotinductor/", "data/executorch/"))), None)
+    if native is not None:
+        raise RuntimeFailure(
+            f"holds compiled code ({native}), which cannot be converted or checked; save the exported program itself"
+            " with torch.export.save"
+        )
+    models = sorted(name.removeprefix(MODELS).removesuffix(".json") for name in records if name.startswith(MODELS))
+    if len(models) != 1:
+        raise RuntimeFailure(f"holds {len(models)} programs ({', '.join(models)}), expected one: save each by itself")
+    for folder in (WEIGHTS, CONSTANTS):
+        if f"{folder}{models[0]}.pt" in records:
+            raise RuntimeFailure(
+                f"keeps its tensors as a pickle ({folder}{models[0]}.pt); save it again with torch 2.8"
+            )
+    return models[0]
+
+
+def _json(records: Mapping[str, Record], name: str, data: memoryview) -> dict[str, Any]:
+    if name not in records:
+        raise RuntimeFailure(f"has no record {name!r}")
+    record = records[name]
+    if record.nbytes > LARGEST_JSON:
+        raise RuntimeFailure(f"record {name!r} has {record.nbytes} bytes, the most is {LARGEST_JSON}")
+    try:
+        found = json.loads(bytes(data[record.offset : record.offset + record.nbytes]))
+    except (ValueError, RecursionError):
+        raise RuntimeFailure(f"record {name!r} is not JSON") from None
+    return mapping(found, name)
+
+
+def _tensors(
+    records: Mapping[str, Record], model: str, data: memoryview, trust_pickle: bool
+) -> Iterator[tuple[str, Stored]]:
+    seen: set[str] = set()
+    for folder, suffix, kind in _CONFIGS:
+        config = _json(records, f"{folder}{model}{suffix}", data)
+        for name, entry in mapping(field(config, "config"), suffix).items():
+            if len(name) > _LONGEST or not _FQN.fullmatch(name):
+                raise RuntimeFailure(f"{kind} {name[:_LONGEST]!r} has a name that no module gives its tensors")
+            if name in seen:
+                raise RuntimeFailure(f"has two tensors called {name!r}")
+            seen.add(name)
+            yield name, _stored(records, folder, f"{kind} {name!r}", name, mapping(entry, name), trust_pickle)
+
+
+def _stored(
+    records: Mapping[str, Record], folder: str, what: str, name: str, entry: dict[str, Any], trust_pickle: bool
+) -> Stored:
+    file = text(field(entry, "path_name"), what)
+    pickled = field(entry, "use_pickle")
+    if file.startswith(("custom_obj_", "opaque_obj_")):
+        raise RuntimeFailure(f"{what} is an object and no tensor ({file}), which cannot be converted")
+    if not _TENSOR_FILE.fullmatch(file) or f"{folder}{file}" not in records:
+        raise RuntimeFailure(f"{what} lies in {file[:_LONGEST]!r}, which is no record of tensors in this archive")
+    record = records[f"{folder}{file}"]
+    if pickled is not False:
+        if not trust_pickle:
+            raise RuntimeFailure(
+                f"{what} is a pickle, which can run any code; --trust-pickle reads it, for files of people you trust"
+            )
+        return Stored(name, entry.get("is_param") is True, record, "", pickled=True)
+    return _strided(name, entry, record, what, file)
+
+
+def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: str) -> Stored:
+    meta = mapping(field(entry, "tensor_meta"), what)
+    number = integer(field(meta, "dtype"), what)
+    if number not in DTYPES:
+        raise RuntimeFailure(f"{what} has torch's scalar type {number}, of which bf16kit has none")
+    if field(meta, "layout") != _STRIDED:
+        raise RuntimeFailure(f"{what} is not a plain strided tensor")
+    shape, strides = (_sizes(field(meta, key), what) for key in ("sizes", "strides"))
+    (offset,) = _sizes([field(meta, "storage_offset")], what)
+    if len(shape) != len(strides):
+        raise RuntimeFailure(f"{what} has {len(shape)} sizes and {len(strides)} strides")
+    needed = _extent(shape, strides, offset) * BY_NAME[DTYPES[number]].numpy.itemsize
+    if needed > record.nbytes:
+        raise RuntimeFailure(f"{what} takes {needed} bytes from record {file!r}, which has {record.nbytes}")
+    if not needed:
+        record = Record(record.offset, 0, 0)
+    return Stored(name, entry.get("is_param") is True, record, DTYPES[number], shape, strides, offset)
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> int:
+    """The elements of its record that a tensor reaches."""
+    if not math.prod(shape):
+        return 0
+    return offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _sizes(values: Any, what: str) -> tuple[int, ...]:
+    found = []
+    for value in listed(values, what):
+        size = integer(mapping(value, what).get("as_int"), what)
+        if not 0 <= size <= SYMBOLIC_LARGEST:
+            raise RuntimeFailure(f"{what} has a size, stride or offset of {size}")
+        found.append(size)
+    return tuple(found)
+
+
+def _check_crc(archive: Archive) -> None:
+    for record in {stored.record for stored in archive.tensors.values()}:
+        if record.nbytes and zlib.crc32(archive.record(record)) != record.crc:
+            names = [stored.name for stored in archive.tensors.values() if stored.record == record]
+            raise RuntimeFailure(f"damaged: the bytes of tensor {names[0]!r} are not those that were written")

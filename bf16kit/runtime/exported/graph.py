@@ -1,0 +1,250 @@
+"""A torch.export program as a value: its inputs, the operators that run, what goes in and comes out of each.
+
+Read from the JSON of an archive by whitelist: an operator, argument or kind of output that is not known here is refused
+by its name. What else the JSON holds (guards, shape expressions, stack traces, the trees of inputs) is not looked at,
+but for the names in the tree of outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.exported import arguments, operators
+from bf16kit.runtime.exported.outputs import output_names
+from bf16kit.runtime.exported.values import (
+    DTYPES,
+    Ref,
+    field,
+    integer,
+    listed,
+    mapping,
+    name,
+    text,
+    union,
+)
+
+SCHEMA = 8  # the major version of torch's own schema that this reads
+_DEEPEST = 8  # graphs in graphs
+_MOST = 1_000_000  # nodes
+_ATEN = re.compile(r"torch\.ops\.aten\.([A-Za-z0-9_]{1,80})\.([A-Za-z0-9_]{1,80})")
+_SYMBOL = re.compile(r"Symbol\('([A-Za-z_][A-Za-z0-9_]{0,99})'(, [a-z]+=(True|False))*\)")
+_POSITIONAL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An input or output: a free dimension is the program's own symbol for it, or "?" for an expression of several."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call. ``outputs`` are names for what it gives: None where nobody reads it, a tuple for a list of tensors.
+
+    Of one that gives a single value, ``single``, that value has the only name; of others each item has one.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    single: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in order; ``results`` are what it gives, :class:`Ref` or plain values."""
+
+    inputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A whole program: ``tensors`` says which stored tensor a value of the graph is.
+
+    ``outputs`` are names for ``graph.results``, "" for those that are no tensors.
+    """
+
+    inputs: tuple[Edge, ...]
+    tensors: Mapping[str, str]
+    graph: Graph
+    outputs: tuple[str, ...]
+
+
+def parse_program(program: Mapping[str, Any], stored: Mapping[str, object]) -> Program:
+    """The program in the JSON of an archive whose tensors are ``stored``.
+
+    Raises :class:`RuntimeFailure` for another schema, for what the module says, and for a program that keeps a state,
+    that takes or gives what is no tensor, or that reads a tensor which the archive does not hold.
+    """
+    version = mapping(field(program, "schema_version"), "schema_version")
+    major = integer(field(version, "major"), "schema_version")
+    if major != SCHEMA:
+        raise RuntimeFailure(f"has schema version {major} of torch.export, and bf16kit reads {SCHEMA}; save it again")
+    module = mapping(field(program, "graph_module"), "graph_module")
+    signature = mapping(field(module, "signature"), "signature")
+    values = mapping(field(module, "graph"), "graph")
+    inputs, tensors = _inputs(signature, mapping(field(values, "tensor_values"), "tensor_values"))
+    for value, fqn in tensors.items():
+        if fqn not in stored:
+            raise RuntimeFailure(f"reads a tensor {fqn!r} ({value}), which the archive does not hold")
+    _check_outputs(signature)
+    graph = _graph(values, frozenset({*tensors, *(edge.name for edge in inputs)}), 0)
+    return Program(inputs, tensors, graph, output_names(module, graph.results, [edge.name for edge in inputs]))
+
+
+def _inputs(signature: Mapping[str, Any], metas: Mapping[str, Any]) -> tuple[tuple[Edge, ...], dict[str, str]]:
+    edges: list[Edge] = []
+    tensors: dict[str, str] = {}
+    for spec in listed(field(signature, "input_specs"), "input_specs"):
+        kind, value = union(spec, "input_specs")
+        if kind == "constant_input":  # None, or a number that the graph was made for
+            continue
+        if kind == "user_input":
+            tag, argument = union(field(mapping(value, kind), "arg"), kind)
+            if tag == "as_none":
+                continue
+            if tag != "as_tensor":
+                raise RuntimeFailure(f"has an input that is no tensor ({tag.removeprefix('as_')}); export it without")
+            given = name(field(mapping(argument, kind), "name"), kind)
+            edges.append(_edge(given, metas))
+            continue
+        target = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
+        if kind not in target:
+            raise RuntimeFailure(f"has an input of kind {kind[:80]!r}, which is no tensor")
+        known = mapping(value, kind)
+        taken = name(field(mapping(field(known, "arg"), kind), "name"), kind)
+        tensors[taken] = text(field(known, target[kind]), kind)
+    if not edges:
+        raise RuntimeFailure("has no input that is a tensor")
+    return tuple(edges), tensors
+
+
+def _edge(given: str, metas: Mapping[str, Any]) -> Edge:
+    what = f"input {given!r}"
+    meta = mapping(field(metas, given), what)
+    code = integer(field(meta, "dtype"), what)
+    if code not in DTYPES:
+        raise RuntimeFailure(f"{what} has torch's scalar type {code}, of which bf16kit has none")
+    return Edge(given, DTYPES[code], tuple(_dim(size, what) for size in listed(field(meta, "sizes"), what)))
+
+
+def _dim(size: Any, what: str) -> int | str:
+    tag, value = union(size, what)
+    if tag == "as_int":
+        return integer(value, what)
+    found = _SYMBOL.fullmatch(text(field(mapping(value, what), "expr_str"), what))
+    return found[1] if found else "?"
+
+
+def _check_outputs(signature: Mapping[str, Any]) -> None:
+    for spec in listed(field(signature, "output_specs"), "output_specs"):
+        kind, value = union(spec, "output_specs")
+        if kind != "user_output":
+            of = mapping(value, kind).get("buffer_name", "")
+            raise RuntimeFailure(
+                f"keeps a state ({kind.replace('_', ' ')[:80]} {str(of)[:200]}), which a served model cannot;"
+                " export the module in evaluation mode, its state as inputs and outputs"
+            )
+
+
+def _graph(found: Mapping[str, Any], fixed: frozenset[str], depth: int) -> Graph:
+    if depth > _DEEPEST:
+        raise RuntimeFailure(f"has graphs in graphs, more than {_DEEPEST} deep")
+    inputs = tuple(filter(None, (_given(value) for value in listed(field(found, "inputs"), "inputs"))))
+    nodes = listed(field(found, "nodes"), "nodes")
+    if len(nodes) > _MOST:
+        raise RuntimeFailure(f"has {len(nodes)} nodes, the most is {_MOST}")
+    return Graph(
+        inputs,
+        tuple(node for each in nodes if (node := _node(mapping(each, "nodes"), fixed, depth)) is not None),
+        tuple(arguments.read(value, "outputs", _no_graph) for value in listed(field(found, "outputs"), "outputs")),
+    )
+
+
+def _no_graph(_graph: Any) -> Any:
+    raise RuntimeFailure("gives a graph")
+
+
+def _given(value: Any) -> str | None:
+    tag, argument = union(value, "inputs")
+    if tag == "as_tensor":
+        return name(field(mapping(argument, "inputs"), "name"), "inputs")
+    if tag == "as_sym_int":
+        return name(field(mapping(argument, "inputs"), "as_name"), "inputs")
+    if tag in ("as_none", "as_int", "as_float", "as_bool", "as_string"):
+        return None
+    raise RuntimeFailure(f"has an input of kind {tag[:80]!r}, which is no tensor")
+
+
+def _node(node: Mapping[str, Any], fixed: frozenset[str], depth: int) -> Node | None:
+    target = text(field(node, "target"), "target")
+    operator = _operator(target)
+    if operator in operators.CHECKS:
+        return None
+    what = f"operator {target!r}"
+
+    def inner(graph: Any) -> Graph:
+        return _graph(mapping(graph, what), fixed, depth + 1)
+
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for given in listed(field(node, "inputs"), what):
+        argument = mapping(given, what)
+        value = arguments.read(field(argument, "arg"), what, inner)
+        named = text(argument.get("name", ""), what)
+        if argument.get("kind") == _POSITIONAL or not named or not operator:
+            args.append(value)
+        else:
+            kwargs[name(named, what)] = value
+    if operator in operators.IN_PLACE:
+        written = kwargs.get("self", args[0] if args else None)
+        if isinstance(written, Ref) and written.name in fixed:
+            raise RuntimeFailure(f"{what} writes into {written.name!r}, an input or weight; export it without a state")
+    outputs = [union(value, what) for value in listed(field(node, "outputs"), what)]
+    single = len(outputs) == 1 and outputs[0][0] in ("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float")
+    if not operator and target in (operators.GRAD_MODE, operators.AUTOCAST):
+        single = False  # a graph gives as many values as it has results, one among them
+    if len(outputs) == 1 and outputs[0][0] == "as_tensors":
+        names = _names(outputs[0][1], what)
+        return Node(target, tuple(args), kwargs, names, single=False)
+    return Node(target, tuple(args), kwargs, tuple(_output(*value, what) for value in outputs), single)
+
+
+def _operator(target: str) -> str:
+    """The name of an operator of ATen, "" for one that is not; :class:`RuntimeFailure` for one that may not run."""
+    found = _ATEN.fullmatch(target)
+    if found is not None and "out" not in found[2].split("_"):
+        if found[1] in operators.ATEN or found[1] in operators.IN_PLACE or found[1] in operators.CHECKS:
+            return found[1]
+    elif target in operators.SYMBOLIC or target in (operators.GRAD_MODE, operators.AUTOCAST):
+        return ""
+    raise RuntimeFailure(
+        f"uses the operator {target[:200]!r}, which is not among those that bf16kit runs; where it is one of torch's"
+        " that computes on tensors alone, ep.run_decompositions() may express it in others"
+    )
+
+
+def _output(tag: str, value: Any, what: str) -> Any:
+    if tag == "as_none":
+        return None
+    if tag == "as_tensor":
+        return name(field(mapping(value, what), "name"), what)
+    if tag in ("as_sym_int", "as_sym_bool", "as_sym_float"):
+        return name(field(mapping(value, what), "as_name"), what)
+    if tag == "as_tensors":
+        return _names(value, what)
+    raise RuntimeFailure(f"{what} gives a value of kind {tag[:80]!r}, which bf16kit does not know")
+
+
+def _names(value: Any, what: str) -> tuple[str, ...]:
+    return tuple(name(field(mapping(each, what), "name"), what) for each in listed(value, what))

@@ -1,0 +1,92 @@
+"""Running a torch.export program whose operators were looked up: one call after the other. It imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bf16kit.runtime.exported.values import Ref
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call, ready to make: ``spent`` are values that nobody reads after it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    single: bool
+    spent: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A program whose operators were looked up, and whose dtypes and devices were chosen."""
+
+    inputs: tuple[str, ...]
+    steps: tuple[Step, ...]
+    results: tuple[Any, ...]
+    outputs: tuple[str, ...] = ()
+
+    def run(self, values: Values) -> dict[str, Any]:
+        """The outputs by name. ``values`` are the inputs and tensors by the graph's names for them; it is changed."""
+        found = self.flat(values)
+        return {name: value for name, value in zip(self.outputs, found, strict=True) if name}
+
+    def flat(self, values: Values) -> list[Any]:
+        """What the graph gives, in its order."""
+        for step in self.steps:
+            result = step.function(
+                *[_filled(value, values) for value in step.args],
+                **{key: _filled(value, values) for key, value in step.kwargs.items()},
+            )
+            if step.single:
+                values[step.outputs[0]] = result
+            else:
+                _spread(step.outputs, result, values)
+            for name in step.spent:
+                del values[name]
+        return [_filled(value, values) for value in self.results]
+
+
+def _filled(value: Any, values: Values) -> Any:
+    kind = type(value)
+    if kind is Ref:
+        return values[value.name]
+    if kind is list:
+        return [_filled(item, values) for item in value]
+    return value
+
+
+def _spread(names: tuple[Any, ...], result: Any, values: Values) -> None:
+    """Give each item of ``result`` its name; an item that is a list has a tuple of them."""
+    if not names or names == (None,):
+        return
+    for name, item in zip(names, result, strict=True):
+        if isinstance(name, tuple):
+            _spread(name, item, values)
+        elif name is not None:
+            values[name] = item
+
+
+def read_by(values: Any) -> set[str]:
+    """The names that ``values`` refer to."""
+    found: set[str] = set()
+    for value in values:
+        if isinstance(value, Ref):
+            found.add(value.name)
+        elif isinstance(value, list):
+            found |= read_by(value)
+    return found
+
+
+def made_by(outputs: Any) -> set[str]:
+    """The names of an operator's ``outputs``."""
+    found: set[str] = set()
+    for output in outputs:
+        found |= made_by(output) if isinstance(output, tuple) else {output}
+    return found

@@ -1,0 +1,250 @@
+"""Running a torch.export program (.pt2) with PyTorch, operator by operator, without torch's own loader.
+
+``torch.export.load`` is for trusted files (see :mod:`bf16kit.runtime.exported.archive`), and what it makes is Python
+code that calls ATen's operators one after the other. That is done here from a checked value, so that device and
+precision are words that are replaced when the program is bound: no file is written for one device.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime import Array, RuntimeInfo
+from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime.exported import operators
+from bf16kit.runtime.exported.archive import Archive, read_archive
+from bf16kit.runtime.exported.graph import Graph, Node, Program, parse_program
+from bf16kit.runtime.exported.steps import Bound, Step, Values, made_by, read_by
+from bf16kit.runtime.exported.values import Device, DType, Layout, MemoryFormat
+from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
+from bf16kit.runtime.torchscript import (
+    WIDENED,
+    check_dtypes,
+    last_line,
+    open_device,
+    precision,
+    probe_torch,
+    to_array,
+    to_tensor,
+    torch_dtype,
+    use_threads,
+)
+from bf16kit.tensors import TensorSpec
+
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+HALVES = ("bfloat16", "float16")
+
+
+class TorchExportRuntime:
+    """One torch.export program, loaded: a :class:`bf16kit.runtime.Runtime`.
+
+    The arguments are those of :class:`~bf16kit.runtime.torchscript.TorchScriptRuntime`, and so are device, threads and
+    what becomes of bf16 on a CPU without instructions for it. The file is read, not mapped.
+
+    Raises :class:`DeviceUnavailable` when the device cannot be used, :class:`RuntimeFailure` for a file that is refused
+    (:mod:`bf16kit.runtime.exported`) or does not take and give what the specs say.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        device: str = CPU,
+        threads: int | None = None,
+        native_bf16: bool | None = None,
+    ) -> None:
+        device = canonical(device)
+        check_dtypes((*inputs, *outputs), "torch.export")
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in outputs}
+        self._device = open_device(device)
+        self._threads = available_cpus() if threads is None else threads
+        try:
+            archive = read_file(path)
+            program = parse_program(archive.program, archive.tensors)
+            tensors = {name: to_tensor(archive.tensor(name)) for name in sorted(set(program.tensors.values()))}
+            is_bf16 = any(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
+            native = is_bf16 and (native_bf16 if native_bf16 is not None else device != CPU or cpu_has_bf16())
+            halves = ("bfloat16",) if is_bf16 and not native else ()
+            self._bound: Bound | None = bind(program, self._device, widened=halves)
+        except RuntimeFailure as error:
+            raise RuntimeFailure(f"{path.name}: {error}") from None
+        _check_edges(path, program, self._inputs, self._outputs)
+        held = {name: _placed(tensor, self._device, widen=bool(halves)) for name, tensor in tensors.items()}
+        self._values: Values = {value: held[fqn] for value, fqn in program.tensors.items()}
+        self._info = RuntimeInfo(
+            "torchexport",
+            device,
+            "pt2",
+            precision(is_bf16, native),
+            probe_torch(self._device, torch.bfloat16 if native else torch.float32),
+            WIDENED if is_bf16 and not native else "",
+        )
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._outputs
+
+    @property
+    def info(self) -> RuntimeInfo:
+        return self._info
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
+    ) -> dict[str, Array]:
+        """See :meth:`bf16kit.runtime.Runtime.run`."""
+        bound, values = self._bound, self._values
+        if bound is None:
+            raise RuntimeFailure("the model is closed")
+        use_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                given = [to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
+                results = bound.flat(values | dict(zip(bound.inputs, given, strict=True)))
+                found = {spec.name: tensor for spec, tensor in zip(self._outputs, results, strict=True)}
+                wanted = found if outputs is None else {name: found[name] for name in outputs}
+                return {name: to_array(tensor, self._dtypes[name]) for name, tensor in wanted.items()}
+        except Exception as error:  # whatever an operator raises
+            raise RuntimeFailure(f"torch.export's program failed: {last_line(error)}") from error
+
+    def close(self) -> None:
+        """Free the weights once the runs under way have ended. ``run`` fails from now on."""
+        self._bound = None
+        self._values = {}
+
+
+def _check_edges(path: Path, program: Program, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    """A program's inputs and outputs are those of the specs in their order, whatever it calls them."""
+    if len(program.inputs) != len(inputs) or len(program.outputs) != len(outputs) or not all(program.outputs):
+        raise RuntimeFailure(
+            f"{path.name}: takes {len(program.inputs)} tensors and gives {len(program.outputs)}, expected"
+            f" {len(inputs)} and {len(outputs)}"
+        )
+    for edge, spec in zip(program.inputs, inputs, strict=True):
+        if edge.dtype != spec.dtype or len(edge.shape) != len(spec.shape):
+            raise RuntimeFailure(
+                f"{path.name}: input {edge.name!r} is {edge.dtype} of rank {len(edge.shape)}, expected {spec.dtype} of"
+                f" rank {len(spec.shape)}"
+            )
+
+
+def read_file(path: Path) -> Archive:
+    """The archive at ``path``, in memory that belongs to nobody else."""
+    try:
+        size = path.stat().st_size
+        data = bytearray(size)
+        with path.open("rb") as file:
+            if file.readinto(data) != size:
+                raise RuntimeFailure("was cut short while it was read")
+    except OSError as error:
+        raise RuntimeFailure(f"cannot be read: {error.strerror or error}") from None
+    return read_archive(memoryview(data))
+
+
+def bind(program: Program, device: torch.device, *, widened: Collection[str] = (), wrap: Wrap | None = None) -> Bound:
+    """``program`` for ``device``; dtypes among ``widened`` become float32. ``wrap`` may replace an operator of ATen,
+    which it is given by name.
+
+    Raises :class:`RuntimeFailure` for an operator that this torch does not have.
+    """
+    binder = _Binder(device, frozenset(widened), wrap)
+    fixed = frozenset({*program.tensors, *(edge.name for edge in program.inputs)})
+    steps, results = binder.graph(program.graph, fixed)
+    return Bound(tuple(edge.name for edge in program.inputs), steps, results, program.outputs)
+
+
+class _Binder:
+    def __init__(self, device: torch.device, widened: frozenset[str], wrap: Wrap | None) -> None:
+        self._device, self._widened, self._wrap = device, widened, wrap
+
+    def graph(self, graph: Graph, fixed: frozenset[str]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
+        results = tuple(map(self._argument, graph.results))
+        last: dict[str, int] = {}
+        for place, node in enumerate(graph.nodes):
+            for name in read_by((*node.args, *node.kwargs.values())):
+                last[name] = place
+        kept = {*fixed, *read_by(graph.results)}
+        spent: dict[int, list[str]] = {}
+        made = {name for node in graph.nodes for name in made_by(node.outputs)}
+        for name, place in last.items():
+            if name not in kept and name in made:
+                spent.setdefault(place, []).append(name)
+        return tuple(self._step(node, tuple(spent.get(place, ()))) for place, node in enumerate(graph.nodes)), results
+
+    def _step(self, node: Node, spent: tuple[str, ...]) -> Step:
+        function, args = self._function(node)
+        bound = tuple(map(self._argument, args))
+        kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
+        return Step(function, bound, kwargs, node.outputs, node.single, spent)
+
+    def _function(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if node.target in (operators.GRAD_MODE, operators.AUTOCAST):
+            return self._inner(node)
+        module, _, rest = node.target.rpartition(".")
+        if module in _MODULES:
+            return getattr(_MODULES[module], rest), node.args
+        name = module.removeprefix("torch.ops.aten.")
+        packet = getattr(torch.ops.aten, name, None)
+        found = getattr(packet, rest, None)
+        if not isinstance(found, torch._ops.OpOverload):
+            raise RuntimeFailure(f"uses the operator {node.target!r}, which torch {torch.__version__} does not have")
+        return (found if self._wrap is None else self._wrap(name, found)), node.args
+
+    def _inner(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A graph that is called with a mode of torch switched: its arguments are the mode's, the graph, its inputs."""
+        place = next((i for i, value in enumerate(node.args) if isinstance(value, Graph)), None)
+        if place is None or node.kwargs or len(node.args) - place - 1 != len(node.args[place].inputs):
+            raise RuntimeFailure(f"operator {node.target!r} is not given a graph and its inputs")
+        graph = node.args[place]
+        steps, results = self.graph(graph, frozenset(graph.inputs))
+        bound = Bound(graph.inputs, steps, results)
+        mode = self._autocast(node.args[:place]) if node.target == operators.AUTOCAST else nullcontext
+
+        def run(*given: Any) -> list[Any]:
+            with mode():
+                return bound.flat(dict(zip(graph.inputs, given, strict=True)))
+
+        return run, node.args[place + 1 :]
+
+    def _autocast(self, settings: tuple[Any, ...]) -> Callable[[], Any]:
+        dtype, enabled = (*settings[1:3], True)[:2] if len(settings) > 1 else (None, True)
+        chosen = self._argument(dtype) if isinstance(dtype, DType) else None
+        on = enabled is True and chosen is not torch.float32
+        return lambda: torch.autocast(self._device.type, chosen if on else None, enabled=on, cache_enabled=False)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._argument(item) for item in value]
+        if isinstance(value, DType):
+            return torch.float32 if value.name in self._widened else torch_dtype(value.name)
+        if isinstance(value, Device):
+            return self._device
+        if isinstance(value, MemoryFormat):
+            return getattr(torch, value.name)
+        if isinstance(value, Layout):
+            return torch.strided
+        if isinstance(value, Graph):
+            raise RuntimeFailure("an operator is given a graph that takes none")
+        return value
+
+
+_MODULES: Mapping[str, Any] = {"_operator": operator, "torch": torch, "math": math}
+
+
+def _placed(tensor: torch.Tensor, device: torch.device, *, widen: bool) -> torch.Tensor:
+    found = tensor.float() if widen and tensor.dtype is torch.bfloat16 else tensor
+    return found.to(device)

@@ -1,0 +1,32 @@
+"""A torch.export program (.pt2): its own operators, and its own weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bf16kit.errors import RuntimeFailure, SourceError, UsageError
+from converter.model import Checkpoint, Source, digest_files
+from converter.options import Options
+from converter.sources.detect import Kind
+from converter.sources.readers.common import Advance, exported
+
+
+def read(options: Options, _kind: Kind, advance: Advance) -> Source:
+    """The file as a source: a module that calls the program's operators, exported like any other."""
+    from converter.sources import exported_program, onnx_file, precisions, statedict
+    from converter.sources.torch.onnx_export import adapt
+    from converter.sources.torch.program import ProgramModule
+
+    if options.model is not None:
+        raise UsageError("--model: a torch.export program brings its own architecture")
+    found = exported_program.read_file(options.source, trust_pickle=options.trust_pickle)
+    precisions.check_range(options.source, found.tensors)
+    inputs = onnx_file.settle_inputs(found.inputs(), options.inputs)
+    try:
+        module = ProgramModule(found.program, found.tensors, found.parameters, found.halves)
+    except RuntimeFailure as error:
+        raise SourceError(f"{options.source}: {error}") from None
+    checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), found.tensors)
+    model = adapt(statedict.in_fp32(module), inputs)
+    notes = (*found.notes, *precisions.notes(found.tensors, residual=options.residual))
+    return replace(exported(checkpoint, model, None), notes=notes)

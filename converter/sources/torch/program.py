@@ -1,0 +1,101 @@
+"""A torch.export program as a torch module: its operators called one by one, its tensors as parameters and buffers.
+
+It is what the other steps know how to ask, export and trace. Nothing of torch's loader for such files takes part: see
+:mod:`bf16kit.runtime.exported.archive`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from bf16kit.errors import SourceError
+from bf16kit.runtime.exported.graph import Program
+from bf16kit.runtime.torchexport import bind
+from converter.model import Array
+from converter.sources.statedict import to_torch
+
+# Their kernels want input and parameters of one dtype on some devices, and lose by computing in bf16 on all of them.
+_IN_FP32 = frozenset(
+    """
+    _native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm group_norm gru gru_cell instance_norm
+    layer_norm lstm lstm_cell native_batch_norm native_group_norm native_layer_norm rms_norm rnn_relu rnn_tanh
+    """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
+)
+_TABLES = frozenset({"embedding", "embedding_bag"})
+
+
+class ProgramModule(torch.nn.Module):
+    """Takes the program's inputs by position, and gives its outputs by name.
+
+    ``tensors`` are those of the archive by name, ``parameters`` which of them are parameters; dtypes among ``widened``
+    become float32, in the program's arguments, too.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, Array],
+        parameters: Collection[str],
+        widened: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.held = torch.nn.Module()
+        self._paths = {value: fqn.split(".") for value, fqn in program.tensors.items()}
+        for fqn, array in tensors.items():
+            tensor = to_torch(array)
+            if array.dtype.name in widened:
+                tensor = tensor.to(torch.float32)
+            _register(self.held, fqn, tensor, is_parameter=fqn in parameters and tensor.is_floating_point())
+        self._bound = bind(program, torch.device("cpu"), widened=widened, wrap=_careful)
+
+    def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        values: dict[str, Any] = {
+            value: functools.reduce(getattr, path, self.held) for value, path in self._paths.items()
+        }
+        found: dict[str, torch.Tensor] = self._bound.run(values | dict(zip(self._bound.inputs, inputs, strict=True)))
+        return found
+
+
+def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor, *, is_parameter: bool) -> None:
+    """Put ``tensor`` under ``fqn``, in modules made on the way; :class:`SourceError` where that is no tensor's name."""
+    *path, name = fqn.split(".")
+    module = root
+    try:
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        if is_parameter:
+            module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        else:
+            module.register_buffer(name, tensor)
+    except KeyError as error:
+        raise SourceError(f"tensor {fqn!r} has a name that no module can give it: {error.args[0]}") from None
+
+
+def _careful(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of ATen for use under autocast, which does for norms and tables what
+    :func:`converter.formats.autocast.narrowed` does for modules that are such: nothing in fp32."""
+    if name in _TABLES:
+        return lambda *args, **kwargs: _wide(function(*args, **kwargs))
+    if name not in _IN_FP32:
+        return function
+
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return in_fp32
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_wide, value))
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value

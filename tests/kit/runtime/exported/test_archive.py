@@ -1,0 +1,221 @@
+"""What is refused in an archive before anything of it is used, and tensors that are read as torch reads them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import exportedfiles as files
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from architectures import Mlp, Tied, seeded
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.exported.archive import LARGEST_JSON, read_archive
+
+Change = Callable[[bytes], bytes]
+
+
+class Canary:
+    """Makes the file ``executed`` in the working directory when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("executed"),)
+
+
+def read(archive: bytes, **options: bool) -> Any:
+    return read_archive(memoryview(bytearray(archive)), **options)
+
+
+def test_tensors_are_those_that_were_saved(mlp_archive: bytes) -> None:
+    archive = read(mlp_archive, check_crc=True)
+    for name, tensor in seeded(Mlp()).state_dict().items():
+        assert np.array_equal(archive.tensor(name), tensor.numpy())
+        assert archive.tensors[name].is_parameter
+
+
+class Odd(torch.nn.Module):
+    """Holds one tensor of each kind that lies otherwise than end to end."""
+
+    transposed: torch.Tensor
+    part: torch.Tensor
+    narrow: torch.Tensor
+    scalar: torch.Tensor
+    empty: torch.Tensor
+    unsaved: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.arange(24, dtype=torch.float32)
+        self.register_buffer("transposed", base.reshape(4, 6).t())
+        self.register_buffer("part", base[5:9])
+        self.register_buffer("narrow", torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+        self.register_buffer("scalar", torch.tensor(3.0))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("unsaved", torch.tensor([True, False]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = self.transposed.sum() + self.part.sum() + self.narrow.float().sum() + self.scalar + self.unsaved.sum()
+        return x + used + self.empty.sum()
+
+
+def test_strides_offsets_and_dtypes_are_kept() -> None:
+    archive = read(files.exported(Odd(), torch.ones(2)))
+    expected = dict(Odd().named_buffers())
+    assert set(archive.tensors) == set(expected)
+    for name, tensor in expected.items():
+        found = archive.tensor(name)
+        wanted = tensor.float().numpy()
+        assert found.shape == tuple(tensor.shape)
+        assert np.array_equal(found.astype(np.float32), wanted), name
+    assert archive.tensor("narrow").dtype == np.dtype(ml_dtypes.bfloat16)
+    assert archive.tensors["part"].offset == 5
+
+
+def test_tied_weights_are_one_memory() -> None:
+    archive = read(files.exported(seeded(Tied()), torch.zeros(2, 3, dtype=torch.int64)))
+    assert np.shares_memory(archive.tensor("table.weight"), archive.tensor("out.weight"))
+
+
+def weights(edit: Callable[[dict[str, Any]], object]) -> Change:
+    """A change of the entry of ``up.weight`` in the weights' table."""
+    return lambda archive: files.changed(archive, files.WEIGHTS, lambda table: edit(table["config"]["up.weight"]))
+
+
+def constant(**entry: Any) -> Change:
+    meta = {"path_name": "tensor_0", "is_param": False, "use_pickle": False, "tensor_meta": None}
+    return lambda archive: files.changed(
+        archive, files.CONSTANTS, lambda table: table["config"].update(extra=meta | entry)
+    )
+
+
+def meta(**fields: Any) -> Change:
+    return weights(lambda entry: entry["tensor_meta"].update(fields))
+
+
+def deflated(archive: bytes) -> bytes:
+    return files.packed(files.records(archive), zipfile.ZIP_DEFLATED)
+
+
+def twice(archive: bytes) -> bytes:
+    buffer = io.BytesIO(archive)
+    with zipfile.ZipFile(buffer, "a") as file, pytest.warns(UserWarning, match="Duplicate name"):
+        file.writestr(next(name for name in file.namelist() if name.endswith(files.MODEL)), b"{}")
+    return buffer.getvalue()
+
+
+def two_roots(archive: bytes) -> bytes:
+    buffer = io.BytesIO(archive)
+    with zipfile.ZipFile(buffer, "a") as file:
+        file.writestr("other/x", b"")
+    return buffer.getvalue()
+
+
+def moved_header(archive: bytes) -> bytes:
+    """The table at the end says that the last record begins at the second byte."""
+    archive = files.packed(files.records(archive))
+    place = archive.rindex(b"PK\x01\x02") + 42
+    return archive[:place] + struct.pack("<I", 1) + archive[place + 4 :]
+
+
+def added(name: str, content: bytes = b"") -> Change:
+    return lambda archive: files.with_records(archive, **{name: content})
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "no zip": (lambda archive: b"PK\x03\x04 nothing", "truncated or damaged zip archive"),
+    "cut": (lambda archive: archive[: len(archive) // 2], "truncated or damaged zip archive"),
+    "deflated": (deflated, "is compressed or encrypted"),
+    "one record twice": (twice, "two records called 'models/model.json'"),
+    "two folders": (two_roots, "has 2 folders at its top"),
+    "a header elsewhere": (moved_header, "does not begin where the archive says"),
+    "the format of old": (added("serialized_exported_program.json", b"{}"), "save it again with torch 2.8 or newer"),
+    "native code": (added("data/aotinductor/model/x.so", b"\x7fELF"), "holds compiled code"),
+    "two programs": (added("models/other.json", b"{}"), r"holds 2 programs \(model, other\)"),
+    "pickled weights of old": (added("data/weights/model.pt", pickle.dumps(Canary())), "keeps its tensors as a pickle"),
+    "pickled constants of old": (added("data/constants/model.pt", pickle.dumps(Canary())), "keeps its tensors as a"),
+    "no program": (lambda archive: files.with_records(archive, **{files.MODEL: None}), "holds 0 programs"),
+    "no weights": (lambda archive: files.with_records(archive, **{files.WEIGHTS: None}), "has no record"),
+    "a program that is no JSON": (added(files.MODEL, b"{"), "is not JSON"),
+    "a program in programs": (added(files.MODEL, b"[" * 100_000), "is not JSON"),
+    "a table that is a list": (added(files.WEIGHTS, b"[]"), "expected an object"),
+    "a pickled weight": (weights(lambda entry: entry.update(use_pickle=True)), "is a pickle, which can run any code"),
+    "pickled, said otherwise": (weights(lambda entry: entry.update(use_pickle=1)), "is a pickle, which can run any"),
+    "an object": (constant(path_name="opaque_obj_0", use_pickle=True), "is an object and no tensor"),
+    "an object of C++": (constant(path_name="custom_obj_0", use_pickle=False), "is an object and no tensor"),
+    "a name that leads away": (weights(lambda entry: entry.update(path_name="../../x")), "which is no record of"),
+    "a record that is missing": (weights(lambda entry: entry.update(path_name="weight_99")), "which is no record of"),
+    "an unknown dtype": (meta(dtype=10), "scalar type 10, of which bf16kit has none"),
+    "a sparse tensor": (meta(layout=1), "is not a plain strided tensor"),
+    "more than there is": (meta(sizes=[{"as_int": 65}, {"as_int": 16}]), "takes 4160 bytes from record 'weight_0'"),
+    "a stride beyond": (meta(strides=[{"as_int": 17}, {"as_int": 1}]), "takes 4348 bytes from record"),
+    "an offset beyond": (meta(storage_offset={"as_int": 1}), "takes 4100 bytes from record"),
+    "a size below zero": (meta(sizes=[{"as_int": -64}, {"as_int": 16}]), "size, stride or offset of -64"),
+    "a huge size": (meta(sizes=[{"as_int": 2**62}, {"as_int": 16}]), f"size, stride or offset of {2**62}"),
+    "a symbolic size": (meta(sizes=[{"as_expr": {"expr_str": "exit()"}}, {"as_int": 16}]), "expected an integer"),
+    "a size that is true": (meta(sizes=[{"as_int": True}, {"as_int": 16}]), "expected an integer of 64 bits, got True"),
+    "fewer strides": (meta(strides=[{"as_int": 1}]), "has 2 sizes and 1 strides"),
+    "a name with quotes": (
+        lambda archive: files.changed(
+            archive, files.WEIGHTS, lambda table: table["config"].update({'x"); exit("': table["config"]["up.bias"]})
+        ),
+        "has a name that no module gives its tensors",
+    ),
+    "one name twice": (
+        lambda archive: files.with_records(archive, **{files.CONSTANTS: files.records(archive)[files.WEIGHTS]}),
+        "has two tensors called 'up.weight'|which is no record",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused(mlp_archive: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    change, said = REFUSED[kind]
+    with pytest.raises(RuntimeFailure, match=said):
+        read(change(mlp_archive))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pickle_is_marked_and_left_alone_where_it_is_trusted(mlp_archive: bytes, tmp_path: Path) -> None:
+    change, _ = REFUSED["a pickled weight"]
+    assert read(change(mlp_archive), trust_pickle=True).tensors["up.weight"].pickled
+
+
+def test_objects_are_refused_even_of_people_one_trusts(mlp_archive: bytes) -> None:
+    change, said = REFUSED["an object"]
+    with pytest.raises(RuntimeFailure, match=said):
+        read(change(mlp_archive), trust_pickle=True)
+
+
+def test_bytes_that_changed_are_seen_where_that_is_asked_for(mlp_archive: bytes) -> None:
+    weight = np.ascontiguousarray(seeded(Mlp()).state_dict()["up.weight"].numpy()).tobytes()
+    place = mlp_archive.index(weight)
+    flipped = bytearray(mlp_archive)
+    flipped[place] ^= 1
+    assert read(bytes(flipped)).tensors
+    with pytest.raises(RuntimeFailure, match=r"the bytes of tensor 'up\.weight' are not those that were written"):
+        read(bytes(flipped), check_crc=True)
+
+
+def test_a_program_of_any_length_is_not_parsed(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bf16kit.runtime.exported.archive.LARGEST_JSON", 1000)
+    with pytest.raises(RuntimeFailure, match=r"'models/model\.json' has \d+ bytes, the most is 1000"):
+        read(mlp_archive)
+    assert LARGEST_JSON == 256 << 20
+
+
+def test_sample_inputs_are_not_read(mlp_archive: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.export.load unpickles them when its careful reader does not know them."""
+    monkeypatch.chdir(tmp_path)
+    buffer = io.BytesIO()
+    torch.save((Canary(),), buffer)
+    assert read(added("data/sample_inputs/model.pt", buffer.getvalue())(mlp_archive)).tensors
+    assert list(tmp_path.iterdir()) == []
