@@ -18,12 +18,13 @@ from converter.passes import Prepared
 from converter.plan.profiles import PROFILES
 from converter.process.memory import release
 from converter.process.progress import Progress
-from converter.proof import samples
+from converter.proof import answered, samples
 from converter.proof.judging import check_budget, with_kinds
 from converter.proof.oracle import Asked, ask
 from converter.proof.preparation import check_prepared
 from converter.proof.random_samples import generate
 from converter.proof.samples import Samples
+from converter.sources.mapping.choice import refuted
 from converter.sources.onnx_file import name_inputs
 
 
@@ -50,7 +51,8 @@ def draw_samples(options: Options, source: Source, progress: Progress) -> Sample
         if options.samples is None:
             return generate(source.inputs, source.graph, source.sampler, options.seed, runs)
         strange = source.checkpoint.format == "onnx" and not options.inputs
-        found = samples.load(options.samples, source.inputs, runs if strange else None)
+        names = [spec.name for spec in source.outputs]
+        found = samples.load(options.samples, source.inputs, runs if strange else None, outputs=names)
     if found.inputs:
         source.inputs = found.inputs
         name_inputs(source.graph, found.inputs)
@@ -63,6 +65,31 @@ def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, pro
         asked = ask(source, calibration.feeds, stage.path)
     source.oracle = None
     return asked
+
+
+def check_answers(
+    options: Options, source: Source, calibration: Samples, asked: Asked, stage: StagingArtifact, progress: Progress
+) -> Iterator[str]:
+    """Hold what the source answers against the outputs that came with the samples; sentences on what that showed.
+
+    Raises :class:`~bf16kit.errors.UsageError` with the map that was proposed where they do not confirm it, else
+    :class:`ConversionError` where they differ.
+    """
+    if source.proposed is None and not calibration.expected:
+        return
+    if not calibration.expected:
+        raise refuted(f"{options.source}", f"{calibration.origin} holds inputs, and no outputs", source.proposed or "")
+    with progress.step("comparing with the expected outputs"):
+        wrong = answered.check(source, calibration, asked, stage.path)
+    if wrong is not None and source.proposed is not None:
+        raise refuted(f"{options.source}", wrong, source.proposed)
+    if wrong is not None:
+        raise ConversionError(
+            f"{options.source}: the model does not answer as {calibration.origin} expects: {wrong}; the architecture or"
+            " the weights are others, or the outputs were not computed in fp32"
+        )
+    how = "the map that was proposed is confirmed" if source.proposed is not None else "the model answers as expected"
+    yield f"{how}: the outputs in {calibration.origin} are the model's own, within fp32 noise"
 
 
 def trace(

@@ -28,12 +28,14 @@ class Checkpoint:
     """The tensors of a source as they are stored there, memory-mapped where the format allows.
 
     ``shards`` are their names by file, where a source is parted into several.
+    ``orders`` has those whose axes the model holds in another order than transposed, where the reader knows it.
     """
 
     format: str
     sha256: str
     tensors: Mapping[str, Array]
     shards: Sequence[Sequence[str]] = ()
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +83,8 @@ class Source:
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, and
     ``oracle`` with it, which frees their files and memory. A source that cannot answer has no oracle, and ``unasked``
     says why. ``notes`` are sentences for whoever converts it. ``tools`` are the packages whose versions shape the
-    graph. ``beside`` are files that an export in the source's own format has beside its weights.
+    graph. ``beside`` are files that an export in the source's own format has beside its weights. ``proposed`` is the
+    map by which weights were placed, as a file of rules, until samples have confirmed it.
     """
 
     checkpoint: Checkpoint
@@ -95,6 +98,7 @@ class Source:
     unasked: str = "sources of this kind cannot be run"
     notes: tuple[str, ...] = ()
     beside: Mapping[str, bytes] = field(default_factory=dict)
+    proposed: str | None = None
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:

@@ -64,6 +64,10 @@ class Options:
     force: bool = False
     trust_pickle: bool = False
     with_past: bool = False
+    map: Path | None = None
+    accept_map: bool = False
+    step: int | None = None
+    item: str | None = None
 
     @property
     def wants_onnx(self) -> bool:

@@ -51,10 +51,11 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         if not options.samples:
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
         asked = intake.ask_source(source, calibration, stage, progress)
+        notes += intake.check_answers(options, source, calibration, asked, stage, progress)
         profiles = intake.trace(options, source, stage, progress, notes)
         garbage.settle()
         with progress.step("planning"):
-            prepared = prepare(source.graph, source.checkpoint.tensors)
+            prepared = prepare(source.graph, source.checkpoint.tensors, orders=source.checkpoint.orders)
             if options.stores_export:
                 prepared = unfolded(prepared, source.checkpoint.tensors)
         notes += intake.unknown(options, prepared)

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 @click.argument("source", type=PATH)
 @click.option("--out", required=True, type=PATH, metavar="REPOSITORY/MODEL/VERSION", help="Where the artifact goes.")
 @click.option("--force", is_flag=True, help="Replace an artifact that is there already.")
-@click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights.")
+@click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights; or an ONNX graph.")
+@click.option(
+    "--map",
+    type=PATH,
+    metavar="RULES.YAML",
+    help="Which of the model's tensors each of the checkpoint's fills, and how it is turned.",
+)
+@click.option("--accept-map", is_flag=True, help="Use the map that is proposed for a JAX checkpoint, unconfirmed.")
+@click.option("--step", type=click.IntRange(min=0), help="Of a directory of Orbax steps.  [default: the newest]")
+@click.option("--item", metavar="NAME", help="Of an Orbax step that holds several.")
 @click.option("--model-args", metavar="JSON", help="Keyword arguments of the factory; they win over a file's own.")
 @click.option(
     "--weights",
@@ -98,19 +107,24 @@ if TYPE_CHECKING:
 @click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
 @debug_option
 def checkpoint(debug: bool, **given: object) -> None:
-    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict or export, Lightning, ONNX."""
+    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict or export, Lightning, JAX, ONNX."""
     from bf16kit.runtime import kernel
     from converter.pipeline import convert
     from converter.process import memory, progress
     from converter.report import page
+    from converter.sources.mapping.choice import UnconfirmedMap
 
     kernel.chosen()  # a wrong BF16KIT_KERNELPATH is known now, not when all is written and the first graph is run
     memory.map_large_blocks()
     memory.keep_few_primitives()
 
     options = _options(**given)
-    with progress.on(sys.stderr) as bar:
-        result = convert(options, bar)
+    try:
+        with progress.on(sys.stderr) as bar:
+            result = convert(options, bar)
+    except UnconfirmedMap as unconfirmed:
+        say(unconfirmed.rules)
+        raise
     say(page.summary(result.artifact, result.notes))
 
 

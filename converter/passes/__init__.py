@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
@@ -61,19 +62,21 @@ def prepare(
     model: ir.Model,
     checkpoint: Mapping[str, NDArray[Any]] | None = None,
     *,
+    orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     halves: Collection[str] = (),
     kernels: KernelTable | None = None,
 ) -> Prepared:
     """Prepare ``model`` (fp32, any opset ONNX Runtime accepts; changed in place) for narrowing.
 
     ``checkpoint`` holds the source's tensors by name; initializers found among them, as they are or transposed, take
-    their names. Those that are bf16 or fp16 there, and the ``halves`` that the caller names, stay as they are. Raises
+    their names. ``orders`` has the order of axes that others of them have in the graph. Those that are bf16 or fp16
+    there, and the ``halves`` that the caller names, stay as they are. Raises
     :class:`~bf16kit.errors.ConversionError` naming the step that failed.
     """
     kernels = kernels or KernelTable.load()
     reference = run([SupportedOpset(kernels), *_NORMALISE], model)
     checkpoint = checkpoint or {}
-    matches = match(reference.graph, checkpoint)
+    matches = match(reference.graph, checkpoint, orders)
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
     fold = FoldBatchNorm(found.union(halves))
     clamp = ClampMasks()

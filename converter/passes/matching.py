@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,14 @@ class Match:
     narrowed: bool = False
 
 
-def match(graph: ir.Graph, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, Match]:
+def match(
+    graph: ir.Graph,
+    checkpoint: Mapping[str, NDArray[Any]],
+    orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> dict[str, Match]:
     """Match ``checkpoint`` tensors to initializers of ``graph``, and give initializers the checkpoint's names.
+
+    ``orders`` has the order of axes that tensors have in the graph, where it is neither their own nor the reverse.
 
     Several checkpoint tensors may match one initializer (tied weights). Tensors without a match are not in the result.
     Initializers that stay inline in the graph are not looked at: nobody could read them back from a weights file.
@@ -40,7 +47,7 @@ def match(graph: ir.Graph, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, 
     index = _index(graph)
     found: dict[str, _Found] = {}
     for name, array in checkpoint.items():
-        hit = _lookup(array, index)
+        hit = _lookup(array, orders.get(name), index)
         if hit is not None:
             found[name] = hit
     _rename(graph, {name: value for name, (value, *_) in found.items()})
@@ -57,16 +64,21 @@ def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, ir.TensorP
     return index
 
 
-def _lookup(array: Array, index: Mapping[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]) -> _Found | None:
+def _lookup(
+    array: Array, order: tuple[int, ...] | None, index: Mapping[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
+) -> _Found | None:
     for as_fp32 in (False, True) if array.dtype.name in OTHER_FLOATS else (False,):
-        for view, order in _views(array):
+        for view, back in _views(array, order):
             for value, candidate in index.get(fingerprint(view, as_fp32=as_fp32), ()):
                 if same_bits(view, candidate.numpy(), as_fp32=as_fp32):
-                    return value, order, as_fp32 and array.dtype == np.float64
+                    return value, back, as_fp32 and array.dtype == np.float64
     return None
 
 
-def _views(array: Array) -> Iterator[tuple[Array, tuple[int, ...] | None]]:
+def _views(array: Array, order: tuple[int, ...] | None) -> Iterator[tuple[Array, tuple[int, ...] | None]]:
+    """``array`` as it may lie in the graph, and how its axes are put back."""
+    if order is not None:
+        yield array.transpose(order), tuple(int(axis) for axis in np.argsort(order))
     yield array, None
     if array.ndim == 2:
         yield array.T, (1, 0)

@@ -124,7 +124,7 @@ def explained(
 
 def _feeds(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], str]:
     if given is not None:
-        found = samples.load(given, [entry.spec() for entry in artifact.manifest.inputs])
+        found = samples.of_artifact(given, artifact.manifest)
         return found.feeds, found.origin
     if artifact.manifest.golden is None:
         raise UsageError(f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples")

@@ -83,6 +83,22 @@ def certify(
     """
     if not asked.answers:
         return OracleEntry(checked=False, how=asked.how)
+    entry = measure(asked, feeds, expected, nudged, scratch)
+    _judge(entry, what)
+    return entry
+
+
+def measure(
+    asked: Asked,
+    feeds: Sequence[Feeds],
+    expected: Sequence[Feeds],
+    nudged: OpenNudged,
+    scratch: Path | None = None,
+) -> OracleEntry:
+    """How far the answers ``expected`` are from those ``asked``, by output, and what noise explains; judges nothing.
+
+    The arguments are those of :func:`certify`.
+    """
     floor = FLOOR if asked.roundoff <= FP32_ROUNDOFF else _COARSE_FLOOR * asked.roundoff
     found = {name: _worst(asked.answers, expected, name) for name in expected[0]}
     bounds = {name: floor if is_float(expected[0][name]) else 0.0 for name in found}
@@ -92,7 +108,7 @@ def certify(
             if bounds[name]:
                 bounds[name] = max(floor, _MULTIPLE * noise.figure(name))
             found[name] = noise.without_unstable(asked.answers, expected, name)
-    entry = OracleEntry(
+    return OracleEntry(
         checked=True,
         how=asked.how,
         feeds=len(asked.answers),
@@ -101,8 +117,6 @@ def certify(
             for name, distance in found.items()
         },
     )
-    _judge(entry, what)
-    return entry
 
 
 def _worst(answers: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bf16kit.errors import InvalidRequest, RuntimeFailure, SamplesError
+from bf16kit.manifest import Manifest
 from bf16kit.tensors import TensorSpec, check_feeds, describe
 from converter.graph.dimensions import loosened, reconciled
 from converter.model import Array, Feeds
@@ -27,15 +28,25 @@ class Samples:
     """Feeds that fit the model's inputs, and in a few words where they came from.
 
     ``inputs`` are the model's as the feeds show them, where those contradict what it says of itself; else empty.
+    ``expected`` has, for each feed, the outputs that came with it: what another program answered.
     """
 
     feeds: tuple[Feeds, ...]
     origin: str
     inputs: tuple[TensorSpec, ...] = ()
+    expected: tuple[Feeds, ...] = ()
 
 
-def load(given: str, inputs: Sequence[TensorSpec], runs: Callable[[Sequence[Feeds]], object] | None = None) -> Samples:
+def load(
+    given: str,
+    inputs: Sequence[TensorSpec],
+    runs: Callable[[Sequence[Feeds]], object] | None = None,
+    *,
+    outputs: Collection[str] = (),
+) -> Samples:
     """The samples that ``--samples`` names: a file is one feed, a directory many, a function yields them.
+
+    Arrays called like one of ``outputs`` are no inputs but ``Samples.expected``.
 
     ``runs`` is the source answering feeds, where the names of dimensions are a stranger's. Samples that contradict
     those names are let through when the source runs on them: then it is the names that are wrong, and
@@ -43,17 +54,23 @@ def load(given: str, inputs: Sequence[TensorSpec], runs: Callable[[Sequence[Feed
     are none, or one does not fit ``inputs``.
     """
     try:
-        return _load(given, inputs)
+        return _load(given, inputs, outputs)
     except SamplesError as contradiction:
         if runs is None or not _names_repeat(inputs):
             raise
         try:
-            loose = _load(given, loosened(inputs))
+            loose = _load(given, loosened(inputs), outputs)
             runs(loose.feeds)
         except (SamplesError, RuntimeFailure):
             raise contradiction from None
     shapes = [{name: array.shape for name, array in feed.items()} for feed in loose.feeds]
     return replace(loose, inputs=reconciled(inputs, shapes))
+
+
+def of_artifact(given: str, manifest: Manifest) -> Samples:
+    """The samples that ``--samples`` names for a converted model; outputs that came with them are left out."""
+    inputs = [entry.spec() for entry in manifest.inputs]
+    return load(given, inputs, outputs=[entry.name for entry in manifest.outputs])
 
 
 def how_to_give(inputs: Sequence[TensorSpec]) -> str:
@@ -71,26 +88,36 @@ def _names_repeat(inputs: Sequence[TensorSpec]) -> bool:
     return len(set(named)) < len(named)
 
 
-def _load(given: str, inputs: Sequence[TensorSpec]) -> Samples:
+def _load(given: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) -> Samples:
     path = Path(given)
     if path.is_dir():
-        return _from_directory(path, inputs)
+        read = [(file, _read_file(file)) for file in _files(path)]
+        return _of(read, inputs, outputs, f"the directory {path.resolve().name}")
     if path.exists():
-        return Samples((_checked(path, _read_file(path), inputs),), f"the file {path.name}")
+        return _of([(path, _read_file(path))], inputs, outputs, f"the file {path.name}")
     if is_import_spec(given):
-        return _from_function(given, inputs)
+        return _of(_yielded(given), inputs, outputs, given)
     raise SamplesError(f"--samples {given}: no such file or directory, nor a function as pkg.mod:name")
 
 
-def _from_directory(path: Path, inputs: Sequence[TensorSpec]) -> Samples:
+def _of(
+    read: Sequence[tuple[object, Feeds]], inputs: Sequence[TensorSpec], outputs: Collection[str], origin: str
+) -> Samples:
+    """The samples that were ``read``, each with where it was found."""
+    answers = frozenset(outputs) - {spec.name for spec in inputs}
+    feeds = tuple(_checked(where, {k: v for k, v in feed.items() if k not in answers}, inputs) for where, feed in read)
+    expected = tuple({k: v for k, v in feed.items() if k in answers} for _, feed in read)
+    return Samples(feeds, origin, expected=expected if any(expected) else ())
+
+
+def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise SamplesError(f"--samples {path}: holds no {' or '.join(SUFFIXES)} file")
-    feeds = tuple(_checked(file, _read_file(file), inputs) for file in files)
-    return Samples(feeds, f"the directory {path.resolve().name}")
+    return files
 
 
-def _from_function(given: str, inputs: Sequence[TensorSpec]) -> Samples:
+def _yielded(given: str) -> list[tuple[object, Feeds]]:
     function = import_callable("--samples", given)
     try:
         yielded = list(itertools.islice(iter(function()), LIMIT))
@@ -98,8 +125,7 @@ def _from_function(given: str, inputs: Sequence[TensorSpec]) -> Samples:
         raise SamplesError(f"--samples {given}: the function failed: {first_line(error)}") from error
     if not yielded:
         raise SamplesError(f"--samples {given}: the function yielded nothing")
-    feeds = tuple(_checked(f"{given}, sample {i}", _arrays(given, i, y), inputs) for i, y in enumerate(yielded))
-    return Samples(feeds, given)
+    return [(f"{given}, sample {i}", _arrays(given, i, y)) for i, y in enumerate(yielded)]
 
 
 def _arrays(given: str, index: int, yielded: Any) -> Feeds:

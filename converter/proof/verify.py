@@ -107,7 +107,7 @@ def _golden(artifact: Artifact, profile: str) -> _Answered:
 
 def _answered(artifact: Artifact, given: str) -> _Answered:
     """The samples given, what the reference answers to them, and what they are called."""
-    found = samples.load(given, [entry.spec() for entry in artifact.manifest.inputs])
+    found = samples.of_artifact(given, artifact.manifest)
     reference = load_reference(artifact)
     try:
         expected = measure.spool(reference, found, None)

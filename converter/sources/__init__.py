@@ -26,6 +26,8 @@ READERS: Mapping[Kind, str] = {
     Kind.LIGHTNING: "lightning",
     Kind.PICKLE: "weights",
     Kind.EXPORTED: "exported",
+    Kind.ORBAX: "jax",
+    Kind.FLAX: "jax",
 }
 
 
@@ -36,6 +38,18 @@ def read(options: Options, advance: Advance) -> Source:
     needs is missing, :class:`~bf16kit.errors.ConversionError` when it cannot be made a graph.
     """
     kind = recognise(options.source)
+    _check_options(options, kind)
+    source = reader(kind)(options, kind, advance)
+    if "__metadata__" in source.checkpoint.tensors:
+        raise SourceError(f"{options.source}: has a tensor called '__metadata__', which no safetensors file can hold")
+    return source
+
+
+_MAPPED = (Kind.SAFETENSORS, Kind.SHARDED, Kind.TORCH_ZIP, Kind.PICKLE, Kind.ORBAX, Kind.FLAX)
+
+
+def _check_options(options: Options, kind: Kind) -> None:
+    """:class:`UsageError` for an option that means nothing to sources of ``kind``."""
     if options.with_past and kind is not Kind.HUGGING_FACE:
         raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
     if options.weights is not None and kind is not Kind.LIGHTNING:
@@ -45,10 +59,14 @@ def read(options: Options, advance: Advance) -> Source:
             f"--format hf: copies the config and tokenizer of a Hugging Face directory, and {options.source} is"
             f" {kind.value}; --format safetensors writes the weights alone"
         )
-    source = reader(kind)(options, kind, advance)
-    if "__metadata__" in source.checkpoint.tensors:
-        raise SourceError(f"{options.source}: has a tensor called '__metadata__', which no safetensors file can hold")
-    return source
+    if kind is not Kind.ORBAX and (options.step is not None or options.item is not None):
+        flag = "--step" if options.step is not None else "--item"
+        raise UsageError(f"{flag}: is for Orbax checkpoints, and {options.source} is {kind.value}")
+    if kind not in _MAPPED and (options.map is not None or options.accept_map):
+        flag = "--map" if options.map is not None else "--accept-map"
+        raise UsageError(f"{flag}: is for weights without a graph, and {options.source} is {kind.value}")
+    if options.map is not None and options.accept_map:
+        raise UsageError("--accept-map: accepts a map that is proposed, and --map gives one; leave one of them out")
 
 
 def reader(kind: Kind) -> Reader:

@@ -8,7 +8,8 @@ from enum import Enum
 from pathlib import Path
 
 from bf16kit.errors import SourceError
-from converter.sources import foreign
+from converter.sources import flax_file, foreign
+from converter.sources.orbax import layout
 from converter.sources.safetensors_file import HEADER_LIMIT
 
 
@@ -26,12 +27,12 @@ class Kind(Enum):
     EXPORTED = "a torch.export program (.pt2)"
     SAVED_MODEL = "a TensorFlow SavedModel"
     ORBAX = "an Orbax (JAX) checkpoint"
+    FLAX = "Flax msgpack"
     KERAS = "a Keras model"
 
 
-_LATER = {Kind.TORCHSCRIPT, Kind.SAVED_MODEL, Kind.ORBAX, Kind.KERAS}
+_LATER = {Kind.TORCHSCRIPT, Kind.SAVED_MODEL, Kind.KERAS}
 _LIGHTNINGS_KEY = b"pytorch-lightning_version"
-_ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
 def recognise(path: Path) -> Kind:
@@ -58,7 +59,7 @@ def _of_directory(path: Path) -> Kind:
     foreign.refuse_directory(path)
     if (path / "saved_model.pb").is_file():
         return Kind.SAVED_MODEL
-    if any((path / mark).exists() for mark in _ORBAX_MARKS):
+    if layout.is_checkpoint(path):
         return Kind.ORBAX
     if (path / "manifest.json").is_file() and any(
         (path / name).is_file() for name in ("weights.bf16", "measurements.json")
@@ -86,6 +87,8 @@ def _of_file(path: Path) -> Kind:
         return Kind.PICKLE
     if _opens_safetensors(head):
         return Kind.SAFETENSORS
+    if flax_file.opens(head):
+        return Kind.FLAX
     if head.lstrip().startswith(b"{"):
         return _of_json(path)
     if head[0] == 0x08:  # protobuf field 1, varint: ModelProto.ir_version; no text begins with a backspace

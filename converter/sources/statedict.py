@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import SourceError, UsageError
@@ -72,14 +72,14 @@ def in_fp32(module: torch.nn.Module) -> torch.nn.Module:
     return module.float() if any(parameter.dtype in others for parameter in module.parameters()) else module
 
 
-def fit(module: torch.nn.Module, tensors: Mapping[str, Array]) -> None:
-    """Copy ``tensors`` into ``module``, in its own dtypes.
+def fit(module: torch.nn.Module, tensors: Mapping[str, Array], *, kept: Container[str] = ()) -> None:
+    """Copy ``tensors`` into ``module``, in its own dtypes; those ``kept`` may be missing.
 
     Raises :class:`SourceError` naming the first five tensors that are missing, unexpected or of another shape.
     """
     state = module.state_dict()
     renamed = _without_prefix(tensors, state)
-    problems = list(mismatches(renamed, state))
+    problems = list(mismatches(renamed, state, kept))
     if problems:
         raise SourceError(mismatch_message("the checkpoint does not fit the model", problems))
     with quiet():
@@ -96,14 +96,17 @@ def _without_prefix(tensors: Mapping[str, Array], state: Mapping[str, torch.Tens
     return dict(tensors)
 
 
-def mismatches(tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """What of ``state`` is missing in ``tensors`` or of another shape there, and what is there and not in ``state``."""
+def mismatches(
+    tensors: Mapping[str, Array], state: Mapping[str, torch.Tensor], kept: Container[str] = ()
+) -> Iterator[str]:
+    """What of ``state`` is missing in ``tensors`` or of another shape there, and what is there and not in ``state``;
+    those ``kept`` may be missing."""
     # Tied weights are saved once by some writers: a name whose memory another present name fills is not missing.
     filled = {_place(state[name]) for name in tensors if name in state}
     for name, parameter in state.items():
         shape = list(parameter.shape)
         if name not in tensors:
-            if _place(parameter) not in filled or parameter.numel() == 0:
+            if name not in kept and (_place(parameter) not in filled or parameter.numel() == 0):
                 yield f"missing: {name} {shape}"
         elif list(tensors[name].shape) != shape:
             yield f"shape: {name} is {list(tensors[name].shape)} in the checkpoint, {shape} in the model"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import UsageError
 from bf16kit.tensors import TensorSpec
-from converter.model import Checkpoint, Sampler, Source
+from converter.model import Array, Checkpoint, Sampler, Source
 from converter.options import Options
 
 if TYPE_CHECKING:
@@ -26,14 +26,24 @@ def inputs_of(options: Options) -> tuple[TensorSpec, ...]:
     return options.inputs
 
 
-def exported(checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = ()) -> Source:
-    """``model`` exported; its oracle answers until the module is dropped, and asks that exporting left it alone."""
+def exported(
+    checkpoint: Checkpoint,
+    model: TorchModel,
+    sampler: Sampler | None,
+    tools: tuple[str, ...] = (),
+    *,
+    bound: Mapping[str, Array] | None = None,
+) -> Source:
+    """``model`` exported; its oracle answers until the module is dropped, and asks that exporting left it alone.
+
+    ``bound`` are the checkpoint's tensors as the model has them, where that has other names or layouts.
+    """
     from converter.sources import oracles
     from converter.sources.edges import output_specs
     from converter.sources.torch.onnx_export import to_onnx
 
     untouched = oracles.Untouched(model.module)
-    graph = to_onnx(model, checkpoint.tensors)
+    graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
     untouched.check("torch.onnx.export")
     return Source(
         checkpoint,

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bf16kit.errors import SourceError
+from bf16kit.errors import SourceError, UsageError
 from converter.model import Array, Checkpoint, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
+from converter.sources.readers import mapped
 from converter.sources.readers.common import Advance, exported, inputs_of
 
 if TYPE_CHECKING:
@@ -33,13 +34,19 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     if not tensors:
         raise SourceError(f"{options.source}: holds no tensors")
     precisions.check_range(options.source, tensors)
-    if module is None:
+    notes = precisions.notes(tensors, residual=options.residual)
+    fitted = module is None and options.map is None and not mapped.is_graph(options)
+    if fitted:
         module = statedict.build(options)
         statedict.fit(module, tensors)
     shards = safetensors_file.shards(files[0]) if kind is Kind.SHARDED else ()
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
+    if module is None:
+        return mapped.read(options, checkpoint, notes)
+    if not fitted and options.map is not None:
+        raise UsageError(f"--map: {options.source} brings its own module; leave it out")
     model = adapt(statedict.in_fp32(module), inputs_of(options))
-    notes = (*not_served(model.outputs, model.left_out), *precisions.notes(tensors, residual=options.residual))
+    notes = (*not_served(model.outputs, model.left_out), *notes)
     return replace(exported(checkpoint, model, None), notes=notes)
 
 

@@ -1,0 +1,58 @@
+"""The outputs that came with the samples, computed by the source's own framework, against what the model answers.
+
+They show what no other check can: that weights were put where they belong, and that the architecture is the one they
+were trained in. Both compute in fp32, so the bound is that of the oracle: fp32 noise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converter.model import Source
+from converter.proof.nudge import nudge
+from converter.proof.oracle import Asked, measure
+from converter.proof.running import open_source
+from converter.proof.samples import Samples
+
+if TYPE_CHECKING:
+    from bf16kit.runtime.onnx import OnnxRuntime
+
+
+def check(source: Source, samples: Samples, asked: Asked, scratch: Path) -> str | None:
+    """What is wrong with the answers of ``source``, in words; None when they are those that were expected.
+
+    ``asked`` has what it answered, ``samples`` what was expected, for the outputs that came with them.
+    """
+    if not asked.answers:
+        return f"the model could not be asked: {asked.how}"
+    count = len(asked.answers)
+    expected = list(samples.expected[:count])
+    names = [name for name in asked.answers[0] if all(name in feed for feed in expected)]
+    if not names:
+        return "the samples hold no output for every input"
+    own = [{name: np.asarray(answer[name]) for name in names} for answer in asked.answers]
+
+    def nudged(random: np.random.Generator) -> OnnxRuntime:
+        return open_source(
+            source.graph,
+            source.inputs,
+            source.outputs,
+            scratch,
+            lambda _name, tensor: nudge(tensor.numpy(), random, asked.roundoff),
+        )
+
+    wanted = Asked([{name: feed[name] for name in names} for feed in expected], "the samples", asked.roundoff)
+    found = measure(wanted, samples.feeds, own, nudged, scratch)
+    wrong = [(name, figure) for name, figure in found.outputs.items() if not figure.relative_l2 <= figure.bound]
+    return (
+        None
+        if not wrong
+        else "; ".join(
+            f"output {name!r} is {figure.relative_l2:.3g} (relative_l2) from the expected one, and fp32 noise explains"
+            f" at most {figure.bound:.3g}"
+            for name, figure in wrong
+        )
+    )

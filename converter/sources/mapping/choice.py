@@ -1,0 +1,72 @@
+"""Which map is used: the one that was given, or one that is proposed, and then not before it was confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bf16kit.errors import UsageError
+from converter.model import Array
+from converter.options import Options
+from converter.sources.mapping import rules
+from converter.sources.mapping.proposal import Proposal, propose
+from converter.sources.mapping.rules import Mapped
+from converter.sources.mapping.slots import Slots
+
+_NEXT = (
+    "look at the rules on standard output, put them into a file and give it with --map; or accept them with"
+    " --accept-map; or give --samples with the outputs that the source's own framework computed in fp32 beside the"
+    " inputs, which confirm or refuse them"
+)
+
+
+class UnconfirmedMap(UsageError):
+    """A map was proposed, and nobody has said that it is right; ``rules`` is the file for ``--map``."""
+
+    def __init__(self, message: str, rules: str) -> None:
+        super().__init__(message)
+        self.rules = rules
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The map, sentences on it, and the rules that samples are still to confirm, if any."""
+
+    mapped: Mapped
+    notes: tuple[str, ...] = ()
+    proposed: str | None = None
+
+
+def choose(options: Options, leaves: Mapping[str, Array], slots: Slots) -> Chosen:
+    """The map from ``leaves`` to ``slots``.
+
+    Raises :class:`UnconfirmedMap` where there is none but a proposal, which is incomplete, or which neither
+    ``--accept-map`` nor samples can confirm, and :class:`~bf16kit.errors.SourceError` when a map given does not fit.
+    """
+    if options.map is not None:
+        return Chosen(rules.apply(rules.read(options.map), leaves, slots))
+    found = propose(leaves, slots)
+    if not found.complete or (options.accept_map and not found.certain):
+        raise _unconfirmed(options, found, "--accept-map does not do: " if options.accept_map else "")
+    if options.accept_map:
+        note = f"--accept-map: {len(found.entries)} leaves were placed by the map that was proposed, unconfirmed"
+        return Chosen(rules.apply(found.rules(), leaves, slots), (note,))
+    if options.samples is None:
+        raise _unconfirmed(options, found, "")
+    return Chosen(rules.apply(found.rules(), leaves, slots), proposed=found.text())
+
+
+def _unconfirmed(options: Options, found: Proposal, what: str) -> UnconfirmedMap:
+    remarks = "".join(f"\n  {remark}" for remark in found.remarks())
+    how = "complete the rules on standard output and give them with --map" if not found.complete else _NEXT
+    if options.accept_map:
+        how = "complete or correct the rules on standard output and give them with --map"
+    return UnconfirmedMap(
+        f"{options.source}: {what}a map of its {len(found.entries)} leaves to the model is proposed; {how}{remarks}",
+        found.text(),
+    )
+
+
+def refuted(source: str, why: str, rules: str) -> UnconfirmedMap:
+    """For a proposal that samples do not confirm, and why."""
+    return UnconfirmedMap(f"{source}: the map that was proposed is not confirmed: {why}; {_NEXT}", rules)

@@ -1,0 +1,117 @@
+"""Pairing two sets of names whose shapes allow it: by what only fits one way, by words, by the order of numbers.
+
+What remains is a guess, and said to be one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from converter.sources.mapping.words import likeness, numbers_of, words_of
+
+Fits = Callable[[str, str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A name on the left, one on the right, and why; ``guessed`` when neither shape nor name says so."""
+
+    left: str
+    right: str
+    why: str
+    guessed: bool = False
+
+
+def pair(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> list[Pair]:
+    """Pairs for as many of ``lefts`` as have a counterpart among ``rights``, both in an order that guesses follow."""
+    found: list[Pair] = []
+    for some, others in _apart(lefts, rights, fits):
+        found += _resolve(some, others, fits)
+    return found
+
+
+def _apart(lefts: Sequence[str], rights: Sequence[str], fits: Fits) -> Iterator[tuple[list[str], list[str]]]:
+    """Sets that nothing fits into from outside."""
+    left_todo = list(lefts)
+    near = {left: [right for right in rights if fits(left, right)] for left in lefts}
+    owners: dict[str, list[str]] = defaultdict(list)
+    for left, several in near.items():
+        for right in several:
+            owners[right].append(left)
+    seen: set[str] = set()
+    for start in left_todo:
+        if start in seen:
+            continue
+        some, todo = {start}, [start]
+        while todo:
+            more = {other for right in near[todo.pop()] for other in owners[right]} - some
+            some |= more
+            todo += more
+        seen |= some
+        reached = {right for left in some for right in near[left]}
+        yield [left for left in lefts if left in some], [right for right in rights if right in reached]
+
+
+def _resolve(lefts: list[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
+    if len(lefts) == len(rights) == 1:
+        yield Pair(lefts[0], rights[0], "the only one of its shape")
+        return
+    left, right = _series(lefts), _series(rights)
+    while left and right:
+        best = _best(left, right, fits)
+        if best is None:
+            break
+        (a, b), why = best
+        yield from _counted(left.pop(a), right.pop(b), why)
+    rest, others = ({name for names in series.values() for name in names} for series in (left, right))
+    yield from _guesses([name for name in lefts if name in rest], [name for name in rights if name in others], fits)
+
+
+def _series(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+    """Names that differ in their numbers only, in the order of those."""
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in names:
+        found[words_of(name)].append(name)
+    return {words: sorted(several, key=numbers_of) for words, several in found.items()}
+
+
+def _best(
+    left: dict[tuple[str, ...], list[str]], right: dict[tuple[str, ...], list[str]], fits: Fits
+) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], str] | None:
+    """The two series that are most alike, if neither is as much like another; or the only two there are."""
+    scores = {
+        (a, b): likeness(a, b)
+        for a, some in left.items()
+        for b, others in right.items()
+        if _go_together(some, others, fits)
+    }
+    if len(left) == len(right) == 1 and scores:
+        return next(iter(scores)), "nothing else of its shape is left"
+    for (a, b), score in sorted(scores.items(), key=lambda item: -item[1]):
+        rivals = [other for (c, d), other in scores.items() if (c == a) != (d == b)]
+        if score and all(other < score for other in rivals):
+            return (a, b), "by name"
+    return None
+
+
+def _go_together(some: Sequence[str], others: Sequence[str], fits: Fits) -> bool:
+    """Whether two series are as long, each told apart by its numbers, and fit one by one."""
+    if len(some) != len(others) or not all(map(fits, some, others)):
+        return False
+    return all(len({numbers_of(name) for name in names}) == len(names) for names in (some, others))
+
+
+def _counted(some: Sequence[str], others: Sequence[str], why: str) -> Iterator[Pair]:
+    for a, b in zip(some, others, strict=True):
+        yield Pair(a, b, why if len(some) == 1 else f"{why}, in the order of numbers")
+
+
+def _guesses(lefts: Sequence[str], rights: list[str], fits: Fits) -> Iterator[Pair]:
+    """One after another, in the order given."""
+    for left in lefts:
+        chosen = next((name for name in rights if fits(left, name)), None)
+        if chosen is not None:
+            rights.remove(chosen)
+            yield Pair(left, chosen, "GUESSED: others have this shape, and no name decides", guessed=True)

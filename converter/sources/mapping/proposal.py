@@ -1,0 +1,197 @@
+"""A map proposed from shapes and names, printed as a file of rules, and used when it was confirmed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from converter.model import Array
+from converter.sources.mapping import rules
+from converter.sources.mapping.pairing import Pair, pair
+from converter.sources.mapping.rules import Rule, Rules
+from converter.sources.mapping.slots import Slot, Slots
+from converter.sources.mapping.turns import Turn
+
+_NAMED = 5
+# Flax's and Haiku's names of what torch calls weight, bias, running_mean and running_var.
+_ROLES = {
+    "kernel": "weight", "w": "weight", "embedding": "weight", "embeddings": "weight", "scale": "weight",
+    "weight": "weight", "bias": "bias", "b": "bias", "offset": "bias", "mean": "mean", "var": "var",
+}  # fmt: skip
+_KERNELS = ("kernel", "w")
+_WRAPPING = ("value", "raw_value")  # what an NNX state has below each variable
+# What stands before the names of a model's own weights, and what stands beside them.
+_COLLECTIONS = ("params", "batch_stats", "state", "model", "variables", "target")
+_MAIN = ("params", "batch_stats")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A leaf, the tensor that it is to fill (None: dropped), how it is turned, and why."""
+
+    leaf: str
+    to: str | None
+    turns: tuple[Turn, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A map, as far as one was found. ``ambiguous`` leaves were paired by guessing, ``unmatched`` ones not at all, and
+    nothing fills the ``missing`` tensors of the model; ``keep`` are tensors that no checkpoint has."""
+
+    entries: tuple[Entry, ...]
+    keep: tuple[str, ...]
+    ambiguous: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every leaf and every tensor has its place."""
+        return not self.unmatched and not self.missing
+
+    @property
+    def certain(self) -> bool:
+        """Whether no leaf was placed by guessing."""
+        return self.complete and not self.ambiguous
+
+    def rules(self) -> Rules:
+        """The map as rules."""
+        made = (Rule(re.compile(re.escape(e.leaf)), e.to and e.to.replace("\\", r"\\"), e.turns) for e in self.entries)
+        return Rules(tuple(made), tuple(re.compile(re.escape(name)) for name in self.keep))
+
+    def text(self) -> str:
+        """The map as a file for ``--map``, with what is uncertain of it at its head."""
+        head = ["# Proposed by bf16-convert from shapes and names. Look at it before you use it with --map."]
+        head += [f"# {line}" for line in self.remarks()]
+        entries = [(entry.leaf, entry.to, entry.turns, entry.why) for entry in self.entries]
+        return "\n".join([*head, *rules.lines(entries, self.keep)])
+
+    def remarks(self) -> Iterator[str]:
+        """What is uncertain or missing, a sentence each."""
+        if self.ambiguous:
+            yield f"ambiguous, for they have one shape and no name decides: {_some(self.ambiguous)}"
+        if self.unmatched:
+            yield f"no tensor of the model was found for: {_some(self.unmatched)}"
+        if self.missing:
+            yield f"nothing was found that fills the model's: {_some(self.missing)}"
+
+
+def propose(leaves: Mapping[str, Array], slots: Slots) -> Proposal:
+    """The map from ``leaves`` to ``slots``: whole layers first, then what is left of either by itself."""
+    used = {name: array for name, array in leaves.items() if _is_weight(name, array, leaves)}
+    open_slots = {n: slot for n, slot in slots.by_name.items() if slot.floating and n not in slots.twins}
+    pairs = list(_by_layers(used, open_slots))
+    done = {found.left for found in pairs}, {found.right for found in pairs}
+    rest = {name: array for name, array in used.items() if name not in done[0]}
+    others = {name: slot for name, slot in open_slots.items() if name not in done[1]}
+    pairs += pair(list(rest), list(others), lambda leaf, slot: _turns(leaf, rest[leaf].shape, others[slot]) is not None)
+    placed = {found.left: found for found in pairs}
+    filled = {found.right for found in pairs}
+    entries = [
+        _entry(name, array, placed.get(name), slots)
+        for name, array in leaves.items()
+        if name in placed or name not in used
+    ]
+    return Proposal(
+        tuple(entries),
+        tuple(name for name, slot in slots.by_name.items() if not slot.floating),
+        tuple(found.left for found in pairs if found.guessed),
+        tuple(name for name in used if name not in placed),
+        tuple(name for name in open_slots if name not in filled),
+    )
+
+
+def _entry(name: str, array: Array, found: Pair | None, slots: Slots) -> Entry:
+    if found is None:
+        return Entry(name, None, (), "no weight of the model")
+    turns = _turns(name, array.shape, slots.by_name[found.right])
+    return Entry(name, found.right, turns or (), found.why)
+
+
+def _is_weight(name: str, array: Array, leaves: Mapping[str, Array]) -> bool:
+    """Whether a leaf belongs to the model: not a counter or a random key, nor of another collection than its own."""
+    if array.dtype.kind in "iub" or name.rpartition(".")[2] == "step":
+        return False
+    collections = {leaf.partition(".")[0] for leaf in leaves}
+    return "params" not in collections or name.partition(".")[0] in _MAIN
+
+
+def _keys(leaf: str) -> list[str]:
+    """The keys of a leaf without what says where the model's weights are, and without what NNX has below them."""
+    keys = leaf.split(".")
+    while len(keys) > 1 and keys[0] in _COLLECTIONS:
+        keys = keys[1:]
+    return keys[:-1] if len(keys) > 1 and keys[-1] in _WRAPPING else keys
+
+
+def _by_layers(leaves: Mapping[str, Array], slots: Mapping[str, Slot]) -> Iterator[Pair]:
+    """Pairs of leaves and slots that together are a layer: a kernel and its bias say more than either does."""
+    left: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in leaves:
+        keys = _keys(name)
+        if len(keys) > 1:
+            left[".".join(keys[:-1])][_ROLES.get(keys[-1], keys[-1])] = name
+    right: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, slot in slots.items():
+        owner, _, attribute = name.rpartition(".")
+        if owner:
+            right[owner][slot.role or attribute] = name
+
+    def fits(layer: str, other: str) -> bool:
+        some, others = left[layer], right[other]
+        return some.keys() == others.keys() and all(
+            _turns(some[role], leaves[some[role]].shape, slots[others[role]]) is not None for role in some
+        )
+
+    for found in pair(list(left), list(right), fits):
+        for role, name in left[found.left].items():
+            yield Pair(name, right[found.right][role], found.why, found.guessed)
+
+
+def _turns(leaf: str, shape: Sequence[int], slot: Slot) -> tuple[Turn, ...] | None:
+    """How a leaf is turned to fill ``slot``; None when it does not fit."""
+    last = _keys(leaf)[-1]
+    role = _ROLES.get(last, "")
+    if role and slot.role and role != slot.role:
+        return None
+    if slot.use == "deconv":
+        return None
+    if slot.use == "linear" and last not in ("embedding", "embeddings", "weight"):
+        return _to_linear(tuple(shape), slot.shape)
+    if slot.use == "conv" and last in _KERNELS:
+        order = (len(shape) - 1, len(shape) - 2, *range(len(shape) - 2))
+        fits = len(shape) == len(slot.shape) > 2 and tuple(shape[axis] for axis in order) == slot.shape
+        return (Turn("transpose", order),) if fits else None
+    if tuple(shape) == slot.shape:
+        return ()
+    if slot.use == "matmul" or (slot.use == "plain" and len(slot.shape) == 1 and role in ("", "bias")):
+        return _flattened(tuple(shape), slot.shape)
+    return None
+
+
+def _to_linear(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, ...] | None:
+    """[in, out] to [out, in], where either may be several axes, as heads are."""
+    if len(shape) < 2 or len(wanted) != 2:
+        return None
+    flat = _flattened(shape, (wanted[1], wanted[0]))
+    return None if flat is None else (*flat, Turn("transpose", (1, 0)))
+
+
+def _flattened(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, ...] | None:
+    """Neighbouring axes made one: the first ones, the last ones, or all."""
+    if shape == wanted:
+        return ()
+    if len(shape) <= len(wanted) or len(wanted) not in (1, 2) or math.prod(shape) != math.prod(wanted):
+        return None
+    fits = len(wanted) == 1 or any(math.prod(shape[:cut]) == wanted[0] for cut in range(1, len(shape)))
+    return (Turn("reshape", wanted),) if fits else None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,204 @@
+"""``rules.yaml``: which tensor of the model each leaf fills, by regular expressions.
+
+::
+
+    rules:                     # the first whose `match` is the whole name of a leaf counts
+    - {match: 'params\\.Dense_(\\d+)\\.kernel', to: 'layers.\\1.weight', steps: [{transpose: [1, 0]}]}
+    - {match: 'params\\.(.*)\\.bias', to: '\\1.bias'}
+    - {match: 'step', drop: true}
+    keep: ['.*position_ids']   # tensors of the model that stay as it was built
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import SourceError, UsageError
+from bf16kit.wording import quoted
+from converter.model import Array
+from converter.sources.mapping import turns
+from converter.sources.mapping.slots import Slots
+from converter.sources.mapping.turns import Turn
+from converter.sources.statedict import mismatch_message
+
+_MOST = 4 << 20  # bytes of a file of rules
+_KEYS = {"match", "to", "steps", "drop"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Leaves whose whole name fits ``match`` fill the tensor ``to``, after ``steps``; None drops them."""
+
+    match: re.Pattern[str]
+    to: str | None
+    steps: tuple[Turn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules in order, and the tensors of the model that keep what it was built with."""
+
+    rules: tuple[Rule, ...]
+    keep: tuple[re.Pattern[str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The model's tensors as views of the leaves, the orders of axes that these were given, and what is kept."""
+
+    tensors: Mapping[str, Array]
+    orders: Mapping[str, tuple[int, ...]]
+    kept: frozenset[str]
+
+
+def read(path: Path) -> Rules:
+    """The rules in ``path``; :class:`UsageError` naming the first that is not one."""
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST + 1)
+    except OSError as error:
+        raise UsageError(f"--map {path}: cannot be read: {error.strerror or error}") from None
+    if len(text) > _MOST:
+        raise UsageError(f"--map {path}: is larger than {_MOST >> 20} MiB")
+    try:
+        given = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise UsageError(f"--map {path}: is not YAML: {first}") from None
+    return _parse(given, f"--map {path}")
+
+
+def _parse(given: Any, where: str) -> Rules:
+    if not isinstance(given, dict) or not isinstance(given.get("rules"), list):
+        raise UsageError(f"{where}: expected a mapping with a list called rules")
+    unknown = sorted(map(str, given.keys() - {"rules", "keep"}))
+    if unknown:
+        raise UsageError(f"{where}: unknown key {quoted(unknown[0])}; known: rules, keep")
+    keep = given.get("keep") or []
+    if not isinstance(keep, list):
+        raise UsageError(f"{where}: keep is {quoted(str(keep))}, expected a list of regular expressions")
+    rules = tuple(_rule(rule, f"{where}: rule {number}") for number, rule in enumerate(given["rules"], 1))
+    return Rules(rules, tuple(_pattern(pattern, f"{where}: keep") for pattern in keep))
+
+
+def _rule(given: Any, where: str) -> Rule:
+    if not isinstance(given, dict) or "match" not in given:
+        raise UsageError(f"{where}: expected a mapping with match and to, or match and drop")
+    unknown = sorted(map(str, given.keys() - _KEYS))
+    if unknown:
+        raise UsageError(f"{where}: unknown key {quoted(unknown[0])}; known: {', '.join(sorted(_KEYS))}")
+    match, to, drop = _pattern(given["match"], where), given.get("to"), given.get("drop", False)
+    if drop is True and to is None and given.get("steps") is None:
+        return Rule(match, None)
+    if drop is not False or not isinstance(to, str) or not to:
+        raise UsageError(f"{where}: says neither to: NAME nor drop: true, or both")
+    return Rule(match, to, turns.parse(given.get("steps"), where))
+
+
+def _pattern(given: Any, where: str) -> re.Pattern[str]:
+    if not isinstance(given, str):
+        raise UsageError(f"{where}: {quoted(str(given))} is not a regular expression")
+    try:
+        return re.compile(given)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"{where}: {quoted(given)} is not a regular expression: {error}") from None
+
+
+def apply(rules: Rules, leaves: Mapping[str, Array], slots: Slots) -> Mapped:
+    """The tensors of ``slots`` made of ``leaves``.
+
+    Raises :class:`SourceError` naming the first five leaves that no rule matches, that two rules send to one tensor, or
+    that do not fit theirs, and the tensors that nothing fills.
+    """
+    wanted = slots.shapes
+    tensors: dict[str, Array] = {}
+    orders: dict[str, tuple[int, ...]] = {}
+    problems = []
+    for name, array in leaves.items():
+        rule, to = _first(rules.rules, name)
+        if rule is None:
+            problems.append(f"no rule: {name} {list(array.shape)}")
+        elif to is not None:
+            problem = _fill(tensors, orders, name, array, rule.steps, to, wanted)
+            problems += [problem] if problem else []
+    kept = frozenset(name for name in wanted if name not in tensors and _kept(rules, name))
+    filled = {*tensors, *kept, *(slots.twins.get(name, name) for name in tensors)}
+    missing = [name for name in wanted if name not in filled and slots.twins.get(name, name) not in filled]
+    problems += [f"missing: {name} {list(wanted[name])}" for name in missing]
+    if problems:
+        raise SourceError(mismatch_message("the rules do not make the checkpoint fit the model", problems))
+    return Mapped(tensors, orders, kept)
+
+
+def _first(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]:
+    for rule in rules:
+        found = rule.match.fullmatch(name)
+        if found is not None:
+            return rule, None if rule.to is None else _expanded(found, rule.to)
+    return None, None
+
+
+def _expanded(found: re.Match[str], to: str) -> str:
+    try:
+        return found.expand(to)
+    except (re.error, IndexError) as error:  # a group that the pattern has not
+        raise UsageError(f"--map: to {quoted(to)} does not go with match {quoted(found.re.pattern)}: {error}") from None
+
+
+def _kept(rules: Rules, name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in rules.keep)
+
+
+def _fill(
+    tensors: dict[str, Array],
+    orders: dict[str, tuple[int, ...]],
+    name: str,
+    array: Array,
+    steps: Sequence[Turn],
+    to: str,
+    wanted: Mapping[str, tuple[int, ...]],
+) -> str | None:
+    """Put a leaf where its rule says; what is wrong with that, or None."""
+    if to not in wanted:
+        return f"unexpected: {name} is sent to {to}, which the model has not"
+    if to in tensors:
+        return f"twice: {name} is sent to {to}, which another leaf fills"
+    try:
+        shape = turns.shape_after(array.shape, steps)
+    except UsageError as error:
+        return f"shape: {name}: {error}"
+    if shape != wanted[to]:
+        return f"shape: {name} becomes {list(shape)}, and {to} is {list(wanted[to])} in the model"
+    tensors[to] = turns.turned(array, steps)
+    order = turns.order(array.ndim, steps)
+    if order is not None and order != tuple(range(array.ndim)):
+        orders[name] = order
+    return None
+
+
+def lines(entries: Sequence[tuple[str, str | None, Sequence[Turn], str]], keep: Sequence[str]) -> Iterator[str]:
+    """A file of rules: each entry is a leaf's name, its tensor (None: dropped), its steps, and why."""
+    yield "rules:"
+    for name, to, steps, why in entries:
+        does = f"to: {_scalar(_template(to))}" if to is not None else "drop: true"
+        turned = f", steps: [{', '.join(map(str, steps))}]" if steps else ""
+        yield f"- {{match: {_scalar(re.escape(name))}, {does}{turned}}}{f'  # {why}' if why else ''}"
+    if keep:
+        yield "keep:  # of the model; nothing in the checkpoint fits"
+        yield from (f"- {_scalar(re.escape(name))}" for name in keep)
+
+
+def _template(name: str) -> str:
+    return name.replace("\\", "\\\\")
+
+
+def _scalar(text: str) -> str:
+    """``text`` as YAML in single quotes; what cannot stand there in double ones, escaped as JSON."""
+    return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)

@@ -1,0 +1,1 @@
+"""Orbax checkpoints, JAX's own: where their arrays lie, and the process that reads them with tensorstore."""

@@ -1,0 +1,164 @@
+"""The leaves of an Orbax checkpoint, read by a process of their own (:mod:`converter.sources.orbax.child`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from bf16kit.errors import SourceError, UsageError
+from bf16kit.text import size
+from bf16kit.wording import brief, quoted
+from converter.model import Array
+from converter.sources.orbax import layout
+from converter.sources.shelf import Form, shelf
+
+_CHILD = "converter.sources.orbax.child"
+_ROOT = Path(__file__).parents[3]
+_MOST_METADATA = 64 << 20  # bytes; a model of 10,000 arrays has 4 MB
+# Compressed files claim more than they hold: zeros, which zstd makes 10,000 times smaller, are most of some optimizers'
+# states. Weights are not.
+_CLAIM, _ALLOWANCE = 64, 1 << 30
+_NOT_ARRAYS = ("string", "None", "Dict", "List", "Tuple", "NamedTuple")
+
+Advance = Callable[[int], None]
+Chosen = Callable[[str], bool]
+
+
+def read_item(item: Path, wanted: Chosen, directory: Path) -> tuple[dict[str, Array], tuple[str, ...], list[Path]]:
+    """The arrays in ``item`` that are ``wanted``, by their keys joined with dots; the names of the others; its files.
+
+    What is read lies in a temporary file of ``directory``. Raises :class:`SourceError` for what is damaged, incomplete
+    or leads out of ``item``, and :class:`UsageError` when tensorstore is not installed.
+    """
+    if importlib.util.find_spec("tensorstore") is None:
+        raise UsageError(f"{item}: an Orbax checkpoint is read with tensorstore: pip install 'bf16kit[orbax]'")
+    item = item.resolve()
+    files = layout.files_of(item)
+    names, complete = _listed(item, files)
+    with _child(item) as child:
+        child.ask(root=str(item), ocdbt=layout.MANIFEST in files, missing_is_zero=not complete, names=names)
+        forms = {name: Form(dtype, tuple(shape)) for name, (dtype, shape, _) in child.answer("arrays").items()}
+        chosen = {name: form for name, form in forms.items() if wanted(name)}
+        _check_claim(item, chosen, sum(files.values()))
+        with shelf(chosen, directory, item) as room:
+            child.ask(file=str(room.path), offsets=dict(room.offsets))
+            for _ in chosen:
+                child.answer("read")
+            child.answer("done")
+            return dict(room.arrays), tuple(sorted(forms.keys() - chosen.keys())), [item / name for name in files]
+
+
+def _listed(item: Path, files: Mapping[str, int]) -> tuple[list[str] | None, bool]:
+    """The arrays that ``_METADATA`` lists, None where there is no such file, and whether every chunk must be there.
+
+    Orbax writes chunks of zeros, too, since it says so in this file; before, what is missing was zeros.
+    """
+    if layout.METADATA not in files:
+        return None, False
+    path = item / layout.METADATA
+    if files[layout.METADATA] > _MOST_METADATA:
+        raise SourceError(f"{path}: has {files[layout.METADATA]} bytes, and at most {_MOST_METADATA} are read")
+    try:
+        fields = json.loads(path.read_bytes())
+        complete = bool(fields.get("store_array_data_equal_to_fill_value"))
+        names = sorted(filter(None, map(_array_name, fields["tree_metadata"].values())))
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise SourceError(f"{path}: damaged: it does not list the checkpoint's arrays as Orbax does") from None
+    twice = next((name for name, after in itertools.pairwise(names) if name == after), None)
+    if twice is not None:
+        raise SourceError(f"{path}: lists array {quoted(twice)} twice")
+    return names, complete
+
+
+def _array_name(leaf: Any) -> str | None:
+    """Where a leaf lies in the store: its keys joined with dots; None for what is no array."""
+    about = leaf["value_metadata"]
+    if about.get("skip_deserialize") or about["value_type"] in _NOT_ARRAYS:
+        return None
+    return ".".join(str(key["key"]) for key in leaf["key_metadata"])
+
+
+def _check_claim(item: Path, forms: Mapping[str, Form], stored: int) -> None:
+    claimed = sum(form.nbytes for form in forms.values())
+    if claimed > _CLAIM * stored + _ALLOWANCE:
+        raise SourceError(
+            f"{item}: its arrays claim {size(claimed)}, and its files have {size(stored)}; no weights compress so well"
+        )
+
+
+class _Child:
+    """The reading process: lines of JSON in both directions."""
+
+    def __init__(self, item: Path, process: subprocess.Popen[str]) -> None:
+        self._item, self._process = item, process
+
+    def ask(self, **what: Any) -> None:
+        with _unbroken():
+            _pipe(self._process.stdin).write(json.dumps(what) + "\n")
+            _pipe(self._process.stdin).flush()
+
+    def answer(self, expected: str) -> Any:
+        """What the process says under the key ``expected``; :class:`SourceError` for anything else."""
+        line = _pipe(self._process.stdout).readline()
+        try:
+            said = json.loads(line)
+        except ValueError:
+            raise self._died() from None
+        if "refused" in said:
+            raise SourceError(f"{self._item}: {brief(said['refused'])}")
+        if expected not in said:
+            raise self._died()
+        return said[expected]
+
+    def _died(self) -> SourceError:
+        code = self._process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return SourceError(
+            f"{self._item}: tensorstore ended with {how} while it read this: the files are damaged, or ask for more"
+            " memory than their arrays have"
+        )
+
+
+@contextmanager
+def _child(item: Path) -> Iterator[_Child]:
+    """The process, ended with the block."""
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", _CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        yield _Child(item, process)
+    finally:
+        process.kill()
+        with process:  # closes its pipes and waits for it
+            pass
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """A process that is gone is noticed by what it answers."""
+    try:
+        yield
+    except BrokenPipeError:
+        return
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None  # noqa: S101 - the process was started with it
+    return pipe

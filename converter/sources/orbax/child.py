@@ -1,0 +1,170 @@
+"""The process that reads a checkpoint's arrays with tensorstore; :mod:`converter.sources.orbax.arrays` runs it.
+
+tensorstore is C++ that reads bytes of strangers: B-trees, compressed chunks. Here it may take the memory that the
+arrays explain and no more, and what it dies of is one sentence of its parent's. It is given one directory, opens no
+other store, and writes into one file.
+
+Spoken with its parent in lines of JSON: what to open; every array there is; which to write where; bytes as they are
+written; the end.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from converter.sources.orbax.zarrays import READERS, Described, Refused
+
+_BASE = 1 << 30  # bytes beside the arrays: code, threads' stacks, nodes of the B-tree
+_AT_ONCE = 2  # chunks that are decoded at the same time
+_MOST_ABSENT = 1 << 20  # chunks, where those that are missing are zeros
+_NODES = 64 << 20  # bytes of B-tree nodes that are kept
+
+
+def main() -> None:
+    """Answer one parent."""
+    asked = _hear()
+    _limit(_BASE)
+    store = _Store(Path(asked["root"]), ocdbt=asked["ocdbt"], missing_is_zero=asked["missing_is_zero"])
+    found = store.arrays(asked["names"])
+    _say({"arrays": {name: [array.dtype, list(array.shape), array.nbytes] for name, array in found.items()}})
+    wanted = _hear()
+    largest = max((found[name].chunk_bytes for name in wanted["offsets"]), default=0)
+    _limit(_BASE + 3 * _AT_ONCE * largest)
+    for name, offset in wanted["offsets"].items():
+        store.write(name, found[name], Path(wanted["file"]), offset)
+        _say({"read": found[name].nbytes})
+    _say({"done": True})
+
+
+class _Store:
+    """The one key-value store: keys are paths, of files or within the B-tree."""
+
+    def __init__(self, root: Path, *, ocdbt: bool, missing_is_zero: bool) -> None:
+        import tensorstore
+
+        self._library: Any = tensorstore
+        self._missing_is_zero = missing_is_zero
+        self._context = tensorstore.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "cache_pool#nodes": {"total_bytes_limit": _NODES},
+                "data_copy_concurrency": {"limit": _AT_ONCE},
+                "file_io_concurrency": {"limit": _AT_ONCE},
+            }
+        )
+        files = {"driver": "file", "path": f"{root}/"}
+        self._spec: dict[str, Any] = (
+            {"driver": "ocdbt", "base": files, "cache_pool": "cache_pool#nodes"} if ocdbt else files
+        )
+        self._keys: Any = tensorstore.KvStore.open(self._spec, context=self._context).result()
+
+    def arrays(self, names: list[str] | None) -> dict[str, Described]:
+        """Every array by the path it lies under, or those of ``names``, which must be there, whole."""
+        counts: dict[str, int] = {}
+        kinds: dict[str, str] = {}
+        keys = [key.decode("utf-8", "surrogateescape") for key in self._keys.list().result()]
+        for key in keys:
+            name, _, last = key.rpartition("/")
+            if last in READERS and name:
+                kinds[name] = last
+        for key in keys:
+            owner = _owner(key, kinds)
+            if owner is not None:
+                counts[owner] = counts.get(owner, 0) + 1
+        wanted = sorted(kinds) if names is None else names
+        return {name: self._described(name, kinds, counts.get(name, 0)) for name in wanted}
+
+    def _described(self, name: str, kinds: dict[str, str], chunks: int) -> Described:
+        if name not in kinds:
+            raise Refused(f"array {name!r} is in the checkpoint's list, and not in its files; the copy is incomplete")
+        text = self._keys.read(f"{name}/{kinds[name]}").result().value
+        try:
+            array = READERS[kinds[name]](text)
+        except Refused as refused:
+            raise Refused(f"array {name!r} {refused}") from None
+        if array.count > max(chunks, _MOST_ABSENT):
+            raise Refused(f"array {name!r} has {chunks} of its {array.count} chunks; that is no checkpoint")
+        if chunks < array.count and not self._missing_is_zero:
+            raise Refused(f"array {name!r} has {chunks} of its {array.count} chunks; the copy is incomplete")
+        return array
+
+    def write(self, name: str, array: Described, file: Path, offset: int) -> None:
+        """Write the values of an array to ``file`` from ``offset`` on, little-endian, in C order."""
+        import numpy as np
+
+        path = f"{self._spec['path']}{name}/" if "path" in self._spec else f"{name}/"
+        opened = self._library.open(
+            {
+                "driver": array.driver,
+                "kvstore": {**self._spec, "path": path},
+                "fill_missing_data_reads": self._missing_is_zero,
+                "recheck_cached_data": False,
+            },
+            open=True,
+            read=True,
+            context=self._context,
+        ).result()
+        if opened.dtype.name != array.dtype or tuple(opened.shape) != array.shape:
+            raise Refused(f"array {name!r} is read as {opened.dtype.name}{list(opened.shape)}")
+        if not array.nbytes:
+            return
+        mapped = np.memmap(file, np.uint8, mode="r+", offset=offset, shape=(array.nbytes,))
+        values = mapped.view(np.ndarray).view(opened.dtype.numpy_dtype).reshape(array.shape)
+        try:
+            self._library.array(values).write(opened).result()
+        except ValueError as error:
+            raise Refused(f"array {name!r} cannot be read: {_plain(error)}") from None
+
+
+def _owner(key: str, kinds: dict[str, str]) -> str | None:
+    """The array that a key is a chunk of: ``w/0.1``, ``w/0/1`` or ``w/c/0/1``."""
+    name, _, last = key.rpartition("/")
+    if last.startswith(".z") or last == "zarr.json":
+        return None
+    while name:
+        if name in kinds:
+            return name
+        name = name.rpartition("/")[0]
+    return None
+
+
+def _plain(error: Exception) -> str:
+    """What tensorstore says, without the spec and the places in its sources behind it."""
+    text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
+    return " ".join(text.split())[:240]
+
+
+def _limit(more: int) -> None:
+    """Let this process have ``more`` bytes of data beside what it has."""
+    used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = (int(used.split()[1]) << 10) + more
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may die of this, and nobody looks at its remains
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _hear() -> Any:
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)  # the parent is gone
+    return json.loads(line)
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refused as refused:
+        _say({"refused": str(refused)})
+    except MemoryError:
+        _say({"refused": "asks for more memory than its arrays have"})
+    except Exception as error:  # noqa: BLE001 - whatever tensorstore raises, its parent says what became of it
+        _say({"refused": f"cannot be read: {_plain(error)}"})

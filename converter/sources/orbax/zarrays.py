@@ -1,0 +1,149 @@
+"""What a zarr array says of itself, checked before tensorstore, or any memory, is asked for on its word.
+
+For :mod:`converter.sources.orbax.child`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LARGEST = 2**47  # elements of one array: more than any machine maps
+_MOST_RANK = 32
+_MOST_TEXT = 1 << 20  # bytes of an array's metadata
+_ITEMSIZES = {
+    "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
+_KINDS = {"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64"}
+_KINDS |= {
+    f"{kind}{size}": f"{name}{8 * size}" for kind, name in (("i", "int"), ("u", "uint")) for size in (1, 2, 4, 8)
+}
+_COMPRESSORS = frozenset({"zstd", "gzip", "zlib", "blosc", "bz2"})
+_CODECS = frozenset({"bytes", "transpose", "crc32c", "zstd", "gzip", "blosc", "sharding_indexed"})
+
+
+class Refused(Exception):
+    """An array that is not read; the message names what is wrong with it, and not the array."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """One array: numpy's name of its dtype, its shape, that of its chunks, and how it is stored."""
+
+    driver: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEMSIZES[self.dtype]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.chunks) * _ITEMSIZES[self.dtype]
+
+    @property
+    def count(self) -> int:
+        """Of chunks, each a value of the store: along an axis the last one may stick out."""
+        return math.prod(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
+
+
+def zarr2(text: bytes) -> Described:
+    """What a ``.zarray`` says. Raises :class:`Refused`."""
+    fields = _fields(text)
+    compressor = fields.get("compressor")
+    if compressor is not None and _name(compressor, "id") not in _COMPRESSORS:
+        raise Refused(f"has the unknown compressor {_shown(compressor)}")
+    if fields.get("filters"):
+        raise Refused(f"has filters, {_shown(fields['filters'])}, which no Orbax checkpoint has")
+    dtype = fields.get("dtype")
+    return _described("zarr", _zarr2_dtype(dtype), fields.get("shape"), fields.get("chunks"), dtype)
+
+
+def zarr3(text: bytes) -> Described:
+    """What a ``zarr.json`` says. Raises :class:`Refused`."""
+    fields = _fields(text)
+    if fields.get("node_type") != "array":
+        raise Refused(f"is {_shown(fields.get('node_type'))}, not an array")
+    if fields.get("storage_transformers"):
+        raise Refused("has storage transformers, which no Orbax checkpoint has")
+    grid = fields.get("chunk_grid")
+    if not isinstance(grid, dict) or grid.get("name") != "regular" or not isinstance(grid.get("configuration"), dict):
+        raise Refused(f"has the unknown chunk grid {_shown(grid)}")
+    _check_codecs(fields.get("codecs"))
+    dtype = fields.get("data_type")
+    known = dtype if isinstance(dtype, str) and dtype in _ITEMSIZES else None
+    return _described("zarr3", known, fields.get("shape"), grid["configuration"].get("chunk_shape"), dtype)
+
+
+READERS: dict[str, Callable[[bytes], Described]] = {".zarray": zarr2, "zarr.json": zarr3}
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    if len(text) > _MOST_TEXT:
+        raise Refused(f"has {len(text)} bytes of metadata, and at most {_MOST_TEXT} are read")
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Refused("has metadata that is not JSON") from None
+    if not isinstance(fields, dict):
+        raise Refused("has metadata that is not a JSON object")
+    return fields
+
+
+def _check_codecs(codecs: Any, depth: int = 0) -> None:
+    if not isinstance(codecs, list) or len(codecs) > 8 or depth > 2:
+        raise Refused(f"has no readable list of codecs: {_shown(codecs)}")
+    for codec in codecs:
+        name = _name(codec, "name")
+        if name not in _CODECS:
+            raise Refused(f"has the unknown codec {_shown(codec)}")
+        if name == "sharding_indexed":
+            inner = codec.get("configuration")
+            if not isinstance(inner, dict):
+                raise Refused(f"has shards without a configuration: {_shown(codec)}")
+            _check_codecs(inner.get("codecs"), depth + 1)
+            _check_codecs(inner.get("index_codecs"), depth + 1)
+            _sizes(inner.get("chunk_shape"), "parts of shards", least=1)
+
+
+def _described(driver: str, dtype: str | None, shape: Any, chunks: Any, said: Any) -> Described:
+    if dtype is None:
+        raise Refused(f"has the dtype {_shown(said)}, which bf16kit does not know; known: {', '.join(_ITEMSIZES)}")
+    sizes, pieces = _sizes(shape, "shape", least=0), _sizes(chunks, "chunks", least=1)
+    if len(sizes) != len(pieces):
+        raise Refused(f"has shape {list(sizes)} in chunks of {list(pieces)}")
+    return Described(driver, dtype, sizes, pieces)
+
+
+def _sizes(given: Any, what: str, *, least: int) -> tuple[int, ...]:
+    if not isinstance(given, list) or len(given) > _MOST_RANK:
+        raise Refused(f"has {what} {_shown(given)}, which is no list of at most {_MOST_RANK} sizes")
+    if not all(type(size) is int and least <= size <= LARGEST for size in given):
+        raise Refused(f"has {what} {_shown(given)}, of which not all are sizes")
+    if math.prod(given) > LARGEST:
+        raise Refused(f"has {what} {_shown(given)}, which no memory holds")
+    return tuple(given)
+
+
+def _zarr2_dtype(said: Any) -> str | None:
+    """numpy's name for ``<f4``; tensorstore writes ``bfloat16`` as that, little-endian."""
+    if said == "bfloat16":
+        return "bfloat16"
+    if not isinstance(said, str) or said[:1] not in ("<", "|"):
+        return None
+    return _KINDS.get(said[1:])
+
+
+def _name(given: Any, key: str) -> Any:
+    return given.get(key) if isinstance(given, dict) and isinstance(given.get(key), str) else None
+
+
+def _shown(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= 80 else f"{text[:79]}…"

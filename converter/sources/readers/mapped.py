@@ -1,0 +1,102 @@
+"""Weights of any framework put into a model by a map: a torch module that ``--model`` builds, or the graph it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import UsageError
+from converter.graph.equality import OTHER_FLOATS, in_fp32
+from converter.model import Array, Checkpoint, Feeds, Oracle, Source
+from converter.options import Options
+from converter.process.imports import is_import_spec
+from converter.sources.mapping import slots
+from converter.sources.mapping.choice import choose
+from converter.sources.readers.common import exported, inputs_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def is_graph(options: Options) -> bool:
+    """Whether ``--model`` names a file, and so an ONNX graph, rather than a function."""
+    return options.model is not None and not is_import_spec(options.model) and Path(options.model).is_file()
+
+
+def read(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
+    """The tensors of ``checkpoint`` in the model that ``--model`` names, as a source."""
+    if is_graph(options):
+        return _into_graph(options, checkpoint, notes)
+    from converter.sources import statedict
+    from converter.sources.torch.onnx_export import adapt, not_served
+
+    module = statedict.build(options)
+    chosen = choose(options, checkpoint.tensors, slots.of_module(module))
+    statedict.fit(module, chosen.mapped.tensors, kept=chosen.mapped.kept)
+    checkpoint = replace(checkpoint, orders=chosen.mapped.orders)
+    model = adapt(statedict.in_fp32(module), inputs_of(options))
+    source = exported(checkpoint, model, None, bound=chosen.mapped.tensors)
+    notes = (*not_served(model.outputs, model.left_out), *notes, *chosen.notes)
+    return replace(source, notes=notes, proposed=chosen.proposed)
+
+
+def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
+    from converter.sources import onnx_file
+    from converter.sources.detect import Kind, recognise
+
+    path = Path(options.model or "")
+    kind = recognise(path)
+    if kind is not Kind.ONNX:
+        raise UsageError(f"--model {path}: is {kind.value}; expected pkg.mod:factory, or an ONNX graph")
+    graph, _ = onnx_file.read_graph(path)
+    inputs, outputs = onnx_file.settle_edges(graph, options.inputs)
+    chosen = choose(options, checkpoint.tensors, slots.of_graph(graph))
+    for name, array in chosen.mapped.tensors.items():
+        _fill(graph, name, array)
+    return Source(
+        replace(checkpoint, orders=chosen.mapped.orders),
+        graph,
+        inputs,
+        outputs,
+        tools=("onnxscript",),
+        oracle=_oracle(graph, path.name, options.target.path.parent),
+        notes=(*notes, *chosen.notes),
+        proposed=chosen.proposed,
+    )
+
+
+def _fill(graph: ir.Model, name: str, array: Array) -> None:
+    """Let an initializer hold ``array``, which has its shape, in its own dtype."""
+    import onnx_ir as ir
+
+    from converter.graph.initializers import Computed, rows_of
+
+    value = graph.graph.initializers[name]
+    like = value.const_value
+    assert like is not None  # noqa: S101 - slots are made of those that have one
+    if like.dtype is not ir.DataType.FLOAT:
+        value.const_value = ir.Tensor(array.astype(like.dtype.numpy()), name=name)
+    elif array.dtype.name in OTHER_FLOATS:
+        value.const_value = Computed(lambda rows: in_fp32(rows_of(array, rows)), like)
+        value.const_value.name = name
+    else:
+        value.const_value = ir.Tensor(array.astype("float32", copy=False), name=name)
+
+
+def _oracle(graph: ir.Model, name: str, directory: Path) -> Oracle:
+    """The graph as it is now, written out while it is asked."""
+    import tempfile
+
+    def answers(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+        import onnx_ir as ir
+
+        from converter.sources import oracles
+
+        with tempfile.TemporaryDirectory(prefix=".bf16kit-graph-", dir=directory) as place:
+            path = Path(place) / "graph.onnx"
+            ir.save(graph, path, external_data="weights.bin")
+            yield from oracles.of_onnx(path, graph).answers(feeds)
+
+    return Oracle(answers, f"the graph of {name} with the checkpoint's weights in ONNX Runtime, no optimisation")

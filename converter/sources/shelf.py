@@ -1,0 +1,69 @@
+"""Arrays side by side in one temporary file: where a checkpoint's go that cannot be mapped as they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bf16kit.errors import SourceError
+from bf16kit.runtime.scratch import NoScratch, scratch_file
+from bf16kit.tensors import BY_NAME
+from converter.model import Array
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an array is before there is memory for it: ``dtype`` is a key of :data:`~bf16kit.tensors.BY_NAME`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BY_NAME[self.dtype].numpy.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """The file, which has its name only while it is filled, and each array's place in it and view of it."""
+
+    path: Path
+    offsets: Mapping[str, int]
+    arrays: Mapping[str, Array]
+
+
+@contextmanager
+def shelf(forms: Mapping[str, Form], directory: Path, source: Path) -> Iterator[Shelf]:
+    """Room for an array of each of ``forms`` in a file of ``directory``, or of the system's where that is in memory.
+
+    The arrays are writable, aligned, and stay when the block is left. Raises :class:`SourceError` naming ``source``
+    where there is no room.
+    """
+    offsets, end = {}, 0
+    for name, form in forms.items():
+        offsets[name] = end
+        end += form.nbytes + -form.nbytes % _ALIGNMENT
+    try:
+        with _file(max(end, 1), directory) as (path, data):
+            views = {
+                name: data[start : start + forms[name].nbytes].view(BY_NAME[forms[name].dtype].numpy)
+                for name, start in offsets.items()
+            }
+            yield Shelf(path, offsets, {name: views[name].reshape(forms[name].shape) for name in forms})
+    except NoScratch as error:
+        raise SourceError(f"{source}: its {end / 1e6:.0f} MB of arrays have no room: {error}") from None
+
+
+@contextmanager
+def _file(size: int, directory: Path) -> Iterator[tuple[Path, Array]]:
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(scratch_file(size, directory))
+        except NoScratch:  # a container whose disk is its memory: there the arrays would lie in any case
+            found = stack.enter_context(scratch_file(size, in_memory=True))
+        yield found

@@ -1,0 +1,235 @@
+"""JAX's leaves in a torch module or an ONNX graph: by rules, by a proposal that samples confirm, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+import torch
+import yaml
+from architectures import Cnn, Mlp, seeded
+from converting import ONNX_ONLY, Cli, tree
+from flaxfiles import packed
+from restored import assert_restored
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load_reference
+
+MLP = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16", *ONNX_ONLY)
+X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+Tree = dict[str, np.ndarray]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    found: Tree = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: np.asarray(value)}
+    return found
+
+
+def mlp_params(up: str = "up", down: str = "down", hidden: int = 64) -> Mapping[str, Any]:
+    """``architectures.Mlp`` as Flax would hold it: kernels are [in, out]."""
+    state = {name: tensor.numpy() for name, tensor in seeded(Mlp(hidden=hidden)).state_dict().items()}
+    return {
+        "params": {
+            up: {"kernel": np.ascontiguousarray(state["up.weight"].T), "bias": state["up.bias"]},
+            down: {"kernel": np.ascontiguousarray(state["down.weight"].T), "bias": state["down.bias"]},
+        }
+    }
+
+
+def _write(path: Path, given: Mapping[str, Any]) -> Path:
+    path.write_bytes(packed(given))
+    return path
+
+
+@pytest.fixture
+def mlp_msgpack(tmp_path: Path) -> Path:
+    return _write(tmp_path / "mlp.msgpack", {**mlp_params(), "step": 7})
+
+
+def test_without_a_map_the_proposal_is_printed_and_does_it(
+    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
+) -> None:
+    """What is printed is a file for --map, and gives the checkpoint's own answers and leaves."""
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
+    refused.refused(2, "a map of its 5 leaves to the model is proposed", "--accept-map", "--map", "--samples")
+    assert not target.exists()
+    rules = yaml.safe_load(refused.out)
+    assert {rule.get("to") for rule in rules["rules"]} == {"up.weight", "up.bias", "down.weight", "down.bias", None}
+    (tmp_path / "rules.yaml").write_text(refused.out)
+    cli("checkpoint", mlp_msgpack, *MLP, "--map", tmp_path / "rules.yaml", "--out", target).published()
+    artifact = Artifact.open(target)
+    assert artifact.manifest.source.format == "flax-msgpack"
+    expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
+    np.testing.assert_allclose(load_reference(artifact).run({"x": X})["output"], expected, atol=1e-5)
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", _flat({**mlp_params(), "step": np.int64(7)}))
+
+
+def test_samples_with_the_outputs_confirm_a_proposal(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
+    expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
+    np.savez(tmp_path / "s.npz", x=X, output=expected)
+    done = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target).published()
+    assert "the map that was proposed is confirmed" in " ".join(done.out.split())
+    cli("verify", target, "--samples", tmp_path / "s.npz").published()  # which has no use for the outputs
+
+
+def test_samples_that_expect_something_else_refuse_it(
+    cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path
+) -> None:
+    expected = seeded(Mlp())(torch.from_numpy(X)).detach().numpy()
+    np.savez(tmp_path / "s.npz", x=X, output=expected * np.float32(1.001))
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target)
+    refused.refused(2, "is not confirmed: output 'output' is 0.000999 (relative_l2)", "fp32 noise explains at most")
+    assert "match: 'params\\.up\\.kernel'" in refused.out
+    assert tree(target.parent.parent) == []
+
+
+def test_samples_without_outputs_confirm_nothing(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
+    np.savez(tmp_path / "s.npz", x=X)
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--samples", tmp_path / "s.npz", "--out", target)
+    refused.refused(2, "the file s.npz holds inputs, and no outputs")
+
+
+def test_a_map_is_held_to_the_outputs_as_well(cli: Cli, tmp_path: Path, target: Path, mlp_msgpack: Path) -> None:
+    """Rules that put both layers where they fit, and one with the other's sign, so to say."""
+    refused = cli("checkpoint", mlp_msgpack, *MLP, "--out", target)
+    (tmp_path / "rules.yaml").write_text(refused.out)
+    np.savez(tmp_path / "s.npz", x=X, output=np.zeros((3, 10), np.float32))
+    given = ("--map", tmp_path / "rules.yaml", "--samples", tmp_path / "s.npz")
+    refused = cli("checkpoint", mlp_msgpack, *MLP, *given, "--out", target)
+    refused.refused(3, "the model does not answer as the file s.npz expects")
+
+
+def test_two_layers_of_one_shape_without_a_name_are_ambiguous(cli: Cli, tmp_path: Path, target: Path) -> None:
+    square = ("--model", "architectures:Mlp", "--model-args", '{"hidden": 16, "classes": 16}', *MLP[2:])
+    state = {name: t.numpy() for name, t in seeded(Mlp(hidden=16, classes=16)).state_dict().items()}
+    layers = {
+        f"Dense_{index}": {"kernel": np.ascontiguousarray(state[f"{name}.weight"].T), "bias": state[f"{name}.bias"]}
+        for index, name in enumerate(("up", "down"))
+    }
+    source = _write(tmp_path / "square.msgpack", {"params": layers})
+    refused = cli("checkpoint", source, *square, "--accept-map", "--out", target)
+    refused.refused(
+        2, "--accept-map does not do", "ambiguous, for they have one shape and no name decides: params.Dense_0"
+    )
+    assert "# GUESSED" in refused.out
+    expected = seeded(Mlp(hidden=16, classes=16))(torch.from_numpy(X)).detach().numpy()
+    np.savez(tmp_path / "s.npz", x=X, output=expected)
+    cli("checkpoint", source, *square, "--samples", tmp_path / "s.npz", "--out", target).published()
+
+
+def test_an_accepted_map_is_said_to_be_unconfirmed(cli: Cli, target: Path, mlp_msgpack: Path) -> None:
+    done = cli("checkpoint", mlp_msgpack, *MLP, "--accept-map", "--out", target).published()
+    assert "--accept-map: 5 leaves were placed by the map that was proposed, unconfirmed" in " ".join(done.out.split())
+
+
+def test_a_convolutional_model_with_batch_statistics(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """HWIO kernels are stored once, as OIHW, and given back as HWIO; torch's counters of batches stay the model's."""
+    state = {name: tensor.numpy() for name, tensor in seeded(Cnn()).state_dict().items()}
+    convs = {f"Conv_{i}": state[f"features.{3 * i}.weight"].transpose(2, 3, 1, 0) for i in range(2)}
+    params: dict[str, Any] = {name: {"kernel": np.ascontiguousarray(kernel)} for name, kernel in convs.items()}
+    params["Conv_1"] = {"kernel": np.ascontiguousarray(convs["Conv_1"]), "bias": state["features.3.bias"]}
+    params["Dense_0"] = {"kernel": np.ascontiguousarray(state["head.weight"].T), "bias": state["head.bias"]}
+    stats: dict[str, Any] = {}
+    for i in range(2):
+        norm = f"features.{3 * i + 1}"
+        params[f"BatchNorm_{i}"] = {"scale": state[f"{norm}.weight"], "bias": state[f"{norm}.bias"]}
+        stats[f"BatchNorm_{i}"] = {"mean": state[f"{norm}.running_mean"], "var": state[f"{norm}.running_var"]}
+    given: dict[str, Any] = {"params": params, "batch_stats": stats, "opt_state": {"mu": np.zeros(7, np.float32)}}
+    source = _write(tmp_path / "cnn.msgpack", given)
+    x = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
+    expected = seeded(Cnn())(torch.from_numpy(x)).detach().numpy()
+    np.savez(tmp_path / "s.npz", x=x, output=expected)
+    arguments = ("--model", "architectures:Cnn", "--input", "x:float32:batch,3,16,16", "--samples", tmp_path / "s.npz")
+    done = cli("checkpoint", source, *arguments, *ONNX_ONLY, "--out", target).published()
+    assert "left out: 1 arrays of training under opt_state" in " ".join(done.out.split())
+    entries = {entry.name: entry for entry in Artifact.open(target).manifest.checkpoint}
+    assert entries["params.Conv_0.kernel"].permutation == [2, 3, 1, 0]
+    assert Artifact.open(target).manifest.files["residual.bin"].bytes < sum(a.nbytes for a in _flat(params).values())
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    del given["opt_state"]
+    assert_restored(tmp_path / "fp32.safetensors", _flat(given))
+
+
+def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path) -> None:
+    given = mlp_params()
+    half = {
+        "params": {
+            name: {k: v.astype(ml_dtypes.bfloat16) for k, v in layer.items()} for name, layer in given["params"].items()
+        }
+    }
+    source = _write(tmp_path / "half.msgpack", half)
+    cli("checkpoint", source, *MLP, "--accept-map", "--out", target).published()
+    stored = Artifact.open(target)
+    own = half["params"]["up"]["kernel"]
+    name = next(e.tensor for e in stored.manifest.checkpoint if e.name == "params.up.kernel")
+    assert sorted(stored.tensor(name).view(np.uint16).reshape(-1)) == sorted(own.view(np.uint16).reshape(-1))
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", _flat(half))
+
+
+def test_an_onnx_graph_is_an_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Its MatMuls take [in, out], as JAX does; its own weights are replaced, every one."""
+    model = graphs.mlp()
+    weights = graphs.weights_of(model)
+    onnx.save(model, tmp_path / "graph.onnx")
+    rng = np.random.default_rng(5)
+    own = {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in weights.items()}
+    given = {"params": {f"layer_{i}": {"kernel": own[f"w{i}"], "bias": own[f"b{i}"]} for i in range(2)}}
+    source = _write(tmp_path / "m.msgpack", given)
+    x = rng.standard_normal((3, weights["w0"].shape[0])).astype(np.float32)
+    expected = np.maximum(x @ own["w0"] + own["b0"], 0) @ own["w1"] + own["b1"]
+    np.savez(tmp_path / "s.npz", x=x, y=expected)
+    arguments = ("--model", tmp_path / "graph.onnx", "--samples", tmp_path / "s.npz", *ONNX_ONLY)
+    cli("checkpoint", source, *arguments, "--out", target).published()
+    found = load_reference(Artifact.open(target)).run({"x": x})["y"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", _flat(given))
+
+
+def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: Path) -> None:
+    state = seeded(Mlp()).state_dict()
+    torch.save({f"net.{name.replace('up', 'first')}": tensor for name, tensor in state.items()}, tmp_path / "m.pt")
+    (tmp_path / "rules.yaml").write_text(
+        "rules:\n- {match: 'net\\.first\\.(.*)', to: 'up.\\1'}\n- {match: 'net\\.(.*)', to: '\\1'}\n"
+    )
+    arguments = (*MLP, "--map", tmp_path / "rules.yaml")
+    cli("checkpoint", tmp_path / "m.pt", *arguments, "--out", target).published()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    wanted = {f"net.{name.replace('up', 'first')}": tensor.numpy() for name, tensor in state.items()}
+    assert_restored(tmp_path / "fp32.safetensors", wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "holds weights but no architecture; name it with --model pkg.mod:factory"),
+        (("--model", "architectures:Mlp", "--accept-map"), "--input NAME:DTYPE:DIMS, for example"),
+        (("--model", "architectures:Mlp", "--step", "3"), "--step: is for Orbax checkpoints"),
+        (("--model", "architectures:Mlp", "--item", "x"), "--item: is for Orbax checkpoints"),
+        (("--model", "architectures:Mlp", "--accept-map", "--map", "r.yaml"), "leave one of them out"),
+        (("--model", "architectures:Mlp", "--map", "absent.yaml"), "--map absent.yaml: cannot be read: No such file"),
+        (
+            ("--model", "architectures:Cnn", "--accept-map"),
+            "nothing was found that fills the model's: features.0.weight",
+        ),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(
+    cli: Cli, target: Path, mlp_msgpack: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    cli("checkpoint", mlp_msgpack, *arguments, "--out", target).refused(2, said)
+
+
+def test_a_map_is_refused_where_the_source_brings_its_graph(cli: Cli, target: Path, onnx_file: Path) -> None:
+    cli("checkpoint", onnx_file, "--accept-map", "--out", target).refused(2, "is for weights without a graph")

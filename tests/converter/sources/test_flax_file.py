@@ -1,0 +1,137 @@
+"""Flax's msgpack: every array bit for bit, and each way in which a file can claim what it has not."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import flaxfiles
+import ml_dtypes
+import numpy as np
+import pytest
+from flaxfiles import extension, packed
+
+from bf16kit.errors import SourceError
+from converter.sources.detect import Kind, recognise
+from converter.sources.flax_file import read_file
+
+W = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def _read(tmp_path: Path, content: bytes) -> dict[str, np.ndarray]:
+    path = tmp_path / "m.msgpack"
+    path.write_bytes(content)
+    return read_file(path, lambda _: True, tmp_path)[0]
+
+
+def test_leaves_come_by_their_keys_in_the_files_order(tmp_path: Path) -> None:
+    tree = {"params": {"b": {"kernel": W, "bias": W[0]}, "a": {"scale": W.astype(ml_dtypes.bfloat16)}}, "step": 7}
+    found = _read(tmp_path, packed(tree))
+    assert list(found) == ["params.b.kernel", "params.b.bias", "params.a.scale", "step"]
+    assert found["params.b.kernel"].tobytes() == W.tobytes()
+    assert found["params.a.scale"].dtype.name == "bfloat16"
+    assert found["step"].dtype == np.int64
+    assert found["step"].shape == ()
+    assert int(found["step"]) == 7
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float64"]
+)
+def test_every_dtype_that_bf16kit_has(tmp_path: Path, dtype: str) -> None:
+    array = np.arange(6).astype(dtype).reshape(2, 3)
+    found = _read(tmp_path, packed({"pad": "x" * 3, "w": array}))["w"]
+    assert found.dtype == array.dtype
+    assert found.tobytes() == array.tobytes()
+    assert found.flags.aligned
+
+
+def test_texts_and_none_are_no_arrays_and_lists_count(tmp_path: Path) -> None:
+    found = _read(tmp_path, packed({"name": "mlp", "none": None, "layers": [W, {"w": W}], "rate": 0.5, "on": True}))
+    assert list(found) == ["layers.0", "layers.1.w", "rate", "on"]
+
+
+def test_an_array_in_parts_is_joined(tmp_path: Path) -> None:
+    found = _read(tmp_path, packed({"params": {"table": flaxfiles.chunked(W, 5)}}))
+    assert found["params.table"].tobytes() == W.tobytes()
+    assert found["params.table"].shape == (3, 4)
+
+
+def test_what_is_not_wanted_is_named_and_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.msgpack"
+    path.write_bytes(packed({"params": {"w": W}, "opt_state": {"mu": W}}))
+    found, others = read_file(path, lambda name: name.startswith("params"), tmp_path)
+    assert (list(found), others) == (["params.w"], ("opt_state.mu",))
+
+
+def test_empty_arrays_and_files_without_any(tmp_path: Path) -> None:
+    assert _read(tmp_path, packed({"w": np.zeros((0, 4), np.float32)}))["w"].shape == (0, 4)
+    assert _read(tmp_path, packed({"name": "nothing"})) == {}
+
+
+def test_a_flax_file_is_recognised_by_its_bytes(tmp_path: Path) -> None:
+    for count in (1, 15, 16, 70000):
+        tree = {f"layer{index}": 1 for index in range(min(count, 300))}
+        (tmp_path / "m.bin").write_bytes(packed(tree))
+        assert recognise(tmp_path / "m.bin") is Kind.FLAX
+
+
+def _array(shape: Any, dtype: Any, data: Any) -> bytes:
+    return packed({"w": 0})[:-1] + extension(1, packed([shape, dtype, data]))
+
+
+_WRONG: dict[str, tuple[bytes, str]] = {
+    "cut": (packed({"w": W})[:-5], "bytes are wanted"),
+    "more behind": (packed({"w": W}) + b"\0", "1 bytes behind its end"),
+    "no map": (b"\x81\xa1w", "0 are left"),
+    "too many keys": (b"\xdf\xff\xff\xff\xff\xa1w", "4294967295 values at byte 5"),
+    "too long a text": (b"\x81\xdb\xff\xff\xff\xff", "4294967295 bytes are wanted"),
+    "an extension of 4 GB": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "4294967295 bytes are wanted"),
+    "a shape that lies": (_array([3, 5], "float32", W.tobytes()), r"float32[3, 5], and has 48 bytes"),
+    "a shape beyond memory": (_array([2**40, 2**40], "float32", b""), "not [shape, dtype, bytes]"),
+    "a negative size": (_array([-3, -4], "float32", W.tobytes()), "not [shape, dtype, bytes]"),
+    "a shape of texts": (_array(["3"], "float32", b""), "not [shape, dtype, bytes]"),
+    "objects": (_array([1], "object", bytes(8)), "unknown dtype 'object'"),
+    "texts": (_array([1], "string", bytes(8)), "unknown dtype 'string'"),
+    "complex numbers": (_array([1], "complex64", bytes(8)), "unknown dtype 'complex64'"),
+    "no dtype": (_array([1], 7, bytes(8)), "unknown dtype '7'"),
+    "another extension": (b"\x81\xa1w" + extension(5, b"abc"), "extension 5"),
+    "no array inside": (b"\x81\xa1w" + extension(1, b"\x07"), "not [shape, dtype, bytes]"),
+    "rest inside": (b"\x81\xa1w" + extension(1, flaxfiles.array(W) + b"\0"), "not [shape, dtype, bytes]"),
+    "never used": (b"\x81\xa1w\xc1", "byte 0xc1 at 3"),
+    "a number as key": (b"\x82\xa1w\x01\x07\x07", "is no text"),
+    "a key twice": (b"\x82\xa1w\x01\xa1w\x01", "'w' is there twice"),
+    "two of one name": (packed({"a.b": W, "a": {"b": W}}), "two arrays are called 'a.b'"),
+    "no UTF-8": (b"\x81\xa2\xff\xfe\x01", "not UTF-8"),
+    "deep": (b"\x81\xa1w" * 5000 + b"\x01", "deeper than 64"),
+    "deep lists": (b"\x81\xa1w" + b"\x91" * 100_000 + b"\x01", "deeper than 64"),
+    "parts without a shape": (packed({"w": {"__msgpack_chunked_array__": True, "chunks": {"0": W}}}), "no shape"),
+    "parts that lack one": (
+        packed({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 12}, "chunks": {"1": W}}}),
+        "no shape or no chunks",
+    ),
+    "parts too short": (
+        packed({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 13}, "chunks": {"0": W}}}),
+        "its chunks have 48 bytes",
+    ),
+    "parts of two kinds": (
+        packed({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {"0": W, "1": W.astype("i8")}}}),
+        "several dtypes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _WRONG)
+def test_what_is_damaged_is_refused_with_where(tmp_path: Path, kind: str) -> None:
+    content, said = _WRONG[kind]
+    with pytest.raises(SourceError) as refused:
+        _read(tmp_path, content)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(f"{tmp_path / 'm.msgpack'}: truncated or damaged")
+
+
+def test_a_million_values_that_are_there_take_no_more_than_they_are(tmp_path: Path) -> None:
+    """A list of 2**20 numbers is sound, and small."""
+    content = b"\x81\xa1w\xdd" + struct.pack(">I", 1 << 12) + b"\x01" * (1 << 12)
+    assert len(_read(tmp_path, content)) == 1 << 12

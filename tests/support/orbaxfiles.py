@@ -1,0 +1,93 @@
+"""Orbax's directories, written by tensorstore alone: what each layout has in common with one that Orbax wrote.
+
+Held against real ones in ``tests/sources/test_jax.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Driver = Literal["zarr", "zarr3"]
+
+
+def write(
+    item: Path,
+    leaves: Mapping[str, NDArray[Any]],
+    *,
+    ocdbt: bool = True,
+    driver: Driver = "zarr",
+    chunks: Mapping[str, tuple[int, ...]] | None = None,
+    metadata: bool = True,
+) -> Path:
+    """An item with ``leaves``; a leaf is one chunk, or has ``chunks`` of that shape."""
+    import tensorstore
+
+    item.mkdir(parents=True, exist_ok=True)
+    files = {"driver": "file", "path": f"{item}/"}
+    for name, array in leaves.items():
+        chunk = list((chunks or {}).get(name, array.shape))
+        config = {"max_inline_value_bytes": 1024, "manifest_kind": "single"}
+        store: dict[str, Any] = {"driver": "ocdbt", "base": files, "path": f"{name}/", "config": config}
+        if not ocdbt:
+            store = {"driver": "file", "path": f"{item}/{name}/"}
+        spec = {"driver": driver, "kvstore": store, "store_data_equal_to_fill_value": True}
+        spec["metadata"] = _zarr2(array, chunk) if driver == "zarr" else _zarr3(array, chunk)
+        opened = tensorstore.open(spec, create=True, open=True, dtype=array.dtype.name).result()
+        opened.write(array).result()
+    if metadata:
+        (item / "_METADATA").write_text(json.dumps(described(leaves, ocdbt=ocdbt, driver=driver)))
+    return item
+
+
+def described(leaves: Mapping[str, NDArray[Any]], *, ocdbt: bool = True, driver: Driver = "zarr") -> dict[str, Any]:
+    """What ``_METADATA`` says of ``leaves``."""
+    return {
+        "tree_metadata": {str(tuple(name.split("."))): entry(name) for name in leaves},
+        "use_ocdbt": ocdbt,
+        "use_zarr3": driver == "zarr3",
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def entry(name: str, **value: Any) -> dict[str, Any]:
+    """One leaf of ``_METADATA``."""
+    return {
+        "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],
+        "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False} | value,
+    }
+
+
+def _zarr2(array: NDArray[Any], chunk: list[int]) -> dict[str, Any]:
+    return {"shape": list(array.shape), "chunks": [max(1, n) for n in chunk], "compressor": {"id": "zstd", "level": 1}}
+
+
+def _zarr3(array: NDArray[Any], chunk: list[int]) -> dict[str, Any]:
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    shards = {
+        "chunk_shape": [max(1, n) for n in chunk],
+        "codecs": [little, {"name": "zstd"}],
+        "index_codecs": [little, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    return {
+        "shape": list(array.shape),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in chunk]}},
+        "codecs": [{"name": "sharding_indexed", "configuration": shards}],
+    }
+
+
+def files_of(item: Path) -> dict[str, bytes]:
+    """Every file below ``item``, by its path from there."""
+    return {str(path.relative_to(item)): path.read_bytes() for path in sorted(item.rglob("*")) if path.is_file()}
+
+
+def values(count: int = 12) -> NDArray[np.float32]:
+    """Some that compress badly."""
+    return np.random.default_rng(count).standard_normal(count).astype(np.float32)
