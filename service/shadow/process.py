@@ -136,8 +136,8 @@ class ShadowProcess:
             refused = self._refused(key, body)
             if not refused:
                 self._hand_on(body, message.files[0], told)
-        if new and not self._talks:
-            self._tell_left()
+            if new:
+                self._tell_left()
         if refused:
             told.set_result({"outcomes": [refused] * len(body["samples"])})
         return told
@@ -172,7 +172,8 @@ class ShadowProcess:
         if asked is not None:
             asked.add_done_callback(lambda done: self._forget(model, versions, done))
         elif peer is None:
-            self._tell_left()
+            with self._lock:
+                self._tell_left()
             self._forgotten(model, versions)
 
     def restart(self, model: str, version: int) -> None:
@@ -217,7 +218,8 @@ class ShadowProcess:
         self._count_out(body)
         error = done.exception()
         if error is None:
-            self._talks = True
+            with self._lock:
+                self._talks = True
             told.set_result(done.result())
         else:
             told.set_exception(error)
@@ -248,8 +250,9 @@ class ShadowProcess:
                 os.close(each.file)
 
     def _hear(self, message: Message) -> None:
-        self._talks = True
-        self._counts(Message(self._whole(message.body)))
+        with self._lock:  # what is told in its place meanwhile would be counted as its beginning anew
+            self._talks = True
+            self._counts(Message(self._whole(message.body)))
 
     def _pass_on(self, done: Future[Body], told: Future[Body]) -> None:
         error = done.exception()
@@ -269,18 +272,21 @@ class ShadowProcess:
 
     def _bury(self) -> None:
         """What it has counted stays, and it is not forgotten that it should be there. What ended it stays off."""
-        self._talks = False
         culprit = self._blame.died(self._known())
         if culprit is not None:
             _log.error("%s: no live drift: %s", label_of(culprit.key), culprit.reason)
-            with self._lock:
+        with self._lock:
+            if culprit is not None:
                 self._off[culprit.key] = culprit.reason
-        self._lost()
-        self._tell_left()
+            self._talks = False
+            self._lost()
+            self._tell_left()
 
     def _tell_left(self) -> None:
-        """What outlives it, of the models that it is to measure."""
-        self._counts(Message({"metrics": self._gauges.left(self._known()), "statistics": []}))
+        """What outlives it, of the models that it is to measure, unless it tells that itself. Called with the lock
+        held."""
+        if not self._talks:
+            self._counts(Message({"metrics": self._gauges.left(self._known()), "statistics": []}))
 
     def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
         if done.exception() is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -202,3 +203,25 @@ def test_a_reference_that_ends_the_process_twice_in_a_row_stays_off_until_its_mo
     assert {each.labels["model"]: each.value for each in counting.samples([UP])} == {"m": 0.0, "other": 0.0}
     newer = give(wish="newer")
     assert (newer.done(), shadow.why_off("m", 1)) == (False, "")
+
+
+def test_what_the_process_tells_is_not_taken_back_by_what_is_told_in_its_place(tmp_path: Path, file: int) -> None:
+    """Or what it has counted would be taken for a beginning anew, and be counted twice."""
+    heard: list[int] = []
+    theirs = Metrics()
+    theirs.add("m", 1).reference_up(True)
+    told = Message({"metrics": [family.as_json() for family in theirs.snapshot("bf16kit_drift_")]})
+    telling = threading.Thread(target=lambda: process._hear(told))
+
+    def hear(message: Message) -> None:
+        if telling.ident is None:
+            telling.start()
+            telling.join(0.1)  # it begins to talk just now, and waits
+        heard.append(len(message.body["metrics"]))
+
+    process = ShadowProcess(ServerConfig(repository=tmp_path), hear, lambda: None)
+    process.ask("samples", {"model": "m", "version": 1, "wish": "w", "nbytes": 1, "samples": [{}]}, [file])
+    telling.join()
+    process.ask("samples", {"model": "n", "version": 1, "wish": "v", "nbytes": 1, "samples": [{}]}, [file])
+    process.close()
+    assert heard == [1, len(told.body["metrics"])]
