@@ -199,7 +199,7 @@ def _describe(
             bytes=checkpoint.nbytes,
             tensors=len(checkpoint.tensors),
         ),
-        tools=versions.versions(source.tools),
+        tools={**versions.versions(source.tools), **source.foreign},
         seed=options.seed,
         options=options.recorded(),
     )

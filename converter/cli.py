@@ -14,6 +14,7 @@ from bf16kit.text import printable
 from bf16kit.wording import without_long_words
 from converter.commands.artifacts import explain, inspect, restore, verify
 from converter.commands.checkpoint import checkpoint
+from converter.commands.doctor import doctor
 
 DONE = 0
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -88,7 +89,7 @@ def command() -> None:
     """
 
 
-for _each in (checkpoint, inspect, verify, explain, restore):
+for _each in (checkpoint, inspect, verify, explain, restore, doctor):
     command.add_command(_each)
 
 

@@ -27,6 +27,8 @@ from converter.proof.samples import Samples
 from converter.sources.mapping.choice import refuted
 from converter.sources.onnx_file import name_inputs
 
+_DECLARING = ("onnx", "saved-model", "keras")  # sources that say themselves what their dimensions are
+
 
 def read(options: Options, progress: Progress) -> Source:
     """The source, its outputs of the kinds that ``--output`` gave them, and notes on it.
@@ -50,7 +52,7 @@ def draw_samples(options: Options, source: Source, progress: Progress) -> Sample
     with progress.step("checking the samples"):
         if options.samples is None:
             return generate(source.inputs, source.graph, source.sampler, options.seed, runs)
-        strange = source.checkpoint.format == "onnx" and not options.inputs
+        strange = source.checkpoint.format in _DECLARING and not options.inputs
         names = [spec.name for spec in source.outputs]
         found = samples.load(options.samples, source.inputs, runs if strange else None, outputs=names)
     if found.inputs:

@@ -83,8 +83,9 @@ class Source:
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, and
     ``oracle`` with it, which frees their files and memory. A source that cannot answer has no oracle, and ``unasked``
     says why. ``notes`` are sentences for whoever converts it. ``tools`` are the packages whose versions shape the
-    graph. ``beside`` are files that an export in the source's own format has beside its weights. ``proposed`` is the
-    map by which weights were placed, as a file of rules, until samples have confirmed it.
+    graph, ``foreign`` the versions of those that another Python has. ``beside`` are files that an export in the
+    source's own format has beside its weights. ``proposed`` is the map by which weights were placed, as a file of
+    rules, until samples have confirmed it.
     """
 
     checkpoint: Checkpoint
@@ -99,6 +100,7 @@ class Source:
     notes: tuple[str, ...] = ()
     beside: Mapping[str, bytes] = field(default_factory=dict)
     proposed: str | None = None
+    foreign: Mapping[str, str] = field(default_factory=dict)
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:

@@ -68,6 +68,7 @@ class Options:
     accept_map: bool = False
     step: int | None = None
     item: str | None = None
+    signature: str | None = None
 
     @property
     def wants_onnx(self) -> bool:
@@ -119,6 +120,7 @@ class Options:
             "search": self.search,
             "with_past": self.with_past,
             **({} if self.weights is None else {"weights": self.weights}),
+            **({} if self.signature is None else {"signature": self.signature}),
         }
 
 

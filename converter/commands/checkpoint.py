@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     help="ONNX profiles to write; may be given more than once.  [default: cpu and cuda, and cpu-bf16 where it keeps to"
     " the budget]",
 )
+@click.option("--signature", metavar="NAME", help="The signature of a TensorFlow model.  [default: serving_default]")
 @click.option("--with-past", is_flag=True, help="A causal language model's cache becomes inputs and outputs.")
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Nodes or tensors that stay fp32.")
 @click.option("--bf16", multiple=True, metavar="REGEX", help="Nodes or tensors that become bf16.")
@@ -107,7 +108,7 @@ if TYPE_CHECKING:
 @click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
 @debug_option
 def checkpoint(debug: bool, **given: object) -> None:
-    """Convert SOURCE: a Hugging Face directory, safetensors, a torch state dict or export, Lightning, JAX, ONNX."""
+    """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX."""
     from bf16kit.runtime import kernel
     from converter.pipeline import convert
     from converter.process import memory, progress

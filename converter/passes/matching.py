@@ -16,12 +16,21 @@ from converter.graph.equality import OTHER_FLOATS, Array, Fingerprint, fingerpri
 from converter.graph.initializers import stays_inline
 from converter.graph.names import FreshNames, values_of
 
+# How the axes of an initializer give those of the same weight in a checkpoint: a matrix; TensorFlow's
+# convolutions (height, width, in, out) from (out, in, height, width), of volumes likewise; its depthwise ones (height,
+# width, channels, 1) from (channels, 1, height, width).
+_ORDERS: Mapping[int, tuple[tuple[int, ...], ...]] = {
+    2: ((1, 0),),
+    4: ((2, 3, 1, 0), (2, 3, 0, 1)),
+    5: ((2, 3, 4, 1, 0),),
+}
+
 _Found = tuple[ir.Value, tuple[int, ...] | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A checkpoint tensor is ``initializer``, its axes permuted by ``permutation`` (None: as it is).
+    """A checkpoint tensor is ``initializer`` with its axes permuted by ``permutation`` (None: as it is).
 
     ``narrowed`` when it was fp64: the initializer is fp32, and so is what it restores. fp16 and bf16 are widened, which
     is exact and can be undone.
@@ -80,8 +89,8 @@ def _views(array: Array, order: tuple[int, ...] | None) -> Iterator[tuple[Array,
     if order is not None:
         yield array.transpose(order), tuple(int(axis) for axis in np.argsort(order))
     yield array, None
-    if array.ndim == 2:
-        yield array.T, (1, 0)
+    for order in _ORDERS.get(array.ndim, ()):
+        yield array.transpose(np.argsort(order)), order
 
 
 def _rename(graph: ir.Graph, found: Mapping[str, ir.Value]) -> None:

@@ -14,16 +14,17 @@ def versions(used: Iterable[str] = ()) -> dict[str, str]:
 
     ``used`` comes from the source, never from ``sys.modules``: what else a process has imported must not show.
     """
-    found = {name: _version(name) for name in (*_ALWAYS, *used)}
+    found = {name: version_of(name) for name in (*_ALWAYS, *used)}
     return {"python": platform.python_version()} | {name: v for name, v in found.items() if v is not None}
 
 
 def onnxruntime() -> str | None:
     """The version of the installed ONNX Runtime, for CPUs or GPUs; None when there is none."""
-    return _version("onnxruntime") or _version("onnxruntime-gpu")
+    return version_of("onnxruntime") or version_of("onnxruntime-gpu")
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of an installed package; None when it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -28,7 +28,13 @@ READERS: Mapping[Kind, str] = {
     Kind.EXPORTED: "exported",
     Kind.ORBAX: "jax",
     Kind.FLAX: "jax",
+    Kind.SAVED_MODEL: "tensorflow",
+    Kind.KERAS: "tensorflow",
 }
+
+
+# Where the bytes are of what is a directory.
+_WEIGHTS = ("*.safetensors", "*.bin", "saved_model.pb", "variables/variables.*")
 
 
 def read(options: Options, advance: Advance) -> Source:
@@ -52,6 +58,8 @@ def _check_options(options: Options, kind: Kind) -> None:
     """:class:`UsageError` for an option that means nothing to sources of ``kind``."""
     if options.with_past and kind is not Kind.HUGGING_FACE:
         raise UsageError(f"--with-past: is for Hugging Face directories, and {options.source} is {kind.value}")
+    if options.signature is not None and READERS[kind] != "tensorflow":
+        raise UsageError(f"--signature: is for TensorFlow models, and {options.source} is {kind.value}")
     if options.weights is not None and kind is not Kind.LIGHTNING:
         raise UsageError(f"--weights: is for Lightning checkpoints, and {options.source} is {kind.value}")
     if options.export == "hf" and kind is not Kind.HUGGING_FACE:
@@ -78,5 +86,5 @@ def nbytes(path: Path) -> int | None:
     """Bytes of the files at ``path``, for a progress bar; None when nothing is there, which `read` explains better."""
     if path.is_file():
         return path.stat().st_size
-    weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+    weights = [file for pattern in _WEIGHTS for file in path.glob(pattern)]
     return sum(file.stat().st_size for file in weights) or None

@@ -31,7 +31,7 @@ class Kind(Enum):
     KERAS = "a Keras model"
 
 
-_LATER = {Kind.TORCHSCRIPT, Kind.SAVED_MODEL, Kind.KERAS}
+_LATER = {Kind.TORCHSCRIPT}
 _LIGHTNINGS_KEY = b"pytorch-lightning_version"
 
 

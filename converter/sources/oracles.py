@@ -111,7 +111,7 @@ def of_onnx(path: Path, model: ir.Model) -> Oracle:
         finally:
             del session
 
-    return Oracle(answers, "the untouched ONNX file in ONNX Runtime, no optimisation", _roundoff(model))
+    return Oracle(answers, "the untouched ONNX file in ONNX Runtime, no optimisation", roundoff(model))
 
 
 def _run_onnx(session: Any, feed: Feeds, dtypes: Mapping[str, np.dtype[Any]]) -> Feeds:
@@ -133,7 +133,7 @@ def _dtype(text: str) -> np.dtype[Any]:
     return BY_NAME[{"float": "float32", "double": "float64"}.get(name, name)].numpy
 
 
-def _roundoff(model: ir.Model) -> float:
+def roundoff(model: ir.Model) -> float:
     """The unit roundoff of the least precise type that an operator which computes is given."""
     found = {FP32_ROUNDOFF}
     for node in model.graph.all_nodes():

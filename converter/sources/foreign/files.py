@@ -23,7 +23,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"Rar!\x1a\x07", "archive"),
 )
 # What a FlatBuffer says of itself, from its fifth byte on.
-_FLATBUFFERS = {b"ORTM": "ort", b"PTMF": "mobile", b"ET12": "executorch"}
+_FLATBUFFERS = {b"TFL3": "tflite", b"ORTM": "ort", b"PTMF": "mobile", b"ET12": "executorch"}
 _TABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")  # of TensorFlow's .index files, which are LevelDB's tables
 _METADATA = 1 << 20  # bytes of JSON that Ultralytics puts before an engine
 _FIELDS = 4096  # of a protobuf message that are looked at

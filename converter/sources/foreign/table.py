@@ -46,6 +46,11 @@ TABLE: Mapping[str, Foreign] = {
         "OpenVINO's intermediate representation (.xml with .bin)", f"{_BEFORE}, which was given to OpenVINO"
     ),
     "ncnn": Foreign("an ncnn graph (.param)", f"{_BEFORE}, or the ONNX file between"),
+    "tflite": Foreign(
+        "a TensorFlow Lite model (.tflite), whose layers are fused and whose weights may be quantised",
+        "convert the SavedModel or the .keras file it was made from; where these are lost, make ONNX of it: python -m"
+        " tf2onnx.convert --tflite FILE --output MODEL.onnx",
+    ),
     "tensorflow graph": Foreign(
         "a frozen TensorFlow graph (GraphDef .pb)",
         "convert the SavedModel it was frozen from, or make ONNX of it: python -m tf2onnx.convert --graphdef FILE",

@@ -74,7 +74,6 @@ def test_a_hugging_face_directory_by_its_config(tmp_path: Path) -> None:
     ("names", "said"),
     [
         (["archive/data.pkl", "archive/constants.pkl"], "TorchScript"),
-        (["config.json", "metadata.json", "model.weights.h5"], "Keras"),
     ],
 )
 def test_archives_of_formats_to_come_are_named(tmp_path: Path, names: list[str], said: str) -> None:
@@ -82,10 +81,10 @@ def test_archives_of_formats_to_come_are_named(tmp_path: Path, names: list[str],
         recognise(_zip(tmp_path / "x", *names))
 
 
-def test_directories_of_formats_to_come_are_named(tmp_path: Path) -> None:
+def test_tensorflows_directories_and_keras_archives(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(b"")
-    with pytest.raises(SourceError, match=r"recognised as .*SavedModel"):
-        recognise(tmp_path)
+    assert recognise(tmp_path) is Kind.SAVED_MODEL
+    assert recognise(_zip(tmp_path / "x", "config.json", "metadata.json", "model.weights.h5")) is Kind.KERAS
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ _FOREIGN: dict[str, tuple[Make, str, str]] = {
     "openvino": (_bytes(b'<?xml version="1.0"?>\n<net name="m" version="11">'), "openvino", "given to OpenVINO"),
     "ncnn": (_bytes(b"7767517\n75 83\n"), "ncnn", "ONNX"),
     "ort": (_bytes(b"\x20\0\0\0ORTM" + bytes(32)), "ort", ".onnx file"),
+    "tflite": (_bytes(b"\x1c\0\0\0TFL3" + bytes(32)), "tflite", "tf2onnx.convert --tflite"),
     "pte": (_bytes(b"\x20\0\0\0ET12" + bytes(32)), "executorch", "torch.export"),
     "ptl": (_zip("m/data.pkl", "m/constants.pkl", "m/bytecode.pkl"), "mobile", "TorchScript"),
     "ptl, flatbuffer": (_bytes(b"\x20\0\0\0PTMF" + bytes(32)), "mobile", "TorchScript"),

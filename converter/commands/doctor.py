@@ -1,0 +1,18 @@
+"""``bf16-convert doctor``: what is installed, and what can be converted with it."""
+
+from __future__ import annotations
+
+import click
+
+from converter.commands.common import debug_option, json_option, say
+
+
+@click.command()
+@json_option
+@debug_option
+def doctor(as_json: bool, debug: bool) -> None:
+    """Tell what is installed, which sources and formats can be converted now, and what brings the rest."""
+    from bf16kit import document
+    from converter.doctor.findings import describe, record
+
+    say(document.dumps(record()) if as_json else describe())

@@ -1,0 +1,49 @@
+"""Which sources are read and which formats are written, and the parts that each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from converter.doctor.parts import Part
+
+_TORCH = ("onnxruntime", "onnxscript", "torch")
+
+# A line each: what people call it, and names of `parts.LOOK`. A new source or format gets its line here.
+SOURCES: Mapping[str, Sequence[str]] = {
+    "ONNX": ("onnxruntime", "onnxscript"),
+    "Hugging Face directory": (*_TORCH, "transformers"),
+    "safetensors": _TORCH,
+    "torch state dict": _TORCH,
+    "torch.export program (.pt2)": _TORCH,
+    "Lightning checkpoint": _TORCH,
+    "Orbax (JAX) checkpoint": (*_TORCH, "tensorstore"),
+    "Flax msgpack": _TORCH,
+    "TensorFlow SavedModel": ("onnxruntime", "onnxscript", "TensorFlow"),
+    "Keras model (.keras)": ("onnxruntime", "onnxscript", "TensorFlow"),
+}
+FORMATS: Mapping[str, Sequence[str]] = {
+    "onnx": ("onnxruntime", "onnxscript"),
+    "torchscript": _TORCH,
+    "pt2": _TORCH,
+    "safetensors": ("onnxruntime", "onnxscript"),
+    "hf": (*_TORCH, "transformers"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """A source or a format: whether it can be converted here, and the parts that are missing."""
+
+    name: str
+    possible: bool
+    missing: tuple[str, ...]
+
+
+def abilities(needs: Mapping[str, Sequence[str]], found: Mapping[str, Part]) -> list[Ability]:
+    """Each line of ``needs`` as it stands with the parts ``found``."""
+    lines = []
+    for name, needed in needs.items():
+        missing = tuple(part for part in needed if not found[part].found)
+        lines.append(Ability(name, not missing, missing))
+    return lines

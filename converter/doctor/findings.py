@@ -1,0 +1,53 @@
+"""What the doctor found, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bf16kit.text import table
+from converter.doctor.abilities import FORMATS, SOURCES, Ability, abilities
+from converter.doctor.parts import Part, parts
+
+
+def record() -> dict[str, Any]:
+    """Everything, as docs/json.md has it."""
+    found = parts()
+    return {
+        "version": 1,
+        "installed": [{"name": part.name, "found": part.found, "remedy": part.remedy} for part in found.values()],
+        "sources": [_entry(ability) for ability in abilities(SOURCES, found)],
+        "formats": [_entry(ability) for ability in abilities(FORMATS, found)],
+    }
+
+
+def describe() -> str:
+    """Tables of what is installed, read and written, and the commands that bring what is missing."""
+    found = parts()
+    sources, formats = abilities(SOURCES, found), abilities(FORMATS, found)
+    sections = [
+        table("Installed", ("part", "found"), [(part.name, part.found or "missing") for part in found.values()]),
+        table("Sources that can be converted now", ("source", "now"), _rows(sources)),
+        table("Formats that can be written now", ("format", "now"), _rows(formats)),
+        *_remedies(found.values()),
+    ]
+    return "\n\n".join(sections)
+
+
+def _entry(ability: Ability) -> dict[str, Any]:
+    return {"name": ability.name, "possible": ability.possible, "missing": list(ability.missing)}
+
+
+def _rows(found: Sequence[Ability]) -> list[tuple[str, str]]:
+    return [(one.name, "yes" if one.possible else f"no: without {', '.join(one.missing)}") for one in found]
+
+
+def _remedies(found: Any) -> Iterator[str]:
+    missing: list[Part] = [part for part in found if not part.found]
+    if not missing:
+        yield "Nothing is missing."
+        return
+    lines = ["What brings the missing parts"]
+    for part in missing:
+        lines += [f"  {part.name}:", *(f"    {line}" for line in part.remedy.splitlines())]
+    yield "\n".join(lines)

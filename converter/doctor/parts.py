@@ -1,0 +1,112 @@
+"""What a conversion may need of this machine: whether it is there, and the command that brings it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bf16kit import errors
+
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # as /proc/cpuinfo spells them
+_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing: ``found`` says which, "" where it is missing; ``remedy`` is then what to run or to do."""
+
+    name: str
+    found: str
+    remedy: str = ""
+
+
+def parts() -> dict[str, Part]:
+    """Every part of :data:`LOOK`, by name. Nothing large is imported, and nothing is raised: what fails is missing."""
+    return {name: look(name) for name, look in LOOK.items()}
+
+
+def _package(*names: str, extra: str) -> Callable[[str], Part]:
+    """A package of this Python, or one of several that are the same, which the ``extra`` of bf16kit brings."""
+
+    def look(name: str) -> Part:
+        from converter.process import versions
+
+        found = next((v for v in map(versions.version_of, names) if v is not None), "")
+        return Part(name, found, "" if found else f"pip install 'bf16kit[{extra}]'")
+
+    return look
+
+
+def _python(name: str) -> Part:
+    from bf16kit import __version__
+
+    return Part(name, f"{platform.python_version()}, bf16kit {__version__}")
+
+
+def _processor(name: str) -> Part:
+    """The instruction sets that make a difference, of the CPU that this runs on."""
+    found: set[str] = set()
+    for line in _lines(Path("/proc/cpuinfo")):
+        key, _, flags = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            found = set(flags.split())
+            break
+    own = ", ".join(flag for flag in _INSTRUCTIONS if flag in found) or "none of " + ", ".join(_INSTRUCTIONS)
+    emulated = "" if found.intersection(_BF16) else "; bf16 products are emulated in fp32"
+    return Part(name, f"{platform.machine()} with {own}{emulated}")
+
+
+def _kernel(name: str) -> Part:
+    from bf16kit.runtime import kernel
+
+    try:
+        found = kernel.chosen()
+    except errors.ConfigError as error:
+        return Part(name, "", str(error))
+    return Part(name, found.path, "" if found.path else f"{found.note}: {found.advice}")
+
+
+def _compiler(name: str) -> Part:
+    command = os.environ.get("CXX", "") or "g++"
+    found = next((path for path in map(shutil.which, (command, "c++", "clang++")) if path), "")
+    return Part(name, found, "" if found else "apt-get install g++ (on Debian), then install bf16kit again")
+
+
+def _tensorflow(name: str) -> Part:
+    from converter.sources.tensorflow import environment
+
+    try:
+        found = environment.find()
+    except errors.UsageError as error:
+        return Part(name, "", str(error))
+    if found.missing:
+        return Part(name, "", "\n".join(environment.PREPARE))
+    versions = ", ".join(f"{package} {found.versions[package]}" for package in ("tensorflow", "tf2onnx"))
+    return Part(name, f"{versions} in {found.python}")
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+# A line each; the order is that of the page. A part that a new source or format needs gets its line here.
+LOOK: Mapping[str, Callable[[str], Part]] = {
+    "python": _python,
+    "processor": _processor,
+    "CPU kernel": _kernel,
+    "C++ compiler": _compiler,
+    "onnxruntime": _package("onnxruntime", "onnxruntime-gpu", extra="cpu"),
+    "onnxscript": _package("onnxscript", extra="convert"),
+    "torch": _package("torch", extra="convert"),
+    "transformers": _package("transformers", extra="hf"),
+    "lightning": _package("lightning", extra="lightning"),
+    "tensorstore": _package("tensorstore", extra="orbax"),
+    "TensorFlow": _tensorflow,
+}

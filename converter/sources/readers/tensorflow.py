@@ -1,0 +1,166 @@
+"""A TensorFlow SavedModel or a Keras model: TensorFlow itself, in a process of its own, translates it and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import ConversionError, SourceError, UsageError
+from converter.model import Checkpoint, Oracle, Source, digest_files
+from converter.options import Options
+from converter.sources.detect import Kind
+from converter.sources.readers.common import Advance
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from converter.model import Array
+    from converter.sources.tensorflow.bundle import Bundle
+    from converter.sources.tensorflow.environment import Environment
+    from converter.sources.tensorflow.process import Child
+    from converter.sources.tensorflow.savedmodel import Chosen
+
+_OPSET = 18  # the newest that tf2onnx writes
+_DAMAGED = ("DataLossError", "hecksum")  # what TensorFlow says of variables that are not those that were written
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A SavedModel that was looked at, and what it was made of."""
+
+    source: Path
+    format: str
+    files: tuple[Path, ...]
+    prefix: Path
+    chosen: Chosen
+    stored: Bundle
+
+
+def read(options: Options, kind: Kind, advance: Advance) -> Source:
+    """The model as a source. What the files hold is looked at first, then TensorFlow is started.
+
+    Raises :class:`UsageError` where TensorFlow is missing, :class:`ConversionError` for what cannot be translated.
+    """
+    from converter.sources.tensorflow import environment, kerasfile
+
+    if options.model is not None:
+        raise UsageError(f"--model: {kind.value} brings its own architecture")
+    if kind is Kind.KERAS:
+        kerasfile.check(options.source)
+        child = _started(options.source, environment.require())
+        exported = child.directory / "exported"
+        _ask(options.source, child, "export", model=str(options.source.absolute()), to=str(exported))
+        return _source(options, _looked_at(options, exported, "keras", (options.source,)), child, advance)
+    model = _looked_at(options, options.source, "saved-model", ())
+    return _source(options, model, _started(options.source, environment.require()), advance)
+
+
+def _looked_at(options: Options, directory: Path, form: str, files: tuple[Path, ...]) -> _Model:
+    from converter.sources import precisions
+    from converter.sources.tensorflow import bundle, savedmodel
+
+    chosen = savedmodel.choose(directory, options.signature)
+    prefix = directory / "variables" / "variables"
+    stored = bundle.read(prefix)
+    precisions.check_range(options.source, stored.tensors)
+    return _Model(options.source, form, files or (directory / savedmodel.FILE, *stored.files), prefix, chosen, stored)
+
+
+def _source(options: Options, model: _Model, child: Child, advance: Advance) -> Source:
+    from converter.sources import oracles, precisions
+    from converter.sources.onnx_file import settle_edges
+
+    sha256 = digest_files(model.files, advance)
+    graph = _translated(model, child)
+    tensors, notes = _tensors(model, graph)
+    inputs, outputs = settle_edges(graph, options.inputs)
+    unused = sorted(model.chosen.inputs.keys() - {spec.name for spec in inputs})
+    notes += [f"input {name!r} has no effect on any output, and is left out" for name in unused]
+    names = tuple(model.chosen.outputs)
+    return Source(
+        Checkpoint(model.format, sha256, tensors),
+        graph,
+        inputs,
+        outputs,
+        tools=("onnxscript",),
+        foreign=child.versions,
+        oracle=Oracle(lambda feeds: child.answers(feeds, names), _how(model, child), oracles.roundoff(graph)),
+        notes=(*model.chosen.notes, *notes, *precisions.notes(tensors, residual=options.residual)),
+    )
+
+
+def _started(source: Path, environment: Environment) -> Child:
+    from converter.sources.tensorflow.process import Child, Failed
+
+    try:
+        return Child(environment)
+    except Failed as error:
+        raise ConversionError(f"{source}: {environment.python} cannot translate it: {error}") from None
+
+
+def _ask(source: Path, child: Child, do: str, **what: object) -> None:
+    from converter.sources.tensorflow.process import Failed
+
+    try:
+        child.ask(do, **what)
+    except Failed as error:
+        said = str(error)
+        if any(word in said for word in _DAMAGED):
+            raise SourceError(f"{source}: truncated or damaged: TensorFlow says {said}") from None
+        raise ConversionError(f"{source}: {_FAILED[do]}: {said}") from None
+
+
+_FAILED = {
+    "export": "Keras cannot load and export it; load it with the code that made it, and convert the directory that"
+    " model.export(directory) writes",
+    "load": "TensorFlow cannot open it",
+    "translate": "tf2onnx cannot translate it",
+}
+
+
+def _translated(model: _Model, child: Child) -> ir.Model:
+    from converter.sources.onnx_file import read_graph
+    from converter.sources.tensorflow.graphnames import settle
+
+    graph, written = child.directory / "graph.pb", child.directory / "model.onnx"
+    graph.write_bytes(model.chosen.graph)
+    _ask(
+        model.source,
+        child,
+        "load",
+        graph=str(graph),
+        variables=str(model.prefix.absolute()) if model.stored.files else None,
+        inputs=dict(model.chosen.inputs),
+        outputs=dict(model.chosen.outputs),
+    )
+    graph.unlink()
+    _ask(model.source, child, "translate", to=str(written), opset=_OPSET)
+    found, _ = read_graph(written)
+    written.unlink()
+    settle(found)
+    return found
+
+
+def _tensors(model: _Model, graph: ir.Model) -> tuple[dict[str, Array], list[str]]:
+    """The variables as they are stored; of a model that has none, the constants that its weights are."""
+    from converter.passes.constants import floating_tensors
+
+    stored = model.stored.tensors
+    if _any_fp32(stored):
+        return stored, []
+    constants = floating_tensors(graph)
+    if not _any_fp32(constants):
+        raise ConversionError(f"{model.source}: holds no fp32 variables or weights, so there is nothing to convert")
+    note = "the model has no fp32 variables: its weights are constants of its graph, named as tf2onnx names them"
+    return {**constants, **{name: array for name, array in stored.items() if name not in constants}}, [note]
+
+
+def _any_fp32(tensors: Mapping[str, Array]) -> bool:
+    return any(tensor.dtype.name == "float32" for tensor in tensors.values())
+
+
+def _how(model: _Model, child: Child) -> str:
+    version = child.versions.get("tensorflow", "")
+    return f"TensorFlow {version} running the model's own signature {model.chosen.signature!r} on the CPU"

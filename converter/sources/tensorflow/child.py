@@ -1,0 +1,244 @@
+"""The program that runs in the Python that has TensorFlow, apart from the converter (:mod:`.process` starts it).
+
+It imports nothing of bf16kit: what it needs is Python 3.9, numpy, TensorFlow and tf2onnx. Requests arrive on the
+standard input, a JSON object a line, and each gets one in answer on what was the standard output; whatever TensorFlow
+prints goes to the standard error. It ends with its input, and dies with whoever started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Request = Mapping[str, Any]
+Reply = dict[str, Any]
+
+_PR_SET_PDEATHSIG = 1
+_UNNAMED = re.compile(r"unk__\d+")  # what tf2onnx calls a dimension that nobody named
+_LONGEST = 4000  # characters of an error
+_OUTPUT = "bf16kit_output_"
+
+
+class Opened:
+    """A graph with its variables in a session, and the tensors of one signature."""
+
+    def __init__(self, graph: Any, session: Any, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
+        self.graph, self.session = graph, session
+        self.inputs, self.outputs = inputs, outputs
+
+
+_opened: Opened | None = None
+
+
+def start(request: Request) -> Reply:
+    """Bound this process, and say what it is."""
+    if request.get("memory"):
+        resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
+    import numpy
+    import tensorflow as tf
+    import tf2onnx
+
+    versions = {"tensorflow": tf.__version__, "tf2onnx": tf2onnx.__version__, "numpy": numpy.__version__}
+    return {"versions": versions}
+
+
+def export(request: Request) -> Reply:
+    """Write the Keras model in the file ``model`` as a SavedModel to the directory ``to``."""
+    import keras
+
+    model = keras.saving.load_model(request["model"], compile=False, safe_mode=True)
+    model.export(request["to"], format="tf_saved_model", verbose=False)
+    return {"versions": {"keras": keras.__version__}}
+
+
+def load(request: Request) -> Reply:
+    """Open the MetaGraphDef in the file ``graph``, and put the checkpoint ``variables`` (null: none) into it.
+
+    ``inputs`` and ``outputs`` are its signature: tensors by the names that clients use. No initialiser is run.
+    """
+    global _opened
+    import tensorflow as tf
+    from tensorflow.core.protobuf import meta_graph_pb2
+
+    meta = meta_graph_pb2.MetaGraphDef()
+    meta.ParseFromString(Path(request["graph"]).read_bytes())
+    graph = tf.Graph()
+    with graph.as_default():
+        session = tf.compat.v1.Session(graph=graph, config=tf.compat.v1.ConfigProto(device_count={"GPU": 0}))
+        saver = tf.compat.v1.train.import_meta_graph(meta, clear_devices=True)
+        if saver is not None and meta.saver_def.restore_op_name and request["variables"]:
+            saver.restore(session, request["variables"])
+        outputs = {}
+        for index, (name, tensor) in enumerate(request["outputs"].items()):
+            found = graph.as_graph_element(tensor, allow_tensor=True, allow_operation=False)
+            # one of its own: a tensor may be two outputs, or an input as well
+            outputs[name] = tf.identity(found, name=f"{_OUTPUT}{index}").name
+        for tensor in request["inputs"].values():
+            graph.as_graph_element(tensor, allow_tensor=True, allow_operation=False)
+    _opened = Opened(graph, session, request["inputs"], outputs)
+    return {}
+
+
+def translate(request: Request) -> Reply:
+    """Write the opened graph, its variables made constants, to the file ``to`` as ONNX of the opset ``opset``."""
+    import onnx
+    import tensorflow as tf
+    import tf2onnx
+    from tf2onnx.optimizer import back_to_back_optimizer
+
+    # The converter folds BatchNorm itself, so that the weights it narrows are still those that are restored.
+    back_to_back_optimizer._func_map.pop(("Conv", "BatchNormalization"), None)
+    opened = _opened
+    assert opened is not None  # noqa: S101 - the converter loads first
+    nodes = [tensor.partition(":")[0] for tensor in opened.outputs.values()]
+    with opened.graph.as_default():
+        frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
+            opened.session, opened.graph.as_graph_def(), nodes
+        )
+    inlined = _inlined(frozen, [*opened.inputs.values(), *opened.outputs.values()])
+    names = {tensor: name for name, tensor in (*opened.inputs.items(), *opened.outputs.items())}
+    model, _ = tf2onnx.convert.from_graph_def(
+        inlined,
+        name="model",
+        opset=request["opset"],
+        input_names=list(opened.inputs.values()),
+        output_names=list(opened.outputs.values()),
+        tensors_to_rename=names,
+        custom_op_handlers={"Erfc": (_erfc, []), "Expm1": (_expm1, []), "Log1p": (_log1p, [])},
+    )
+    _check_translated(model)
+    _forget_invented_names(model)
+    onnx.save(model, request["to"])
+    return {}
+
+
+def answer(request: Request) -> Reply:
+    """Run the signature on the arrays in the files ``feeds``, and write what it gives to the files ``answers``."""
+    import numpy
+
+    opened = _opened
+    assert opened is not None  # noqa: S101 - the converter loads first
+    feeds = {opened.inputs[name]: numpy.load(file, allow_pickle=False) for name, file in request["feeds"].items()}
+    found = opened.session.run(dict(opened.outputs), feeds)
+    for name, file in request["answers"].items():
+        with Path(file).open("wb") as stream:
+            numpy.save(stream, numpy.asarray(found[name]), allow_pickle=False)
+    return {}
+
+
+def _inlined(graph: Any, tensors: list[str]) -> Any:
+    """``graph`` without calls. tf2onnx leaves those whose function once read variables, which are constants by now.
+
+    Branches and loops stay functions, as ONNX has them.
+    """
+    import tensorflow as tf
+    from tensorflow.core.protobuf import rewriter_config_pb2
+    from tensorflow.python.grappler import tf_optimizer
+
+    for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
+        if "_lower_using_switch_merge" in node.attr:
+            node.attr["_lower_using_switch_merge"].b = False
+    config = tf.compat.v1.ConfigProto()
+    options = config.graph_options.rewrite_options
+    options.optimizers.append("function")
+    options.function_optimization = rewriter_config_pb2.RewriterConfig.AGGRESSIVE
+    options.min_graph_nodes = -1  # or a small graph is left as it is
+    with tf.Graph().as_default():
+        tf.import_graph_def(graph, name="")
+        meta = tf.compat.v1.train.export_meta_graph(graph_def=graph)
+    meta.collection_def["train_op"].node_list.value.extend(tensors)
+    return tf_optimizer.OptimizeGraph(config, meta)
+
+
+def _check_translated(model: Any) -> None:
+    """tf2onnx leaves an operator that it does not know where it stands."""
+    import onnx
+
+    unknown: set[str] = set()
+    waiting = [model.graph]
+    while waiting:
+        for node in waiting.pop().node:
+            if not onnx.defs.has(node.op_type, node.domain):
+                unknown.add(node.op_type)
+            waiting += [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)]
+    if unknown:
+        raise ValueError(f"it knows no counterpart in ONNX for {', '.join(sorted(unknown))}")
+
+
+def _erfc(context: Any, node: Any, _name: str, _arguments: Any) -> None:
+    """erfc(x) = 1 − erf(x): what Keras 3's gelu is made of, and tf2onnx does not know."""
+    node.type = "Erf"
+    found = node.output[0]
+    context.insert_new_node_on_output("Sub", found, inputs=[_one(context, node), found])
+
+
+def _expm1(context: Any, node: Any, _name: str, _arguments: Any) -> None:
+    node.type = "Exp"
+    found = node.output[0]
+    context.insert_new_node_on_output("Sub", found, inputs=[found, _one(context, node)])
+
+
+def _log1p(context: Any, node: Any, _name: str, _arguments: Any) -> None:
+    node.type = "Log"
+    context.insert_new_node_on_input(node, "Add", [node.input[0], _one(context, node)])
+
+
+def _one(context: Any, node: Any) -> str:
+    """A constant 1 of the type of the node's input."""
+    import numpy
+    from tf2onnx import utils
+
+    dtype = utils.map_onnx_to_numpy_type(context.get_dtype(node.input[0]))
+    return str(context.make_const(utils.make_name("one"), numpy.array(1, dtype)).output[0])
+
+
+def _forget_invented_names(model: Any) -> None:
+    """tf2onnx names each free dimension by a number of its own: that tells nobody anything."""
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if _UNNAMED.fullmatch(dim.dim_param):
+                dim.ClearField("dim_param")
+
+
+_ACTIONS: dict[str, Callable[[Request], Reply]] = {
+    "start": start,
+    "export": export,
+    "load": load,
+    "translate": translate,
+    "answer": answer,
+}
+
+
+def main() -> None:
+    """Answer requests until there are none."""
+    if sys.path[:1] == [str(Path(__file__).parent)]:
+        del sys.path[0]  # before Python 3.11; nothing here is to be taken for a package of that name
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = _ACTIONS[request["do"]](request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the converter tells it
+            reply = {"error": _said(error)}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _said(error: Exception) -> str:
+    lines: list[str] = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:_LONGEST]
+
+
+if __name__ == "__main__":
+    main()

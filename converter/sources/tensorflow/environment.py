@@ -1,0 +1,101 @@
+"""The Python that has TensorFlow: this one, or one of its own that the environment names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bf16kit.errors import UsageError
+from bf16kit.wording import brief
+
+VARIABLE = "BF16KIT_TENSORFLOW_PYTHON"
+PREPARE = (
+    "python3 -m venv tensorflow-env",
+    "tensorflow-env/bin/pip install tensorflow-cpu==2.21.0 tf2onnx==1.17.0 tf_keras==2.21.0",
+    f"export {VARIABLE}=$PWD/tensorflow-env/bin/python",
+)
+_SECONDS = 60
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-aarch64", "tf-nightly")
+# Asked of the other Python, which may be of any version from 3.8 on; nothing is imported but what Python brings.
+_ASK = f"""
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+def of(*names):
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            pass
+print(json.dumps({{"python": sys.version.split()[0], "tensorflow": of{_TENSORFLOWS!r}, "tf2onnx": of("tf2onnx"),
+                  "keras": of("keras"), "numpy": of("numpy"), "protobuf": of("protobuf")}}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A Python, and the versions of what it has by package; None: not installed. ``named``: by the environment."""
+
+    python: Path
+    versions: dict[str, str | None]
+    named: bool
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What it lacks."""
+        return tuple(name for name in ("tensorflow", "tf2onnx") if self.versions.get(name) is None)
+
+
+def find() -> Environment:
+    """The Python to use; what it lacks is told by ``missing``. Nothing of TensorFlow is imported.
+
+    Raises :class:`UsageError` when the one that :data:`VARIABLE` names is not there or does not answer.
+    """
+    named = os.environ.get(VARIABLE)
+    python = Path(named) if named else Path(sys.executable)
+    if named and not python.is_file():
+        raise UsageError(f"{VARIABLE}={named}: no such file; name the python of an environment with TensorFlow")
+    return Environment(python, _versions(python), bool(named))
+
+
+def require() -> Environment:
+    """:func:`find`, and :class:`UsageError` with the commands that prepare one where it lacks something."""
+    found = find()
+    if found.missing:
+        raise UsageError(
+            f"a TensorFlow model is translated by TensorFlow and tf2onnx, and {found.python} lacks"
+            f" {' and '.join(found.missing)}; prepare an environment of its own:\n  " + "\n  ".join(PREPARE)
+        )
+    return found
+
+
+def _versions(python: Path) -> dict[str, str | None]:
+    try:
+        done = subprocess.run(
+            [str(python), "-c", _ASK],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env=variables(),
+        )
+        found = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{python}: cannot be run: {brief(error)}") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"{python}: is not a Python that answers: {brief(done.stderr.strip() or done.stdout.strip())}")
+    return {str(name): None if value is None else str(value) for name, value in found.items()}
+
+
+def variables() -> dict[str, str]:
+    """The environment of a program of that Python: what it imports is what it holds, neither this program's path nor
+    the working directory nor the user's own packages; and sets are in the same order on every run, which tf2onnx's
+    names depend on."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    said = ("PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE")
+    return {**own, **dict.fromkeys(said, "1"), "PYTHONHASHSEED": "0"}

@@ -1,0 +1,93 @@
+"""A ``.keras`` file (Keras 3), looked at before Keras is: it may name code, and so may the layers in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import ConversionError, SourceError
+from bf16kit.wording import quoted
+
+_LARGEST_CONFIG = 64 << 20  # bytes
+_GROWTH = 50  # times: Keras stores without compressing; weights hardly compress
+_SMALL = 1 << 20  # bytes that anything may grow to
+_REMEDY = "load it with the code that made it, and convert the directory that model.export(directory) writes"
+_PARTS = "layers|models|initializers|activations|regularizers|constraints|optimizers|losses|metrics|dtype_policies|ops"
+_MODULE = re.compile(rf"keras|keras(\.src)?\.({_PARTS})(\.\w+)*")
+_CODE = "is code, which is not run"
+_REFUSED = {
+    "Lambda": _CODE,
+    "__lambda__": _CODE,
+    "TFSMLayer": "is a SavedModel elsewhere",
+    "TorchModuleWrapper": "is a torch module; convert that",
+    "JaxLayer": "is a JAX function",
+    "FlaxLayer": "is a Flax module",
+    "StringLookup": "is a table of words, which stays in the client",
+    "TextVectorization": "is a table of words, which stays in the client",
+    "IntegerLookup": "is a table of numbers, which stays in the client",
+    "Hashing": "hashes words, which stays in the client",
+    "HashedCrossing": "hashes words, which stays in the client",
+}
+
+
+def check(path: Path) -> None:
+    """Refuse what Keras could be made to run or to open.
+
+    Raises :class:`SourceError` for a damaged file, :class:`ConversionError` naming the layer for code, for layers that
+    are not Keras' own, and for those that no ONNX graph holds.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                _check_size(path, entry)
+            config = json.loads(archive.read("config.json"))
+            broken = archive.testzip()
+    except (OSError, KeyError, ValueError, EOFError, RecursionError, RuntimeError, zlib.error, zipfile.BadZipFile):
+        raise SourceError(f"{path}: truncated or damaged: not a Keras model") from None
+    if broken is not None:
+        raise SourceError(f"{path}: truncated or damaged: the checksum of {broken} is wrong")
+    _check_objects(path, config)
+
+
+def _check_size(path: Path, entry: zipfile.ZipInfo) -> None:
+    if entry.filename == "config.json" and entry.file_size > _LARGEST_CONFIG:
+        raise SourceError(f"{path}: its config.json is {entry.file_size} bytes; {_LARGEST_CONFIG} is the bound")
+    if entry.file_size > max(_SMALL, _GROWTH * entry.compress_size):
+        raise SourceError(
+            f"{path}: {quoted(entry.filename)} would grow from {entry.compress_size} bytes to {entry.file_size}; Keras"
+            " does not write such files"
+        )
+
+
+def _check_objects(path: Path, config: Any) -> None:
+    """Every object that the config has Keras make, at any depth."""
+    waiting = [config]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict):
+            if "class_name" in found:
+                _check_object(path, found)
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
+
+
+def _check_object(path: Path, found: dict[str, Any]) -> None:
+    name, module, registered = (found.get(key) for key in ("class_name", "module", "registered_name"))
+    inner = found.get("config")
+    called = inner.get("name") if isinstance(inner, dict) else None
+    what = f"{path}: layer {quoted(str(called))} ({quoted(str(name))})" if called else f"{path}: {quoted(str(name))}"
+    if not isinstance(name, str):
+        raise SourceError(f"{path}: truncated or damaged: a class is called {quoted(str(name))}")
+    if name in _REFUSED:
+        raise ConversionError(f"{what} {_REFUSED[name]}; {_REMEDY}")
+    if name.startswith("__") and module is None:
+        return  # a tuple, an array, bytes: values that Keras writes down in this form
+    own = isinstance(module, str) and _MODULE.fullmatch(module) and name.isidentifier()
+    if not own or (isinstance(registered, str) and ">" in registered and not registered.startswith("keras")):
+        of = "" if module is None else f" of module {quoted(str(module))}"
+        raise ConversionError(f"{what}{of} is not one of Keras' own, and its code is not in the file; {_REMEDY}")

@@ -1,0 +1,228 @@
+"""TensorFlow in a process of its own: what it is asked, how long and how much it may take, and how its end is told."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from bf16kit.errors import RuntimeFailure, UsageError
+from bf16kit.runtime.scratch import on_disk
+from bf16kit.wording import brief
+from converter.model import Array, Feeds
+from converter.sources.tensorflow.environment import Environment, variables
+
+SECONDS = "BF16KIT_TENSORFLOW_SECONDS"
+_SECONDS = 3600.0  # for one request: a large model takes minutes to be translated
+_SCRIPT = Path(__file__).with_name("child.py")
+_PREFIX, _LOCK = "bf16kit-tensorflow-", "lock"
+_LONGEST_REPLY = 1 << 20  # bytes
+_TAIL = 8 << 10  # bytes of what it said before it died
+_QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "CUDA_VISIBLE_DEVICES": "-1",  # the answers that count are those of a CPU
+    "KERAS_BACKEND": "tensorflow",
+}
+
+
+class Failed(Exception):
+    """TensorFlow refused a request, died or did not answer; the message says which, for people."""
+
+
+class Child:
+    """The process, in a directory of its own for files that are handed over; both go with this object.
+
+    Raises :class:`Failed` when it cannot be started. ``seconds`` bound each request, ``memory`` (bytes) its data.
+    """
+
+    def __init__(self, environment: Environment, seconds: float | None = None, memory: int | None = None) -> None:
+        self._seconds = seconds if seconds is not None else _bound()
+        self.directory, lock = _directory()
+        self._said = self.directory / "said"
+        try:
+            with self._said.open("wb") as said:
+                self._process = subprocess.Popen(
+                    [str(environment.python), str(_SCRIPT)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    cwd=self.directory,
+                    env={**variables(), **_QUIET, "KERAS_HOME": str(self.directory), "TMPDIR": str(self.directory)},
+                    start_new_session=True,  # what it starts ends with it
+                    bufsize=0,
+                )
+        except OSError as error:
+            _remove(self.directory, lock)
+            raise Failed(f"{environment.python} cannot be started: {error.strerror}") from None
+        self.close = weakref.finalize(self, _end, self._process, self.directory, lock)
+        reply = self.ask("start", memory=_memory() if memory is None else memory)
+        self.versions: dict[str, str] = _texts(reply.get("versions"))
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        """The reply to one request; :class:`Failed` where there is none, or where it says that it failed."""
+        sent = json.dumps({"do": do, **what}).encode() + b"\n"
+        assert self._process.stdin is not None  # noqa: S101 - a pipe
+        try:
+            self._process.stdin.write(sent)
+        except BrokenPipeError:
+            raise Failed(self._death()) from None
+        line = self._line(time.monotonic() + self._seconds)
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict):
+            raise self._broken(f"answered what is no reply: {brief(line[:200].decode(errors='replace'))}")
+        if "error" in reply:
+            raise Failed(brief(reply["error"], 1000))
+        return reply
+
+    def answers(self, feeds: Sequence[Feeds], outputs: Sequence[str]) -> Iterator[Feeds]:
+        """What the opened signature gives for each of ``feeds``. Raises :class:`RuntimeFailure`."""
+        for feed in feeds:
+            given = {name: self.directory / f"feed-{index}.npy" for index, name in enumerate(feed)}
+            for name, file in given.items():
+                np.save(file, feed[name], allow_pickle=False)
+            found = {name: self.directory / f"answer-{index}.npy" for index, name in enumerate(outputs)}
+            try:
+                self.ask("answer", feeds=_strings(given), answers=_strings(found))
+            except Failed as error:
+                raise RuntimeFailure(f"TensorFlow failed on it: {error}") from None
+            yield {name: _loaded(file) for name, file in found.items()}
+
+    def _line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None  # noqa: S101 - a pipe
+        line = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                left = deadline - time.monotonic()  # of a line that comes byte by byte, too
+                if left <= 0 or not selector.select(left):
+                    raise self._broken(
+                        f"did not answer within {self._seconds:g} s; {SECONDS} in the environment is the bound"
+                    )
+                part = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not part:
+                    raise Failed(self._death())
+                line += part
+                if len(line) > _LONGEST_REPLY:
+                    raise self._broken(f"answered more than {_LONGEST_REPLY} bytes")
+        return bytes(line)
+
+    def _broken(self, what: str) -> Failed:
+        """What ends the process: nothing that it says is believed any more."""
+        self.close()
+        return Failed(f"TensorFlow's process {what}")
+
+    def _death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)  # its output is closed: it is about to end
+        code, said = self._process.poll(), _tail(self._said)
+        self.close()
+        how = "closed its output" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"died of {_signal(-code)}"
+            if -code in (signal.SIGKILL, signal.SIGABRT):
+                how += " (out of memory?)"
+        return f"TensorFlow's process {how}" + (f"; it said last: {said}" if said else "")
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {str(key): str(text)[:40] for key, text in value.items()} if isinstance(value, dict) else {}
+
+
+def _strings(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: str(file) for name, file in files.items()}
+
+
+def _loaded(file: Path) -> Array:
+    """An array that the process wrote: mapped first, so that a header that lies takes no memory."""
+    try:
+        array = np.array(np.load(file, mmap_mode="r", allow_pickle=False))
+        file.unlink()
+    except (OSError, ValueError, EOFError) as error:
+        raise RuntimeFailure(f"TensorFlow's answer cannot be read: {brief(error)}") from None
+    return array
+
+
+def _bound() -> float:
+    text = os.environ.get(SECONDS, str(_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{SECONDS}={text}: expected a number of seconds above 0")
+    return seconds
+
+
+def _memory() -> int:
+    """Bytes of memory that the machine has: what asks for more is refused it, before the system kills something."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _tail(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return brief(next((line.strip() for line in reversed(lines) if line.strip()), ""))
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _directory() -> tuple[Path, IO[bytes]]:
+    """A new directory and the lock that says it is in use; those of killed processes are removed."""
+    parent = on_disk()
+    for left in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if left.lstat().st_uid == os.getuid():
+                _remove_stale(left)
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        held = (directory / _LOCK).open("xb")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if os.fstat(held.fileno()).st_nlink:  # nobody took it for a stale one before it was locked
+            return directory, held
+        held.close()
+
+
+def _remove_stale(directory: Path) -> None:
+    with (directory / _LOCK).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove(directory: Path, lock: IO[bytes]) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    lock.close()
+
+
+def _end(process: subprocess.Popen[bytes], directory: Path, lock: IO[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
+    _remove(directory, lock)

@@ -1,0 +1,195 @@
+"""``saved_model.pb``, looked at before TensorFlow is: its signatures, and what it would make TensorFlow run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import ConversionError, SourceError, UsageError
+from bf16kit.text import listed
+from converter.graph.names import FreshNames
+from converter.sources.tensorflow.messages import message
+from converter.sources.tensorflow.operators import COMPUTING, RESTORING, refusal
+from converter.sources.tensorflow.reach import reached
+
+DEFAULT = "serving_default"
+FILE = "saved_model.pb"
+_LARGEST = (1 << 31) - 1  # bytes of a protocol buffer
+_MOST_NAMED = 5
+_STRING, _BFLOAT16, _REF = 7, 14, 100
+_OWN = "__saved_model_"  # how the signatures begin that TensorFlow adds for itself
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One signature of a SavedModel: its tensors by the names that clients use, and the graph to give TensorFlow.
+
+    ``graph`` is a MetaGraphDef without what is not needed: collections, assets and Python's objects.
+    """
+
+    signature: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    graph: bytes
+    notes: tuple[str, ...] = ()
+
+
+def choose(directory: Path, signature: str | None) -> Chosen:
+    """The signature that ``--signature`` names, or the default one, once its operators were found to be allowed.
+
+    Raises :class:`SourceError` for a file that is damaged, :class:`UsageError` naming the signatures where the one
+    asked for is not there, and :class:`ConversionError` for strings and operators that cannot be converted.
+    """
+    path = directory / FILE
+    graph = _serving(path, _parsed(path))
+    signatures = _by_key(path, "signature", graph.signatures)
+    name = _name(path, [name for name in signatures if not name.startswith(_OWN)], signature)
+    inputs = _tensors(path, name, "input", signatures[name].inputs)
+    outputs = _tensors(path, name, "output", signatures[name].outputs)
+    if not outputs:
+        raise ConversionError(f"{path}: signature {name!r} has no outputs")
+    _check_computing(path, name, graph.graph, outputs.values())
+    if graph.saver.restore_op:
+        _check_restoring(path, graph)
+    for field in ("collections", "assets", "objects"):
+        graph.ClearField(field)
+    apart = _apart(inputs, outputs)
+    notes = tuple(
+        f"output {was!r} is called {name!r}: an input has its name" for was, name in apart.items() if was != name
+    )
+    return Chosen(
+        name, inputs, {apart[was]: tensor for was, tensor in outputs.items()}, graph.SerializeToString(), notes
+    )
+
+
+def _apart(inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, str]:
+    """What each output is called: its name, unless an input has it, as TensorFlow allows and ONNX does not."""
+    fresh = FreshNames((*inputs, *outputs))
+    return {name: fresh.make(f"{name}_output") if name in inputs else name for name in outputs}
+
+
+def _parsed(path: Path) -> Any:
+    from google.protobuf.message import DecodeError
+
+    if not path.resolve().is_relative_to(path.parent.resolve()):
+        raise SourceError(f"{path}: is a link out of the model's directory; put the file itself there")
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise SourceError(f"{path}: is {path.stat().st_size} bytes; a protocol buffer has {_LARGEST} at most")
+        content = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    model = message("SavedModel")()
+    try:
+        model.ParseFromString(content)
+    except DecodeError:
+        raise SourceError(f"{path}: truncated or damaged: not a TensorFlow SavedModel") from None
+    if not model.meta_graphs:
+        raise SourceError(f"{path}: truncated or damaged: holds no graph")
+    return model
+
+
+def _serving(path: Path, model: Any) -> Any:
+    """The graph for serving, or the only one."""
+    graphs = [graph for graph in model.meta_graphs if list(graph.info.tags) == ["serve"]]
+    graphs = graphs or list(model.meta_graphs)
+    if len(graphs) > 1:
+        tags = "; ".join(", ".join(graph.info.tags) or "no tag" for graph in graphs)
+        raise ConversionError(
+            f"{path}: holds {len(graphs)} graphs, none or several tagged 'serve' alone ({tags}); save the one to"
+            " convert by itself"
+        )
+    return graphs[0]
+
+
+def _by_key(path: Path, what: str, entries: Sequence[Any]) -> dict[str, Any]:
+    found = {entry.key: entry.value for entry in entries}
+    if len(found) < len(entries):
+        raise SourceError(f"{path}: truncated or damaged: two {what}s have one name")
+    return dict(sorted(found.items()))
+
+
+def _name(path: Path, names: Sequence[str], asked: str | None) -> str:
+    if not names:
+        raise ConversionError(
+            f"{path}: has no signature, so nothing says what its inputs and outputs are; save it again with"
+            " tf.saved_model.save(module, directory, signatures=module.FUNCTION.get_concrete_function(…)), or, from"
+            " Keras, with model.export(directory)"
+        )
+    if asked is None and DEFAULT not in names:
+        if len(names) == 1:
+            return names[0]
+        raise UsageError(f"{path}: has no signature {DEFAULT!r}; choose one with --signature: {listed(names)}")
+    name = DEFAULT if asked is None else asked
+    if name not in names:
+        raise UsageError(f"--signature {name}: {path} has {listed(names)}")
+    return name
+
+
+def _tensors(path: Path, signature: str, what: str, entries: Sequence[Any]) -> dict[str, str]:
+    found = _by_key(path, what, entries)
+    for name, info in found.items():
+        where = f"{path}: {what} {name!r} of signature {signature!r}"
+        if info.composite or info.sparse:
+            raise ConversionError(f"{where} is sparse or ragged, and bf16kit serves tensors only")
+        if info.dtype % _REF == _STRING:
+            raise ConversionError(
+                f"{where} is of strings, which ONNX models seldom take; export a model that takes and gives numbers"
+            )
+        if info.dtype % _REF == _BFLOAT16:
+            raise ConversionError(f"{where} is bfloat16; {_AS_FP32}")
+        if info.shape.unknown_rank:
+            raise ConversionError(
+                f"{where} has no known rank; save the model with tf.TensorSpec(shape, dtype) for every input"
+            )
+        if not info.name:
+            raise SourceError(f"{path}: truncated or damaged: {what} {name!r} is no tensor")
+    return {name: info.name for name, info in found.items()}
+
+
+_AS_FP32 = (
+    "tf2onnx would write fp16 in its place. Export the model in float32 (Keras: the dtype policy 'float32'): bf16 is"
+    " what the conversion makes of it"
+)
+
+
+def _check_computing(path: Path, signature: str, graph: Any, outputs: Iterable[str]) -> None:
+    allowed, refused = COMPUTING | _functions(graph), dict[str, str]()
+    for node, function in reached(graph, outputs):
+        if node.op not in allowed:
+            refused.setdefault(node.op, f"node {node.name!r}" + (f" of function {function!r}" if function else ""))
+        if _BFLOAT16 in _types(node):
+            raise ConversionError(f"{path}: node {node.name!r} ({node.op}) computes in bfloat16; {_AS_FP32}")
+    if not refused:
+        return
+    lines = []
+    for op, where in sorted(refused.items())[:_MOST_NAMED]:
+        why, remedy = refusal(op)
+        lines.append(f"\n  {op}: {why} ({where}); {remedy}")
+    more = f"\n  and {len(refused) - _MOST_NAMED} others" if len(refused) > _MOST_NAMED else ""
+    raise ConversionError(
+        f"{path}: signature {signature!r} needs operators that are not converted:{''.join(lines)}{more}"
+    )
+
+
+def _check_restoring(path: Path, graph: Any) -> None:
+    allowed = RESTORING | _functions(graph.graph)
+    for node, function in reached(graph.graph, [graph.saver.restore_op]):
+        if node.op not in allowed:
+            where = f" in function {function!r}" if function else ""
+            raise ConversionError(
+                f"{path}: restoring its variables would run the operator {node.op} (node {node.name!r}{where}), which"
+                " no SavedModel needs for that; save the model again with TensorFlow's own tf.saved_model.save"
+            )
+
+
+def _functions(graph: Any) -> set[str]:
+    """The functions of the graph, which nodes call by name; TensorFlow refuses one that is called like an operator."""
+    return {function.signature.name for function in graph.library.function}
+
+
+def _types(node: Any) -> set[int]:
+    """Every dtype that an attribute of ``node`` names, references counted as what they refer to."""
+    return {dtype % _REF for entry in node.attr for dtype in (entry.value.type, *entry.value.list.type) if dtype > 0}

@@ -1,0 +1,62 @@
+"""What variables are called: the names that their layers gave them, where a checkpoint tells these.
+
+A checkpoint of TensorFlow 2 has a key for each way in which a program holds a variable (``variables/3``,
+``_all_variables/14``), the same bytes under each, and an entry that says what the variable is called
+(``batch_normalization/gamma``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from converter.graph.equality import same_bits
+from converter.model import Array
+from converter.sources.tensorflow import sstable
+from converter.sources.tensorflow.messages import message
+
+OBJECTS = "_CHECKPOINTABLE_OBJECT_GRAPH"
+SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of the key of every variable that TensorFlow 2 saves
+
+
+def full_names(stored: bytes) -> dict[str, str]:
+    """The names by key that the entry :data:`OBJECTS` tells, which ``stored`` are the bytes of.
+
+    A string lies there as its length, a checksum of that, and itself. Raises :class:`sstable.Damaged`.
+    """
+    from google.protobuf.message import DecodeError
+
+    length, position = sstable.varint(stored, 0)
+    text = stored[position + 4 :]
+    if length != len(text):
+        raise sstable.Damaged(f"{OBJECTS} is {len(text)} bytes, and said to be {length}")
+    objects: Any = message("Objects")()
+    try:
+        objects.ParseFromString(text)
+    except DecodeError:
+        raise sstable.Damaged(f"{OBJECTS} cannot be read") from None
+    return {found.key: found.full_name for node in objects.node for found in node.attribute if found.full_name}
+
+
+def named(tensors: Mapping[str, Array], full: Mapping[str, str]) -> dict[str, Array]:
+    """``tensors``, which are by key, by name: those of one full name and the same bits become one.
+
+    Where two differ that are called alike, or a name is another's key, the key is the name, without :data:`SUFFIX`.
+    """
+    groups: dict[str, list[str]] = {}
+    for key in tensors:
+        groups.setdefault(full.get(key, ""), []).append(key)
+    keys = {short(key, tensors) for key in tensors}
+    names: dict[str, Array] = {}
+    for name, group in groups.items():
+        if name and name not in keys and all(same_bits(tensors[group[0]], tensors[key]) for key in group[1:]):
+            names[name] = tensors[group[0]]
+        else:
+            names.update({short(key, tensors): tensors[key] for key in group})
+    return names
+
+
+def short(key: str, keys: Mapping[str, object]) -> str:
+    """``key`` without :data:`SUFFIX`, unless that is another key."""
+    name = key.removesuffix(SUFFIX)
+    return name if name and name not in keys else key

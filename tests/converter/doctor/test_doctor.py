@@ -1,0 +1,83 @@
+"""``bf16-convert doctor``: what is there, what can be converted, and what brings the rest."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from converting import Cli, process
+from savedmodels import stand_in
+
+from bf16kit.runtime import kernel
+from converter.doctor.abilities import FORMATS, SOURCES, abilities
+from converter.doctor.parts import LOOK, Part, parts
+from converter.sources.tensorflow import environment
+
+
+def test_what_is_missing_has_the_command_that_brings_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = stand_in(tmp_path / "bare", "", {"tensorflow": None, "tf2onnx": None})
+    monkeypatch.setenv(environment.VARIABLE, str(bare))
+    out = cli("doctor").published().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "TensorFlow SavedModel no: without TensorFlow" in lines
+    assert all(f"    {command}" in out for command in environment.PREPARE)
+    assert "ONNX yes" in lines
+
+
+def test_what_is_there_can_be_converted(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = stand_in(tmp_path / "python", "")
+    monkeypatch.setenv(environment.VARIABLE, str(python))
+    found = json.loads(cli("doctor", "--json").published().out)
+    assert found["version"] == 1
+    installed = {part["name"]: part for part in found["installed"]}
+    assert installed["TensorFlow"] == {
+        "name": "TensorFlow",
+        "found": f"tensorflow 2.21.0, tf2onnx 1.17.0 in {python}",
+        "remedy": "",
+    }
+    assert {"name": "TensorFlow SavedModel", "possible": True, "missing": []} in found["sources"]
+    assert {"name": "onnx", "possible": True, "missing": []} in found["formats"]
+
+
+def test_it_ends_well_whatever_is_wrong_with_the_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.VARIABLE, "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(kernel.VARIABLE, "abacus")
+    out = cli("doctor").published().out
+    assert "BF16KIT_TENSORFLOW_PYTHON=/nowhere/python: no such file" in out
+    assert "apt-get install g++" in out
+    assert f"{kernel.VARIABLE} is 'abacus'" in out
+
+
+def test_every_part_that_a_line_needs_is_looked_for() -> None:
+    assert {part for needs in (*SOURCES.values(), *FORMATS.values()) for part in needs} <= set(LOOK)
+
+
+def test_every_part_that_is_missing_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("converter.process.versions.version_of", lambda name: None)
+    missing = [part for part in parts().values() if not part.found]
+    assert {"torch", "transformers", "onnxruntime"} <= {part.name for part in missing}
+    assert all(part.remedy for part in missing)
+
+
+def test_a_line_names_all_that_it_lacks() -> None:
+    found = {"a": Part("a", "1"), "b": Part("b", ""), "c": Part("c", "")}
+    (line,) = abilities({"thing": ("a", "b", "c")}, found)
+    assert (line.possible, line.missing) == (False, ("b", "c"))
+
+
+def test_it_answers_within_two_seconds() -> None:
+    """Of processor time, its children's included, the best of three: a busy machine is not the program's fault."""
+
+    def once() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert process("doctor").code == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(once() for _ in range(3)) < 2

@@ -1,0 +1,235 @@
+"""The variables of a SavedModel, read without TensorFlow: as they lie, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import savedmodels
+from savedmodels import entry, table, write_bundle
+
+from bf16kit.errors import SourceError
+from converter.sources.tensorflow import bundle, sstable
+from converter.sources.tensorflow.messages import message
+from converter.sources.tensorflow.variablenames import OBJECTS, SUFFIX
+
+_TENSORS: dict[str, Any] = {
+    "a/kernel/.ATTRIBUTES/VARIABLE_VALUE": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "a/scale": np.array([1.5, -2], ml_dtypes.bfloat16),
+    "count": np.array(7, np.int64),
+    "empty": np.empty((0, 3), np.float32),
+    "flags": np.array([True, False]),
+}
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    return tmp_path / "model" / "variables" / "variables"
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor_by_its_key_without_tensorflows_suffix(prefix: Path, shards: int) -> None:
+    write_bundle(prefix, _TENSORS, shards=shards)
+    found = bundle.read(prefix)
+    assert set(found.tensors) == {"a/kernel", "a/scale", "count", "empty", "flags"}
+    for key, array in _TENSORS.items():
+        read = found.tensors[key.removesuffix(SUFFIX)]
+        assert (read.dtype, read.shape) == (array.dtype, array.shape)
+        assert read.tobytes() == array.tobytes()
+    assert found.strings == ("_CHECKPOINTABLE_OBJECT_GRAPH",)
+    assert [file.name for file in found.files] == [
+        "variables.index",
+        *(f"variables.data-{n:05d}-of-{shards:05d}" for n in range(shards)),
+    ]
+
+
+def test_a_name_that_is_another_tensors_key_stays_whole(prefix: Path) -> None:
+    write_bundle(prefix, {"w": np.zeros(1, np.float32), f"w{SUFFIX}": np.ones(1, np.float32)})
+    assert set(bundle.read(prefix).tensors) == {"w", f"w{SUFFIX}"}
+
+
+def test_variables_by_the_names_of_their_layers_and_those_that_are_held_twice_once(prefix: Path) -> None:
+    """As Keras 3 exports them: each under two keys."""
+    one, other = np.arange(4, dtype=np.float32), np.ones(4, np.float32)
+    tensors = {f"variables/0{SUFFIX}": one, f"_all_variables/7{SUFFIX}": one.copy(), f"variables/1{SUFFIX}": other}
+    full = dict.fromkeys(tensors, "dense/kernel") | {f"variables/1{SUFFIX}": "dense/bias"}
+    write_bundle(prefix, tensors, full=full)
+    found = bundle.read(prefix).tensors
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        "dense/kernel": one.tobytes(),
+        "dense/bias": other.tobytes(),
+    }
+
+
+def test_different_variables_of_one_name_keep_their_keys(prefix: Path) -> None:
+    tensors = {f"a/w{SUFFIX}": np.zeros(4, np.float32), f"b/w{SUFFIX}": -np.zeros(4, np.float32)}
+    write_bundle(prefix, tensors, full=dict.fromkeys(tensors, "w"))
+    assert set(bundle.read(prefix).tensors) == {"a/w", "b/w"}
+
+
+def test_a_name_that_is_another_variables_key_is_not_taken_from_it(prefix: Path) -> None:
+    tensors = {f"a{SUFFIX}": np.zeros(4, np.float32), f"b{SUFFIX}": np.ones(4, np.float32)}
+    write_bundle(prefix, tensors, full={f"a{SUFFIX}": "b", f"b{SUFFIX}": "c"})
+    found = bundle.read(prefix).tensors
+    assert {name: array[0] for name, array in found.items()} == {"a": 0, "c": 1}
+
+
+@pytest.mark.parametrize("stored", [b"", b"\x05\0\0\0\0abc", b"\x03\0\0\0\0\xff\xff\xff", b"\xff" * 9])
+def test_names_that_cannot_be_read(prefix: Path, stored: bytes) -> None:
+    _with(prefix, OBJECTS.encode(), _entry(dtype=7, shape=(), size=len(stored)), data=stored.ljust(64, b"\0"))
+    assert "truncated or damaged" in _said(prefix)
+
+
+def test_a_model_without_variables_has_none(prefix: Path) -> None:
+    assert bundle.read(prefix) == bundle.Bundle({}, (), ())
+
+
+def test_many_keys_that_share_their_beginnings(prefix: Path) -> None:
+    tensors = savedmodels.many(300)
+    write_bundle(prefix, tensors)
+    assert set(bundle.read(prefix).tensors) == set(tensors)
+
+
+def _index(prefix: Path) -> Path:
+    return prefix.with_name("variables.index")
+
+
+def _data(prefix: Path) -> Path:
+    return prefix.with_name("variables.data-00000-of-00001")
+
+
+def _said(prefix: Path) -> str:
+    with pytest.raises(SourceError) as refused:
+        bundle.read(prefix)
+    return str(refused.value)
+
+
+def test_files_that_are_missing_are_named(prefix: Path) -> None:
+    write_bundle(prefix, _TENSORS)
+    _data(prefix).rename(prefix)
+    assert f"{_data(prefix)}: is missing" in _said(prefix)
+    prefix.rename(_data(prefix))
+    _index(prefix).unlink()
+    assert f"{_index(prefix)}: is missing, and variables.data-00000-of-00001 is there" in _said(prefix)
+
+
+def test_data_that_is_cut_short(prefix: Path) -> None:
+    write_bundle(prefix, _TENSORS)
+    _data(prefix).write_bytes(_data(prefix).read_bytes()[:-1])
+    assert "truncated" in _said(prefix)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.95])
+def test_an_index_that_is_cut_short(prefix: Path, share: float) -> None:
+    write_bundle(prefix, _TENSORS)
+    whole = _index(prefix).read_bytes()
+    _index(prefix).write_bytes(whole[: int(share * len(whole))])
+    assert f"{_index(prefix)}: truncated or damaged: its end is not that of an index" in _said(prefix)
+
+
+def test_any_flipped_bit_of_a_block_is_seen(prefix: Path) -> None:
+    write_bundle(prefix, _TENSORS)
+    whole = _index(prefix).read_bytes()
+    for position in range(0, whole.index(b"flags"), 7):  # the first block, which has the entries
+        data = bytearray(whole)
+        data[position] ^= 4
+        _index(prefix).write_bytes(bytes(data))
+        assert "truncated or damaged" in _said(prefix)
+
+
+@pytest.mark.parametrize("name", ["variables.index", "variables.data-00000-of-00001"])
+def test_links_out_of_the_model_are_not_followed(prefix: Path, tmp_path: Path, name: str) -> None:
+    write_bundle(prefix, _TENSORS)
+    (prefix.parent / name).rename(tmp_path / "elsewhere")
+    (prefix.parent / name).symlink_to(tmp_path / "elsewhere")
+    assert f"{name}: is a link out of the model's directory" in _said(prefix)
+
+
+def _with(prefix: Path, name: bytes, said: bytes, *, header: bytes | None = None, data: bytes = bytes(64)) -> None:
+    prefix.parent.mkdir(parents=True)
+    head = message("BundleHeader")(num_shards=1).SerializeToString() if header is None else header
+    _index(prefix).write_bytes(table({b"": head, name: said}))
+    _data(prefix).write_bytes(data)
+
+
+def _entry(*, slices: bool = False, unknown: bool = False, dtype: int = 1, **said: Any) -> bytes:
+    found = entry(dtype, said.pop("shape", (4,)), said.pop("offset", 0), said.pop("size", 16), **said)
+    found.shape.unknown_rank = unknown
+    if slices:
+        found.slices.append(b"\x0a\x00")
+    return bytes(found.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("said", "message_part"),
+    [
+        (_entry(slices=True), "'w' is stored in slices (a partitioned variable)"),
+        (_entry(dtype=8, size=32), "'w' is of TensorFlow's dtype 8"),
+        (_entry(size=15), "'w' is float32[4], and said to be 15 bytes"),
+        (_entry(shape=(-4,)), "the shape of 'w' is none"),
+        (_entry(shape=(2**40, 2**40), size=0), "the shape of 'w' is none"),
+        (_entry(shape=(0, 2**62, 2**62), size=0), "the shape of 'w' is none"),
+        (_entry(shape=(1,) * 33, size=4), "the shape of 'w' is none"),
+        (_entry(unknown=True), "the shape of 'w' is none"),
+        (_entry(shard=1), "the place of 'w' is none"),
+        (_entry(offset=-1), "the place of 'w' is none"),
+        (_entry(offset=60), "'w' ends at 76"),
+        (_entry(shape=(2**20,), size=2**22), "its tensors are 4194304 bytes, of which 64 are there"),
+        (b"\xff\xff", "the entry b'w' cannot be read"),
+    ],
+)
+def test_entries_that_lie_are_refused_before_anything_is_taken(prefix: Path, said: bytes, message_part: str) -> None:
+    _with(prefix, b"w", said)
+    assert message_part in _said(prefix)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"", "does not say in how many files"),
+        (message("BundleHeader")(num_shards=2**30).SerializeToString(), "does not say in how many files"),
+        (message("BundleHeader")(num_shards=-1).SerializeToString(), "does not say in how many files"),
+        (message("BundleHeader")(num_shards=1, endianness=1).SerializeToString(), "big-endian"),
+    ],
+)
+def test_headers_that_lie(prefix: Path, header: bytes, said: str) -> None:
+    _with(prefix, b"w", _entry(), header=header)
+    assert said in _said(prefix)
+
+
+def test_one_piece_of_data_named_a_thousand_times_is_not_restored_as_often(prefix: Path) -> None:
+    prefix.parent.mkdir(parents=True)
+    head = message("BundleHeader")(num_shards=1).SerializeToString()
+    _index(prefix).write_bytes(table({b"": head, **{b"w%d" % n: _entry() for n in range(1000)}}))
+    _data(prefix).write_bytes(bytes(64))
+    assert "its tensors are 16000 bytes, of which 64 are there" in _said(prefix)
+
+
+def test_names_that_are_no_text(prefix: Path) -> None:
+    _with(prefix, b"\xff\xfe", _entry())
+    assert "cannot be read" in _said(prefix)
+
+
+def test_the_checksum_is_castagnolis() -> None:
+    """RFC 3720, B.4: 32 bytes of zeros, and of ones."""
+    assert sstable._crc32c(bytes(32)) == 0x8A9136AA
+    assert sstable._crc32c(b"\xff" * 32) == 0x62A8AB43
+
+
+def test_keys_out_of_order_are_refused() -> None:
+    good = table({b"a": b"1", b"b": b"2"}, shared=False)
+    block = good[: good.index(b"b2") + 2]
+    with pytest.raises(sstable.Damaged, match="not in order"):
+        list(_reordered(block))
+
+
+def _reordered(block: bytes) -> Any:
+    swapped = block.replace(b"a1", b"c1")
+    file = bytearray()
+    place = savedmodels._put(file, savedmodels._ended(swapped))
+    meta = savedmodels._put(file, savedmodels._ended(b""))
+    index = savedmodels._put(file, savedmodels._ended(b"\0\1" + bytes([len(place)]) + b"z" + place))
+    return sstable.entries(bytes(file) + (meta + index).ljust(40, b"\0") + sstable._MAGIC.to_bytes(8, "little"))

@@ -1,0 +1,107 @@
+"""A ``.keras`` file, looked at before Keras is: what would run code or open files is refused by name."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bf16kit.errors import ConversionError, SourceError
+from converter.sources.tensorflow.kerasfile import check
+
+_OWN = {"module": "keras.layers", "class_name": "Dense", "config": {"name": "d"}, "registered_name": None}
+
+
+def _model(*layers: Any) -> dict[str, Any]:
+    return {
+        "module": "keras.src.models.functional",
+        "class_name": "Functional",
+        "config": {"name": "m", "layers": list(layers)},
+        "registered_name": "Functional",
+    }
+
+
+def _file(path: Path, config: Any, *, compression: int = zipfile.ZIP_STORED, weights: bytes = b"\x89HDF") -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("metadata.json", "{}")
+        archive.writestr("config.json", config if isinstance(config, str) else json.dumps(config))
+        archive.writestr("model.weights.h5", weights)
+    return path
+
+
+def _layer(**changed: Any) -> dict[str, Any]:
+    return {**_OWN, **changed}
+
+
+def test_keras_own_layers_at_any_depth(tmp_path: Path) -> None:
+    inner = _layer(
+        class_name="Bidirectional",
+        config={
+            "layer": _OWN,
+            "kernel_initializer": {"module": "keras.initializers", "class_name": "Zeros", "registered_name": None},
+            "dtype": {"module": "keras", "class_name": "DTypePolicy", "registered_name": None},
+            "shape": {"class_name": "__tuple__", "items": [1, 2]},
+        },
+    )
+    check(_file(tmp_path / "m.keras", _model(inner, _layer(module="keras.src.ops.numpy", class_name="GetItem"))))
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (_layer(class_name="Lambda"), "layer 'd' ('Lambda') is code, which is not run"),
+        (_layer(class_name="__lambda__"), "'__lambda__') is code"),
+        (_layer(class_name="TFSMLayer"), "is a SavedModel elsewhere"),
+        (_layer(class_name="StringLookup"), "is a table of words"),
+        (_layer(class_name="TextVectorization"), "is a table of words"),
+        (_layer(module="os", class_name="system"), "of module 'os' is not one of Keras' own"),
+        (_layer(module="builtins", class_name="function"), "of module 'builtins' is not one of Keras' own"),
+        (_layer(module="keras.config", class_name="enable_unsafe_deserialization"), "of module 'keras.config'"),
+        (_layer(module="keras.utils", class_name="get_file"), "of module 'keras.utils'"),
+        (_layer(module="keras.layers.os", class_name="os.system"), "is not one of Keras' own"),
+        (_layer(module="kerasx.layers"), "of module 'kerasx.layers'"),
+        (_layer(module=None), "is not one of Keras' own"),
+        (_layer(registered_name="my_package>Thing"), "is not one of Keras' own"),
+    ],
+)
+def test_what_is_not_keras_own_is_named_with_its_remedy(tmp_path: Path, layer: dict[str, Any], said: str) -> None:
+    nested = _layer(class_name="Bidirectional", config={"layer": [{"deep": layer}]})
+    with pytest.raises(ConversionError) as refused:
+        check(_file(tmp_path / "m.keras", _model(_OWN, nested)))
+    assert said in str(refused.value)
+    assert "convert the directory that model.export(directory) writes" in str(refused.value)
+
+
+@pytest.mark.parametrize("config", ["no json", "[" * 200_000, "{}x", '"\\ud800'])
+def test_a_config_that_is_none(tmp_path: Path, config: str) -> None:
+    with pytest.raises(SourceError, match="truncated or damaged: not a Keras model"):
+        check(_file(tmp_path / "m.keras", config))
+
+
+def test_a_class_without_a_name(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="a class is called"):
+        check(_file(tmp_path / "m.keras", _model(_layer(class_name=["Dense"]))))
+
+
+def test_damaged_weights_are_seen_by_their_checksum(tmp_path: Path) -> None:
+    path = _file(tmp_path / "m.keras", _model(_OWN), weights=b"w" * 1000)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"w" * 1000, b"w" * 999 + b"v"))
+    with pytest.raises(SourceError, match=r"the checksum of model.weights.h5 is wrong"):
+        check(path)
+
+
+def test_what_would_grow_without_bound_is_not_unpacked(tmp_path: Path) -> None:
+    path = _file(tmp_path / "m.keras", _model(_OWN), compression=zipfile.ZIP_DEFLATED, weights=bytes(100 << 20))
+    with pytest.raises(SourceError, match=r"'model.weights.h5' would grow from \d+ bytes to 104857600"):
+        check(path)
+
+
+def test_a_file_without_a_config(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+        archive.writestr("model.weights.h5", b"")
+    with pytest.raises(SourceError, match="not a Keras model"):
+        check(tmp_path / "m.keras")

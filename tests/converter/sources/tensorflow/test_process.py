@@ -1,0 +1,196 @@
+"""TensorFlow's process as its parent sees it: answers, refusals, death, silence and lies. Programs stand in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from savedmodels import stand_in
+from waiting import until
+
+from bf16kit.errors import RuntimeFailure, UsageError
+from converter.sources.tensorflow import process
+from converter.sources.tensorflow.environment import Environment
+from converter.sources.tensorflow.process import Child, Failed
+
+Start = Callable[..., Child]
+_READY = 'ASK.readline(); reply(versions={"tensorflow": "2.21.0"})\n'
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts a program that does what the code says, with files in the test's own directory."""
+    monkeypatch.setattr(process, "on_disk", lambda: tmp_path)
+
+    def call(code: str, seconds: float = 30.0) -> Child:
+        return Child(Environment(stand_in(tmp_path / "python", code), {}, True), seconds, memory=1 << 40)
+
+    return call
+
+
+def test_requests_are_answered_one_by_one_and_the_directory_goes_with_the_process(start: Start) -> None:
+    child = start(_READY + 'for line in ASK: reply(echo=json.loads(line)["do"])')
+    assert child.versions == {"tensorflow": "2.21.0"}
+    assert child.ask("this") == {"echo": "this"}
+    assert child.ask("that") == {"echo": "that"}
+    pid, directory = child._process.pid, child.directory
+    assert directory.is_dir()
+    child.close()
+    assert not directory.exists()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_it_ends_when_nobody_needs_it_any_more(start: Start) -> None:
+    child = start(_READY + "ASK.read()")
+    pid = child._process.pid
+    del child
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_what_it_started_ends_with_it(start: Start) -> None:
+    child = start(
+        "import subprocess\n"
+        'other = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)\n'
+        "ASK.readline(); reply(pid=other.pid)\nline = ASK.readline(); reply(pid=other.pid); ASK.read()"
+    )
+    pid = child.ask("which")["pid"]
+    child.close()
+    until(lambda: not _lives(pid))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_request_that_it_refuses_is_told_in_its_words_and_it_lives_on(start: Start) -> None:
+    child = start(_READY + 'ASK.readline(); reply(error="ValueError: no such op"); ASK.readline(); reply(fine=1)')
+    with pytest.raises(Failed, match=r"^ValueError: no such op$"):
+        child.ask("translate")
+    assert child.ask("again") == {"fine": 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("sys.exit(3)", "TensorFlow's process ended with exit code 3"),
+        ('print("no libcuda", file=sys.stderr); sys.exit(1)', "exit code 1; it said last: no libcuda"),
+        ("os.kill(os.getpid(), 9)", r"died of SIGKILL \(out of memory\?\)"),
+        ("os.kill(os.getpid(), 11)", "died of SIGSEGV"),
+        ("os.abort()", r"died of SIGABRT \(out of memory\?\)"),
+        (
+            'ASK.readline(); print("2026-11-22 loading", flush=True); ASK.read()',
+            "answered what is no reply: 2026-11-22",
+        ),
+        ("ASK.readline(); reply_list = print([1], flush=True); ASK.read()", "answered what is no reply"),
+        ('print("[" * 100000, flush=True); ASK.read()', "answered what is no reply"),
+        ('while True: sys.stdout.write("x" * 65536)', "answered more than 1048576 bytes"),
+    ],
+)
+def test_its_end_and_its_nonsense_are_told(start: Start, tmp_path: Path, code: str, said: str) -> None:
+    with pytest.raises(Failed, match=said):
+        start(code)
+    assert not list(tmp_path.glob("bf16kit-tensorflow-*"))
+
+
+def test_one_that_does_not_answer_is_ended_and_the_bound_is_named(start: Start) -> None:
+    child = start(_READY + "ASK.read(); time.sleep(600)")
+    child._seconds = 0.2
+    pid = child._process.pid
+    with pytest.raises(Failed, match=r"did not answer within 0.2 s; BF16KIT_TENSORFLOW_SECONDS in the environment"):
+        child.ask("translate")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_one_that_drips_is_not_waited_for_longer(start: Start) -> None:
+    drips = 'while True: sys.stdout.write(" "); sys.stdout.flush(); time.sleep(0.01)'
+    child = start(_READY + drips)
+    child._seconds = 0.3
+    with pytest.raises(Failed, match=r"did not answer within 0\.3 s"):
+        child.ask("translate")
+
+
+def test_a_python_that_cannot_be_started(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("no program")
+    with pytest.raises(Failed, match="cannot be started: Permission denied"):
+        Child(Environment(tmp_path / "python", {}, True), 1.0)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_bound_that_is_none(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    monkeypatch.setenv(process.SECONDS, text)
+    with pytest.raises(UsageError, match=f"{process.SECONDS}={text}: expected a number of seconds above 0"):
+        Child(Environment(tmp_path / "python", {}, True))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+_ANSWERS = _READY + (
+    "import numpy as np\n"
+    "for line in ASK:\n    request = json.loads(line)\n    found = {name: np.load(file) for name, file in"
+    ' request["feeds"].items()}\n    for name, file in request["answers"].items():\n        '
+)
+
+
+def test_feeds_go_there_and_answers_come_back_as_they_are(start: Start) -> None:
+    child = start(_ANSWERS + "np.save(file, found['x'] * 2)\n    reply()")
+    feeds = [{"x": np.arange(6, dtype=np.float32).reshape(2, 3)}, {"x": np.ones((0, 3), np.float32)}]
+    for feed, answer in zip(feeds, child.answers(feeds, ("y", "z")), strict=True):
+        assert set(answer) == {"y", "z"}
+        for array in answer.values():
+            np.testing.assert_array_equal(array, feed["x"] * 2)
+            assert array.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "pass",
+        "open(file, 'wb').close()",
+        "open(file, 'wb').write(b'no array')",
+        "np.save(file, np.array([{}], dtype=object), allow_pickle=True)",
+        # a header that says 4 TB
+        "np.lib.format.write_array_header_1_0(open(file, 'wb'),"
+        " {'descr': '<f4', 'fortran_order': False, 'shape': (2**40,)})",
+    ],
+)
+def test_answers_that_are_none_are_refused_and_take_no_memory(start: Start, writes: str) -> None:
+    child = start(_ANSWERS + writes + "\n    reply()")
+    with pytest.raises(RuntimeFailure, match="TensorFlow's answer cannot be read"):
+        list(child.answers([{"x": np.ones(1, np.float32)}], ("y",)))
+
+
+def test_a_feed_that_it_fails_on(start: Start) -> None:
+    child = start(_READY + 'for line in ASK: reply(error="InvalidArgumentError: indices[0] = 9 is not in [0, 4)")')
+    with pytest.raises(RuntimeFailure, match=r"TensorFlow failed on it: InvalidArgumentError: indices\[0\] = 9"):
+        list(child.answers([{"x": np.ones(1, np.float32)}], ("y",)))
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_converter_left_is_removed_and_what_is_in_use_is_not(start: Start, tmp_path: Path) -> None:
+    left = tmp_path / "bf16kit-tensorflow-left"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "model.onnx").touch()
+    first = start(_READY + "ASK.read()")
+    assert not left.exists()
+    second = start(_READY + "ASK.read()")
+    assert first.directory.is_dir()
+    assert second.directory.is_dir()
+    assert first.directory.stat().st_mode & 0o077 == 0
+
+
+# --- the real program, where TensorFlow is not ------------------------------------------------------------------------
+
+
+def test_the_program_itself_says_that_tensorflow_is_not_there() -> None:
+    import sys
+
+    with pytest.raises(Failed, match="ModuleNotFoundError: No module named 'tensorflow'"):
+        Child(Environment(Path(sys.executable), {}, False))

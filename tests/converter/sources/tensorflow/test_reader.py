@@ -1,0 +1,177 @@
+"""A SavedModel through the whole command, without TensorFlow: a program with an ONNX file stands in for its process.
+
+What TensorFlow itself makes of real models is in tests/sources/test_tensorflow.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from converting import ONNX_ONLY, Cli, tree
+from restored import assert_restored
+from savedmodels import TRANSLATES, stand_in, write
+
+import graphs
+from bf16kit.artifact import Artifact
+from converter.sources.tensorflow import environment
+
+Model = Callable[..., Path]
+
+
+def _variables() -> dict[str, Any]:
+    """What TensorFlow would have stored: the graph's weights, one laid out the other way, and an optimizer's slot."""
+    found = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graphs.mlp().graph.initializer}
+    return {
+        "dense/kernel/.ATTRIBUTES/VARIABLE_VALUE": found["w0"],
+        "dense/bias/.ATTRIBUTES/VARIABLE_VALUE": found["b0"],
+        "dense_1/kernel/.ATTRIBUTES/VARIABLE_VALUE": np.ascontiguousarray(found["w1"].T),
+        "dense/kernel/.OPTIMIZER_SLOT/optimizer/m/.ATTRIBUTES/VARIABLE_VALUE": found["w0"] * 0.5,
+        "save_counter/.ATTRIBUTES/VARIABLE_VALUE": np.array(1, np.int64),
+    }
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A SavedModel, and what stands in for TensorFlow; ``twist`` changes its answers."""
+
+    def make(twist: str = "", proto: onnx.ModelProto | None = None) -> Path:
+        onnx.save(proto or graphs.mlp(), tmp_path / "its.onnx")
+        code = TRANSLATES.format(onnx=str(tmp_path / "its.onnx"), twist=twist)
+        monkeypatch.setenv(environment.VARIABLE, str(stand_in(tmp_path / "python", code)))
+        return write(tmp_path / "saved", tensors=_variables())
+
+    return make
+
+
+def test_a_savedmodel_becomes_an_artifact_checked_by_its_own_framework(cli: Cli, model: Model, target: Path) -> None:
+    cli("checkpoint", model(), "--out", target, *ONNX_ONLY).published()
+    manifest = Artifact.open(target).manifest
+    assert manifest.source.format == "saved-model"
+    assert manifest.oracle is not None
+    assert manifest.oracle.checked
+    assert "TensorFlow 2.21.0 running the model's own signature 'serving_default'" in manifest.oracle.how
+    assert (manifest.tools["tensorflow"], manifest.tools["tf2onnx"]) == ("2.21.0", "1.17.0")
+    assert [tensor.name for tensor in manifest.tensors if tensor.dtype == "bfloat16"] == [
+        "dense/kernel",
+        "dense_1/kernel",
+    ]
+
+
+def test_every_variable_is_restored_by_its_name_bit_for_bit(
+    cli: Cli, model: Model, target: Path, tmp_path: Path
+) -> None:
+    cli("checkpoint", model(), "--out", target, *ONNX_ONLY).published()
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    expected = {name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"): array for name, array in _variables().items()}
+    assert_restored(tmp_path / "fp32.safetensors", expected)
+
+
+def test_the_same_model_gives_the_same_bytes_wherever_it_lies(
+    cli: Cli, model: Model, target: Path, tmp_path: Path
+) -> None:
+    first = model()
+    cli("checkpoint", first, "--out", target, *ONNX_ONLY).published()
+    second = Path(shutil.copytree(first, tmp_path / "elsewhere" / "copy"))
+    cli("checkpoint", second, "--out", tmp_path / "again" / "m" / "1", *ONNX_ONLY).published()
+    for name in tree(target):
+        assert (tmp_path / "again" / "m" / "1" / name).read_bytes() == (target / name).read_bytes(), name
+
+
+def test_a_translation_that_answers_otherwise_than_tensorflow_is_not_published(
+    cli: Cli, model: Model, target: Path
+) -> None:
+    refused = cli("checkpoint", model(twist=" * 1.01"), "--out", target, *ONNX_ONLY)
+    refused.refused(3, "does not answer as the source itself does (TensorFlow 2.21.0 running")
+    assert not target.exists()
+
+
+def test_a_signature_is_for_tensorflow_and_one_that_is_not_there_is_told(
+    cli: Cli, model: Model, target: Path, onnx_file: Path
+) -> None:
+    refused = cli("checkpoint", onnx_file, "--out", target, "--signature", "serving_default")
+    refused.refused(2, "--signature: is for TensorFlow models", "is ONNX")
+    refused = cli("checkpoint", model(), "--out", target, "--signature", "embed")
+    refused.refused(2, "--signature embed:", "has serving_default")
+    cli("checkpoint", model(), "--out", target, "--signature", "serving_default", *ONNX_ONLY).published()
+
+
+def test_it_brings_its_own_architecture_and_names_its_own_inputs(cli: Cli, model: Model, target: Path) -> None:
+    refused = cli("checkpoint", model(), "--out", target, "--model", "architectures:Mlp")
+    refused.refused(2, "--model: a TensorFlow SavedModel brings its own architecture")
+    cli("checkpoint", model(), "--out", target, "--input", "x:float32:rows,16", *ONNX_ONLY).published()
+    assert Artifact.open(target).manifest.inputs[0].shape == ["rows", 16]
+
+
+def test_without_tensorflow_the_commands_that_bring_it_and_nothing_left(
+    cli: Cli, model: Model, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model()
+    python = stand_in(tmp_path / "bare", "", {"tensorflow": None, "tf2onnx": None})
+    monkeypatch.setenv(environment.VARIABLE, str(python))
+    refused = cli("checkpoint", path, "--out", target)
+    refused.refused(2, "lacks tensorflow and tf2onnx", *environment.PREPARE)
+    assert not target.parent.exists() or not tree(target.parent)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        ("os.abort()", 3, "died of SIGABRT (out of memory?)"),
+        ("for line in ASK: reply(error='ImportError: libtensorflow.so')", 3, "ImportError: libtensorflow.so"),
+        (
+            "ASK.readline(); reply(versions={})\n"
+            "for line in ASK: reply(error='DataLossError: Checksum does not match')",
+            2,
+            "truncated or damaged: TensorFlow says DataLossError",
+        ),
+        (
+            "ASK.readline(); reply(versions={}); ASK.readline(); reply()\n"
+            "for line in ASK: reply(error='ValueError: StridedSlice: attribute new_axis')",
+            3,
+            "tf2onnx cannot translate it: ValueError: StridedSlice",
+        ),
+        ("for line in ASK: reply()", 2, "model.onnx"),
+    ],
+)
+def test_what_goes_wrong_there_is_one_message_here(
+    cli: Cli,
+    model: Model,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    exit_code: int,
+    said: str,
+) -> None:
+    path = model()
+    monkeypatch.setenv(environment.VARIABLE, str(stand_in(tmp_path / "failing", code)))
+    cli("checkpoint", path, "--out", target).refused(exit_code, "saved", said)
+
+
+def test_variables_that_are_missing_or_damaged_are_told_before_tensorflow_is_started(
+    cli: Cli, model: Model, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model()
+    monkeypatch.setenv(environment.VARIABLE, "/nowhere/python")
+    (path / "variables" / "variables.data-00000-of-00001").unlink()
+    cli("checkpoint", path, "--out", target).refused(2, "variables.data-00000-of-00001: is missing")
+
+
+def test_a_tensorflow_lite_model_is_recognised_and_refused_with_what_to_do(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    (tmp_path / "m.tflite").write_bytes(b"\x1c\0\0\0TFL3" + bytes(100))
+    refused = cli("checkpoint", tmp_path / "m.tflite", "--out", target)
+    refused.refused(2, "is a TensorFlow Lite model", "python -m tf2onnx.convert --tflite")
+
+
+def test_its_options_are_recorded(cli: Cli, model: Model, target: Path) -> None:
+    cli("checkpoint", model(), "--out", target, "--signature", "serving_default", *ONNX_ONLY).published()
+    assert json.loads((target / "manifest.json").read_text())["options"]["signature"] == "serving_default"

@@ -1,0 +1,200 @@
+"""Makes the models of the tests in TensorFlow's own Python, with what TensorFlow answers and stores of each.
+
+``python models_of_tensorflow.py NAME DIRECTORY`` writes ``DIRECTORY/model`` (or ``model.keras``), ``feeds.npz``, for
+each signature ``answers-SIGNATURE.npz``, and ``variables.npz`` and ``names.json`` as TensorFlow's own readers give
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+NAME, HERE = sys.argv[1], Path(sys.argv[2])
+if NAME.startswith("keras2"):
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"
+
+import numpy as np  # noqa: E402 - after the environment that it is read from
+import tensorflow as tf  # noqa: E402
+from tensorflow.core.protobuf import trackable_object_graph_pb2  # noqa: E402
+
+MODEL = HERE / "model"
+
+
+def keras_cnn() -> dict[str, Any]:
+    """Convolutions of every kind that is common, BatchNorm, pooling, a classifier; exported as people do."""
+    layers = tf.keras.layers
+    x = inputs = tf.keras.Input((16, 16, 3), name="image")
+    x = layers.Conv2D(16, 3, padding="same", use_bias=False)(x)
+    x = layers.BatchNormalization()(x)
+    x = layers.ReLU()(x)
+    x = layers.DepthwiseConv2D(3, padding="same")(x)
+    x = layers.SeparableConv2D(24, 3, strides=2, padding="same", activation="relu")(x)
+    x = layers.Conv2DTranspose(16, 3, strides=2, padding="same", activation="gelu")(x)
+    x = layers.LayerNormalization()(layers.GlobalAveragePooling2D()(x))
+    model = tf.keras.Model(inputs, layers.Dense(10, name="logits")(x))
+    _settle_statistics(model)
+    model.export(MODEL, verbose=False)
+    return {"image": _values(8, 16, 16, 3)}
+
+
+def keras_file() -> dict[str, Any]:
+    """A .keras file: a recurrent layer, attention, an embedding."""
+    layers = tf.keras.layers
+    ids = tf.keras.Input((12,), dtype="int32", name="ids")
+    x = layers.Embedding(50, 32)(ids)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 8)(x, x))
+    x = layers.Bidirectional(layers.LSTM(16))(x)
+    model = tf.keras.Model(ids, layers.Dense(5)(x))
+    model.save(HERE / "model.keras")
+    feeds = {"ids": np.random.default_rng(0).integers(0, 50, (8, 12)).astype(np.int32)}
+    _save(HERE / "answers-serving_default.npz", {"output_0": model(feeds["ids"]).numpy()})
+    _save(HERE / "feeds.npz", feeds)
+    tf.keras.models.load_model(HERE / "model.keras").export(MODEL, verbose=False)  # for its variables, as it calls them
+    return {}
+
+
+def keras2_trained() -> dict[str, Any]:
+    """A model of Keras 2, saved with its optimizer's slots (tf2onnx's own loader fails on `add_slot`)."""
+    import tf_keras
+
+    model = tf_keras.Sequential(
+        [tf_keras.layers.Input((16,)), tf_keras.layers.Dense(32, activation="tanh"), tf_keras.layers.Dense(4)]
+    )
+    model.compile(tf_keras.optimizers.legacy.Adam(), "mse")
+    model.fit(_values(32, 16), _values(32, 4, seed=1), epochs=1, verbose=0)
+    model.save(MODEL, save_format="tf")
+    return {"input_1": _values(8, 16)}
+
+
+class Several(tf.Module):
+    """Two signatures with a variable in common, and one that only the second uses; a table that neither needs."""
+
+    def __init__(self) -> None:
+        self.kernel = tf.Variable(_values(16, 32), name="kernel")
+        self.bias = tf.Variable(_values(32, seed=1), name="bias")
+        self.head = tf.Variable(_values(32, 4, seed=2), name="head")
+        self.steps = tf.Variable(3, dtype=tf.int64, name="steps", trainable=False)
+        words = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([1, 2], tf.int64))
+        self.words = tf.lookup.StaticHashTable(words, -1)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 16), tf.float32, name="x")])
+    def embed(self, x: Any) -> Any:
+        return {"embedding": tf.nn.relu(x @ self.kernel + self.bias)}
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 16), tf.float32, name="x"), tf.TensorSpec((), tf.float32)])
+    def classify(self, x: Any, temperature: Any) -> Any:
+        hidden = self.embed(x)["embedding"]
+        if tf.reduce_sum(hidden) > 0:  # control flow that stays in the graph
+            hidden = hidden * 1.0
+        logits = hidden @ self.head / temperature
+        return {"logits": logits, "again": logits, "x": tf.nn.softmax(logits)}
+
+    @tf.function(input_signature=[tf.TensorSpec((None,), tf.string, name="words")])
+    def look_up(self, words: Any) -> Any:
+        return {"numbers": self.words.lookup(words)}
+
+
+def module() -> dict[str, Any]:
+    """A tf.Module with several signatures."""
+    made = Several()
+    signatures = {"embed": made.embed, "classify": made.classify, "look_up": made.look_up}
+    tf.saved_model.save(made, str(MODEL), signatures=signatures)
+    return {"x": _values(8, 16), "temperature": np.float32(2.0)}
+
+
+def version1() -> dict[str, Any]:
+    """A SavedModel of TensorFlow 1: variables of a graph, a saver, no functions."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        x = v1.placeholder(tf.float32, (None, 16), name="x")
+        with v1.variable_scope("layer"):
+            kernel = v1.get_variable("kernel", initializer=_values(16, 32), use_resource=False)
+        y = tf.nn.relu(tf.matmul(x, kernel), name="y")
+        session.run(v1.global_variables_initializer())
+        v1.saved_model.simple_save(session, str(MODEL), {"x": x}, {"y": y})
+    return {"x": _values(8, 16)}
+
+
+def mixed_precision() -> dict[str, Any]:
+    """A model that computes in bfloat16 by its policy: refused."""
+    layers = tf.keras.layers
+    tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    tf.keras.Sequential([layers.Input((16,)), layers.Dense(8), layers.Dense(2)]).export(MODEL, verbose=False)
+    return {}
+
+
+def runs_python() -> dict[str, Any]:
+    """A signature that calls back into Python: refused, by the operator's name."""
+
+    class Calls(tf.Module):
+        def __init__(self) -> None:
+            self.w = tf.Variable(_values(16, 16))
+
+        @tf.function(input_signature=[tf.TensorSpec((None, 16), tf.float32, name="x")])
+        def call(self, x: Any) -> Any:
+            return {"y": tf.ensure_shape(tf.numpy_function(np.sort, [x @ self.w], tf.float32), (None, 16))}
+
+    made = Calls()
+    tf.saved_model.save(made, str(MODEL), signatures=made.call)
+    return {}
+
+
+def _settle_statistics(model: Any) -> None:
+    """BatchNorm's moving statistics as after training: not 0 and 1."""
+    random = np.random.default_rng(7)
+    for variable in model.non_trainable_variables:
+        if variable.dtype == "float32":
+            variable.assign(random.uniform(0.5, 1.5, variable.shape).astype(np.float32))
+
+
+def _values(*shape: int, seed: int = 0) -> Any:
+    scale = np.sqrt(shape[0]) if len(shape) == 2 else 1.0
+    return (np.random.default_rng(seed).standard_normal(shape) / scale).astype(np.float32)
+
+
+def _save(path: Path, arrays: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def _answers(feeds: dict[str, Any]) -> None:
+    """What TensorFlow's own loader gives for each signature that takes these feeds."""
+    _save(HERE / "feeds.npz", feeds)
+    loaded = tf.saved_model.load(str(MODEL))
+    for name, signature in loaded.signatures.items():
+        wanted = signature.structured_input_signature[1]
+        if set(wanted) <= set(feeds):
+            given = {key: tf.constant(feeds[key]) for key in wanted}
+            _save(HERE / f"answers-{name}.npz", {key: value.numpy() for key, value in signature(**given).items()})
+
+
+def _variables() -> None:
+    reader = tf.train.load_checkpoint(str(MODEL / "variables" / "variables"))
+    names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
+    _save(HERE / "variables.npz", {name: reader.get_tensor(name) for name in names})
+    called = {}
+    if reader.has_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"):
+        objects = trackable_object_graph_pb2.TrackableObjectGraph()
+        objects.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+        called = {found.checkpoint_key: found.full_name for node in objects.nodes for found in node.attributes}
+    (HERE / "names.json").write_text(json.dumps(called))
+
+
+MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
+    maker.__name__: maker
+    for maker in (keras_cnn, keras_file, keras2_trained, module, version1, mixed_precision, runs_python)
+}
+
+if __name__ == "__main__":
+    HERE.mkdir(parents=True, exist_ok=True)
+    its_feeds = MAKERS[NAME]()
+    if its_feeds:
+        _answers(its_feeds)
+    _variables()

@@ -1,0 +1,195 @@
+"""Models of TensorFlow and Keras, converted by the documented command, run, and compared with TensorFlow's answers.
+
+TensorFlow's side, models, answers and variables, is made in its own Python by ``models_of_tensorflow.py``, through
+loaders and readers that the converter does not use.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from converting import Outcome, process
+from restored import assert_restored
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from converter.sources.tensorflow import environment as tensorflow
+from converter.sources.tensorflow.operators import COMPUTING
+
+pytestmark = pytest.mark.sources
+_HERE = Path(__file__).parent
+_ONNX_ONLY = ("--format", "onnx", "--no-report")
+Made = Callable[[str], Path]
+Arrays = Mapping[str, Any]
+
+
+@pytest.fixture(scope="session")
+def python(environment: Callable[[str], Path]) -> Path:
+    return environment("tensorflow")
+
+
+@pytest.fixture(scope="session")
+def made(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The directory of one of the models, made when it is first asked for."""
+    known: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in known:
+            path = tmp_path_factory.mktemp("made") / name
+            command = [str(python), "-I", str(_HERE / "models_of_tensorflow.py"), name, str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr[-2000:]
+            known[name] = path
+        return known[name]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def named(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tensorflow.VARIABLE, str(python))
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    with np.load(path) as found:
+        return dict(found)
+
+
+def _convert(source: Path, target: Path, *more: str) -> Outcome:
+    return process("checkpoint", source, "--out", target, *_ONNX_ONLY, *more).published()
+
+
+def _run(artifact: Path, profile: str, feeds: Arrays) -> dict[str, Any]:
+    opened = Artifact.open(artifact)
+    runtime = load_reference(opened) if profile == "reference" else load(opened, profile)
+    try:
+        return dict(runtime.run({spec.name: feeds[spec.name] for spec in opened.manifest.inputs}))
+    finally:
+        runtime.close()
+
+
+def _far(found: Any, expected: Any) -> float:
+    """Relative L2."""
+    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected.astype(np.float64)))
+
+
+def _check(made: Path, target: Path, signature: str = "serving_default", renamed: Mapping[str, str] = {}) -> None:
+    """The artifact answers as TensorFlow did, and gives its variables back."""
+    feeds, expected = _arrays(made / "feeds.npz"), _arrays(made / f"answers-{signature}.npz")
+    oracle = Artifact.open(target).manifest.oracle
+    assert oracle is not None
+    assert oracle.checked
+    for profile, bound in (("reference", 1e-5), ("cpu", 1.5e-2)):
+        found = _run(target, profile, feeds)
+        assert set(found) == {renamed.get(name, name) for name in expected}
+        for name, answer in expected.items():
+            assert _far(found[renamed.get(name, name)], answer) < bound, (profile, name)
+    process("restore", target, "--out", target.parent / "fp32.safetensors").published()
+    assert_restored(target.parent / "fp32.safetensors", _by_name(made))
+
+
+def _by_name(made: Path) -> dict[str, Any]:
+    """The variables as TensorFlow's own reader gives them, by the names that it stores of them."""
+    names = json.loads((made / "names.json").read_text())
+    stored = _arrays(made / "variables.npz")
+    return {names.get(key) or key.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"): array for key, array in stored.items()}
+
+
+def test_a_convolutional_model_of_keras_3(made: Made, tmp_path: Path) -> None:
+    target = tmp_path / "cnn" / "1"
+    _convert(made("keras_cnn") / "model", target)
+    _check(made("keras_cnn"), target)
+
+
+def test_a_keras_file_with_attention_and_a_recurrent_layer(made: Made, tmp_path: Path) -> None:
+    target = tmp_path / "text" / "1"
+    _convert(made("keras_file") / "model.keras", target)
+    assert Artifact.open(target).manifest.source.format == "keras"
+    _check(made("keras_file"), target)
+
+
+def test_a_model_of_keras_2_with_its_optimizers_slots(made: Made, tmp_path: Path) -> None:
+    target = tmp_path / "old" / "1"
+    _convert(made("keras2_trained") / "model", target)
+    _check(made("keras2_trained"), target)
+    assert "Adam/dense/kernel/m" in _by_name(made("keras2_trained"))
+
+
+@pytest.mark.parametrize(("signature", "renamed"), [("embed", {}), ("classify", {"x": "x_output"})])
+def test_a_module_with_several_signatures(
+    made: Made, tmp_path: Path, signature: str, renamed: Mapping[str, str]
+) -> None:
+    target = tmp_path / "several" / "1"
+    _convert(made("module") / "model", target, "--signature", signature)
+    _check(made("module"), target, signature, renamed)
+
+
+def test_the_signatures_of_a_module_are_listed(made: Made, tmp_path: Path) -> None:
+    refused = process("checkpoint", made("module") / "model", "--out", tmp_path / "m" / "1")
+    refused.refused(2, "choose one with --signature: classify, embed and look_up")
+    refused = process("checkpoint", made("module") / "model", "--out", tmp_path / "m" / "1", "--signature", "look_up")
+    refused.refused(3, "input 'words' of signature 'look_up' is of strings")
+
+
+def test_a_graph_of_tensorflow_1(made: Made, tmp_path: Path) -> None:
+    target = tmp_path / "first" / "1"
+    _convert(made("version1") / "model", target)
+    _check(made("version1"), target)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("mixed_precision", "is bfloat16; tf2onnx would"), ("runs_python", "PyFunc: it runs Python code")],
+)
+def test_models_that_are_refused_by_name(made: Made, tmp_path: Path, name: str, said: str) -> None:
+    process("checkpoint", made(name) / "model", "--out", tmp_path / "m" / "1").refused(3, said)
+
+
+def test_damaged_variables_are_told_by_tensorflows_checksums(made: Made, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(made("version1") / "model", tmp_path / "model"))
+    data = next(model.glob("variables/*.data-*"))
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+    refused = process("checkpoint", model, "--out", tmp_path / "m" / "1")
+    refused.refused(2, "truncated or damaged: TensorFlow says DataLossError")
+
+
+def test_the_same_model_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        _convert(made("keras_cnn") / "model", tmp_path / name / "m" / "1")
+    for file in (tmp_path / "a" / "m" / "1").iterdir():
+        assert (tmp_path / "b" / "m" / "1" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_what_is_allowed_is_what_tf2onnx_translates(python: Path) -> None:
+    """What it translates and is refused here is of strings, tables, queues, or of its own invention."""
+    code = (
+        "from tf2onnx import handler, tfonnx\n"
+        "print(*{op for versions in handler.tf_op.get_opsets().values() for ops in versions for op in ops})"
+    )
+    said = subprocess.run(
+        [str(python), "-I", "-c", code], capture_output=True, text=True, timeout=300, check=True
+    ).stdout
+    refused = {op for op in said.split() if not op.startswith("TFL_")} - COMPUTING
+    parts = ("String", "Regex", "Sentencepiece", "Wordpiece", "Table", "Queue", "Iterator", "Variant", "Ragged", "Join")
+    assert {op for op in refused if not any(part in op for part in parts)} == {
+        "Loop",
+        "SampleDistortedBoundingBox",
+        "SampleDistortedBoundingBoxV2",
+        "Scan",
+    }
+
+
+def test_the_doctor_finds_it(python: Path) -> None:
+    found = json.loads(process("doctor", "--json").published().out)
+    assert {"name": "TensorFlow SavedModel", "possible": True, "missing": []} in found["sources"]
+    (part,) = (part for part in found["installed"] if part["name"] == "TensorFlow")
+    assert part["found"].endswith(f"in {python}")
