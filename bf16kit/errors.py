@@ -28,6 +28,10 @@ class SourceError(UsageError):
     """The checkpoint cannot be read, is not what it claims to be, or does not fit the model."""
 
 
+class NoCheckpoint(SourceError):
+    """What lies there is no checkpoint of any format, nor a damaged one."""
+
+
 class SamplesError(UsageError):
     """Calibration samples cannot be read or do not fit the model's inputs."""
 

@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
     """Run ``bf16-convert`` with ``arguments`` and return its exit code."""
     debug = "--debug" in arguments
     try:
-        command(args=arguments, prog_name="bf16-convert", standalone_mode=False)
+        code = command(args=arguments, prog_name="bf16-convert", standalone_mode=False)
     except click.exceptions.Exit as stop:  # --help and --version
         return stop.exit_code
     except click.ClickException as error:
@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
             traceback.print_exc()
         click.echo(f"bf16-convert: error: {printable(without_long_words(_message(error)))}", err=True)
         return exit_code(error)
-    return DONE
+    return code if isinstance(code, int) else DONE  # of many checkpoints, the worst
 
 
 def exit_code(error: BaseException) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +15,28 @@ from converter.commands.common import PATH, debug_option, say
 if TYPE_CHECKING:
     from converter.options import Options
 
+_VERSION = re.compile("[1-9][0-9]*")
+
 
 @click.command()
 @click.argument("source", type=PATH)
-@click.option("--out", required=True, type=PATH, metavar="REPOSITORY/MODEL/VERSION", help="Where the artifact goes.")
+@click.option(
+    "--out",
+    required=True,
+    type=PATH,
+    metavar="REPOSITORY/MODEL/VERSION",
+    help="Where the artifact goes; for a directory of checkpoints, REPOSITORY.",
+)
 @click.option("--force", is_flag=True, help="Replace an artifact that is there already.")
+@click.option(
+    "--per-model",
+    type=PATH,
+    metavar="DIRECTORY",
+    help="Options of single checkpoints of many: NAME.yaml for each, keys as here without the dashes.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Of many checkpoints, how many at a time."
+)
 @click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights; or an ONNX graph.")
 @click.option(
     "--map",
@@ -107,8 +126,22 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random samples.")
 @click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
 @debug_option
-def checkpoint(debug: bool, **given: object) -> None:
-    """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX."""
+@click.pass_context
+def checkpoint(context: click.Context, /, debug: bool, per_model: Path | None, jobs: int, **given: object) -> None:
+    """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX.
+
+    With a directory of them and --out REPOSITORY, convert each that is not converted yet; the exit code is the worst.
+    """
+    source, out = given["source"], given["out"]
+    assert isinstance(source, Path)  # noqa: S101 - click's `type=PATH`
+    assert isinstance(out, Path)  # noqa: S101
+    if _is_collection(source, out):
+        from converter.commands.collection import convert_all
+
+        context.exit(convert_all(context, source, out, _check))
+    if per_model is not None or jobs != 1:
+        raise click.UsageError(f"--per-model and --jobs are for a directory of checkpoints, and {source} is none")
+
     from bf16kit.runtime import kernel
     from converter.pipeline import convert
     from converter.process import memory, progress
@@ -129,6 +162,23 @@ def checkpoint(debug: bool, **given: object) -> None:
     say(page.summary(result.artifact, result.notes))
 
 
+def _is_collection(source: Path, out: Path) -> bool:
+    """Many checkpoints: a directory that is no model, and a repository to put models into."""
+    if _VERSION.fullmatch(out.name) or not source.is_dir():
+        return False
+    from converter.bulk.worklist import is_collection
+
+    return is_collection(source)
+
+
+def _check(arguments: Sequence[str]) -> None:
+    """Find a mistake in a command line of one of many checkpoints; raises as the command itself would."""
+    parsed = dict(checkpoint.make_context("checkpoint", list(arguments)).params)
+    for name in ("debug", "per_model", "jobs"):
+        parsed.pop(name)
+    _options(**parsed)
+
+
 def _options(**given: object) -> Options:
     """Parsed options; a mistake in any of them is found before long work begins."""
     from converter import options as parse
@@ -143,7 +193,7 @@ def _options(**given: object) -> Options:
 
     out, model_args, profiles = given.pop("out"), given.pop("model_args"), many("profiles")
     formats = many("formats")
-    if profiles and formats and not {"onnx", "torchscript"}.intersection(formats):
+    if profiles and formats and set(formats) <= {"safetensors", "hf"}:
         raise UsageError(f"--profile {profiles[0]}: is an ONNX graph; give --format onnx as well, or leave it out")
     assert isinstance(out, Path)  # noqa: S101 - click's `type=PATH`
     return parse.Options(

@@ -7,7 +7,7 @@ import zipfile
 from enum import Enum
 from pathlib import Path
 
-from bf16kit.errors import SourceError
+from bf16kit.errors import NoCheckpoint, SourceError
 from converter.sources import flax_file, foreign
 from converter.sources.orbax import layout
 from converter.sources.safetensors_file import HEADER_LIMIT
@@ -69,8 +69,9 @@ def _of_directory(path: Path) -> Kind:
         return Kind.HUGGING_FACE
     if len(list(path.glob("*.safetensors.index.json"))) == 1:
         return Kind.SHARDED
-    raise SourceError(
-        f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model"
+    raise NoCheckpoint(
+        f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model;"
+        " many checkpoints in it are converted with --out REPOSITORY"
     )
 
 
@@ -93,7 +94,9 @@ def _of_file(path: Path) -> Kind:
         return _of_json(path)
     if head[0] == 0x08:  # protobuf field 1, varint: ModelProto.ir_version; no text begins with a backspace
         return Kind.ONNX
-    raise SourceError(f"{path}: {_looks_like(head)}; expected safetensors, torch, ONNX or a model directory")
+    if head.startswith(b"version https://git-lfs"):
+        raise SourceError(f"{path}: is a Git LFS pointer, not the file it points to (run `git lfs pull`)")
+    raise NoCheckpoint(f"{path}: {_looks_like(head)}; expected safetensors, torch, ONNX or a model directory")
 
 
 def _opens_safetensors(head: bytes) -> bool:
@@ -116,7 +119,7 @@ def _of_zip(path: Path) -> Kind:
         return Kind.LIGHTNING if _speaks_of_lightning(path) else Kind.TORCH_ZIP
     if "model.weights.h5" in inner:
         return Kind.KERAS
-    raise SourceError(f"{path}: is a zip archive, but not one that torch wrote")
+    raise NoCheckpoint(f"{path}: is a zip archive, but not one that torch wrote")
 
 
 def _speaks_of_lightning(path: Path) -> bool:
@@ -136,16 +139,14 @@ def _of_json(path: Path) -> Kind:
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # not JSON, or lists in lists by the thousand
-        raise SourceError(f"{path}: is a text file, not a checkpoint") from None
+        raise NoCheckpoint(f"{path}: is a text file, not a checkpoint") from None
     if isinstance(fields, dict) and isinstance(fields.get("weight_map"), dict):
         return Kind.SHARDED
     foreign.refuse_json(path, fields)
-    raise SourceError(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
+    raise NoCheckpoint(f"{path}: is JSON, but not the index of a sharded checkpoint (it has no weight_map)")
 
 
 def _looks_like(head: bytes) -> str:
-    if head.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the file it points to (run `git lfs pull`)"
     text = head.decode(errors="replace").removesuffix("\ufffd")  # the last character may be cut in two
     if "\ufffd" not in text and all(character.isprintable() or character.isspace() for character in text):
         return "is a text file, not a checkpoint"

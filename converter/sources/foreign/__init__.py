@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bf16kit.errors import SourceError
+from bf16kit.errors import NoCheckpoint, SourceError
 from converter.sources.foreign import archives, directories, files
 from converter.sources.foreign.table import TABLE
 
@@ -47,4 +47,5 @@ def refuse_missing(path: Path) -> None:
 def _refuse(path: Path, name: str | None, detail: str = "") -> None:
     if name is not None:
         foreign = TABLE[name]
-        raise SourceError(f"{path}: is {foreign.what}{detail}, which is not converted; {foreign.remedy}")
+        error = NoCheckpoint if foreign.data else SourceError
+        raise error(f"{path}: is {foreign.what}{detail}, which is not converted; {foreign.remedy}")

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A format that is recognised and refused. ``what`` follows "is", ``remedy`` follows a semicolon."""
+    """A format that is recognised and refused. ``what`` follows "is", ``remedy`` follows a semicolon.
+
+    ``data``: it may be a model's weights, and beside models it is mostly something else.
+    """
 
     what: str
     remedy: str
+    data: bool = False
 
 
 _BEFORE = "convert the fp32 checkpoint that it was made from"
@@ -30,7 +34,7 @@ TABLE: Mapping[str, Foreign] = {
     "coreml": Foreign(
         "a Core ML model (.mlmodel)", f"{_BEFORE}, the module or SavedModel that was given to coremltools"
     ),
-    "numpy": Foreign("a numpy array (.npy)", _WEIGHTS_ONLY),
+    "numpy": Foreign("a numpy array (.npy)", _WEIGHTS_ONLY, data=True),
     "hdf5": Foreign(
         "an HDF5 file (.h5), as Keras before version 3 writes whole models and bare weights",
         "load it in Keras and write a SavedModel (model.export('DIRECTORY')), and convert that",
@@ -63,7 +67,7 @@ TABLE: Mapping[str, Foreign] = {
         "a packed archive (tar, gzip, zstd, xz, bzip2, 7z or rar)", "unpack it, and convert what is in it"
     ),
     # zip archives and JSON
-    "npz": Foreign("an archive of numpy arrays (.npz)", _WEIGHTS_ONLY),
+    "npz": Foreign("an archive of numpy arrays (.npz)", _WEIGHTS_ONLY, data=True),
     "tensorflow.js": Foreign("a TensorFlow.js model", f"{_BEFORE}, a SavedModel or a Keras model"),
     # directories
     "coreml package": Foreign(

@@ -13,11 +13,14 @@ from onnx import helper
 import graphs
 from bf16kit.artifact import Artifact
 from bf16kit.drift import Budget
-from bf16kit.errors import RuntimeFailure, UsageError
+from bf16kit.errors import BudgetExceeded, RuntimeFailure, UsageError
+from bf16kit.manifest import ExportEntry
+from bf16kit.publish import staging
 from bf16kit.runtime import Runtime
 from bf16kit.tensors import TensorSpec
+from converter.options import Options, parse_target
 from converter.proof import certify
-from converter.proof.judging import check_budget, with_kinds
+from converter.proof.judging import check_budget, judge, with_kinds
 from converter.proof.running import open_profile
 
 OUTPUT = TensorSpec("y", "float32", ("batch", 4))
@@ -194,3 +197,13 @@ def test_an_answer_that_fp32_cannot_tell_from_another_is_not_a_changed_one(
     cli("checkpoint", source, "--out", target, "--output", "y:logits", "--no-search", *ONNX_ONLY).published()
     drift = Artifact.open(target).manifest.drift["cpu"].outputs["y"]
     assert drift["top1_agreement"]["mean"] == 1.0
+
+
+def test_an_export_over_budget_is_never_dropped(small: Artifact, target: Path) -> None:
+    """It was asked for by name, and may hold the weights that the others are restored from."""
+    entry = ExportEntry(files=["model.safetensors"], precision="bf16-weights", verified="host")
+    manifest = small.manifest.amended(exports={"safetensors": entry})
+    options = Options(source=target, target=parse_target(target), drop_failing_profiles=True)
+    over = {"cpu": [], "safetensors": ["export safetensors, y: relative_l2 is too large"]}
+    with staging(target) as stage, pytest.raises(BudgetExceeded, match=r"(?s)export safetensors, y.*--keep-fp32"):
+        judge(over, manifest, options, stage)

@@ -14,13 +14,15 @@ import numpy as np
 import onnx
 import pytest
 from converting import Cli
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import graphs
 from bf16kit.errors import SourceError
 from converter.sources.detect import Kind, recognise
 from converter.sources.foreign import TABLE
-from converter.sources.foreign.files import _varint
+from converter.sources.foreign.files import _MAGIC, _varint
 
 Make = Callable[[Path], object]
 
@@ -200,6 +202,11 @@ def test_a_core_ml_file_that_is_cut_short_ends_in_an_error_of_ours(tmp_path: Pat
         assert recognise(tmp_path / "m") is Kind.ONNX  # whose reader says what is wrong with it
 
 
+def test_a_length_beyond_any_file_is_not_gone_to(tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(b"\x08\x04\x12" + _number(1 << 64) + b"text")
+    assert recognise(tmp_path / "m") is Kind.ONNX
+
+
 def test_a_number_that_never_ends_is_none() -> None:
     assert _varint(io.BytesIO(b"\xff" * 100)) is None
     assert _varint(io.BytesIO(b"")) is None
@@ -224,3 +231,39 @@ def test_a_model_directory_may_hold_what_trainers_and_exporters_leave_there(tmp_
 def test_a_config_that_says_nothing_of_quantising_is_left_to_its_reader(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     assert recognise(tmp_path) is Kind.HUGGING_FACE
+
+
+@given(
+    beginning=st.sampled_from([*(magic for magic, _ in _MAGIC), b"", b"\x08\x04", b"\x0a\x10", b"\x20\0\0\0"]),
+    rest=st.binary(max_size=600),
+)
+def test_whatever_a_file_holds_it_is_a_kind_or_an_error_of_ours(
+    tmp_path_factory: pytest.TempPathFactory, beginning: bytes, rest: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(beginning + rest)
+    with contextlib.suppress(SourceError):
+        assert isinstance(recognise(path), Kind)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=9,
+)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["quantization_config", "quantization", "quant_method", "bits", "base_model_name_or_path"]),
+        _VALUES,
+    ),
+    file=st.sampled_from(["config.json", "adapter_config.json", "quant_config.json"]),
+)
+def test_whatever_a_config_says_is_a_kind_or_an_error_of_ours(
+    tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object], file: str
+) -> None:
+    directory = tmp_path_factory.mktemp("any")
+    (directory / file).write_text(json.dumps(fields))
+    with contextlib.suppress(SourceError):
+        assert isinstance(recognise(directory), Kind)

@@ -1,0 +1,109 @@
+"""Converting a whole worklist, some at a time; Ctrl-C leaves what is done, and what was begun is begun again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from bf16kit.text import table
+from converter.bulk.item import Outcome, convert, start_process
+from converter.bulk.worklist import Item, Worklist
+
+INTERRUPTED = 130
+_SHOWN = 10  # of what was passed over
+
+Say = Callable[[str], None]
+
+
+class _Processes:
+    """Those that run now, so that they can be told to stop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self.stopped = False
+
+    def start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        with self._lock:
+            process = start_process(command, log)
+            self._running.add(process)
+            if self.stopped:
+                process.send_signal(signal.SIGINT)
+        return process
+
+    def stop(self) -> None:
+        """Each takes SIGINT for Ctrl-C, which a terminal sends to all of them anyway."""
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+
+
+def run(worklist: Worklist, repository: Path, *, jobs: int, force: bool, say: Say) -> tuple[list[Outcome], bool]:
+    """Convert every item, ``jobs`` at a time, and say of each how it ended; whether it was interrupted."""
+    processes, outcomes = _Processes(), dict[str, Outcome]()
+    total = len(worklist.items)
+
+    def one(item: Item) -> Outcome:
+        if processes.stopped:
+            return Outcome(item.model, item.source.name, "interrupted", INTERRUPTED)
+        return convert(item, repository, force=force, start=processes.start)
+
+    interrupted = False
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, item) for item in worklist.items]
+        while len(outcomes) < total:
+            try:
+                for future in as_completed(futures):
+                    outcome = future.result()
+                    if outcome.model not in outcomes:
+                        outcomes[outcome.model] = outcome
+                        say(f"[{len(outcomes)}/{total}] {line(outcome)}")
+            except KeyboardInterrupt:
+                interrupted = True
+                processes.stop()
+    return [outcomes[item.model] for item in worklist.items], interrupted
+
+
+def line(outcome: Outcome) -> str:
+    """How one ended, for people."""
+    version = "" if outcome.version is None else f" version {outcome.version}"
+    seconds = f", {outcome.seconds:.0f} s" if outcome.seconds >= 1 else ""
+    detail = outcome.detail.splitlines()[0] if outcome.detail else ""
+    return f"{outcome.model}{version}: {outcome.status}{seconds}{f': {detail}' if detail else ''}"
+
+
+def summary(outcomes: Sequence[Outcome], worklist: Worklist) -> str:
+    """A table of all, and what was passed over."""
+    columns = ("model", "version", "source", "result", "drift ÷ budget, or why not", "seconds")
+    rows = [
+        (
+            each.model,
+            each.version,
+            each.source,
+            each.status,
+            each.detail.splitlines()[0] if each.detail else None,
+            each.seconds,
+        )
+        for each in outcomes
+    ]
+    told = [table(_title(outcomes), columns, rows)]
+    more = len(worklist.passed_over) - _SHOWN
+    told += [f"passed over: {each}" for each in worklist.passed_over[:_SHOWN]]
+    told += [f"passed over: {more} more"] if more > 0 else []
+    return "\n".join(told)
+
+
+def _title(outcomes: Sequence[Outcome]) -> str:
+    done = sum(outcome.code == 0 for outcome in outcomes)
+    return f"{done} of {len(outcomes)} checkpoints are converted"
+
+
+def worst(outcomes: Sequence[Outcome], *, interrupted: bool) -> int:
+    """The exit code of all: the largest there was."""
+    return INTERRUPTED if interrupted else max((outcome.code for outcome in outcomes), default=0)

@@ -1,0 +1,162 @@
+"""What there is to convert in a directory: its checkpoints, each with the name and the options of its model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bf16kit.errors import NoCheckpoint, SourceError, UsageError
+from converter.sources.detect import Kind, recognise
+
+# What is taken from the end of a file's name to name its model.
+_SUFFIXES = frozenset(
+    f".{suffix}"
+    for suffix in (
+        *("safetensors", "pt", "pth", "bin", "ckpt", "onnx", "pt2", "ts", "torchscript", "msgpack"),
+        *("keras", "tflite", "h5", "hdf5", "gguf", "ggml", "pb", "mlmodel", "engine", "plan", "ptl", "pte", "ort"),
+    )
+)
+_INDICES = (".safetensors.index.json", ".index.json")
+_WITHOUT_WEIGHTS = frozenset(
+    (".txt", ".md", ".json", ".yaml", ".yml", ".npz", ".npy", ".csv", ".log", ".png", ".jpg", ".svg", ".html", ".py")
+)
+_SHOWN = 5
+
+Configure = Callable[[str, str], "Configured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """What is asked for of one model: its name, and arguments of `bf16-convert checkpoint`."""
+
+    model: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One checkpoint: ``files`` hold all of its bytes, ``refused`` says why it cannot be read at all ("": it may)."""
+
+    model: str
+    source: Path
+    files: tuple[Path, ...]
+    arguments: tuple[str, ...]
+    refused: str = ""
+
+    def digest(self) -> str:
+        """sha256 of the names and bytes of its files, and of its arguments: what a conversion depends on."""
+        found = hashlib.sha256(json.dumps(self.arguments).encode())
+        for path in self.files:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found.update(f"\n{digest}  {path.relative_to(self.source.parent)}".encode())
+        return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Worklist:
+    """What is to be converted, by name, and what lies beside it and is no checkpoint, each with the reason."""
+
+    items: tuple[Item, ...]
+    passed_over: tuple[str, ...]
+
+
+def is_collection(path: Path) -> bool:
+    """Whether ``path`` is a directory that is no model itself, so that what lies in it may be many."""
+    if not path.is_dir():
+        return False
+    try:
+        recognise(path)
+    except NoCheckpoint:
+        return True
+    except SourceError:
+        return False
+    return False
+
+
+def collect(directory: Path, configure: Configure, repository: Path | None = None) -> Worklist:
+    """The checkpoints directly in ``directory``; ``configure(file name, model)`` says what is asked for of each.
+
+    A ``repository`` inside it is not looked at.
+    Hidden names are passed over, and so is what is no checkpoint; one that is damaged, or of a format that is not
+    converted, is on the list with the reason. Raises :class:`UsageError` when there is none, or when two would have the
+    same name.
+    """
+    kinds: dict[Path, Kind | str] = {}
+    passed_over: dict[Path, str] = {}
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(".") or (repository is not None and path.resolve() == repository.resolve()):
+            continue
+        try:
+            kinds[path] = recognise(path)
+        except NoCheckpoint as error:
+            passed_over[path] = _without_path(error, path)
+        except SourceError as error:
+            kinds[path] = _without_path(error, path)
+    shards = {shard for path, kind in kinds.items() if kind is Kind.SHARDED for shard in _shards(path)}
+    beside = tuple(path for path in passed_over if path.is_file() and path.suffix.lower() not in _WITHOUT_WEIGHTS)
+    items = [_item(path, kind, beside, configure) for path, kind in kinds.items() if path not in shards]
+    if not items:
+        raise UsageError(f"{directory}: holds no checkpoint{_listed(passed_over.values())}")
+    _check_names(items)
+    said = (f"{path.name}: {why}" for path, why in passed_over.items() if path not in _used(items))
+    return Worklist(tuple(items), tuple(said))
+
+
+def model_name(file: str) -> str:
+    """What the model in ``file`` is called: its name without the ending that says a format."""
+    for ending in _INDICES:
+        if file.endswith(ending):
+            return file.removesuffix(ending)
+    path = Path(file)
+    return path.stem if path.suffix.lower() in _SUFFIXES else file
+
+
+def _item(path: Path, kind: Kind | str, beside: tuple[Path, ...], configure: Configure) -> Item:
+    asked = configure(path.name, model_name(path.name))
+    refused = kind if isinstance(kind, str) else ""
+    return Item(asked.model, path, () if refused else _files(path, kind, beside), asked.arguments, refused)
+
+
+def _files(path: Path, kind: Kind | str, beside: tuple[Path, ...]) -> tuple[Path, ...]:
+    if path.is_dir():
+        return tuple(sorted(found for found in path.rglob("*") if found.is_file()))
+    if kind is Kind.SHARDED:
+        return (path, *(shard for shard in _shards(path) if shard.is_file()))
+    # External data has any name. One file too many converts once too often, one too few leaves an old artifact.
+    return (path, *beside) if kind is Kind.ONNX else (path,)
+
+
+def _shards(index: Path) -> list[Path]:
+    if index.is_dir():
+        return []
+    names = set(json.loads(index.read_bytes())["weight_map"].values())
+    return [index.parent / str(name) for name in sorted(map(str, names)) if Path(str(name)).name == str(name)]
+
+
+def _used(items: Sequence[Item]) -> set[Path]:
+    return {path for item in items for path in item.files}
+
+
+def _check_names(items: Sequence[Item]) -> None:
+    counts = Counter(item.model for item in items)
+    for item in items:
+        if counts[item.model] > 1:
+            twins = ", ".join(other.source.name for other in items if other.model == item.model)
+            raise UsageError(
+                f"{item.source.parent}: {twins} would all become model {item.model!r}; rename them, or name them in"
+                " --per-model DIRECTORY, with a FILE.yaml for each that says `name: …`"
+            )
+
+
+def _without_path(error: SourceError, path: Path) -> str:
+    return str(error).removeprefix(f"{path}: ")
+
+
+def _listed(reasons: Iterable[str]) -> str:
+    found = Counter(reasons)
+    return "".join(f"\n  {count} × {reason}" for reason, count in found.most_common(_SHOWN))

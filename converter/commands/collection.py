@@ -1,0 +1,146 @@
+"""``bf16-convert checkpoint DIRECTORY --out REPOSITORY``: many checkpoints, with the same options or with their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from bf16kit.errors import UsageError
+
+_LARGEST = 1 << 20  # bytes of a file of options
+_OWN = frozenset(("out", "force", "jobs", "per_model"))  # what is said of the collection, not of a model
+_NAME = "name"
+
+Arguments = Mapping[str, Sequence[str]]  # of a command line, by the option that they give
+
+
+def convert_all(context: click.Context, source: Path, repository: Path, check: Callable[[Sequence[str]], None]) -> int:
+    """Convert what lies in ``source`` and print a summary; returns the exit code of the worst.
+
+    ``check`` is given each command line before work begins, and raises :class:`UsageError` for one that is wrong, as
+    this does for names that no model can have.
+    """
+    from converter.bulk.run import run, summary, worst
+    from converter.bulk.worklist import Configured, collect
+    from converter.options import parse_target
+
+    given = _given(context)
+    per_model = context.params["per_model"]
+    own = {} if per_model is None else _read_all(per_model)
+    used: set[str] = set()
+
+    def configure(file: str, model: str) -> Configured:
+        found = [name for name in (file, model) if name in own]
+        used.update(found)
+        fields = dict(own[found[0]]) if found else {}
+        name = fields.pop(_NAME, model)
+        if not isinstance(name, str):
+            raise UsageError(f"{per_model}/{found[0]}.yaml: name is {name!r}, expected the model's name")
+        arguments = {**given, **_arguments(context, fields, f"{per_model}/{found[0] if found else ''}.yaml")}
+        return Configured(name, tuple(text for texts in arguments.values() for text in texts))
+
+    worklist = collect(source, configure, repository)
+    unused = sorted(own.keys() - used)
+    if unused:
+        raise UsageError(f"{per_model}/{unused[0]}.yaml: {source} has no checkpoint of that name")
+    for item in worklist.items:
+        target = repository / item.model / "1"
+        parse_target(target)
+        try:
+            check([str(item.source), "--out", str(target), *item.arguments])
+        except (UsageError, click.UsageError) as error:
+            raise UsageError(f"{item.source.name}: {error}") from None
+    click.echo(f"bf16-convert: {len(worklist.items)} checkpoints in {source}", err=True)
+    outcomes, interrupted = run(
+        worklist,
+        repository,
+        jobs=context.params["jobs"],
+        force=context.params["force"],
+        say=lambda text: click.echo(f"bf16-convert: {text}", err=True),
+    )
+    from converter.commands.common import say
+
+    say(summary(outcomes, worklist))
+    return worst(outcomes, interrupted=interrupted)
+
+
+def _given(context: click.Context) -> dict[str, list[str]]:
+    """What the command line said of every model."""
+    found: dict[str, list[str]] = {}
+    for option in _options(context).values():
+        name = option.name or ""
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            found[name] = _texts(option, context.params[name])
+    return found
+
+
+def _options(context: click.Context) -> dict[str, click.Option]:
+    """Those that a model can have of its own, as they are written, without the dashes before them."""
+    options = [each for each in context.command.params if isinstance(each, click.Option) and each.name not in _OWN]
+    return {option.opts[0].removeprefix("--"): option for option in options}
+
+
+def _texts(option: click.Option, value: Any) -> list[str]:
+    flag = option.opts[0]
+    if option.is_flag:
+        return [flag] if value else option.secondary_opts[:1]
+    values = value if option.multiple else [value]
+    return [text for each in values for text in (flag, str(each))]
+
+
+def _read_all(directory: Path) -> dict[str, Mapping[str, Any]]:
+    """The options in each ``NAME.yaml`` of ``directory``, by NAME."""
+    if not directory.is_dir():
+        raise UsageError(f"--per-model {directory}: no such directory")
+    return {path.stem: _read(path) for path in sorted(directory.glob("*.yaml"))}
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            raise UsageError(f"{path}: larger than {_LARGEST >> 20} MiB, more than any options take")
+        fields = yaml.safe_load(data)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(fields, dict):
+        raise UsageError(f"{path}: expected options such as `model: pkg.mod:factory`, a line each")
+    return fields
+
+
+def _arguments(context: click.Context, fields: Mapping[str, Any], where: str) -> Arguments:
+    """The command line that ``fields`` of a YAML file stand for."""
+    options, found = _options(context), dict[str, list[str]]()
+    for key, value in fields.items():
+        option = options.get(str(key))
+        if option is None:
+            known = ", ".join(sorted([*options, _NAME]))
+            raise UsageError(f"{where}: unknown option {str(key)!r}; known: {known}")
+        found[option.name or ""] = _texts(option, _value(option, key, value, where))
+    return found
+
+
+def _value(option: click.Option, key: str, value: Any, where: str) -> Any:
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise UsageError(f"{where}: {key} is {value!r}, expected true or false")
+        return value
+    if option.multiple:
+        if isinstance(value, dict):  # budget
+            return [f"{name}={bound}" for name, bound in value.items()]
+        return value if isinstance(value, list) else [value]
+    if isinstance(value, dict):  # model-args
+        return json.dumps(value)
+    if value is None or isinstance(value, list):
+        raise UsageError(f"{where}: {key} is {value!r}, expected one value")
+    return value

@@ -1,0 +1,151 @@
+"""``bf16-convert checkpoint DIRECTORY --out REPOSITORY``, as its users meet it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from converting import SUPPORT, Cli, process
+
+import graphs
+from bf16kit.artifact import Artifact
+from converter.bulk.item import RECORDS
+
+QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Two ONNX files, and what is no checkpoint."""
+    directory = tmp_path / "models"
+    directory.mkdir()
+    onnx.save(graphs.mlp(), directory / "a.onnx")
+    onnx.save(graphs.mlp((8, 24, 8)), directory / "b.onnx")
+    (directory / "README.md").write_text("two models")
+    return directory
+
+
+@pytest.mark.long
+def test_all_are_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp_path: Path) -> None:
+    """Two processes, each of which imports what a conversion needs: longer than five seconds where others work too."""
+    out = tmp_path / "repo"
+    first = process("checkpoint", models, "--out", out, *QUICK, "--jobs", "2").published()
+    assert "2 of 2 checkpoints are converted" in first.out
+    assert "passed over: README.md: is a text file" in first.out
+    assert set(Artifact.open(out / "a" / "1").manifest.profiles) == {"cpu"}
+    (models / "c.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    onnx.save(graphs.mlp((8, 40, 8)), models / "b.onnx")
+    second = process("checkpoint", models, "--out", out, *QUICK)
+    assert second.code == 2
+    assert "a version 1: done before" in second.err
+    assert "b version 2: converted" in second.err
+    assert "c: failed: is a GGUF file" in second.err
+    assert sorted(path.name for path in (out / "b").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.long
+def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_path: Path) -> None:
+    onnx.save(graphs.mlp((8, 40, 8)), models / "c.onnx")
+    out = tmp_path / "repo"
+    command = [
+        str(Path(sys.executable).with_name("bf16-convert")),
+        "checkpoint",
+        str(models),
+        "--out",
+        str(out),
+        *QUICK,
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT)])}
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert running.stderr is not None
+    for line in running.stderr:  # a pipe that ends says that the command has, which is a failure below
+        if "[1/3]" in line:
+            break
+    running.send_signal(signal.SIGINT)
+    told, _ = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert "1 of 3 checkpoints are converted" in told
+    assert "interrupted" in told
+    assert [path.name for path in (out / "a").iterdir()] == ["1"]
+    assert not (out / "b" / "1").exists()
+    assert not (out / RECORDS / "c.json").exists()  # not even begun
+    process("checkpoint", models, "--out", out, *QUICK).published()
+    assert (out / "b" / "1").is_dir()
+
+
+class TestToldBeforeWorkBegins:
+    def test_a_name_that_no_model_can_have(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        (models / "a.onnx").rename(models / "my model.onnx")
+        cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
+        assert not (tmp_path / "repo").exists()
+
+    def test_an_option_that_is_wrong(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        cli("checkpoint", models, "--out", tmp_path / "repo", "--input", "x").refused(2, "a.onnx: --input 'x'")
+        assert not (tmp_path / "repo").exists()
+
+    def test_options_of_many_for_one(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--jobs", "2").refused(
+            2, "are for a directory of checkpoints"
+        )
+
+    def test_many_into_one_version(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        cli("checkpoint", models, "--out", tmp_path / "m" / "1").refused(
+            2, "is not a model", "converted with --out REPOSITORY"
+        )
+
+    def test_one_into_a_repository_is_what_it_always_was(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        cli("checkpoint", models / "a.onnx", "--out", tmp_path / "repo").refused(2, "must end in MODEL/VERSION")
+
+
+class TestPerModel:
+    def _asked(self, cli: Cli, models: Path, tmp_path: Path, file: str, content: str, *said: str) -> None:
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / file).write_text(content)
+        cli("checkpoint", models, "--out", tmp_path / "repo", "--per-model", tmp_path / "own").refused(2, *said)
+        assert not (tmp_path / "repo").exists()
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ("sed: 1", "unknown option 'sed'; known: "),
+            ("out: elsewhere", "unknown option 'out'"),
+            ("saturate: 1", "saturate is 1, expected true or false"),
+            ("seed: [1, 2]", "seed is [1, 2], expected one value"),
+            ("seed: minus one", "a.onnx: 'minus one' is not a valid integer"),
+            ("input: x", "a.onnx: --input 'x': expected NAME:DTYPE:DIMS"),
+            ("- seed", "expected options such as"),
+            ("{seed: 1", "not YAML"),
+            ("name: [a]", "name is ['a'], expected the model's name"),
+            ("name: b", "a.onnx, b.onnx would all become model 'b'"),
+        ],
+    )
+    def test_a_mistake_in_a_file_is_told_with_its_name(
+        self, cli: Cli, models: Path, tmp_path: Path, content: str, said: str
+    ) -> None:
+        self._asked(cli, models, tmp_path, "a.yaml", content, said)
+
+    def test_a_file_for_nothing_is_a_typing_error(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        self._asked(cli, models, tmp_path, "aa.yaml", "seed: 1", "aa.yaml", "has no checkpoint of that name")
+
+    def test_a_file_beside_a_checkpoint_is_not_believed_unasked(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        """Whoever gives checkpoints away would choose what code is imported."""
+        (models / "a.yaml").write_text("sed: 1")
+        (models / "my model.onnx").write_bytes((models / "a.onnx").read_bytes())
+        cli("checkpoint", models, "--out", tmp_path / "repo").refused(2, "'my model' is not a model name")
+
+    @pytest.mark.long
+    def test_options_of_its_own_win(self, models: Path, tmp_path: Path) -> None:
+        (models / "b.onnx").unlink()
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "a.onnx.yaml").write_text(
+            "name: renamed\nseed: 7\nresidual: false\nbudget: {relative_l2: 0.02}\n"
+        )
+        out = tmp_path / "repo"
+        process("checkpoint", models, "--out", out, *QUICK, "--seed", "1", "--per-model", tmp_path / "own").published()
+        manifest = Artifact.open(out / "renamed" / "1").manifest
+        assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
