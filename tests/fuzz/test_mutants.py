@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.long  # a minute of damaged sources
 
-COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60}
+COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60, "export": 120}
 
 
 @pytest.mark.parametrize("kind", COUNTS)

@@ -52,7 +52,7 @@ def bert(convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Artifact
     )
     source = tmp_path_factory.mktemp("bert") / "bert"
     transformers.BertModel(config).save_pretrained(source)
-    return convert(source)
+    return convert(source, "--format", "onnx", "--format", "torchscript", "--format", "pt2")
 
 
 @pytest.fixture(scope="session")
@@ -88,8 +88,11 @@ def test_a_transformers_cuda_profile_is_within_budget(onnx_device: str, bert: Ar
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_a_transformers_torchscript_is_within_budget(torch_device: str, bert: Artifact, rows: int) -> None:
-    loaded = load(bert, "torchscript", device=torch_device)
+@pytest.mark.parametrize("profile", ["torchscript", "pt2"])
+def test_what_torch_runs_of_a_transformer_is_within_budget(
+    torch_device: str, bert: Artifact, rows: int, profile: str
+) -> None:
+    loaded = load(bert, profile, device=torch_device)
     assert (loaded.info.precision, loaded.info.accumulation) == ("bf16", "fp32")
     assert_within_budget(bert, loaded, tokens(bert, rows))
 

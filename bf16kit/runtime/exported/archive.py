@@ -164,8 +164,11 @@ def _located(info: zipfile.ZipInfo, data: memoryview) -> Record:
     header = data[info.header_offset : info.header_offset + _LOCAL_HEADER]
     if bytes(header[:4]) != b"PK\x03\x04":
         raise RuntimeFailure(f"record {info.filename!r} does not begin where the archive says")
-    lengths = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
-    offset = info.header_offset + _LOCAL_HEADER + sum(lengths)
+    named, extra = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
+    name = bytes(data[info.header_offset + _LOCAL_HEADER :][:named])
+    if name not in (info.orig_filename.encode(), info.orig_filename.encode("cp437", "replace")):
+        raise RuntimeFailure(f"record {info.filename!r} has another name where it lies")
+    offset = info.header_offset + _LOCAL_HEADER + named + extra
     if offset + info.file_size > len(data):
         raise RuntimeFailure(f"record {info.filename!r} ends behind the end of the file")
     return Record(offset, info.file_size, info.CRC)

@@ -21,11 +21,11 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         raise UsageError("--model: a torch.export program brings its own architecture")
     found = exported_program.read_file(options.source, trust_pickle=options.trust_pickle)
     precisions.check_range(options.source, found.tensors)
-    inputs = onnx_file.settle_inputs(found.inputs(), options.inputs)
     try:
         module = ProgramModule(found.program, found.tensors, found.parameters, found.halves)
     except RuntimeFailure as error:
         raise SourceError(f"{options.source}: {error}") from None
+    inputs = onnx_file.settle_inputs(found.inputs(), options.inputs)
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), found.tensors)
     model = adapt(statedict.in_fp32(module), inputs)
     notes = (*found.notes, *precisions.notes(found.tensors, residual=options.residual))

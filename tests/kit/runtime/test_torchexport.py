@@ -15,8 +15,10 @@ from architectures import Mlp, seeded
 from numpy.typing import NDArray
 
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
-from bf16kit.runtime.exported.graph import Node
-from bf16kit.runtime.torchexport import TorchExportRuntime
+from bf16kit.runtime.exported.graph import Graph, Node, Program, parse_program
+from bf16kit.runtime.exported.values import Ref
+from bf16kit.runtime.torchexport import TorchExportRuntime, bind, read_file
+from bf16kit.runtime.torchscript import to_tensor
 from bf16kit.tensors import TensorSpec
 
 X = TensorSpec("x", "float32", ("batch", 16))
@@ -198,10 +200,6 @@ def mlp_program() -> bytes:
 
 
 def test_values_that_nobody_reads_any_more_are_let_go_of(tmp_path: Path) -> None:
-    from bf16kit.runtime.exported.graph import Graph, Program
-    from bf16kit.runtime.exported.values import Ref
-    from bf16kit.runtime.torchexport import bind
-
     def step(place: int) -> Node:
         return Node("torch.ops.aten.relu.default", (Ref(f"v{place}"),), {}, (f"v{place + 1}",), single=True)
 
@@ -209,6 +207,17 @@ def test_values_that_nobody_reads_any_more_are_let_go_of(tmp_path: Path) -> None
     values = {"v0": torch.ones(2)}
     assert bind(program, torch.device("cpu")).run(values)["y"].tolist() == [1, 1]
     assert sorted(values) == ["v0", "v4"]  # weights stay, and so does what is given
+
+
+def test_nothing_of_a_program_stays_on_the_device_it_was_made_on(tmp_path: Path) -> None:
+    """Bound to another device it makes nothing on the CPU: an operator that met both would fail."""
+    archive = read_file(written(tmp_path))
+    program = parse_program(archive.program, archive.tensors)
+    device = torch.device("meta")
+    bound = bind(program, device)
+    held = {value: to_tensor(archive.tensor(fqn)).to(device) for value, fqn in program.tensors.items()}
+    (found,) = bound.flat(held | {"x": torch.ones(3, 16, device=device)})
+    assert (found.device, tuple(found.shape)) == (device, (3, 16))
 
 
 class Modes(torch.nn.Module):

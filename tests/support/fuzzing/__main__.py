@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fuzzing import page
 
-SHARES = {"onnx": 0.4, "safetensors": 0.3, "torch": 0.3}
+SHARES = {"onnx": 0.35, "safetensors": 0.25, "torch": 0.25, "export": 0.15}
 SLICE = 500
 
 

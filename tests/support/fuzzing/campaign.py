@@ -12,12 +12,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from fuzzing import confined, judge
 from fuzzing.canary import Canary
 from fuzzing.mutate import Mutant, mutant
 from fuzzing.seed import Seed, seeds
 
 CONVERTED_SHARE = 0.1  # of weights files: exporting a module takes a second, so the others are read and fitted only
+_NOBODYS = "--input nobodys: the model's inputs are"
 _ASKS_FOR_INPUTS = "does not say what its model's inputs are"
 COMMON = ("--format", "onnx", "--no-report", "--no-search")
 
@@ -118,12 +121,12 @@ def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *
     """In the confined process: the command line on the mutant, and what came of it against the mutant's own tensors."""
     from converter.cli import run as command
 
-    arguments = seed.arguments if full else seed.arguments[: seed.arguments.index("--input")]
+    arguments = seed.arguments if full else _without_inputs(seed)
     target = inside / "out" / "m" / "1"
     before = set(sys.modules)
     code = command(["checkpoint", str(path), "--out", str(target), *COMMON, *arguments])
+    faults: list[str] = _served(path) if seed.kind == "export" else []
     judging()
-    faults: list[str] = []
     said = (inside / "said").read_text(errors="replace")
     if code == 0:
         restored = inside / "out" / "fp32.safetensors"
@@ -131,9 +134,32 @@ def convert(path: Path, seed: Seed, inside: Path, judging: Callable[[], None], *
             faults.append("published, and cannot be restored")
         else:
             faults += _guarded(lambda: judge.artifact_faults(restored, path, seed))
-    elif not full and _ASKS_FOR_INPUTS in said:
+    elif not full and (_ASKS_FOR_INPUTS in said or _NOBODYS in said):
         faults += _guarded(lambda: judge.same(_read(path), path, seed))
     return {"code": code, "faults": faults, "modules": sorted(set(sys.modules) - before)}
+
+
+def _without_inputs(seed: Seed) -> tuple[str, ...]:
+    """A command line that ends once the source was read, before its graph is exported."""
+    if seed.kind == "export":
+        return (*seed.arguments, "--input", "nobodys:float32:1")
+    return seed.arguments[: seed.arguments.index("--input")]
+
+
+def _served(path: Path) -> list[str]:
+    """A program that lies in an artifact, loaded and run as a server would: it ends well, or fails in so many words."""
+    from bf16kit.errors import RuntimeFailure
+    from bf16kit.runtime.torchexport import TorchExportRuntime
+    from bf16kit.tensors import TensorSpec
+
+    out = TensorSpec("y", "float32", ("batch", 10))
+    for name, shape in (("x", (2, 16)), ("x", (2, 3, 16, 16))):
+        spec = TensorSpec(name, "float32", ("batch", *shape[1:]))
+        try:
+            TorchExportRuntime(path, [spec], [out], threads=1).run({name: np.ones(shape, np.float32)})
+        except RuntimeFailure:
+            continue
+    return []
 
 
 def _guarded(check: Callable[[], list[str]]) -> list[str]:
@@ -145,10 +171,12 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """The weights as the converter's own readers give them."""
-    from converter.sources import lightning_file, safetensors_file, torch_file
+    from converter.sources import exported_program, lightning_file, safetensors_file, torch_file
     from converter.sources.detect import Kind, recognise
 
     kind = recognise(path)
+    if kind is Kind.EXPORTED:
+        return exported_program.read_file(path, trust_pickle=False).tensors
     if kind is Kind.SAFETENSORS:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:
@@ -173,6 +201,6 @@ def _judged(one: Mutant, end: confined.End) -> tuple[str, list[str]]:
     code, faults = end.result["code"], faults + end.result["faults"]
     if code == 0:
         return "converted", faults
-    if _ASKS_FOR_INPUTS in end.said and "--input" in one.source.arguments:
+    if (_ASKS_FOR_INPUTS in end.said and "--input" in one.source.arguments) or _NOBODYS in end.said:
         return "read and fitted", faults
     return f"refused ({code})", [*faults, *judge.message_faults(end.said, code, one.source)]

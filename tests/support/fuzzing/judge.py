@@ -70,6 +70,8 @@ def own_tensors(source: Path, seed: Seed) -> Iterator[Bits]:
         yield from _of_onnx(source)
     elif seed.kind == "torch":
         yield from _of_torch(source)
+    elif seed.kind == "export":
+        yield from _of_export(source)
     elif seed.main.endswith(".json"):
         yield from _of_shards(source)
     else:
@@ -146,6 +148,34 @@ def _of_torch(source: Path) -> Iterator[Bits]:
                 array: Array = plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
             else:
                 array = plain.numpy()
+            yield array.dtype.name, array.shape, array.tobytes()
+
+
+def _of_export(source: Path) -> Iterator[Bits]:
+    """As torch lays tensors over records, with torch's own numbers of dtypes."""
+    import json
+    import zipfile
+
+    import torch
+    from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
+
+    with zipfile.ZipFile(source) as archive:
+        needed = [name for name in archive.namelist() if "/data/weights/" in name or "/data/constants/" in name]
+        records = {name.partition("/")[2]: archive.read(name) for name in needed}
+    for folder, table in (("weights", "model_weights_config.json"), ("constants", "model_constants_config.json")):
+        for entry in json.loads(records[f"data/{folder}/{table}"])["config"].values():
+            meta = entry["tensor_meta"]
+            dtype = _SERIALIZE_TO_TORCH_DTYPE[meta["dtype"]]
+            shape, strides = ([size["as_int"] for size in meta[key]] for key in ("sizes", "strides"))
+            record = records[f"data/{folder}/{entry['path_name']}"]
+            if 0 in shape or not record:
+                plain = torch.zeros(shape, dtype=dtype)
+            else:
+                whole = record[: len(record) // dtype.itemsize * dtype.itemsize]
+                flat = torch.frombuffer(bytearray(whole), dtype=dtype)
+                plain = torch.as_strided(flat, shape, strides, meta["storage_offset"]["as_int"]).contiguous()
+            half = dtype is torch.bfloat16
+            array: Array = plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if half else plain.numpy()
             yield array.dtype.name, array.shape, array.tobytes()
 
 

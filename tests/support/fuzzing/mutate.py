@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from fuzzing import bytewise, onnx_edits, safetensors_edits, torch_edits
+from fuzzing import bytewise, export_edits, onnx_edits, safetensors_edits, torch_edits
 from fuzzing.seed import Seed
 
 
@@ -46,6 +46,8 @@ def _structured(name: str, content: bytes, random: Random, canary: str) -> tuple
         return safetensors_edits.edit(content, random)
     if name.endswith(".json"):
         return safetensors_edits.edit_index(content, random, canary)
+    if name.endswith(".pt2"):
+        return export_edits.edit(content, random)
     if name.endswith(".pt"):
         return torch_edits.edit(content, random)
     edit = random.choice(bytewise.EDITS)

@@ -13,12 +13,12 @@ _HEAD = """# How reliable the converter is
 Written by `make fuzz`, on commit {commit}.
 
 ## Damaged sources
-{total} mutants of valid ONNX, safetensors and torch files ({seeds}), made by number, so that each can be made again:
-bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes, external locations and
-offsets, names, cycles, attributes, opsets, bodies in bodies, loops without end, header lengths, duplicate keys, zip
-tables, pickles with forbidden globals, links. Each is converted by `bf16-convert` in a process of its own, of which
-every file that it opens is watched (audit hooks; inotify on files beside the source for what native libraries do). It
-ends well when
+{total} mutants of valid ONNX, safetensors, torch and torch.export files ({seeds}), made by number, so that each can
+be made again: bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes, external
+locations and offsets, names, cycles, attributes, opsets, bodies in bodies, loops without end, header lengths,
+duplicate keys, zip tables, pickles with forbidden globals, operators and code where torch's loader would run them,
+links. Each is converted by `bf16-convert` in a process of its own, of which every file that it opens is watched
+(audit hooks; inotify on files beside the source for what native libraries do). It ends well when
 
 * it is converted, restored, and the tensors given back are the mutant's own, as another reader finds them, bit for bit;
 * or it is refused with exit code 1, 2 or 3 and one message of at most {longest} characters that names a file or a
@@ -74,7 +74,7 @@ def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
     head = _HEAD.format(
         commit=of_commit,
         total=f"{total:,}",
-        seeds="13 ONNX, 3 safetensors and 5 torch seeds",
+        seeds="13 ONNX, 3 safetensors, 5 torch and 3 torch.export seeds",
         longest=judge.LONGEST,
         seconds=confined.SECONDS,
         memory=confined.MEMORY >> 30,

@@ -19,7 +19,7 @@ from safetensors.numpy import save as save_safetensors
 import graphs
 from graphs import edge, initializer, values
 
-KINDS = ("onnx", "safetensors", "torch")
+KINDS = ("onnx", "safetensors", "torch", "export")
 _TORCH_ARGUMENTS = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
 
 
@@ -49,8 +49,8 @@ class Seed:
 
 
 def seeds(kind: str) -> tuple[Seed, ...]:
-    """The seeds of one of :data:`KINDS`; those of torch import torch."""
-    return {"onnx": _onnx, "safetensors": _safetensors, "torch": _torch}[kind]()
+    """The seeds of one of :data:`KINDS`; those of torch and export import torch."""
+    return {"onnx": _onnx, "safetensors": _safetensors, "torch": _torch, "export": _export}[kind]()
 
 
 # --- ONNX -------------------------------------------------------------------------------------------------------------
@@ -244,3 +244,17 @@ def _saved(state: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
+
+
+def _export() -> tuple[Seed, ...]:
+    import torch
+    from architectures import Cnn, Mlp, seeded
+    from exportedfiles import exported
+
+    free, image = torch.ones(2, 16), torch.ones(2, 3, 16, 16)
+    archives = {
+        "mlp": exported(seeded(Mlp()), free),
+        "fixed": exported(seeded(Mlp()), free, batch=False),
+        "cnn": exported(seeded(Cnn()), image),
+    }
+    return tuple(Seed(name, "export", "m.pt2", {"m.pt2": archive}) for name, archive in archives.items())

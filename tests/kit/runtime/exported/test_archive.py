@@ -125,6 +125,11 @@ def moved_header(archive: bytes) -> bytes:
     return archive[:place] + struct.pack("<I", 1) + archive[place + 4 :]
 
 
+def renamed(archive: bytes) -> bytes:
+    """The first record is called otherwise where it lies than in the table at the end."""
+    return archive.replace(b"weight_0", b"weight_x", 1)
+
+
 def added(name: str, content: bytes = b"") -> Change:
     return lambda archive: files.with_records(archive, **{name: content})
 
@@ -136,6 +141,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "one record twice": (twice, "two records called 'models/model.json'"),
     "two folders": (two_roots, "has 2 folders at its top"),
     "a header elsewhere": (moved_header, "does not begin where the archive says"),
+    "a name elsewhere": (renamed, "has another name where it lies"),
     "the format of old": (added("serialized_exported_program.json", b"{}"), "save it again with torch 2.8 or newer"),
     "native code": (added("data/aotinductor/model/x.so", b"\x7fELF"), "holds compiled code"),
     "two programs": (added("models/other.json", b"{}"), r"holds 2 programs \(model, other\)"),
