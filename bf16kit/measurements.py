@@ -23,6 +23,7 @@ from bf16kit.errors import ArtifactError
 from bf16kit.inputranges import InputRange
 from bf16kit.measured import Number
 from bf16kit.numerics import OVERFLOW, SMALLEST_NORMAL, Census
+from bf16kit.recovery import RecoveryEntry
 
 VERSION = 1
 MOST_SAMPLES = 10_000  # rows of samples over all profiles and outputs
@@ -208,6 +209,7 @@ class Measurements(_Entry):
     profiles: dict[str, ProfileMeasurements] = {}
     ranges: Ranges = Ranges(measured=0, tensors={})
     inputs: dict[str, InputRange] = {}  # by name; empty where an older bf16kit measured
+    recovery: RecoveryEntry | None = None  # of an artifact whose weights were trained for bf16
     version: int = VERSION
 
     @model_validator(mode="after")
@@ -228,6 +230,8 @@ class Measurements(_Entry):
         fields = self.model_dump(mode="json")
         if not self.inputs:  # the bytes that older versions know
             del fields["inputs"]
+        if self.recovery is None:
+            del fields["recovery"]
         return (json.dumps(fields, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def fitted(self) -> Measurements:
@@ -235,9 +239,8 @@ class Measurements(_Entry):
         if len(self.dumps()) <= MAX_BYTES:
             return self
         profiles = {name: ProfileMeasurements(outputs=entry.outputs) for name, entry in self.profiles.items()}
-        return Measurements(
-            profiles=profiles, ranges=Ranges(measured=self.ranges.measured, tensors={}), inputs=self.inputs
-        )
+        ranges = Ranges(measured=self.ranges.measured, tensors={})
+        return Measurements(profiles=profiles, ranges=ranges, inputs=self.inputs, recovery=self.recovery)
 
     @classmethod
     def loads(cls, data: bytes, where: str | Path) -> Measurements:

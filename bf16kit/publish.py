@@ -37,7 +37,7 @@ def staging(target: str | Path, *, force: bool = False) -> Iterator[StagingArtif
     disk is full, whatever the body was doing then.
     """
     target = Path(target).absolute()
-    _check_target(target, force)
+    check_target(target, force)
     # explained twice: creating the directory may fail, and inside it the disk must be looked at before it is removed
     with _parents(target) as made, _explained(target), _locked_directory(target) as path, _explained(target):
         staged = StagingArtifact(target, path, force, made)
@@ -106,7 +106,7 @@ class StagingArtifact:
         return self._digests.entry(path)
 
     def _rename(self) -> None:
-        _check_target(self.target, self._force)
+        check_target(self.target, self._force)
         aside = self.path.with_name(f"{self.path.name}-old")
         try:
             if self._force and self.target.is_dir():
@@ -117,7 +117,8 @@ class StagingArtifact:
             raise ArtifactExists(f"{self.target}: another conversion was published there meanwhile") from None
 
 
-def _check_target(target: Path, force: bool) -> None:
+def check_target(target: Path, force: bool) -> None:
+    """:class:`ArtifactExists` when ``target`` is there and not to be replaced, or cannot be."""
     if not os.path.lexists(target):
         return
     if not force:

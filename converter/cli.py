@@ -15,6 +15,7 @@ from bf16kit.wording import without_long_words
 from converter.commands.artifacts import explain, inspect, restore, verify
 from converter.commands.checkpoint import checkpoint
 from converter.commands.doctor import doctor
+from converter.commands.recover import recover
 
 DONE = 0
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -89,7 +90,7 @@ def command() -> None:
     """
 
 
-for _each in (checkpoint, inspect, verify, explain, restore, doctor):
+for _each in (checkpoint, inspect, verify, explain, recover, restore, doctor):
     command.add_command(_each)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from bf16kit.errors import ConversionError
 from bf16kit.manifest import ProfileEntry
@@ -30,17 +30,20 @@ from converter.sources.onnx_file import name_inputs
 _DECLARING = ("onnx", "saved-model", "keras")  # sources that say themselves what their dimensions are
 
 
-def read(options: Options, progress: Progress) -> Source:
-    """The source, its outputs of the kinds that ``--output`` gave them, and notes on it.
+def read(
+    options: Options, progress: Progress, reader: Callable[[Callable[[int], None]], Source] | None = None
+) -> Source:
+    """The source, or what ``reader`` gives in its place, its outputs of the kinds that ``--output`` gave them, and
+    notes on it.
 
     Raises what reading raises, and :class:`~bf16kit.errors.UsageError` for a bound that none of the outputs can be
     judged by.
     """
     total = sources.nbytes(options.source)
     with progress.step(f"reading {options.source.name}", total) as advance:
-        source = sources.read(options, advance)
+        source = sources.read(options, advance) if reader is None else reader(advance)
     source.outputs = with_kinds(source.outputs, options.outputs)
-    source.notes = (*check_budget(options.budget, source.outputs), *source.notes)
+    source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes)))
     return source
 
 

@@ -35,7 +35,8 @@ class Options:
     """One conversion. ``formats`` is empty for ONNX, and TorchScript where the source allows.
 
     ``optional`` are profiles that nobody asked for: each is written where it is of use, judged by the same budget as
-    the others, and left out, with a note, where it does not keep to it.
+    the others, and left out, with a note, where it does not keep to it. ``shaped`` is what else the manifest is to say
+    of how the artifact came about.
     """
 
     source: Path
@@ -69,6 +70,7 @@ class Options:
     step: int | None = None
     item: str | None = None
     signature: str | None = None
+    shaped: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def wants_onnx(self) -> bool:
@@ -121,6 +123,7 @@ class Options:
             "with_past": self.with_past,
             **({} if self.weights is None else {"weights": self.weights}),
             **({} if self.signature is None else {"signature": self.signature}),
+            **self.shaped,
         }
 
 

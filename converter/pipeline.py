@@ -3,15 +3,17 @@ rename into place → report. The parts are in ``intake``, ``attempt`` and ``pub
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bf16kit.artifact import Artifact
 from bf16kit.manifest import Manifest
-from bf16kit.publish import staging
+from bf16kit.publish import StagingArtifact, staging
+from bf16kit.recovery import RecoveryEntry
 from converter import intake
 from converter.attempt import Attempt
 from converter.formats.exportweights import unfolded
+from converter.model import Source
 from converter.options import Options
 from converter.passes import prepare
 from converter.plan.decisions import Islands
@@ -20,9 +22,32 @@ from converter.process.naming import naming
 from converter.process.progress import Progress, Silent
 from converter.proof.explanation import tables
 from converter.proof.judging import check_judged, judge
+from converter.proof.samples import Samples
 from converter.publishing import measured, publish
 from converter.search.mending import Mending
 from converter.search.trials import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a caller found of an artifact before it is published, and its manifest, perhaps with fewer profiles."""
+
+    manifest: Manifest
+    recovery: RecoveryEntry
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a conversion is given by a program, in place of what it would find itself.
+
+    ``read`` gives the source, ``samples`` those to measure on (None: as the options say). ``judge`` looks at what was
+    written, once it keeps to the budget, and may refuse it as :func:`convert` does.
+    """
+
+    read: Callable[[Callable[[int], None]], Source]
+    samples: Samples | None = None
+    judge: Callable[[StagingArtifact, Manifest, Progress], Judged] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +58,7 @@ class Result:
     notes: tuple[str, ...]
 
 
-def convert(options: Options, progress: Progress | None = None) -> Result:
+def convert(options: Options, progress: Progress | None = None, given: Given | None = None) -> Result:
     """Convert ``options.source`` into an artifact at ``options.target``; nothing is published unless all succeeds.
 
     Raises :class:`~bf16kit.errors.UsageError` for bad options or unreadable input,
@@ -45,10 +70,11 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
     notes: list[str] = []
     with Garbage() as garbage, naming(options.source), staging(options.target.path, force=options.force) as stage:
         with garbage.uncollected():
-            source = intake.read(options, progress)
+            source = intake.read(options, progress, None if given is None else given.read)
         notes += source.notes
-        calibration = intake.draw_samples(options, source, progress)
-        if not options.samples:
+        own = None if given is None else given.samples
+        calibration = own or intake.draw_samples(options, source, progress)
+        if not (options.samples or own):
             notes.append(f"drift was measured on {calibration.origin}, for want of --samples")
         asked = intake.ask_source(source, calibration, stage, progress)
         notes += intake.check_answers(options, source, calibration, asked, stage, progress)
@@ -72,6 +98,11 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         check_judged(options.budget, certified.manifest)
         manifest, left_out = judge(certified.over, certified.manifest, options, stage)
         notes += left_out
+        judged = None
+        if given is not None and given.judge is not None:
+            judged = given.judge(stage, manifest, progress)
+            manifest = judged.manifest
+            notes += judged.notes
         mend = [name for name, words in certified.over.items() if words and options.search]
         late = Deadline.after(options.search_minutes).over
         draft = stage.draft(manifest)
@@ -79,6 +110,8 @@ def convert(options: Options, progress: Progress | None = None) -> Result:
         unasked = options.optional_profiles
         layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late, without=unasked)
         measurements = measured(manifest, certified, layers, census, mending, calibration.feeds)
+        if judged is not None:
+            measurements = measurements.model_copy(update={"recovery": judged.recovery})
         # Not `sentences`: the page takes what a search did from the measurements, and shows it beside the islands.
         artifact = publish(options, stage, manifest, measurements, [*notes, *mending.remarks()], progress)
     return Result(artifact, (*notes, *mending.sentences()))

@@ -152,7 +152,7 @@ def checkpoint(context: click.Context, /, debug: bool, per_model: Path | None, j
     memory.map_large_blocks()
     memory.keep_few_primitives()
 
-    options = _options(**given)
+    options = options_of(**given)
     try:
         with progress.on(sys.stderr) as bar:
             result = convert(options, bar)
@@ -176,10 +176,10 @@ def _check(arguments: Sequence[str]) -> None:
     parsed = dict(checkpoint.make_context("checkpoint", list(arguments)).params)
     for name in ("debug", "per_model", "jobs"):
         parsed.pop(name)
-    _options(**parsed)
+    options_of(**parsed)
 
 
-def _options(**given: object) -> Options:
+def options_of(**given: object) -> Options:
     """Parsed options; a mistake in any of them is found before long work begins."""
     from converter import options as parse
 

@@ -9,6 +9,7 @@ from bf16kit.inputranges import InputRange
 from bf16kit.manifest import RESIDUAL, ExportEntry, FileEntry, Manifest, OracleEntry, ProfileEntry, Source, SpecEntry
 from bf16kit.measurements import Measurements
 from bf16kit.panels import WIDTH
+from bf16kit.recovery import RecoveryEntry
 from bf16kit.text import listed
 from bf16kit.verdicts import DriftRow, SampleSeries, Verdict, drift_rows, sample_series, verdicts
 from converter.report.islands import (
@@ -90,6 +91,7 @@ class Figures:
     tools: Mapping[str, str]
     seed: int
     notes: tuple[str, ...]
+    recovery: RecoveryEntry | None = None
 
     @property
     def within(self) -> bool:
@@ -148,6 +150,7 @@ def figures(
         tools=dict(sorted(manifest.tools.items())),
         seed=manifest.seed,
         notes=tuple(notes),
+        recovery=measured.recovery,
     )
 
 

@@ -12,6 +12,7 @@ from bf16kit.manifest import ProfileEntry
 from bf16kit.tensors import describe as describe_shape
 from bf16kit.text import listed, size, table
 from bf16kit.verdicts import DriftRow, share
+from converter.report import recovery
 from converter.report.figures import Figures, figures
 
 VERSION = 1  # of what `inspect --json` writes
@@ -34,6 +35,7 @@ def describe(path: Path) -> str:
         _plan(found),
         _islands(found),
         drift(found),
+        "" if found.recovery is None else recovery.text(found.recovery),
         _files(found),
     ]
     return "\n\n".join(part for part in parts if part)

@@ -14,7 +14,7 @@ from bf16kit.measurements import Measurements
 from bf16kit.tensors import describe as describe_shape
 from bf16kit.text import printable, size
 from bf16kit.verdicts import share
-from converter.report import plots
+from converter.report import plots, recovery
 from converter.report.figures import Figures, figures
 from converter.report.inspect import drift, few, needs
 from converter.report.layers import called
@@ -57,10 +57,14 @@ def render(
         "called": called,
         "needs": needs,
         "few": few,
+        "drift_cells": recovery.drift_cells,
+        "gradient_cells": recovery.gradient_cells,
     }
     template = resources.files("converter.report").joinpath("template.html").read_text(encoding="utf-8")
     found = figures(manifest, files, measurements, notes)
-    return environment.from_string(template).render(f=found, plots=_plots(found), entries=_entries(manifest), most=ROWS)
+    return environment.from_string(template).render(
+        f=found, plots=_plots(found), entries=_entries(manifest), most=ROWS, recovery=recovery
+    )
 
 
 def summary(artifact: Artifact, notes: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 def test_every_command_and_option_says_what_it_is_for() -> None:
     assert isinstance(command, click.Group)
-    assert set(command.commands) == {"checkpoint", "inspect", "verify", "explain", "restore", "doctor"}
+    assert set(command.commands) == {"checkpoint", "inspect", "verify", "explain", "recover", "restore", "doctor"}
     for found in command.commands.values():
         assert found.help
         assert all(option.help for option in found.params if isinstance(option, click.Option))

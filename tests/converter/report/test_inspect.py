@@ -130,6 +130,7 @@ _KEYS = {
         "seed",
         "measurements",
         "input_ranges",
+        "recovery",
     ),
     "exports",
 }

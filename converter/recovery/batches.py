@@ -1,0 +1,211 @@
+"""The user's batches: a function that yields them, held to the model's inputs, the same ones at every run of a seed.
+
+A batch is a mapping of an array per input, with or without ``labels``; or a sequence of the inputs in their order, with
+or without labels behind them; for a model of one input the array alone will do. Arrays are numpy's or torch's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bf16kit.errors import InvalidRequest, UsageError
+from bf16kit.tensors import TensorSpec, check_feeds, describe
+from converter.model import Array, Feeds
+from converter.process.imports import import_callable
+from converter.process.quiet import first_line
+
+LABELS = "labels"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An array per input, and the labels of its rows where the loader gave any."""
+
+    feeds: Feeds
+    labels: Array | None = None
+
+
+class Loader:
+    """What ``flag`` names: a function that gives a pass over the data each time it is called.
+
+    It draws random numbers from generators of its own, seeded by ``seed`` and the number of the pass: what is computed
+    between two batches does not change them, and a recovery that is resumed sees what it would have seen.
+    """
+
+    def __init__(self, flag: str, given: str, inputs: Sequence[TensorSpec], seed: int) -> None:
+        self._name = f"{flag} {given}"
+        self._function: Callable[[], Any] = import_callable(flag, given)
+        self._inputs = tuple(inputs)
+        self._seed = seed
+
+    def endless(self, skip: int = 0) -> Iterator[Batch]:
+        """Batches without end, pass after pass, but for the first ``skip`` of them.
+
+        Raises :class:`UsageError` for a pass without a batch, for a batch that does not fit the model, and for whatever
+        the user's code raises.
+        """
+        for number in itertools.count():
+            empty = True
+            for batch in self._pass(number):
+                empty = False
+                if skip:
+                    skip -= 1
+                else:
+                    yield batch
+            if empty:
+                raise UsageError(self._nothing(number))
+
+    def first(self, most: int) -> list[Batch]:
+        """The first batches of the first pass, ``most`` at most; raises as :meth:`endless` does."""
+        found = list(itertools.islice(self._pass(0), most))
+        if not found:
+            raise UsageError(self._nothing(0))
+        return found
+
+    def _nothing(self, number: int) -> str:
+        if number == 0:
+            return f"{self._name}: yielded nothing; it must give batches of {_inputs(self._inputs)}"
+        return (
+            f"{self._name}: yielded nothing in pass {number + 1}; let it give a new iterable each time it is called, or"
+            " lower --steps to the batches of one pass"
+        )
+
+    def _pass(self, number: int) -> Iterator[Batch]:
+        chance = _Chance(self._seed + number)
+        place = "when called"
+        try:
+            with chance.own():
+                batches = iter(self._function())
+            for index in itertools.count():
+                place = f"batch {index}"
+                with chance.own():
+                    given = next(batches, _END)
+                if given is _END:
+                    return
+                yield self._batch(given, f"{self._name}: {place}")
+        except UsageError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise UsageError(f"{self._name}: failed, {place}: {first_line(error)}") from error
+
+    def _batch(self, given: Any, where: str) -> Batch:
+        feeds, labels = self._parts(given, where)
+        try:
+            check_feeds(self._inputs, feeds)
+        except InvalidRequest as error:
+            raise UsageError(f"{where}: {error}") from None
+        if any(array.size == 0 for array in feeds.values()):
+            shapes = ", ".join(f"{name}{describe(array.shape)}" for name, array in feeds.items())
+            raise UsageError(f"{where}: has no elements ({shapes}); leave empty batches out")
+        return Batch({spec.name: np.asarray(feeds[spec.name], order="C") for spec in self._inputs}, labels)
+
+    def _parts(self, given: Any, where: str) -> tuple[Feeds, Array | None]:
+        names = [spec.name for spec in self._inputs]
+        labels = None
+        if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], Mapping):
+            given, labels = given
+        if isinstance(given, Mapping):
+            fields = dict(given)
+            if LABELS not in names and labels is None:
+                labels = fields.pop(LABELS, None)
+        elif isinstance(given, tuple | list):
+            if len(given) not in (len(names), len(names) + 1):
+                raise UsageError(
+                    f"{where}: has {len(given)} parts; the model takes {_inputs(self._inputs)}, and labels may follow"
+                )
+            fields = dict(zip(names, given, strict=False))
+            labels = given[len(names)] if len(given) > len(names) else None
+        elif len(names) == 1:
+            fields = {names[0]: given}
+        else:
+            raise UsageError(
+                f"{where}: is {type(given).__name__}; expected a mapping of an array per input: {_inputs(self._inputs)}"
+            )
+        feeds = {str(name): _array(where, str(name), value) for name, value in fields.items()}
+        return feeds, None if labels is None else _labels(where, labels)
+
+
+_END = object()
+
+
+class _Chance:
+    """The state of Python's, numpy's and torch's random generators while the user's loader runs."""
+
+    def __init__(self, seed: int) -> None:
+        with _restoring():
+            _seed(seed)
+            self._state = _state()
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Within it, the generators go on where they were when this was last left."""
+        with _restoring():
+            _set_state(self._state)
+            try:
+                yield
+            finally:
+                self._state = _state()
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch, by a number of any size."""
+    _seed(seed)
+
+
+def _seed(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+_State = tuple[Any, Any, Any]
+
+
+def _state() -> _State:
+    import torch
+
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_state(state: _State) -> None:
+    import torch
+
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+@contextmanager
+def _restoring() -> Iterator[None]:
+    before = _state()
+    try:
+        yield
+    finally:
+        _set_state(before)
+
+
+def _array(where: str, name: str, value: Any) -> Array:
+    try:
+        return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors of another kind
+        raise UsageError(f"{where}: input {name!r} is no array: {first_line(error)}") from None
+
+
+def _labels(where: str, value: Any) -> Array:
+    labels = _array(where, LABELS, value)
+    if labels.dtype.kind not in "iu":
+        raise UsageError(f"{where}: labels are {labels.dtype.name}; expected the numbers of classes, as int64")
+    return labels.astype(np.int64)
+
+
+def _inputs(inputs: Sequence[TensorSpec]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)

@@ -1,0 +1,191 @@
+"""Whether recovery worked: the recovered bf16 artifact beside the original one, both held against the original's fp32.
+
+What an owner wants is that bf16 answers as well as fp32 did. So the answers of the *original* weights in fp32 are the
+measure; the artifact's own drift budget, from the recovered weights in fp32, says only what rounding still costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bf16kit import drift
+from bf16kit.artifact import Artifact
+from bf16kit.budget import Budget
+from bf16kit.drift import DriftSummary
+from bf16kit.errors import UsageError
+from bf16kit.recovery import AccuracyEntry, RecoveredDrift
+from bf16kit.runtime import Runtime
+from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import TensorSpec
+from converter.model import Array, Feeds
+from converter.process.memory import release
+from converter.proof import measure
+from converter.proof.measure import Drifts
+from converter.proof.running import open_profile
+from converter.proof.spool import Spool
+from converter.recovery.batches import Batch
+from converter.recovery.loss import logits_of
+
+REFERENCE = "fp32"
+RECOVERED = "recovered fp32"
+_IGNORED = -100  # a label that does not count, as torch has it
+
+
+@dataclass
+class Comparison:
+    """What was found, in rows, and, by profile, in words where the recovered artifact is over the budget."""
+
+    drift: list[RecoveredDrift] = field(default_factory=list)
+    accuracy: list[AccuracyEntry] = field(default_factory=list)
+    over: dict[str, list[str]] = field(default_factory=dict)
+
+    def accuracy_of(self, model: str) -> AccuracyEntry | None:
+        """What was counted of ``model``, where there were labels."""
+        return next((entry for entry in self.accuracy if entry.model == model), None)
+
+
+def bf16_before(profile: str) -> str:
+    """What the accuracy of the original weights in ``profile`` is called."""
+    return f"{profile}, as it was"
+
+
+def bf16_after(profile: str) -> str:
+    """What the accuracy of the recovered weights in ``profile`` is called."""
+    return f"{profile}, recovered"
+
+
+def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget: Budget, scratch: Path) -> Comparison:
+    """Run both artifacts, and both of their fp32 references, on ``batches``; answers are kept in ``scratch``.
+
+    Raises :class:`UsageError` where labels do not fit the logits.
+    """
+    found = Comparison()
+    outputs = [entry.spec() for entry in after.manifest.outputs]
+    grades = _Grades(outputs, batches)
+    axis = before.manifest.batch_axis
+    feeds = [batch.feeds for batch in batches]
+    original = _answered(load_reference(before), REFERENCE, feeds, grades, scratch)
+    own = _answered(load_reference(after), RECOVERED, feeds, grades, scratch)
+    for profile in sorted(after.manifest.profiles):
+        was: Mapping[str, DriftSummary] = {}
+        if profile in before.manifest.profiles:
+            runtime, _ = open_profile(before, profile)
+            (was,) = _measured(runtime, bf16_before(profile), feeds, [original], outputs, axis, grades)
+        runtime, _ = open_profile(after, profile)
+        now, rest = _measured(runtime, bf16_after(profile), feeds, [original, own], outputs, axis, grades)
+        for output in sorted(now):
+            found.drift += _rows(profile, output, budget, was.get(output), now[output], rest[output])
+        found.over[profile] = [
+            f"profile {profile}, {breach}" for output in sorted(now) for breach in budget.breaches(output, now[output])
+        ]
+    original.close()
+    own.close()
+    found.accuracy = grades.entries
+    return found
+
+
+def worse_answers(found: Comparison, budget: Budget) -> dict[str, list[str]]:
+    """By profile, where a recovered artifact answers fewer rows with their label than fp32 did, in words.
+
+    It may be as many fewer as the budget lets top-1 differ.
+    """
+    reference, bound = found.accuracy_of(REFERENCE), budget.bound("top1_agreement")
+    over: dict[str, list[str]] = {profile: [] for profile in found.over}
+    if reference is None or bound is None:
+        return over
+    for profile, words in over.items():
+        now = found.accuracy_of(bf16_after(profile))
+        if now is not None and now.share < reference.share - (1 - bound):
+            words.append(
+                f"profile {profile}: answers {now.share:.4f} of {now.rows} rows with their label, fp32 did"
+                f" {reference.share:.4f}, and the budget allows {1 - bound:.3g} less (top1_agreement={bound:g})"
+            )
+    return over
+
+
+class _Grades:
+    """Counts the labelled rows that each model answers with the label."""
+
+    def __init__(self, outputs: Sequence[TensorSpec], batches: Sequence[Batch]) -> None:
+        self.logits = logits_of(outputs)
+        self.labels = [batch.labels for batch in batches]
+        self.entries: list[AccuracyEntry] = []
+        self._correct = self._rows = 0
+
+    def see(self, place: int, answer: Feeds) -> None:
+        labels = self.labels[place]
+        if self.logits is None or labels is None:
+            return
+        logits = answer[self.logits]
+        if labels.shape != logits.shape[:-1]:
+            raise UsageError(
+                f"labels of batch {place} have the shape {list(labels.shape)}, and output {self.logits!r} the shape"
+                f" {list(logits.shape)}: expected {list(logits.shape[:-1])}"
+            )
+        counts = labels != _IGNORED
+        self._correct += int(np.count_nonzero((logits.argmax(-1) == labels) & counts))
+        self._rows += int(np.count_nonzero(counts))
+
+    def close(self, model: str) -> None:
+        if self._rows:
+            self.entries.append(AccuracyEntry(model=model, correct=self._correct, rows=self._rows))
+        self._correct = self._rows = 0
+
+
+def _answered(runtime: Runtime, model: str, feeds: Sequence[Feeds], grades: _Grades, scratch: Path) -> Spool:
+    kept = Spool(scratch)
+    for place, answer in enumerate(measure.answers(runtime, feeds)):
+        grades.see(place, answer)
+        kept.append(answer)
+    grades.close(model)
+    runtime.close()
+    release()
+    return kept
+
+
+def _measured(
+    runtime: Runtime,
+    model: str,
+    feeds: Sequence[Feeds],
+    references: Sequence[Sequence[Feeds]],
+    outputs: Sequence[TensorSpec],
+    axis: int | None,
+    grades: _Grades,
+) -> list[dict[str, DriftSummary]]:
+    """The drift of ``runtime`` from each of ``references``, by output; every feed is run once."""
+    found: list[list[Drifts]] = [[] for _ in references]
+    for place, answer in enumerate(measure.answers(runtime, feeds)):
+        grades.see(place, answer)
+        for reference, drifts in zip(references, found, strict=True):
+            expected: Mapping[str, Array] = reference[place]
+            drifts.append({s.name: drift.measure(expected[s.name], answer[s.name], s, axis) for s in outputs})
+    grades.close(model)
+    runtime.close()
+    release()
+    return [measure.summarise(drifts) for drifts in found]
+
+
+def _rows(
+    profile: str, output: str, budget: Budget, was: DriftSummary | None, now: DriftSummary, own: DriftSummary
+) -> list[RecoveredDrift]:
+    rows = []
+    for metric in dict.fromkeys(["relative_l2", *budget.as_dict()]):
+        after, rest = now.measured(metric), own.measured(metric)
+        if after is None or rest is None:
+            continue
+        rows.append(
+            RecoveredDrift(
+                profile=profile,
+                output=output,
+                metric=metric,
+                before=None if was is None else was.measured(metric),
+                after=after,
+                own=rest,
+                bound=budget.bound(metric),
+            )
+        )
+    return rows

@@ -1,0 +1,96 @@
+"""What becomes of a step's gradients in fp16 and in bf16, with loss scaling and without: counted, on fp32 gradients.
+
+fp16 ends at 2^-24 below and 65,504 above; gradients of activations lie below that in most networks, which is why the
+loss is scaled (P. Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2). bf16 has the exponents of
+fp32 and ends at 2^-133. Each gradient is rounded by torch to the format and looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from bf16kit.recovery import GradientEntry
+
+_FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class _Counts:
+    values: int = 0
+    vanished: int = 0
+    subnormal: int = 0
+    overflowed: int = 0
+
+
+@dataclass
+class Survey:
+    """The counts of one step, by what the gradients are of, format and scale."""
+
+    step: int
+    scales: Sequence[float]
+    counts: dict[tuple[str, str, float], _Counts] = field(default_factory=dict)
+
+    def add(self, of: str, gradient: torch.Tensor) -> None:
+        """Count the finite non-zero values of an fp32 ``gradient``, of ``weights`` or of ``activations``."""
+        values = gradient.detach().float().reshape(-1)
+        values = values[torch.isfinite(values) & (values != 0)]
+        for name, dtype in _FORMATS.items():
+            for scale in self.scales:
+                held = (values * scale).to(dtype).float().abs()
+                counts = self.counts.setdefault((of, name, scale), _Counts())
+                counts.values += values.numel()
+                counts.vanished += int((held == 0).sum())
+                counts.subnormal += int(((held > 0) & (held < torch.finfo(dtype).smallest_normal)).sum())
+                counts.overflowed += int(torch.isinf(held).sum())
+
+    def entries(self) -> list[GradientEntry]:
+        """One for each combination, in the order of the table."""
+        return [
+            GradientEntry(
+                step=self.step,
+                of=of,
+                format=name,
+                scale=scale,
+                values=counts.values,
+                vanished=counts.vanished,
+                subnormal=counts.subnormal,
+                overflowed=counts.overflowed,
+            )
+            for (of, name, scale), counts in sorted(self.counts.items(), key=lambda item: (item[0][0], item[0][2]))
+        ]
+
+
+def survey(
+    step: int, scale: float, module: torch.nn.Module, weights: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor]
+) -> list[GradientEntry]:
+    """The gradients of ``loss()``, a forward pass of ``module`` in fp32, by ``weights`` and by every layer's output.
+
+    Without a scale and with ``scale``. The gradients of ``weights`` are left as they were.
+    """
+    found = Survey(step, sorted({1.0, scale}))
+    with _watched(module, lambda gradient: found.add("activations", gradient)):
+        value = loss()
+        for gradient in torch.autograd.grad(value, list(weights), allow_unused=True):
+            if gradient is not None:
+                found.add("weights", gradient)
+    return found.entries()
+
+
+@contextmanager
+def _watched(module: torch.nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within it, ``see`` is given the gradient of every tensor that a layer, a module without parts, gives."""
+
+    def hook(_module: torch.nn.Module, _given: object, output: object) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(see)
+
+    handles = [part.register_forward_hook(hook) for part in module.modules() if not any(part.children())]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

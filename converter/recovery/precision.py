@@ -1,0 +1,87 @@
+"""The arithmetic of a recovery: Lightning's precision plugins, chosen by hand, and which device it is done on.
+
+By hand, because ``Trainer(precision="16-mixed")`` on a CPU computes in bf16 without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bf16kit.errors import UsageError
+from converter.recovery.settings import BACKOFF, GROWTH, Precision, Scaling
+
+_DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "32-true": torch.float32,
+}
+# torch refuses 1 for either factor. In fp32, which a scale is held in, these are 1: it never changes, and a step whose
+# gradients are not finite is left out all the same.
+_UP, _DOWN = 1 + 1e-12, 1 - 1e-12
+
+
+def dtype(precision: Precision) -> torch.dtype:
+    """What products are to compute in."""
+    return _DTYPES[precision]
+
+
+def device(given: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``; :class:`UsageError` for another word, or a GPU that is not there."""
+    if given == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kind, _, number = given.partition(":")
+    if given != "cpu" and (kind != "cuda" or not (number or "0").isdecimal()):
+        raise UsageError(f"--device {given}: expected auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(number or 0) >= count:
+        here = f"{count} CUDA device{'s'[: count != 1]}" if count else "no CUDA device that torch can use"
+        raise UsageError(f"--device {given}: this machine has {here}; use --device cpu, or auto")
+    return torch.device("cuda", int(number or 0))
+
+
+def scaler(scaling: Scaling, where: torch.device) -> torch.amp.GradScaler:
+    """What multiplies the loss, and leaves steps out whose gradients are not finite; with ``none`` it does neither."""
+    if scaling.kind == "none":
+        return torch.amp.GradScaler(where.type, enabled=False)
+    if scaling.kind == "static":
+        return torch.amp.GradScaler(where.type, scaling.factor, _UP, _DOWN, 1)
+    return torch.amp.GradScaler(where.type, scaling.factor, GROWTH, BACKOFF, scaling.interval)
+
+
+def plugin(precision: Precision, scaling: Scaling, where: torch.device) -> Any:
+    """Lightning's plugin for ``precision``; its autocast computes in what :func:`dtype` says, on a CPU, too."""
+    from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+    from lightning.pytorch.plugins.precision import Precision as FullPrecision
+
+    if precision == "32-true":
+        return FullPrecision()
+    if precision == "bf16-true":
+        return HalfPrecision("bf16-true")
+    if precision == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", where.type)
+    return MixedPrecision("16-mixed", where.type, scaler(scaling, where))
+
+
+def notes(precision: Precision, scaling: Scaling, where: torch.device) -> list[str]:
+    """What people should know of the arithmetic that they asked for."""
+    found = []
+    if precision == "16-mixed" and where.type == "cpu":
+        found.append(
+            "--precision 16-mixed on a CPU: Lightning's own trainer would compute in bf16 without saying so; this"
+            " recovery computed its products in fp16"
+        )
+    if precision == "16-mixed" and scaling.kind == "none":
+        found.append("--loss-scaling none with fp16: gradients that underflow are lost; the report says how many")
+    if precision in ("bf16-mixed", "bf16-true"):
+        found.append(
+            f"--precision {precision}: no loss scaling, for bf16 has the exponents of fp32; the report has the shares"
+            " of gradients that underflow in fp16 and in bf16"
+        )
+    if precision == "bf16-true":
+        found.append("--precision bf16-true: weights have no fp32 copy, so that small updates are rounded away")
+    return found

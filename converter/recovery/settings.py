@@ -1,0 +1,151 @@
+"""What a recovery was asked to do, parsed and checked before any long work begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from bf16kit.errors import UsageError
+
+if TYPE_CHECKING:
+    from converter.options import Target
+
+Precision = Literal["bf16-mixed", "bf16-true", "16-mixed", "32-true"]
+Loss = Literal["distillation", "cross-entropy"]
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+LOSSES: tuple[Loss, ...] = get_args(Loss)
+
+# The values of P. Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and of torch.amp.GradScaler: begin far
+# too high, halve at an overflow, double after 2,000 steps without one.
+FIRST_SCALE = 2.0**16
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+_LARGEST_SCALE = 2.0**127
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the loss is multiplied by before gradients are computed, and the gradients divided by afterwards.
+
+    ``factor`` is the scale of ``static``, the first one of ``dynamic``, 1 for ``none``; ``interval`` the steps without
+    an overflow after which a dynamic one doubles.
+    """
+
+    kind: Literal["none", "static", "dynamic"]
+    factor: float = 1.0
+    interval: int = INTERVAL
+
+    def __str__(self) -> str:
+        if self.kind == "static":
+            return f"static={self.factor:g}"
+        return f"dynamic={self.interval}" if self.kind == "dynamic" and self.interval != INTERVAL else self.kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One recovery; ``every`` is the number of steps from one checkpoint to the next."""
+
+    data: str
+    evaluation: str | None
+    steps: int
+    precision: Precision
+    scaling: Scaling
+    loss: Loss
+    learning_rate: float
+    device: str
+    every: int
+    resume: bool
+
+    def recorded(self, recovered_from: str) -> dict[str, Any]:
+        """What shaped the recovered weights, for the manifest."""
+        return {
+            "recovered_from": recovered_from,
+            "steps": self.steps,
+            "precision": self.precision,
+            "loss_scaling": str(self.scaling),
+            "loss": self.loss,
+            "learning_rate": self.learning_rate,
+        }
+
+
+def parse_settings(given: Mapping[str, Any]) -> Settings:
+    """Settings of what the command line was given; :class:`UsageError` for what cannot be meant."""
+    steps: int = given["steps"]
+    if steps < 1:
+        raise UsageError(
+            f"--steps {steps}: a recovery takes 1 step or more; to convert without training use bf16-convert checkpoint"
+        )
+    rate: float = given["learning_rate"]
+    if not (math.isfinite(rate) and 0 < rate < 1):
+        raise UsageError(
+            f"--learning-rate {rate:g}: is the share of a weight's size that a step may move it by, more than 0 and"
+            " less than 1; the default is 0.001"
+        )
+    precision: Precision = given["precision"]
+    return Settings(
+        data=given["data"],
+        evaluation=given["evaluation"],
+        steps=steps,
+        precision=precision,
+        scaling=parse_scaling(given["loss_scaling"], precision),
+        loss=given["loss"],
+        learning_rate=rate,
+        device=given["device"],
+        every=given["every"] or max(1, steps // 10),
+        resume=given["resume"],
+    )
+
+
+def parse_scaling(text: str | None, precision: Precision) -> Scaling:
+    """``none``, ``static=K``, ``dynamic`` or ``dynamic=STEPS``; for None what ``precision`` needs.
+
+    Raises :class:`UsageError` for another text, and for a scale where gradients are bf16: its exponents are fp32's, so
+    that there is nothing to scale.
+    """
+    if text is None:
+        return Scaling("dynamic", FIRST_SCALE) if precision == "16-mixed" else Scaling("none")
+    kind, _, value = text.partition("=")
+    scaling = _scaling(text, kind, value)
+    if scaling.kind != "none" and precision != "16-mixed":
+        raise UsageError(
+            f"--loss-scaling {text}: --precision {precision} needs none: bf16 has the exponents of fp32, and what"
+            " underflows in it underflows in fp32, too (the report has the shares that were measured); leave"
+            " --loss-scaling out, or train with --precision 16-mixed"
+        )
+    return scaling
+
+
+def _scaling(text: str, kind: str, value: str) -> Scaling:
+    if kind == "none" and not value:
+        return Scaling("none")
+    if kind == "static" and value:
+        return Scaling("static", _number(text, value))
+    if kind == "dynamic":
+        return Scaling("dynamic", FIRST_SCALE, _count(text, value) if "=" in text else INTERVAL)
+    raise UsageError(f"--loss-scaling {text}: expected none, static=K (for example static=1024), dynamic or dynamic=N")
+
+
+def _number(text: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise UsageError(f"--loss-scaling {text}: {value!r} is not a number; for example static=1024") from None
+    if not 1 <= number <= _LARGEST_SCALE:  # also NaN
+        raise UsageError(f"--loss-scaling {text}: a scale is 1 or more, and at most 2**127; for example static=1024")
+    return number
+
+
+def _count(text: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and 1 <= int(value) < 2**31):
+        raise UsageError(
+            f"--loss-scaling {text}: {value!r} is not a number of steps, 1 or more, after which the scale doubles"
+        )
+    return int(value)
+
+
+def place(target: Target) -> Path:
+    """The directory beside ``target`` in which a recovery that was interrupted can be resumed."""
+    return target.path.with_name(f".{target.path.name}.recovery")

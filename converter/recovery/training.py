@@ -1,0 +1,223 @@
+"""The training of a recovery: Lightning's loop over lessons, with checkpoints from which it can go on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bf16kit.errors import ConversionError, UsageError
+from bf16kit.recovery import GradientEntry, TrainingEntry
+from bf16kit.tensors import TensorSpec
+from converter.model import TorchModel
+from converter.process.progress import Progress
+from converter.process.quiet import first_line, quiet
+from converter.recovery import precision
+from converter.recovery.batches import Loader
+from converter.recovery.place import Place
+from converter.recovery.settings import FIRST_SCALE, Settings
+from converter.recovery.weights import Trained
+
+if TYPE_CHECKING:
+    from converter.recovery.trainee import Lesson, Trainee
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What training left: the module's state in fp32 on the CPU, by name, and what was seen on the way."""
+
+    student: TorchModel
+    state: Mapping[str, torch.Tensor]
+    training: TrainingEntry
+    gradients: Sequence[GradientEntry]
+
+
+def check_installed() -> None:
+    """:class:`UsageError` where Lightning, which trains, is not installed."""
+    try:
+        import lightning  # noqa: F401
+    except ImportError:
+        raise UsageError("bf16-convert recover trains with Lightning: pip install 'bf16kit[lightning]'") from None
+
+
+def train(
+    model: TorchModel,
+    outputs: Sequence[TensorSpec],
+    trained: Sequence[Trained],
+    loader: Loader,
+    settings: Settings,
+    seed: int,
+    place: Place,
+    progress: Progress,
+) -> Taught:
+    """Train a copy of ``model`` on the answers of ``model`` itself, or on labels, as ``settings`` say.
+
+    Goes on from the last checkpoint in ``place``, where there is one. Raises :class:`ConversionError` when the loss or,
+    without loss scaling, a gradient is not finite, or when every step was left out; :class:`UsageError` for batches
+    that do not fit.
+    """
+    from converter.recovery.trainee import Teacher, Trainee
+
+    where = precision.device(settings.device)
+    student = replace(model, module=copy.deepcopy(model.module))
+    teacher = Teacher(model, where)
+    trainee = Trainee(student, trained, outputs, settings, seed)
+    last = place.last
+    begun = 0 if last is None else _begun(last, settings)
+    scale = settings.scaling.factor if settings.scaling.kind != "none" else FIRST_SCALE
+    with _full_fp32():
+        probe = teacher.lesson(loader.first(1)[0])  # the same one at every start
+        trainee.student.to(where)
+        if begun == 0:
+            trainee.facts.scale_first = settings.scaling.factor
+            with progress.step("measuring gradients"):
+                trainee.take_survey(0, probe, scale)
+        lessons = _Lessons(map(teacher.lesson, loader.endless(begun)), settings.steps - begun)
+        if last is None or begun < settings.steps:
+            scale_last = _fit(trainee, lessons, settings, place, progress, where)
+        else:
+            scale_last = _load(trainee, last)
+        trainee.student.float().to(where)
+        with progress.step("measuring gradients"):
+            trainee.take_survey(settings.steps, probe, scale)
+    model.module.cpu()
+    trainee.student.cpu()
+    facts = trainee.facts
+    if facts.skipped >= settings.steps:
+        raise ConversionError(
+            f"recovery: all {settings.steps} steps were left out, for their gradients were not finite in fp16 times the"
+            f" scale {settings.scaling}; use a smaller --loss-scaling static=K, dynamic, or --precision bf16-mixed"
+        )
+    entry = TrainingEntry(
+        steps=settings.steps,
+        skipped=facts.skipped,
+        precision=settings.precision,
+        computed=facts.computed,
+        device=where.type,
+        loss=settings.loss,
+        loss_first=facts.loss_first,
+        loss_last=facts.loss_last,
+        learning_rate=settings.learning_rate,
+        scaling=str(settings.scaling),
+        scale_first=facts.scale_first,
+        scale_last=scale_last,
+        weights=sum(master.numel() for _, master in trainee.masters()),
+        updates_lost=facts.updates_lost / max(1, facts.updates) if settings.precision == "bf16-true" else None,
+    )
+    state = {name: value.detach() for name, value in trainee.student.state_dict(keep_vars=True).items()}
+    return Taught(student, state, entry, trainee.gradients)
+
+
+class _full_fp32:  # noqa: N801 - reads as the context that it is
+    """Within it, products in fp32 are in fp32: no TF32."""
+
+    def __enter__(self) -> None:
+        self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self._before[0])
+        torch.backends.cudnn.allow_tf32 = self._before[1]
+
+
+class _Lessons(torch.utils.data.IterableDataset["Lesson"]):
+    """The lessons that are left of a training, once."""
+
+    def __init__(self, lessons: Iterator[Lesson], count: int) -> None:
+        self._lessons, self._count = lessons, count
+
+    def __iter__(self) -> Iterator[Lesson]:
+        return itertools.islice(self._lessons, self._count)
+
+
+def _fit(
+    trainee: Trainee, lessons: _Lessons, settings: Settings, place: Place, progress: Progress, where: torch.device
+) -> float:
+    """Run Lightning's loop; gives the scale that the loss had at the end."""
+    import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    keeper, deterministic = _keeper(settings, place, progress), torch.are_deterministic_algorithms_enabled()
+    arithmetic = precision.plugin(settings.precision, settings.scaling, where)
+    with quiet():
+        trainer = lightning.Trainer(
+            accelerator="cpu" if where.type == "cpu" else "cuda",
+            devices=1 if where.type == "cpu" else [where.index or 0],
+            max_steps=settings.steps,
+            max_epochs=-1,
+            plugins=[arithmetic, LightningEnvironment()],  # nothing that the environment says makes it a cluster
+            callbacks=[keeper],
+            logger=False,
+            enable_checkpointing=False,  # `keeper` writes them, and never half of one
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            deterministic="warn",
+            default_root_dir=place.path,
+        )
+        data = torch.utils.data.DataLoader(lessons, batch_size=None)
+        try:
+            trainer.fit(trainee, data, ckpt_path=None if place.last is None else str(place.last), weights_only=True)
+        except SystemExit:  # Lightning's answer to Control-C
+            raise KeyboardInterrupt from None
+        finally:
+            keeper.close()
+            torch.use_deterministic_algorithms(deterministic)
+    if trainer.global_step < settings.steps:
+        raise ConversionError(f"recovery: Lightning stopped at step {trainer.global_step} of {settings.steps}")
+    scaler = getattr(arithmetic, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
+    """A callback that keeps a checkpoint every so many steps, and at the last, and says how far training is."""
+    import lightning
+
+    class Keeper(lightning.Callback):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
+        def __init__(self) -> None:
+            self._step: Any = None
+            self._said = -1
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if self._step is None:
+                end = min(settings.steps, (trainer.global_step // settings.every + 1) * settings.every)
+                self._step = progress.step(f"training, steps {trainer.global_step + 1} to {end} of {settings.steps}")
+                self._step.__enter__()
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step % settings.every == 0 or trainer.global_step == settings.steps:
+                place.keep(trainer.save_checkpoint)
+                self.close()
+
+        def close(self) -> None:
+            if self._step is not None:
+                self._step.__exit__(None, None, None)
+                self._step = None
+
+    return Keeper()
+
+
+def _begun(last: Path, settings: Settings) -> int:
+    """How many steps the last checkpoint is of."""
+    try:
+        found = torch.load(last, weights_only=True, map_location="cpu")["global_step"]
+    except Exception as error:
+        message = f"{last}: cannot be read: {first_line(error)}; remove {last.parent} to begin again"
+        raise UsageError(message) from error
+    if type(found) is not int or not 0 < found <= settings.steps:
+        raise UsageError(f"{last}: is of step {found!r}, expected 1 to {settings.steps}; remove {last.parent}")
+    return found
+
+
+def _load(trainee: Trainee, last: Path) -> float:
+    """The end state of a training that had ended; gives the scale that the loss had."""
+    found = torch.load(last, weights_only=True, map_location="cpu")
+    trainee.load_state_dict(found["state_dict"])
+    trainee.on_load_checkpoint(found)
+    return float(found.get("MixedPrecision", {}).get("scale", 1.0))

@@ -1,0 +1,203 @@
+"""Which weights are trained, what the artifact rounds of them, and how they become a checkpoint again.
+
+What is rounded is told by an artifact of the same model: its plan, and the factors that BatchNorm brought into weights
+before they were rounded (docs/artifact-format.md: ``scale``). A module's parameter is found in the checkpoint by its
+values, since readers change names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import ConversionError
+from bf16kit.manifest import RESIDUAL, CheckpointEntry, Manifest
+from converter.model import Array
+from converter.sources.statedict import to_torch
+
+_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)  # folded into nothing
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A parameter of the module, under all its names there, and the checkpoint's ``tensors`` that hold it.
+
+    ``rounds``: the artifact stores it in bf16, after multiplying it by ``scale`` (float64, broadcast; None: by 1).
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    rounds: bool
+    scale: torch.Tensor | None = None
+
+
+def find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact) -> tuple[Trained, ...]:
+    """What can be trained of ``module``, which was made of ``checkpoint`` as ``artifact`` was.
+
+    Left as they are: parameters that no tensor of the checkpoint holds as it is, and those by which BatchNorm scales
+    the weights before it, for what is rounded is their product. Raises :class:`ConversionError` where nothing is left.
+    """
+    found = tuple(_find(module, checkpoint, artifact))
+    if not any(entry.rounds for entry in found):
+        raise ConversionError(
+            "recovery has nothing to train: no parameter of the module is a tensor of the checkpoint that the artifact"
+            " stores in bf16; `bf16-convert inspect` lists what it stores, and --bf16 REGEX adds to it"
+        )
+    return found
+
+
+def _find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact) -> Iterator[Trained]:
+    manifest = artifact.manifest
+    stored = {entry.name: entry for entry in manifest.checkpoint}
+    folded = {entry.name for entry in manifest.plan.tensors if entry.code == "reference_only"}
+    folded |= {entry.name for entry in manifest.tensors if entry.file == RESIDUAL}  # too small for the weights' files
+    index = _by_values(checkpoint)
+    normalises = {name for name, part in module.named_modules() if isinstance(part, _NORMS)}
+    names: dict[int, list[str]] = defaultdict(list)
+    parameters: dict[int, torch.Tensor] = {}
+    for name, held in module.named_parameters(remove_duplicate=False):
+        names[id(held)].append(name)
+        parameters[id(held)] = held
+    for key, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            continue
+        tensors = _holders(names[key], index.get(_digest(_numpy(parameter)), ()))
+        entries = [stored[name] for name in tensors if name in stored]
+        own = any(name.rpartition(".")[0] in normalises for name in names[key])
+        if not entries or (not own and any(_scales(entry, folded, names[key]) for entry in entries)):
+            continue
+        rounds, scale = _rounding(artifact, manifest, entries[0], parameter.ndim)
+        yield Trained(tuple(names[key]), tuple(tensors), rounds, scale)
+
+
+def _scales(entry: CheckpointEntry, folded: set[str], names: Sequence[str]) -> bool:
+    """Whether the tensor may be one by which BatchNorm scales a weight: no profile reads it, and it is no shift."""
+    return entry.tensor in folded and not any(name.endswith("bias") for name in names)
+
+
+def _rounding(
+    artifact: Artifact, manifest: Manifest, entry: CheckpointEntry, rank: int
+) -> tuple[bool, torch.Tensor | None]:
+    stored = next(tensor for tensor in manifest.tensors if tensor.name == entry.tensor)
+    if stored.dtype != "bfloat16":
+        return False, None
+    if stored.scale is None or stored.scale_axis is None:
+        return True, None
+    axis = stored.scale_axis if entry.permutation is None else entry.permutation[stored.scale_axis]
+    shape = [1] * rank
+    shape[axis] = -1
+    return True, torch.from_numpy(np.array(artifact.tensor(stored.scale), np.float64)).reshape(shape)
+
+
+def _by_values(checkpoint: Mapping[str, Array]) -> dict[str, list[str]]:
+    index: dict[str, list[str]] = defaultdict(list)
+    for name, array in checkpoint.items():
+        if array.dtype.name in _FLOATS:
+            index[_digest(array.astype(np.float32, copy=False))].append(name)
+    return index
+
+
+def _digest(array: Array) -> str:
+    digest = hashlib.sha256(repr(array.shape).encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _numpy(parameter: torch.Tensor) -> Array:
+    return np.asarray(parameter.detach().cpu().float().contiguous().numpy())
+
+
+def _holders(names: Sequence[str], candidates: Sequence[str]) -> list[str]:
+    """For each of a parameter's ``names`` the checkpoint tensor called most like it, of those with its values.
+
+    Two that are called alike and hold the same, two biases of zeros, are told apart by the longest common end of their
+    names, part by part; where that is no help neither is taken.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        ends = sorted(((_common_end(name, candidate), candidate) for candidate in candidates), reverse=True)
+        if ends and (len(ends) == 1 or ends[0][0] > ends[1][0]):
+            found[ends[0][1]] = None
+    return list(found)
+
+
+def _common_end(a: str, b: str) -> int:
+    count = 0
+    for left, right in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounded forwards; backwards the gradient passes as if nothing had been rounded (Y. Bengio et al. 2013)."""
+
+    @staticmethod
+    def forward(_context: Any, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return rounded(weight, scale)
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def straight_through(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """``weight`` as the artifact will hold it; its gradient is that of what is returned."""
+    found: torch.Tensor = _StraightThrough.apply(weight, scale)
+    return found
+
+
+def rounded(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """bf16(weight · scale) ÷ scale in the dtype of ``weight``: what a model computes with whose BatchNorm is folded.
+
+    The product is fp64, then fp32, then bf16, as in a conversion. Converted again, the result gives the same bf16
+    values: half a unit in the last place of fp32 is far from the middle between two of bf16.
+    """
+    if scale is None:
+        return weight.bfloat16().to(weight.dtype)
+    product = (weight.double() * scale).float().bfloat16()
+    return (product.double() / scale).to(weight.dtype)
+
+
+def recovered(
+    checkpoint: Mapping[str, Array], trained: Sequence[Trained], state: Mapping[str, torch.Tensor]
+) -> dict[str, Array]:
+    """``checkpoint`` with what was trained, of ``state`` by the module's names, in its own dtypes and order.
+
+    What the artifact rounds is rounded here: its fp32 checkpoint then holds the very numbers that were trained, and
+    bf16 loses nothing of them.
+    """
+    found = dict(checkpoint)
+    for entry in trained:
+        value = state[entry.names[0]]
+        if entry.rounds:
+            value = rounded(value, entry.scale)
+        for tensor in entry.tensors:
+            found[tensor] = _numpy(value).astype(checkpoint[tensor].dtype)
+    return found
+
+
+def put(module: torch.nn.Module, trained: Sequence[Trained], checkpoint: Mapping[str, Array]) -> None:
+    """Copy what ``checkpoint`` holds of ``trained`` into ``module``."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for entry in trained:
+            parameters[entry.names[0]].copy_(to_torch(np.ascontiguousarray(checkpoint[entry.tensors[0]])))
+
+
+def digest(checkpoint: Mapping[str, Array]) -> str:
+    """sha256 over names, dtypes, shapes and bytes of all tensors, in the order of their names."""
+    whole = hashlib.sha256()
+    for name in sorted(checkpoint):
+        array = checkpoint[name]
+        whole.update(f"{name}\0{array.dtype.name}\0{array.shape}\0{_digest(array)}\n".encode())
+    return whole.hexdigest()

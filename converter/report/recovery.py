@@ -1,0 +1,68 @@
+"""What a recovery measured, as tables for people."""
+
+from __future__ import annotations
+
+from bf16kit.recovery import GradientEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
+from bf16kit.text import table
+
+DRIFT = ("profile", "output", "metric", "bf16 before", "bf16 recovered", "from its own fp32", "budget")
+GRADIENTS = ("at step", "of", "format", "loss ×", "values", "vanish", "subnormal", "overflow")
+ACCURACY = ("model", "right", "of", "accuracy")
+
+
+def text(entry: RecoveryEntry) -> str:
+    """Every table, and how the weights were trained."""
+    count = f"{entry.samples} batch{'' if entry.samples == 1 else 'es'} of {entry.judged_on}"
+    parts = [
+        table(f"Drift from the original's fp32 answers on {count}", DRIFT, map(drift_cells, entry.drift)),
+        table("Labelled rows answered right", ACCURACY, accuracy_rows(entry)) if entry.accuracy else "",
+        table("What becomes of gradients, computed in fp32", GRADIENTS, map(gradient_cells, entry.gradients)),
+        "\n".join(sentences(entry.training)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def drift_cells(row: RecoveredDrift) -> tuple[object, ...]:
+    """Columns :data:`DRIFT`."""
+    return row.profile, row.output, row.metric, row.before, row.after, row.own, row.bound
+
+
+def accuracy_rows(entry: RecoveryEntry) -> list[tuple[object, ...]]:
+    """Columns :data:`ACCURACY`."""
+    return [(found.model, found.correct, found.rows, f"{found.share:.4f}") for found in entry.accuracy]
+
+
+def gradient_cells(entry: GradientEntry) -> tuple[object, ...]:
+    """Columns :data:`GRADIENTS`; what was lost as shares of the values that are not zero."""
+    lost = (entry.vanished, entry.subnormal, entry.overflowed)
+    values = max(1, entry.values)
+    return (
+        entry.step,
+        entry.of,
+        entry.format,
+        f"{entry.scale:g}",
+        f"{entry.values:,}",
+        *(_percent(count / values) for count in lost),
+    )
+
+
+def sentences(training: TrainingEntry) -> list[str]:
+    """How the weights were trained, a sentence each."""
+    found = [
+        f"{training.steps} steps on the {training.device}, {training.precision} (products in {training.computed}),"
+        f" {training.weights:,} weights, {training.loss}: {training.loss_first:.3g} at the first,"
+        f" {training.loss_last:.3g} at the last",
+        f"loss scaling {training.scaling}: {training.skipped} of {training.steps} steps skipped"
+        + (
+            f", the scale went from {training.scale_first:g} to {training.scale_last:g}"
+            if training.scale_first > 1
+            else ""
+        ),
+    ]
+    if training.updates_lost is not None:
+        found.append(f"weights without an fp32 copy: {_percent(training.updates_lost)} of updates were rounded away")
+    return found
+
+
+def _percent(share: float) -> str:
+    return "< 0.01 %" if 0 < share < 1e-4 else f"{share:.2%}"

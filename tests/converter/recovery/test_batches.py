@@ -1,0 +1,115 @@
+"""Batches of the user's: every form of them, the same ones for the same seed, and each mistake by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import recovering
+import torch
+
+from bf16kit.errors import UsageError
+from bf16kit.tensors import TensorSpec
+from converter.recovery.batches import Loader
+
+X = (TensorSpec("x", "float32", ("batch", 16)),)
+TWO = (TensorSpec("a", "float32", ("batch", 2)), TensorSpec("b", "int64", ("batch",)))
+_A, _B, _LABELS = np.ones((3, 2), np.float32), np.arange(3), np.array([2, 0, 1])
+
+
+def loader(function: str, inputs: tuple[TensorSpec, ...] = X, seed: int = 0) -> Loader:
+    return Loader("--data", f"recovering:{function}", inputs, seed)
+
+
+@pytest.mark.parametrize(
+    ("given", "labelled"),
+    [
+        ({"a": _A, "b": _B}, False),
+        ({"a": _A, "b": _B, "labels": _LABELS}, True),
+        (({"a": _A, "b": _B}, _LABELS), True),
+        ((_A, _B), False),
+        ([_A, _B, _LABELS], True),
+        ({"a": torch.from_numpy(_A), "b": torch.from_numpy(_B), "labels": torch.from_numpy(_LABELS)}, True),
+    ],
+)
+def test_a_batch_may_have_any_usual_form(monkeypatch: pytest.MonkeyPatch, given: Any, labelled: bool) -> None:
+    monkeypatch.setattr(recovering, "three", lambda: [given])
+    (batch,) = loader("three", TWO).first(5)
+    assert np.array_equal(batch.feeds["a"], _A)
+    assert np.array_equal(batch.feeds["b"], _B)
+    assert (batch.labels is not None) == labelled
+    if batch.labels is not None:
+        assert np.array_equal(batch.labels, _LABELS)
+
+
+def test_the_array_alone_will_do_for_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering, "three", lambda: [np.ones((2, 16), np.float32)])
+    (batch,) = loader("three").first(1)
+    assert batch.feeds["x"].shape == (2, 16)
+
+
+def test_passes_follow_each_other_without_end() -> None:
+    found = [batch.feeds["x"] for batch in islice(loader("unlabelled").endless(), 20)]
+    assert len(found) == 20
+    assert np.array_equal(found[0], found[8])
+    assert not np.array_equal(found[0], found[1])
+
+
+def _drawn(seed: int, skip: int, count: int, *, disturbed: bool = False) -> Iterator[Any]:
+    for batch in islice(loader("shuffled", seed=seed).endless(skip), count):
+        if disturbed:  # as by a model with dropout, between two batches
+            np.random.random(100)
+            torch.rand(100)
+            random.random()
+        yield batch.feeds["x"]
+
+
+def test_what_a_loader_draws_follows_from_the_seed_alone() -> None:
+    """Not from what is computed between two batches, and not from where a recovery is resumed."""
+    expected = list(_drawn(1, 0, 20))
+    assert all(map(np.array_equal, expected, _drawn(1, 0, 20, disturbed=True)))
+    assert all(map(np.array_equal, expected[13:], _drawn(1, 13, 7, disturbed=True)))
+    assert not np.array_equal(expected[0], next(_drawn(2, 0, 1)))
+    assert not np.array_equal(expected[0], expected[8])  # another pass, another order
+
+
+def test_the_generators_of_others_are_left_where_they_were() -> None:
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before: Any = np.random.get_state(), torch.get_rng_state()
+    list(_drawn(1, 0, 3))
+    after: Any = np.random.get_state()
+    assert after[2] == before[0][2]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nothing", "recovering:nothing: yielded nothing; it must give batches of x float32\\[batch,16\\]"),
+        ("wide", "batch 0: input 'x' has shape \\[4, 17\\]"),
+        ("doubles", "batch 0: input 'x' has dtype float64, expected float32"),
+        ("empty", "batch 0: has no elements"),
+        ("three", "batch 0: has 3 parts"),
+        ("a_string", "batch 0: "),
+        ("wrong_labels", "batch 0: labels are float32; expected the numbers of classes"),
+        ("absent", "module recovering has no absent"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_by_name(function: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        loader(function).first(1)
+
+
+def test_a_loader_that_fails_is_named_with_the_batch() -> None:
+    with pytest.raises(UsageError, match="recovering:failing: failed, batch 1: RuntimeError: the disk went away"):
+        loader("failing").first(3)
+
+
+def test_an_iterator_that_is_at_its_end_is_told_apart_from_no_data() -> None:
+    with pytest.raises(UsageError, match="yielded nothing in pass 2; let it give a new iterable each time"):
+        list(islice(loader("once").endless(), 3))

@@ -1,0 +1,277 @@
+"""``bf16-convert recover`` with Lightning, on a model that bf16 costs much: what comes out, and after being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import recovering
+import torch
+from converting import SUPPORT, Outcome, tree
+from safetensors.numpy import load_file
+from waiting import until
+
+from bf16kit.artifact import Artifact
+from bf16kit.recovery import RecoveryEntry
+
+pytestmark = pytest.mark.sources
+
+ROOT = SUPPORT.parents[1]
+SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
+CHEAP = ("--format", "onnx", "--profile", "cpu", "--device", "cpu")
+Recover = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def command(environment: Callable[[str], Path]) -> list[str]:
+    return [str(environment("lightning")), "-m", "converter.cli"]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(SUPPORT)))}
+
+
+@pytest.fixture(scope="session")
+def call(command: list[str]) -> Recover:
+    """One command line in the environment that has Lightning."""
+
+    def run(*arguments: str | Path) -> Outcome:
+        done = subprocess.run(
+            [*command, *map(str, arguments)], capture_output=True, text=True, env=_environment(), timeout=300
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "shifted.pt"
+    torch.save(recovering.shifted().state_dict(), path)
+    return path
+
+
+def _flags(loader: str = "shuffled", steps: int = 60, evaluation: str | None = "held_out") -> tuple[str, ...]:
+    judged = () if evaluation is None else ("--eval", f"recovering:{evaluation}")
+    return ("--data", f"recovering:{loader}", *judged, "--steps", str(steps))
+
+
+def _entry(target: Path) -> RecoveryEntry:
+    measured = Artifact.open(target).measurements()
+    assert measured is not None
+    assert measured.recovery is not None
+    return measured.recovery
+
+
+@pytest.fixture(scope="session")
+def recovered(call: Recover, source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    target = tmp_path_factory.mktemp("recovered") / "m" / "1"
+    done = call("recover", source, *SHIFTED, *CHEAP, *_flags(), "--precision", "32-true", "--out", target)
+    return target, done.published()
+
+
+def _relative(entry: RecoveryEntry, profile: str = "cpu") -> Any:
+    return next(row for row in entry.drift if row.profile == profile and row.metric == "relative_l2")
+
+
+def test_an_artifact_that_was_over_budget_is_within_it(recovered: tuple[Path, Outcome]) -> None:
+    """From what the original weights answer in fp32, on inputs that it was not trained on."""
+    target, _ = recovered
+    row = _relative(_entry(target))
+    assert row.bound is not None
+    assert row.before is not None
+    assert row.after < row.bound < row.before
+
+
+def test_what_was_recovered_answers_as_the_source_does(recovered: tuple[Path, Outcome]) -> None:
+    """Held against torch itself, outside of everything that measured it."""
+    from bf16kit.runtime.loading import load
+
+    target, _ = recovered
+    runtime = load(Artifact.open(target), "cpu")
+    model = recovering.shifted()
+    distances = []
+    for feeds in recovering.held_out():
+        with torch.no_grad():
+            expected = model(torch.from_numpy(feeds["x"]))["logits"].numpy()
+        got = runtime.run(feeds)["logits"]
+        distances.append(np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1))
+    assert np.mean(distances) == pytest.approx(_relative(_entry(target)).after, rel=1e-3)
+    assert np.mean(distances) < 1.5e-2
+
+
+def test_restore_gives_the_trained_weights_which_bf16_holds(
+    recovered: tuple[Path, Outcome], call: Recover, source: Path, tmp_path: Path
+) -> None:
+    target, _ = recovered
+    call("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    found, original = load_file(tmp_path / "fp32.safetensors"), torch.load(source, weights_only=True)
+    assert found.keys() == original.keys()
+    assert all(array.dtype == np.float32 for array in found.values())
+    for name in ("up.weight", "down.weight"):
+        assert not np.array_equal(found[name], original[name].numpy())
+        assert not (found[name].view(np.uint32) & 0xFFFF).any(), name  # 16 low bits of zeros
+    assert (found["up.bias"].view(np.uint32) & 0xFFFF).any()  # vectors stay fp32
+
+
+def test_the_manifest_says_what_it_was_recovered_from(recovered: tuple[Path, Outcome], source: Path) -> None:
+    import hashlib
+
+    target, _ = recovered
+    manifest = Artifact.open(target).manifest
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert manifest.options["recovery"] == {
+        "recovered_from": digest,
+        "steps": 60,
+        "precision": "32-true",
+        "loss": "distillation",
+        "loss_scaling": "none",
+        "learning_rate": 1e-3,
+    }
+    assert manifest.source.sha256 != digest
+    assert manifest.source.format == "torch, recovered"
+    assert manifest.tools["lightning"]
+
+
+def test_the_command_prints_what_it_measured(recovered: tuple[Path, Outcome]) -> None:
+    _, done = recovered
+    for said in ("Drift from the original's fp32 answers on 4 batches of recovering:held_out", "bf16 recovered",
+                 "What becomes of gradients", "60 steps on the cpu, 32-true (products in float32)"):  # fmt: skip
+        assert said in done.out, said
+    assert "training, steps 1 to 6 of 60" in done.err
+
+
+def test_nothing_but_the_artifact_is_left(recovered: tuple[Path, Outcome]) -> None:
+    target, _ = recovered
+    assert [path.name for path in target.parent.iterdir()] == ["1"]
+
+
+def test_killed_at_any_time_it_ends_in_the_same_weights(
+    command: list[str], call: Recover, source: Path, tmp_path: Path
+) -> None:
+    """By SIGKILL, when the first checkpoint is there; with a loader that draws from numpy's global generator."""
+    flags = (*SHIFTED, *CHEAP, *_flags("shuffled", 40), "--checkpoint-every", "7", "--allow-over-budget")
+    whole, parts = tmp_path / "whole" / "1", tmp_path / "parts" / "1"
+    call("recover", source, *flags, "--out", whole).published()
+    arguments = [*command, "recover", str(source), *flags, "--out", str(parts)]
+    begun = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=_environment())
+    last = parts.parent / ".1.recovery" / "last.ckpt"
+    until(last.exists, seconds=120)
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    assert not parts.exists()
+    call("recover", source, *flags, "--out", parts).refused(2, "holds a recovery that did not end", "--resume")
+    call("recover", source, *flags, "--seed", "1", "--resume", "--out", parts).refused(2, "--seed is 1 now, and was 0")
+    call("recover", source, *flags, "--resume", "--out", parts).published()
+    one, other = Artifact.open(whole), Artifact.open(parts)
+    assert one.manifest.files["weights.bf16"] == other.manifest.files["weights.bf16"]
+    assert one.manifest.source == other.manifest.source
+    assert _entry(whole).gradients == _entry(parts).gradients
+    assert [path.name for path in parts.parent.iterdir()] == ["1"]
+
+
+def test_fp16_on_a_cpu_is_fp16(call: Recover, source: Path, tmp_path: Path) -> None:
+    """Where Lightning's own ``16-mixed`` would compute in bf16. The scale begins too high, and backs off."""
+    target = tmp_path / "m" / "1"
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=12), "--precision", "16-mixed", "--allow-over-budget")
+    done = call("recover", source, *flags, "--loss-scaling", "static=1024", "--out", target).published()
+    training = _entry(target).training
+    assert (training.computed, training.skipped, training.scale_last) == ("float16", 0, 1024.0)
+    assert "computed its products in fp16" in done.out
+
+
+def test_a_scale_that_overflows_skips_every_step_and_says_so(call: Recover, source: Path, tmp_path: Path) -> None:
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=3), "--precision", "16-mixed", "--loss-scaling", "static=1e37")
+    call("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(3, "all 3 steps were left out")
+
+
+def test_a_dynamic_scale_backs_off_and_grows(call: Recover, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m" / "1"
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=40), "--precision", "16-mixed", "--loss-scaling", "dynamic=3")
+    call("recover", source, *flags, "--allow-over-budget", "--out", target).published()
+    training = _entry(target).training
+    assert training.scale_first == 2.0**16
+    assert 0 < training.skipped < 40  # doubled every third step, it meets fp16's end
+    assert training.scale_last != training.scale_first
+
+
+def test_weights_in_bf16_lose_updates_and_the_report_has_the_share(call: Recover, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m" / "1"
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=10), "--precision", "bf16-true", "--allow-over-budget")
+    done = call("recover", source, *flags, "--out", target).published()
+    training = _entry(target).training
+    assert training.computed == "bfloat16"
+    assert training.updates_lost is not None
+    assert 0.1 < training.updates_lost < 1
+    assert "weights without an fp32 copy" in done.out
+
+
+def test_labels_give_accuracy_and_may_be_learnt(call: Recover, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m" / "1"
+    flags = (*SHIFTED, *CHEAP, *_flags("labelled", 20, None), "--loss", "cross-entropy", "--precision", "32-true")
+    flags = (*flags, "--learning-rate", "1e-4", "--allow-over-budget")
+    done = call("recover", source, *flags, "--out", target).published()
+    entry = _entry(target)
+    found = {row.model: row for row in entry.accuracy}
+    assert found["fp32"].correct == found["fp32"].rows == 256  # the labels are its answers
+    assert 0.9 < found["cpu, as it was"].share < 1
+    assert found["cpu, recovered"].rows == 256
+    assert entry.training.loss_last < entry.training.loss_first
+    assert not entry.held_out
+    assert "judged on the data it was trained on" in done.out
+
+
+def test_labels_that_are_not_there_are_missed(call: Recover, source: Path, tmp_path: Path) -> None:
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=2), "--loss", "cross-entropy")
+    call("recover", source, *flags, "--out", tmp_path / "m" / "1").refused(2, "--data gives no labels")
+    assert tree(tmp_path) == []
+
+
+def test_a_loss_that_is_not_finite_stops_it_with_what_to_do(call: Recover, source: Path, tmp_path: Path) -> None:
+    flags = (*SHIFTED, *CHEAP, *_flags("infinite", 5))
+    samples = ("--samples", "recovering:held_out")
+    done = call("recover", source, *flags, *samples, "--out", tmp_path / "m" / "1")
+    done.refused(3, "recovery stopped at step 1 of 5: the loss is nan", "lower --learning-rate")
+    assert tree(tmp_path) == []
+
+
+def test_what_did_not_recover_is_not_published_and_can_be_all_the_same(
+    call: Recover, source: Path, tmp_path: Path
+) -> None:
+    """Trained already, it is published from the checkpoint, without another step."""
+    target = tmp_path / "m" / "1"
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=2))
+    call("recover", source, *flags, "--out", target).refused(1, "not recovered, nothing published", "relative_l2 is")
+    assert not target.exists()
+    done = call("recover", source, *flags, "--resume", "--allow-over-budget", "--out", target).published()
+    assert "not recovered, published because that was allowed" in done.out
+    assert "training, steps" not in done.err
+
+
+def test_where_bf16_costs_nothing_it_says_so(call: Recover, tmp_path: Path) -> None:
+    from architectures import Mlp, save
+
+    source = save(tmp_path / "mlp.pt", Mlp())
+    flags = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16", *CHEAP, *_flags(steps=2))
+    done = call("recover", source, *flags, "--learning-rate", "1e-6", "--out", tmp_path / "m" / "1").published()
+    assert "bf16 kept to the budget before recovery, so none was needed" in done.out
+
+
+def test_the_page_has_the_tables(recovered: tuple[Path, Outcome]) -> None:
+    target, _ = recovered
+    page = (target / "report.html").read_text("utf-8")
+    for said in ("<h2>Recovery</h2>", "bf16 before", "What becomes of gradients", "recovering:held_out"):
+        assert said in page, said
+
+
+def test_json_has_what_was_measured(recovered: tuple[Path, Outcome], call: Recover) -> None:
+    target, _ = recovered
+    found = json.loads(call("inspect", target, "--json").published().out)
+    assert found["recovery"]["training"]["steps"] == 60

@@ -1,0 +1,111 @@
+"""A model that bf16 costs much, and loaders for its recovery: ``--model recovering:Shifted``, ``--data`` …."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from architectures import Mlp, seeded
+from numpy.typing import NDArray
+from torch import nn
+
+WIDTH = 16
+LEVEL = 32.0
+Arrays = dict[str, NDArray[Any]]
+
+
+class Shifted(Mlp):
+    """x [batch, 16], around :data:`LEVEL` → logits [batch, 10]."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = self.down(torch.relu(self.up(x)))
+        return {"logits": logits}
+
+
+def shifted() -> nn.Module:
+    """With weights: the level is taken off by the first bias, as where a normalisation was folded in. What rounding
+    loses of a weight is multiplied by the level, and training can move the bias by it."""
+    module = seeded(Shifted(), 3)
+    with torch.no_grad():
+        module.get_parameter("up.bias").sub_(LEVEL * module.get_parameter("up.weight").sum(1))
+    return module
+
+
+def _inputs(seed: int, count: int) -> Iterator[NDArray[np.float32]]:
+    generator = np.random.default_rng(seed)
+    for _ in range(count):
+        yield (LEVEL + generator.standard_normal((32, WIDTH))).astype(np.float32)
+
+
+def unlabelled() -> Iterator[Arrays]:
+    """A pass of eight batches, always the same."""
+    for x in _inputs(0, 8):
+        yield {"x": x}
+
+
+def shuffled() -> Iterator[Arrays]:
+    """A pass of eight batches by numpy's global generator, as many users' loaders draw them."""
+    for _ in range(8):
+        yield {"x": (LEVEL + np.random.standard_normal((32, WIDTH))).astype(np.float32)}
+
+
+def held_out() -> Iterator[Arrays]:
+    for x in _inputs(1, 4):
+        yield {"x": x}
+
+
+def labelled() -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
+    """Labels are what :func:`shifted` answers in fp32."""
+    model = shifted()
+    for x in _inputs(0, 8):
+        with torch.no_grad():
+            yield x, model(torch.from_numpy(x))["logits"].argmax(1).numpy()
+
+
+def nothing() -> Iterator[Arrays]:
+    return iter(())
+
+
+def once() -> Iterator[Arrays]:
+    """The same iterator at each call, which is at its end after the first pass."""
+    return _ONCE
+
+
+_ONCE = iter([{"x": np.ones((4, WIDTH), np.float32)}])
+
+
+def wide() -> Iterator[Arrays]:
+    yield {"x": np.ones((4, WIDTH + 1), np.float32)}
+
+
+def doubles() -> Iterator[Arrays]:
+    yield {"x": np.ones((4, WIDTH))}
+
+
+def empty() -> Iterator[Arrays]:
+    yield {"x": np.ones((0, WIDTH), np.float32)}
+
+
+def three() -> Iterator[Any]:
+    x = np.ones((4, WIDTH), np.float32)
+    yield x, x, x
+
+
+def a_string() -> Iterator[Any]:
+    yield "batch"
+
+
+def failing() -> Iterator[Arrays]:
+    yield {"x": np.ones((4, WIDTH), np.float32)}
+    raise RuntimeError("the disk went away")
+
+
+def wrong_labels() -> Iterator[Any]:
+    yield np.ones((4, WIDTH), np.float32), np.ones((4,), np.float32)
+
+
+def infinite() -> Iterator[Arrays]:
+    """Inputs whose sums fp32 cannot hold."""
+    yield {"x": np.full((4, WIDTH), 3e38, np.float32)}
