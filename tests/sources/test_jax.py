@@ -1,0 +1,114 @@
+"""Checkpoints that Orbax and Flax wrote, in every layout: read bit for bit, converted, held to Flax's own answers."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from converting import Outcome
+from safetensors.numpy import load_file
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load, load_reference
+from converter.cli import run
+from converter.sources import flax_file
+from converter.sources.orbax.arrays import read_item
+from converter.sources.orbax.layout import locate
+
+pytestmark = pytest.mark.sources
+
+pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
+
+LAYOUTS = ("standard", "folders", "zarr3", "zarr3_folders", "managed", "single", "v1", "sharded", "flax.msgpack")
+# model → its --input
+MODELS = {"cnn": "x:float32:batch,3,12,12", "block": "ids:int64:batch,seq", "mlp": "x:float32:batch,16"}
+FACTORIES = {"cnn": "jaxlikes:Cnn", "block": "jaxlikes:Block", "mlp": "jaxlikes:Mlp"}
+
+
+@pytest.fixture(scope="module")
+def written(environment: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``jaxmodels.py`` writes."""
+    root = tmp_path_factory.mktemp("jax") / "written"
+    script = Path(__file__).with_name("jaxmodels.py")
+    subprocess.run([str(environment("jax")), str(script), str(root)], check=True, capture_output=True, timeout=300)
+    return root
+
+
+def _leaves(root: Path, model: str) -> dict[str, np.ndarray]:
+    return dict(np.load(root / model / "leaves.npz"))
+
+
+def _same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    bits = {name: a.view(np.uint16) if a.dtype == ml_dtypes.bfloat16 else a for name, a in found.items()}
+    assert sorted(bits) == sorted(wanted)
+    for name, array in wanted.items():
+        assert (bits[name].dtype, bits[name].shape) == (array.dtype, array.shape), name
+        assert bits[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_read_bit_for_bit(written: Path, tmp_path: Path, model: str, layout: str) -> None:
+    path = written / model / layout
+    if layout.endswith(".msgpack"):
+        found, others = flax_file.read_file(path, lambda _: True, tmp_path)
+    else:
+        found, others, _ = read_item(locate(path, None, None), lambda _: True, tmp_path)
+    assert others == ()
+    _same(found, _leaves(written, model))
+
+
+def test_an_nnx_state_has_its_variables_under_value(written: Path, tmp_path: Path) -> None:
+    found, _, _ = read_item(written / "mlp" / "nnx_state", lambda _: True, tmp_path)
+    assert all(name.endswith(".value") for name in found)
+    _same({name.removesuffix(".value"): array for name, array in found.items()}, _leaves(written, "mlp"))
+
+
+def test_an_older_step_is_another_ones_weights(written: Path, tmp_path: Path) -> None:
+    found, _, _ = read_item(locate(written / "cnn" / "managed", 3, "weights"), lambda _: True, tmp_path)
+    assert not any(array.any() for array in found.values())
+
+
+def _convert(written: Path, model: str, layout: str, out: Path, *more: str | Path) -> Outcome:
+    source, samples = written / model / layout, written / model / "samples.npz"
+    arguments = ["--model", FACTORIES[model], "--input", MODELS[model], "--samples", samples, "--format", "onnx"]
+    code = run([str(a) for a in ("checkpoint", source, *arguments, "--no-report", *more, "--out", out)])
+    return Outcome(code, "", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("cnn", "standard"),
+        ("cnn", "managed"),
+        ("block", "train_state"),
+        ("block", "sharded"),
+        ("mlp", "nnx_state"),
+        ("mlp", "zarr3"),
+        ("mlp", "flax.msgpack"),
+    ],
+)
+def test_flaxs_answers_confirm_the_map_and_are_the_artifacts(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, layout: str
+) -> None:
+    """The map is proposed, the samples hold what Flax computed, restore gives Flax's own leaves."""
+    out = tmp_path / "repository" / model / "1"
+    done = _convert(written, model, layout, out)
+    said = capsys.readouterr()
+    assert done.code == 0, said.err
+    assert "the map that was proposed is confirmed" in " ".join(said.out.split())
+    samples = dict(np.load(written / model / "samples.npz"))
+    artifact = Artifact.open(out)
+    expected = {entry.name: samples.pop(entry.name) for entry in artifact.manifest.outputs}
+    reference, cpu = load_reference(artifact).run(samples), load(artifact, "cpu").run(samples)
+    for name, own in expected.items():
+        assert np.linalg.norm(reference[name] - own) < 1e-5 * np.linalg.norm(own)
+        assert np.linalg.norm(cpu[name] - own) < 1.5e-2 * np.linalg.norm(own)
+    assert run(["restore", str(out), "--out", str(tmp_path / "fp32.safetensors")]) == 0
+    restored = load_file(tmp_path / "fp32.safetensors")
+    restored.pop("step", None)
+    _same({name.removesuffix(".value"): array for name, array in restored.items()}, _leaves(written, model))
