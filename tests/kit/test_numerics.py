@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -164,6 +167,15 @@ class TestOptions:
         subnormal = ((kept & 0x7FFF) < 0x0080) & ((kept & 0x7FFF) > 0)
         assert subnormal.any()
         assert np.array_equal(flushed, np.where(subnormal, kept & 0x8000, kept))
+
+    def test_flush_is_what_cloud_tpu_documents_case_by_case(self) -> None:
+        """The table of docs/facts/numerics.md, which names the source of each row."""
+        page = (Path(__file__).parents[2] / "docs" / "facts" / "numerics.md").read_text()
+        cases = re.findall(r"^\| 0x([0-9A-F]{8}) \| 0x([0-9A-F]{4}) \|", page, re.MULTILINE)
+        assert len(cases) == 18
+        x = floats(np.array([int(given, 16) for given, _ in cases], np.uint32))
+        found = bf16_bits(to_bf16(x, subnormals="flush"))
+        assert [f"{bits:04X}" for bits in found] == [expected for _, expected in cases]
 
     def test_saturate_makes_infinities_the_largest_finite_value_of_their_sign(self) -> None:
         x = floats(both_signs(EDGES))
