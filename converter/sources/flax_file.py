@@ -82,8 +82,6 @@ def read_file(path: Path, wanted: Callable[[str], bool], directory: Path) -> tup
         leaves = _leaves(memoryview(mapped))
     except _Damaged as damaged:
         raise SourceError(f"{path}: truncated or damaged: not a Flax checkpoint ({damaged})") from None
-    except RecursionError:
-        raise SourceError(f"{path}: truncated or damaged: maps in maps, deeper than {_DEEPEST}") from None
     chosen = {name: leaf for name, leaf in leaves.items() if wanted(name)}
     with shelf({name: leaf.form for name, leaf in chosen.items()}, directory, path) as room:
         for name, leaf in chosen.items():

@@ -18,7 +18,7 @@ def packed(value: Any) -> bytes:
         return _head(len(value), 0x80, 16, 0xDE) + b"".join(packed(key) + packed(item) for key, item in value.items())
     if isinstance(value, str):
         data = value.encode()
-        return (bytes([0xA0 + len(data)]) if len(data) < 32 else b"\xd9" + bytes([len(data)])) + data
+        return (bytes([0xA0 + len(data)]) if len(data) < 32 else b"\xda" + struct.pack(">H", len(data))) + data
     if isinstance(value, bytes):
         return b"\xc6" + struct.pack(">I", len(value)) + value
     if isinstance(value, Sequence):
@@ -59,4 +59,4 @@ def _plain(value: Any) -> bytes:
         return b"\xcb" + struct.pack(">d", value)
     if 0 <= value < 128:
         return bytes([value])
-    return b"\xd3" + struct.pack(">q", value)
+    return b"\xcf" + struct.pack(">Q", value) if value >= 2**63 else b"\xd3" + struct.pack(">q", value)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from bf16kit.text import printable
 from converter.model import Array
 from converter.sources.mapping import rules
 from converter.sources.mapping.pairing import Pair, pair
@@ -83,7 +84,9 @@ class Proposal:
 
 def propose(leaves: Mapping[str, Array], slots: Slots) -> Proposal:
     """The map from ``leaves`` to ``slots``: whole layers first, then what is left of either by itself."""
-    used = {name: array for name, array in leaves.items() if _is_weight(name, array, leaves)}
+    collections = {name.partition(".")[0] for name in leaves}
+    beside = collections.difference(_MAIN) if "params" in collections else set()
+    used = {name: array for name, array in leaves.items() if _is_weight(name, array, beside)}
     open_slots = {n: slot for n, slot in slots.by_name.items() if slot.floating and n not in slots.twins}
     pairs = list(_by_layers(used, open_slots))
     done = {found.left for found in pairs}, {found.right for found in pairs}
@@ -113,12 +116,9 @@ def _entry(name: str, array: Array, found: Pair | None, slots: Slots) -> Entry:
     return Entry(name, found.right, turns or (), found.why)
 
 
-def _is_weight(name: str, array: Array, leaves: Mapping[str, Array]) -> bool:
-    """Whether a leaf belongs to the model: not a counter or a random key, nor of another collection than its own."""
-    if array.dtype.kind in "iub" or name.rpartition(".")[2] == "step":
-        return False
-    collections = {leaf.partition(".")[0] for leaf in leaves}
-    return "params" not in collections or name.partition(".")[0] in _MAIN
+def _is_weight(name: str, array: Array, beside: Set[str]) -> bool:
+    """Whether a leaf belongs to the model: not a counter or a random key, nor of a collection ``beside`` its own."""
+    return array.dtype.kind not in "iub" and name.rpartition(".")[2] != "step" and name.partition(".")[0] not in beside
 
 
 def _keys(leaf: str) -> list[str]:
@@ -194,4 +194,4 @@ def _flattened(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, .
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return ", ".join(printable(name, keep="") for name in names[:_NAMED]) + more

@@ -11,6 +11,7 @@ written; the end.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from pathlib import Path
@@ -133,9 +134,9 @@ def _owner(key: str, kinds: dict[str, str]) -> str | None:
 
 
 def _plain(error: Exception) -> str:
-    """What tensorstore says, without the spec and the places in its sources behind it."""
+    """What tensorstore says, without the spec and the places in its sources behind it, nor digests as numbers."""
     text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-    return " ".join(text.split())[:240]
+    return re.sub(r"0x[0-9a-f]{6,}", "…", " ".join(text.split()))[:240]
 
 
 def _limit(more: int) -> None:

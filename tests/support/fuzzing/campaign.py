@@ -171,18 +171,27 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """The weights as the converter's own readers give them."""
-    from converter.sources import exported_program, lightning_file, safetensors_file, torch_file
+    from converter.sources import exported_program, flax_file, lightning_file, safetensors_file, torch_file
     from converter.sources.detect import Kind, recognise
+    from converter.sources.orbax import arrays, layout
 
     kind = recognise(path)
     if kind is Kind.EXPORTED:
         return exported_program.read_file(path, trust_pickle=False).tensors
+    if kind is Kind.FLAX:
+        return flax_file.read_file(path, _kept, path.parent.parent / "out")[0]
+    if kind is Kind.ORBAX:
+        return arrays.read_item(layout.locate(path, None, None), _kept, path.parent.parent / "out")[0]
     if kind is Kind.SAFETENSORS:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:
         return safetensors_file.read_sharded(path)[0]
     found = lightning_file.read_file(path, trust_pickle=False) if kind is Kind.LIGHTNING else None
     return torch_file.read_file(path, kind, trust_pickle=False)[0] if found is None else found.weights
+
+
+def _kept(name: str) -> bool:
+    return not name.startswith("opt_state.")
 
 
 def _judged(one: Mutant, end: confined.End) -> tuple[str, list[str]]:

@@ -15,6 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, numpy_helper
 
+from fuzzing import jax_edits
 from fuzzing.seed import Seed
 
 LONGEST = 600  # characters of a message: more is a dump
@@ -40,7 +41,9 @@ def message_faults(said: str, code: int, source: Seed) -> list[str]:
         faults.append(f"is {len(text)} characters long")
     if match := _LIBRARY.search(text):
         faults.append(f"shows a library's inside: {match[0]!r}")
-    if not any(name in text for name in source.files) and not re.search(r"'[^']*'|--[a-z]|profile ", text):
+    if not any(name in text for name in (source.main, *source.files)) and not re.search(
+        r"'[^']*'|--[a-z]|profile ", text
+    ):
         faults.append("names neither file nor tensor")
     if text.startswith("out of memory"):
         faults.append("ran out of memory")
@@ -72,6 +75,10 @@ def own_tensors(source: Path, seed: Seed) -> Iterator[Bits]:
         yield from _of_torch(source)
     elif seed.kind == "export":
         yield from _of_export(source)
+    elif seed.kind == "flax":
+        yield from jax_edits.of_flax(source)
+    elif seed.kind == "orbax":
+        yield from jax_edits.of_orbax(source)
     elif seed.main.endswith(".json"):
         yield from _of_shards(source)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from fuzzing import bytewise, export_edits, onnx_edits, safetensors_edits, torch_edits
+from fuzzing import bytewise, export_edits, jax_edits, onnx_edits, safetensors_edits, torch_edits
 from fuzzing.seed import Seed
 
 
@@ -28,7 +28,8 @@ def mutant(seeds: tuple[Seed, ...], number: int, canary: str) -> Mutant:
     seed = random.choice(seeds)
     if random.random() < 0.03 and len(seed.files) > 1:
         return _linked(number, seed, random, canary)
-    name = random.choice(list(seed.files)) if random.random() < 0.3 else seed.main
+    whole = seed.main not in seed.files  # a directory
+    name = random.choice(list(seed.files)) if random.random() < 0.3 or whole else seed.main
     if random.random() < 0.25:
         edit = random.choice(bytewise.EDITS)
         return Mutant(number, seed.with_file(name, edit(seed.files[name], random)), edit.__name__)
@@ -44,6 +45,10 @@ def _structured(name: str, content: bytes, random: Random, canary: str) -> tuple
         return onnx_edits.edit(content, random, canary)
     if name.endswith(".safetensors"):
         return safetensors_edits.edit(content, random)
+    if name.endswith(".msgpack"):
+        return jax_edits.edit_flax(content, random)
+    if name.endswith(("_METADATA", ".zarray", "zarr.json")):
+        return jax_edits.edit_json(content, random)
     if name.endswith(".json"):
         return safetensors_edits.edit_index(content, random, canary)
     if name.endswith(".pt2"):
@@ -60,6 +65,6 @@ def _linked(number: int, seed: Seed, random: Random, canary: str) -> Mutant:
     inward = ("/dev/zero", name, "nowhere", seed.main, ".")
     outward = (canary, "../secret", "/etc/hostname", "/proc/self/mem")
     # shards may be links out of their directory: the hub's cache is made of them
-    target = random.choice(outward + inward if seed.kind == "onnx" else inward)
+    target = random.choice(outward + inward if seed.kind in ("onnx", "orbax") else inward)
     done = f"link to {'the canary' if target == canary else target}"
     return Mutant(number, replace(seed, links={name: target}), done)

@@ -19,7 +19,7 @@ from safetensors.numpy import save as save_safetensors
 import graphs
 from graphs import edge, initializer, values
 
-KINDS = ("onnx", "safetensors", "torch", "export")
+KINDS = ("onnx", "safetensors", "torch", "export", "flax", "orbax")
 _TORCH_ARGUMENTS = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
 
 
@@ -41,6 +41,7 @@ class Seed:
     def write(self, directory: Path) -> Path:
         """Write every file and link into ``directory``; returns the path to convert."""
         for name, content in self.files.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
         for name, target in self.links.items():
             (directory / name).unlink(missing_ok=True)
@@ -50,7 +51,10 @@ class Seed:
 
 def seeds(kind: str) -> tuple[Seed, ...]:
     """The seeds of one of :data:`KINDS`; those of torch and export import torch."""
-    return {"onnx": _onnx, "safetensors": _safetensors, "torch": _torch, "export": _export}[kind]()
+    from fuzzing import jax_edits
+
+    made = {"onnx": _onnx, "safetensors": _safetensors, "torch": _torch, "export": _export}
+    return (made | {"flax": jax_edits.flax_seeds, "orbax": jax_edits.orbax_seeds})[kind]()
 
 
 # --- ONNX -------------------------------------------------------------------------------------------------------------
