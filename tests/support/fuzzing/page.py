@@ -13,8 +13,8 @@ _HEAD = """# How reliable the converter is
 Written by `make fuzz`, on commit {commit}.
 
 ## Damaged sources
-{total} mutants of valid ONNX, safetensors, torch and torch.export files ({seeds}), made by number, so that each can
-be made again: bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes, external
+{total} mutants of valid ONNX, safetensors, torch, torch.export, Flax and Orbax files ({seeds}), made by number, so
+that each can be made again: bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes, external
 locations and offsets, names, cycles, attributes, opsets, bodies in bodies, loops without end, header lengths,
 duplicate keys, zip tables, pickles with forbidden globals, operators and code where torch's loader would run them,
 links. Each is converted by `bf16-convert` in a process of its own, of which every file that it opens is watched
@@ -74,7 +74,7 @@ def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
     head = _HEAD.format(
         commit=of_commit,
         total=f"{total:,}",
-        seeds="13 ONNX, 3 safetensors, 5 torch and 3 torch.export seeds",
+        seeds="13 ONNX, 3 safetensors, 5 torch, 3 torch.export, 3 Flax and 4 Orbax seeds",
         longest=judge.LONGEST,
         seconds=confined.SECONDS,
         memory=confined.MEMORY >> 30,
