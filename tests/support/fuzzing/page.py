@@ -14,8 +14,8 @@ Written by `make fuzz`, on commit {commit}.
 
 ## Damaged sources
 {total} mutants of valid ONNX, safetensors, torch, torch.export, Flax and Orbax files ({seeds}), made by number, so
-that each can be made again: bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes, external
-locations and offsets, names, cycles, attributes, opsets, bodies in bodies, loops without end, header lengths,
+that each can be made again: bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes,
+external locations and offsets, names, cycles, attributes, opsets, bodies in bodies, loops without end, header lengths,
 duplicate keys, zip tables, pickles with forbidden globals, operators and code where torch's loader would run them,
 links. Each is converted by `bf16-convert` in a process of its own, of which every file that it opens is watched
 (audit hooks; inotify on files beside the source for what native libraries do). It ends well when
