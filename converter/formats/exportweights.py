@@ -48,10 +48,16 @@ def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
 def _transposed(
     graph: ir.Graph, old: ir.Value, tensor: ir.TensorProtocol, names: FreshNames, permutation: Sequence[int]
 ) -> str:
-    """Put a Transpose of ``tensor`` in the place of the initializer ``old``; returns the name of what it reads."""
+    """Put a Transpose of ``tensor``, which is ``old`` in the order ``permutation`` of axes, in the place of that
+    initializer; returns the name of what it reads."""
     name = old.name or ""
     stored = initializer(graph, names.make(f"{name}.stored"), tensor)
-    node = ir.node("Transpose", [stored], {"perm": list(permutation)}, name=names.make(f"{name}/as_read"))
+    node = ir.node(
+        "Transpose",
+        [stored],
+        {"perm": [int(axis) for axis in np.argsort(permutation)]},
+        name=names.make(f"{name}/as_read"),
+    )
     output = node.outputs[0]
     output.type, output.shape = old.type, old.shape
     old.replace_all_uses_with(output, replace_graph_outputs=True)

@@ -119,3 +119,15 @@ def answers(architecture: str, directory: Path, feeds: dict[str, Any]) -> dict[s
         found = module(**{name: torch.from_numpy(np.array(array)) for name, array in feeds.items()})
         parts = {f"{key}.{name}": value for key, part in found.items() if key in _PARTS for name, value in part.items()}
     return {name: value.numpy() for name, value in (found | parts).items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_export_of_each_is_loaded_by_transformers_in_bf16(cli: Cli, tmp_path: Path, target: Path, name: str) -> None:
+    source = hfzoo.save(name, tmp_path / "source")
+    cli("checkpoint", source, "--out", target, "--format", "hf", "--no-report").published()
+    with quiet():
+        loaded = transformers.AutoModel.from_pretrained(target)
+    assert loaded.dtype is torch.bfloat16
+    found, original = read_file(target / "model.safetensors"), read_file(source / "model.safetensors")
+    assert list(found) == list(original)
+    assert {array.dtype.name for array in found.values()} >= {"bfloat16", "float32"}

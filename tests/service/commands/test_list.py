@@ -111,3 +111,16 @@ def test_no_such_directory(tmp_path: Path, run: Run) -> None:
     result = run("list", "--repository", tmp_path / "gone")
     assert result.exit_code == 2
     assert "is not a directory" in one_line(result)
+
+
+def test_an_export_has_nothing_to_serve_and_is_a_failure_where_it_is_asked_for(repository: Path, run: Run) -> None:
+    from bf16kit.artifact import Artifact
+    from bf16kit.manifest import ExportEntry
+
+    path = repository / "mlp" / "2"
+    manifest = Artifact.open(path).manifest
+    entry = ExportEntry(files=["weights.bf16"], precision="bf16-weights", verified="host")
+    (path / "manifest.json").write_bytes(manifest.amended(profiles={}, exports={"safetensors": entry}).dumps())
+    result = run("list", "--repository", repository)
+    assert result.exit_code == 1
+    assert "model 'mlp' version 2: holds no profile to serve, only safetensors for other programs" in result.stdout

@@ -16,6 +16,7 @@ from architectures import Cnn, Mlp, seeded
 from converting import ONNX_ONLY, Cli, tree
 from flaxfiles import packed
 from restored import assert_restored
+from safetensors import safe_open
 
 import graphs
 from bf16kit.artifact import Artifact
@@ -158,6 +159,13 @@ def test_a_convolutional_model_with_batch_statistics(cli: Cli, tmp_path: Path, t
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     del given["opt_state"]
     assert_restored(tmp_path / "fp32.safetensors", _flat(given))
+    exported = target.with_name("2")  # which has the leaves by JAX's names, and as JAX has them
+    cli("checkpoint", source, *arguments, "--format", "safetensors", "--no-report", "--out", exported).published()
+    with safe_open(exported / "model.safetensors", framework="pt") as file:
+        kernel = file.get_tensor("params.Conv_1.kernel")
+    assert torch.equal(kernel, torch.from_numpy(params["Conv_1"]["kernel"]).bfloat16())
+    cli("restore", exported, "--out", tmp_path / "again.safetensors").published()
+    assert_restored(tmp_path / "again.safetensors", _flat(given))
 
 
 def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path) -> None:

@@ -1,0 +1,146 @@
+"""An artifact whose weights are those of its export: what the reference reads of them, and what lies elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper
+from onnx_ir import serde
+
+import graphs
+from bf16kit.artifact import Artifact
+from bf16kit.manifest import ExportEntry, Manifest, Plan, Source, SpecEntry
+from bf16kit.numerics import to_bf16
+from bf16kit.publish import staging
+from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import Array
+from converter.formats.exportweights import unfolded, write_as_export
+from converter.formats.narrowed import Rounding
+from converter.formats.onnx import write_graphs
+from converter.formats.safetensors import read
+from converter.passes import prepare
+from converter.plan import make_plan
+from converter.plan.overrides import Overrides
+from converter.proof.exported import NOTE, open_export
+
+W, V = graphs.values(16, 32), graphs.values(32, 32)
+BIAS, KERNEL = graphs.values(32), graphs.values(8, 4, 3, 3)
+#: As torch keeps a linear layer, and JAX a convolution's kernel; a square one straight and transposed;
+#: one that no graph reads.
+CHECKPOINT: dict[str, Array] = {
+    "w": np.ascontiguousarray(W.T),
+    "v.transposed": np.ascontiguousarray(V.T),
+    "v": V,
+    "bias": BIAS,
+    "kernel": np.ascontiguousarray(KERNEL.transpose(2, 3, 1, 0)),
+    "unused": graphs.values(24, 24) + np.float32(1),
+}
+
+
+def _answer(x: Array, w: Array, v: Array, kernel: Array) -> Array:
+    answer: Array = (x @ w + BIAS) @ v @ kernel.reshape(32, 9)
+    return answer
+
+
+@dataclass(frozen=True)
+class Made:
+    artifact: Artifact
+    plan: Plan
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    proto = graphs.model(
+        [
+            helper.make_node("MatMul", ["x", "a"], ["h"]),
+            helper.make_node("Add", ["h", "b"], ["s"]),
+            helper.make_node("MatMul", ["s", "c"], ["t"]),
+            helper.make_node("Reshape", ["k", "flat"], ["m"]),
+            helper.make_node("MatMul", ["t", "m"], ["y"]),
+        ],
+        [graphs.edge("x", ["batch", 16])],
+        [graphs.edge("y", ["batch", 9])],
+        [
+            graphs.initializer("a", W),
+            graphs.initializer("b", BIAS),
+            graphs.initializer("c", V),
+            graphs.initializer("k", KERNEL),
+            numpy_helper.from_array(np.array([32, 9]), "flat"),
+        ],
+    )
+    prepared = unfolded(prepare(serde.deserialize_model(proto), CHECKPOINT), CHECKPOINT)
+    planned = make_plan(prepared, profiles=())
+    with staging(tmp_path / "m" / "1") as stage:
+        stored, done, plan = write_as_export(
+            prepared,
+            planned.plan,
+            Overrides(),
+            CHECKPOINT,
+            (),
+            stage.path,
+            stage.writer,
+            Rounding("keep", saturate=False),
+            residual=True,
+            progress=lambda _: None,
+        )
+        write_graphs(prepared, planned, stored, stage.path, profiles=(), reference=True)
+        artifact = stage.publish(
+            Manifest(
+                model="m",
+                inputs=[SpecEntry(name="x", dtype="float32", shape=["batch", 16])],
+                outputs=[SpecEntry(name="y", dtype="float32", shape=["batch", 9])],
+                profiles={},
+                exports={"safetensors": ExportEntry(files=done.files, precision="bf16-weights", verified="no")},
+                reference="reference.onnx",
+                tensors=list(stored.tensors.values()),
+                checkpoint=list(stored.checkpoint),
+                plan=plan,
+                source=Source(format="test", sha256="", bytes=0, tensors=len(CHECKPOINT)),
+            )
+        )
+        yield Made(artifact, plan)
+
+
+def test_a_weight_that_the_graph_reads_transposed_is_stored_as_the_checkpoint_has_it(made: Made) -> None:
+    found = read(made.artifact.file("model.safetensors"))
+    assert list(found) == list(CHECKPOINT)
+    for name, array in CHECKPOINT.items():
+        expected = array if array.ndim == 1 else to_bf16(array)
+        assert found[name].tobytes() == expected.tobytes(), name
+    assert {entry.file for entry in made.artifact.manifest.tensors} == {"model.safetensors"}  # nothing lies twice
+    assert "weights.fp32" not in made.artifact.manifest.files
+
+
+def test_the_reference_rebuilt_from_it_answers_as_the_source(made: Made) -> None:
+    x = graphs.values(3, 16)
+    runtime = load_reference(made.artifact)
+    np.testing.assert_allclose(runtime.run({"x": x})["y"], _answer(x, W, V, KERNEL), rtol=1e-4, atol=1e-4)
+    runtime.close()
+
+
+def test_the_export_answers_as_its_own_tensors_do(made: Made) -> None:
+    x = graphs.values(3, 16)
+    w, v, kernel = (to_bf16(array).astype(np.float32) for array in (W, V, KERNEL))
+    runtime, note = open_export(made.artifact, "safetensors")
+    np.testing.assert_allclose(runtime.run({"x": x})["y"], _answer(x, w, v, kernel), rtol=1e-4, atol=1e-4)
+    assert note != NOTE  # a tensor that no graph reads was rounded: what the graph has instead cannot be known
+    runtime.close()
+
+
+def test_every_tensor_of_the_checkpoint_comes_back_bit_for_bit(made: Made) -> None:
+    restored = dict(made.artifact.checkpoint_tensors())
+    assert restored.keys() == CHECKPOINT.keys()
+    for name, array in CHECKPOINT.items():
+        assert restored[name].tobytes() == array.tobytes(), name
+
+
+def test_copies_are_read_where_files_may_not_be_mapped(made: Made) -> None:
+    """As a server reads them: fp32 tensors of an export are rebuilt into memory like the rounded ones."""
+    x = graphs.values(3, 16)
+    runtime = load_reference(Artifact.open(made.artifact.path, copies=True))
+    np.testing.assert_allclose(runtime.run({"x": x})["y"], _answer(x, W, V, KERNEL), rtol=1e-4, atol=1e-4)
+    runtime.close()
