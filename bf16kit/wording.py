@@ -18,7 +18,7 @@ _FAILED = re.compile(
 _LOADED = re.compile(r"Load model from .*? failed: ?")
 # Where in its sources a library noticed: a path and a line, often with the signature of a C++ function behind them.
 _SIGNATURE = r"(?: [^()\n]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?)?"
-_PLACE = re.compile(rf"\S*\.(?:cc|cpp|cu|h|hpp|c|py):\d+(?::|\]|\b){_SIGNATURE}:? ?\.? ?")
+_PLACE = re.compile(rf"\S*\.(?:cc|cpp|cu|h|hpp|c|py)\"?:\d+(?::|\]|\b){_SIGNATURE}:? ?\.? ?")
 _FRAMES = re.compile(r"\n(?:Exception raised from|frame #|==> Context:|\s*#\d+ ).*", re.DOTALL)
 
 

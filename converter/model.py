@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import SourceError
 from bf16kit.tensors import Array as Array
@@ -47,7 +47,8 @@ class Checkpoint:
 class TorchModel:
     """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in that of ``outputs``.
 
-    ``left_out`` names what the module computes and nobody is served.
+    ``left_out`` names what the module computes and nobody is served. ``script`` is the ScriptModule that it follows,
+    where the source is one.
     """
 
     module: torch.nn.Module
@@ -55,6 +56,7 @@ class TorchModel:
     outputs: tuple[str, ...]
     example: tuple[torch.Tensor, ...]
     left_out: tuple[str, ...] = ()
+    script: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,15 @@ FLOAT32 = 6
 def tensors(module: Module, graph: Graph) -> Iterator[Tensor]:
     """Every tensor the graph reads: parameters, buffers and other attributes of ``module``, and constants."""
     for node in nodes(graph):
-        if _is_tensor_constant(node):
-            yield node.t("value")
-        elif _is_tensor_attribute(node):
-            yield _owner(module, node).getattr(node.s("name"))
+        yield from tensors_of(module, node)
+
+
+def tensors_of(module: Module, node: Node) -> Iterator[Tensor]:
+    """The tensor that ``node`` gives, where it is a constant or an attribute of ``module``."""
+    if _is_tensor_constant(node):
+        yield node.t("value")
+    elif _is_tensor_attribute(node):
+        yield owner_of(module, node).getattr(node.s("name"))
 
 
 def convert_tensors(module: Module, graph: Graph, convert: Callable[[Tensor], Tensor]) -> None:
@@ -45,9 +50,9 @@ def convert_tensors(module: Module, graph: Graph, convert: Callable[[Tensor], Te
     for node in nodes(graph):
         if _is_tensor_constant(node):
             node.t_("value", once(node.t("value")))
-        elif _is_tensor_attribute(node) and (path := _path(node)) not in done:
+        elif _is_tensor_attribute(node) and (path := path_of(node)) not in done:
             done.add(path)
-            owner = _owner(module, node)
+            owner = owner_of(module, node)
             owner.setattr(path[-1], once(owner.getattr(path[-1])))
 
 
@@ -82,7 +87,7 @@ def _is_tensor_attribute(node: Node) -> bool:
     return bool(node.kind() == "prim::GetAttr" and node.output().type().kind() == "TensorType")
 
 
-def _path(node: Node) -> tuple[str, ...]:
+def path_of(node: Node) -> tuple[str, ...]:
     """Names from the module to the attribute: ``("encoder", "linear", "weight")``."""
     names = [node.s("name")]
     owner = node.input().node()
@@ -92,9 +97,10 @@ def _path(node: Node) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-def _owner(module: Module, node: Node) -> Any:
+def owner_of(module: Module, node: Node) -> Any:
+    """The C++ object whose attribute ``node`` reads."""
     owner = module._c  # the C++ module; attributes that are neither parameters nor buffers are reached only there
-    for name in _path(node)[:-1]:
+    for name in path_of(node)[:-1]:
         owner = owner.getattr(name)
     return owner
 

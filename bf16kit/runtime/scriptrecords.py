@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from bf16kit.errors import RuntimeFailure
 
+_DEEPEST = 200  # modules in modules, lists in lists
 _LARGEST = 256 << 20  # bytes of a pickle, which may be compressed
 _READ = ("/data.pkl", "/constants.pkl")  # traced_inputs.pkl, whose records are empty, is not
 _ITEM_BYTES = {
@@ -44,13 +45,33 @@ def check(path: Path) -> None:
 
 
 def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:
-    for kind, key, count in _Storages(data).found:
+    read = _Storages(data)
+    if name.endswith("/data.pkl") and not isinstance(read.root, _Anything):
+        raise RuntimeFailure(f"{name} holds a {type(read.root).__name__}, expected a module")
+    _check_depth(name, read.root)
+    for kind, key, count in read.found:
         record = f"{name.removesuffix('.pkl')}/{key}"
         needed = count * _ITEM_BYTES.get(kind.removesuffix("Storage"), 1)
         if record not in sizes:
             raise RuntimeFailure(f"{name} takes a tensor from record {record!r}, which is not there")
         if not 0 <= needed <= sizes[record]:
             raise RuntimeFailure(f"{name} takes {needed} bytes from record {record!r}, which has {sizes[record]}")
+
+
+def _check_depth(name: str, root: Any) -> None:
+    """Things within things within things: torch takes them apart by calling itself, until the process ends."""
+    deepest: dict[int, int] = {}
+    waiting = [(root, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise RuntimeFailure(f"{name} has things within each other, more than {_DEEPEST} of them")
+        parts = value.parts if isinstance(value, _Anything) else value
+        if isinstance(parts, dict):
+            parts = [*parts.keys(), *parts.values()]
+        if isinstance(parts, list | tuple | set | frozenset) and deepest.get(id(value), -1) < depth:
+            deepest[id(value)] = depth
+            waiting += [(part, depth + 1) for part in parts]
 
 
 class _Storages(pickle._Unpickler):
@@ -62,7 +83,7 @@ class _Storages(pickle._Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self.found: list[tuple[str, str, int]] = []
-        self.load()
+        self.root = self.load()
 
     def find_class(self, module: str, name: str) -> Any:
         return type(name, (_Anything,), {})
@@ -76,17 +97,31 @@ class _Storages(pickle._Unpickler):
 
 
 class _Anything:
-    """Takes whatever a pickle does to an object, and keeps nothing of it."""
+    """Takes whatever a pickle does to an object, and does nothing but keep what it was given."""
 
-    def __new__(cls, *_: Any) -> Self:
-        return super().__new__(cls)
+    parts: list[Any]
+
+    def __new__(cls, *given: Any) -> Self:
+        made = super().__new__(cls)
+        made.parts = list(given)
+        return made
 
     def __init__(self, *_: Any) -> None: ...
-    def __call__(self, *_: Any) -> _Anything:
+    def __call__(self, *given: Any) -> _Anything:
+        self.parts += given
         return self
 
-    def __setstate__(self, state: Any) -> None: ...
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-    def append(self, value: Any) -> None: ...
-    def extend(self, values: Any) -> None: ...
-    def add(self, value: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None:
+        self.parts.append(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.parts += (key, value)
+
+    def append(self, value: Any) -> None:
+        self.parts.append(value)
+
+    def extend(self, values: Any) -> None:
+        self.parts.append(values)
+
+    def add(self, value: Any) -> None:
+        self.parts.append(value)

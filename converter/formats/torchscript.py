@@ -42,7 +42,7 @@ def narrow_and_trace(model: TorchModel, path: Path) -> None:
     except Exception as error:  # tracing runs the user's model, which may raise anything
         raw.unlink(missing_ok=True)
         raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
-    _rewrite(raw, path)
+    rewrite_archive(raw, path)
     raw.unlink()
 
 
@@ -63,7 +63,7 @@ def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
             setattr(part_of, _MARK, mark)
 
 
-def _rewrite(raw: Path, path: Path) -> None:
+def rewrite_archive(raw: Path, path: Path) -> None:
     """Copy the archive ``raw`` to ``path`` without debug records, its class names numbered from 0.
 
     torch numbers the classes of a trace by a counter of the process; they occur in record names, in the code, and in

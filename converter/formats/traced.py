@@ -24,7 +24,11 @@ class Traced:
 
     def write(self, model: TorchModel, path: Path) -> None:
         """Write ``model`` in bf16 to ``path``; :class:`~bf16kit.errors.ConversionError` where torch cannot."""
-        if self.format == "torchscript":
+        if self.format == "torchscript" and model.script is not None:
+            from converter.formats.script import narrow_script
+
+            narrow_script(model.script, path)
+        elif self.format == "torchscript":
             from converter.formats.torchscript import narrow_and_trace
 
             narrow_and_trace(model, path)

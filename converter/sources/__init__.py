@@ -16,7 +16,6 @@ from converter.sources.readers.common import Advance
 Reader = Callable[[Options, Kind, Advance], Source]
 
 # The module of `converter.sources.readers` whose `read` makes a recognised source a Source, imported when it is needed.
-# A kind that gets its reader here leaves `detect`'s list of those to come.
 READERS: Mapping[Kind, str] = {
     Kind.ONNX: "onnx",
     Kind.HUGGING_FACE: "huggingface",
@@ -30,6 +29,7 @@ READERS: Mapping[Kind, str] = {
     Kind.FLAX: "jax",
     Kind.SAVED_MODEL: "tensorflow",
     Kind.KERAS: "tensorflow",
+    Kind.TORCHSCRIPT: "torchscript",
 }
 
 

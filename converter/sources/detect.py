@@ -31,7 +31,6 @@ class Kind(Enum):
     KERAS = "a Keras model"
 
 
-_LATER = {Kind.TORCHSCRIPT}
 _LIGHTNINGS_KEY = b"pytorch-lightning_version"
 
 
@@ -39,7 +38,7 @@ def recognise(path: Path) -> Kind:
     """The kind of source at ``path``.
 
     Raises :class:`SourceError` when nothing is there, when it is damaged beyond recognition, or when it is a format
-    that is known but not converted yet.
+    that is known and not converted.
     """
     if not path.exists():
         foreign.refuse_missing(path)
@@ -47,12 +46,9 @@ def recognise(path: Path) -> Kind:
     if not path.is_dir() and not path.is_file():  # reading a pipe may never end
         raise SourceError(f"{path}: neither a file nor a directory")
     try:
-        kind = _of_directory(path) if path.is_dir() else _of_file(path)
+        return _of_directory(path) if path.is_dir() else _of_file(path)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if kind in _LATER:
-        raise SourceError(f"{path}: recognised as {kind.value}, which this version does not convert yet")
-    return kind
 
 
 def _of_directory(path: Path) -> Kind:

@@ -38,7 +38,7 @@ def read_file(path: Path, kind: Kind, *, trust_pickle: bool) -> tuple[dict[str, 
     import torch
 
     if isinstance(loaded, torch.nn.Module):
-        return _to_numpy(path, loaded.state_dict()), loaded
+        return to_numpy(path, loaded.state_dict()), loaded
     return arrays(path, kind, _state_dict(path, loaded), trust_pickle=trust_pickle), None
 
 
@@ -59,7 +59,7 @@ def arrays(path: Path, kind: Kind, state: Mapping[Any, Any], *, trust_pickle: bo
     """The tensors of ``state``, which was loaded from ``path``, as numpy views of the mapped file."""
     if kind in _ZIPS and not trust_pickle:  # what a trusted pickle builds need not lie in the file
         torch_records.check(path, _storages(state))
-    return _to_numpy(path, state)
+    return to_numpy(path, state)
 
 
 def _storages(state: Mapping[Any, Any]) -> set[tuple[int, int]]:
@@ -122,7 +122,8 @@ def _has_tensors(loaded: Mapping[Any, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in loaded.values())
 
 
-def _to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
+def to_numpy(path: Path, state: Mapping[Any, Any]) -> dict[str, Array]:
+    """The tensors of ``state`` as numpy views of their memory; :class:`SourceError` for a dtype that numpy has not."""
     import torch
 
     return {str(name): _array(path, name, t) for name, t in state.items() if isinstance(t, torch.Tensor)}

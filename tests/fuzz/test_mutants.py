@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.long  # a minute of damaged sources
 
-COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60, "export": 120, "flax": 80, "orbax": 40}
+COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60, "torchscript": 60, "export": 120, "flax": 80, "orbax": 40}
 
 
 @pytest.mark.parametrize("kind", COUNTS)

@@ -24,8 +24,7 @@ class Positional(torch.nn.Module):
         super().__init__()
         self.module = module
         self.names = list(names)
-        by_keyword = set(names) <= set(inspect.signature(module.forward).parameters)
-        self._call = call or (_by_keyword if by_keyword else _by_position)
+        self._call = call or (_by_keyword if _takes(module, names) else _by_position)
 
     def call(self, *tensors: torch.Tensor) -> Any:
         """Whatever ``module`` returns."""
@@ -37,6 +36,10 @@ class Positional(torch.nn.Module):
             # A graph has one value for one tensor: under its second name, or an input's, it would vanish.
             given.append(tensor.clone() if any(tensor is other for other in given) else tensor)
         return tuple(given[len(tensors) :])
+
+
+def _takes(module: torch.nn.Module, names: Sequence[str]) -> bool:
+    return set(names) <= set(inspect.signature(module.forward).parameters)
 
 
 def _by_keyword(module: torch.nn.Module, feeds: dict[str, torch.Tensor]) -> Any:

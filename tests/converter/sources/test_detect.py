@@ -56,6 +56,7 @@ def test_bare_pickles_of_every_binary_protocol(tmp_path: Path, protocol: int) ->
 
 def test_torch_archives_by_the_records_in_them(tmp_path: Path) -> None:
     assert recognise(_zip(tmp_path / "a", "archive/data.pkl", "archive/version")) is Kind.TORCH_ZIP
+    assert recognise(_zip(tmp_path / "b", "archive/data.pkl", "archive/constants.pkl")) is Kind.TORCHSCRIPT
 
 
 def test_the_index_of_a_sharded_checkpoint_and_the_directory_that_holds_one(tmp_path: Path) -> None:
@@ -68,17 +69,6 @@ def test_the_index_of_a_sharded_checkpoint_and_the_directory_that_holds_one(tmp_
 def test_a_hugging_face_directory_by_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert recognise(tmp_path) is Kind.HUGGING_FACE
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["archive/data.pkl", "archive/constants.pkl"], "TorchScript"),
-    ],
-)
-def test_archives_of_formats_to_come_are_named(tmp_path: Path, names: list[str], said: str) -> None:
-    with pytest.raises(SourceError, match=f"recognised as .*{said}.*does not convert yet"):
-        recognise(_zip(tmp_path / "x", *names))
 
 
 def test_tensorflows_directories_and_keras_archives(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from bf16kit.errors import RuntimeFailure
 from bf16kit.tensors import TensorSpec
 from converter import sources
 from converter.model import FP32_ROUNDOFF
-from converter.sources import detect, oracles
+from converter.sources import oracles
 from converter.sources.detect import Kind
 from converter.sources.torch.onnx_export import adapt
 
@@ -25,8 +25,8 @@ X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 SPEC = (TensorSpec("x", "float32", ("batch", 16)),)
 
 
-def test_each_kind_has_a_reader_or_is_said_to_come_later() -> None:
-    assert set(sources.READERS) == set(Kind) - detect._LATER
+def test_each_kind_has_a_reader() -> None:
+    assert set(sources.READERS) == set(Kind)
     assert all(callable(sources.reader(kind)) for kind in sources.READERS)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import Mlp, seeded
+from architectures import Mlp
 from converting import MLP, Cli, tree
 from safetensors.numpy import save_file
 
@@ -56,10 +56,3 @@ def test_a_source_that_is_refused_leaves_nothing(
     make(tmp_path / "source.pt")
     cli("checkpoint", "source.pt", "--out", target, *MLP).refused(2, "source.pt: " if "shape" not in said else "", said)
     assert tree(tmp_path) in ([], ["source.pt"])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own; TorchScript is recognised all the same
-def test_torchscript_is_recognised_and_not_converted_yet(cli: Cli, tmp_path: Path, target: Path) -> None:
-    traced = torch.jit.trace(seeded(Mlp()), torch.ones(2, 16))  # type: ignore[no-untyped-call]  # torch's own
-    torch.jit.save(traced, str(tmp_path / "m.pt"))
-    cli("checkpoint", tmp_path / "m.pt", "--out", target).refused(2, "recognised as TorchScript")

@@ -21,7 +21,15 @@ from pathlib import Path
 
 from fuzzing import page
 
-SHARES = {"onnx": 0.3, "safetensors": 0.2, "torch": 0.2, "export": 0.15, "flax": 0.1, "orbax": 0.05}
+SHARES = {
+    "onnx": 0.25,
+    "safetensors": 0.2,
+    "torch": 0.2,
+    "torchscript": 0.1,
+    "export": 0.1,
+    "flax": 0.1,
+    "orbax": 0.05,
+}
 SLICE = 500
 
 

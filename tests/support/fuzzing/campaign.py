@@ -171,7 +171,14 @@ def _guarded(check: Callable[[], list[str]]) -> list[str]:
 
 def _read(path: Path) -> Any:
     """The weights as the converter's own readers give them."""
-    from converter.sources import exported_program, flax_file, lightning_file, safetensors_file, torch_file
+    from converter.sources import (
+        exported_program,
+        flax_file,
+        lightning_file,
+        safetensors_file,
+        script_file,
+        torch_file,
+    )
     from converter.sources.detect import Kind, recognise
     from converter.sources.orbax import arrays, layout
 
@@ -182,6 +189,8 @@ def _read(path: Path) -> Any:
         return flax_file.read_file(path, _kept, path.parent.parent / "out")[0]
     if kind is Kind.ORBAX:
         return arrays.read_item(layout.locate(path, None, None), _kept, path.parent.parent / "out")[0]
+    if kind is Kind.TORCHSCRIPT:
+        return script_file.arrays(path, script_file.tensors(script_file.load(path)))
     if kind is Kind.SAFETENSORS:
         return safetensors_file.read_file(path)
     if kind is Kind.SHARDED:

@@ -79,6 +79,8 @@ def own_tensors(source: Path, seed: Seed) -> Iterator[Bits]:
         yield from jax_edits.of_flax(source)
     elif seed.kind == "orbax":
         yield from jax_edits.of_orbax(source)
+    elif seed.kind == "torchscript":
+        yield from _of_torchscript(source)
     elif seed.main.endswith(".json"):
         yield from _of_shards(source)
     else:
@@ -184,6 +186,25 @@ def _of_export(source: Path) -> Iterator[Bits]:
             half = dtype is torch.bfloat16
             array: Array = plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if half else plain.numpy()
             yield array.dtype.name, array.shape, array.tobytes()
+
+
+def _of_torchscript(source: Path) -> Iterator[Bits]:
+    """The parameters and buffers; of a module without any, the constants, each once."""
+    import torch
+
+    module: Any = torch.jit.load(str(source))  # type: ignore[no-untyped-call]  # torch's own
+    state = list(module.state_dict().values())
+    if not state:
+        torch._C._jit_pass_inline(module.graph)
+        constants = [node.t("value") for node in module.graph.findAllNodes("prim::Constant") if _is_tensor(node)]
+        state = [tensor for tensor in {tensor.data_ptr(): tensor for tensor in constants}.values() if tensor.ndim]
+    for tensor in state:
+        array = tensor.detach().contiguous().numpy()
+        yield array.dtype.name, array.shape, array.tobytes()
+
+
+def _is_tensor(node: Any) -> bool:
+    return bool(node.hasAttribute("value") and node.kindOf("value") == "t")
 
 
 def _of_shards(index: Path) -> Iterator[Bits]:

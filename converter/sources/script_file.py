@@ -1,0 +1,157 @@
+"""TorchScript files: what they may be is looked at before torch loads them, what they may do before they are run.
+
+Loading compiles the file's code and runs parts of it: ``__setstate__`` of its classes, default values of arguments,
+values of class constants. That code can do what torch's operators can, and two of them write and read files by name.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.errors import RuntimeFailure, SourceError
+from bf16kit.runtime import scriptgraph, scriptrecords
+from converter.model import Array
+from converter.process.quiet import first_line, quiet
+
+if TYPE_CHECKING:
+    import torch
+
+CONSTANT = "constants."  # what the names of tensors begin with that are constants of the code
+_CODE_BYTES = 64 << 20  # of code and what belongs to it, unpacked; the code of a large traced transformer is 2 MB
+_PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # what torch itself compresses
+# Words of the code that a model of plain tensors does without, each with what it would do. As words, wherever they
+# stand: what the code computes is not known before it is compiled, and defaults are run by then.
+_WORDS = {
+    "save": "writes files",
+    "from_file": "reads files",
+    "__setstate__": "runs code while it is loaded",
+    "classes": "makes objects of C++ classes, as quantised models do",
+    **dict.fromkeys(
+        ("rpc_sync", "rpc_async", "rpc_remote", "c10d", "_c10d_functional", "symm_mem", "dist_rpc", "dist_autograd"),
+        "talks to other machines",
+    ),
+    **dict.fromkeys(("debugprims", "inductor", "load_library"), "runs what no model needs"),
+}
+_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
+_NAMED_ATTRIBUTE = re.compile(r"getattr\([\w.]+, \"[^\"\\\n]*\"\)")  # as torch writes names that are no identifiers
+_NAMESPACES = ("aten::", "prim::", "torchvision::")
+_FORBIDDEN = ("aten::save", "aten::from_file", "prim::rpc", "aten::dist_", "aten::to_here", "prim::PythonOp")
+
+
+def load(path: Path) -> Any:
+    """The module at ``path`` in evaluation mode on the CPU, its graph of one piece; a ``torch.jit.ScriptModule``.
+
+    Raises :class:`SourceError` for a file that is damaged, that holds more than :func:`check` allows, or whose
+    operators do more than compute.
+    """
+    check(path)
+    import torch
+
+    try:
+        with quiet():
+            module = torch.jit.load(str(path), map_location="cpu")
+            module.eval()
+            graph = module.graph
+            torch._C._jit_pass_inline(graph)
+    except Exception as error:  # torch raises nearly anything, and a module may have no forward
+        raise SourceError(f"{path}: torch cannot load it: {first_line(error)}") from error
+    for kind in _operators(module):
+        if not kind.startswith(_NAMESPACES) or kind.startswith(_FORBIDDEN):
+            raise SourceError(f"{path}: its code asks for the operator {kind[:80]}, which a model needs not")
+    scriptgraph.replace_devices(graph, "cpu")
+    return module
+
+
+def check(path: Path) -> None:
+    """:class:`SourceError` unless the records of ``path`` are as torch writes them and hold what its pickles take from
+    them, and its code asks for nothing but tensors, as far as that can be said without compiling it."""
+    try:
+        scriptrecords.check(path)
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            _check_sizes(path, records)
+            for info in records:
+                if re.fullmatch(r"[^/]+/code/.*\.py", info.filename):
+                    _check_code(path, info.filename, archive.read(info).decode("utf-8"))
+    except RuntimeFailure as error:
+        raise SourceError(f"{path}: {str(error).partition(f'cannot load {path.name}: ')[2] or error}") from None
+    except SourceError:
+        raise
+    except Exception as error:  # damaged archives raise nearly anything
+        raise SourceError(f"{path}: is a truncated or damaged TorchScript file: {first_line(error)}") from error
+
+
+def _check_sizes(path: Path, records: list[zipfile.ZipInfo]) -> None:
+    packed = 0
+    for info in records:
+        if info.compress_type != zipfile.ZIP_STORED and not _PACKED.fullmatch(info.filename):
+            raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
+        if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
+            sizes = f"{info.file_size} bytes, and {info.compress_size} as they are stored"
+            raise SourceError(f"{path}: damaged: record {info.filename!r} is said to have {sizes}")
+        packed += info.file_size if _PACKED.fullmatch(info.filename) else 0
+    if packed > _CODE_BYTES:
+        raise SourceError(f"{path}: has {packed} bytes of code, of which a model has a few thousand")
+
+
+def _check_code(path: Path, record: str, code: str) -> None:
+    found = _WORD.search(code)
+    if found is not None:
+        raise SourceError(
+            f"{path}: its code in {record!r} has the word {found[1]!r}, which {_WORDS[found[1]]}; code that is loaded"
+            " cannot be watched, so export the model without it, or as ONNX"
+        )
+    if "getattr" in _NAMED_ATTRIBUTE.sub("", code):
+        raise SourceError(f"{path}: its code in {record!r} looks up an attribute whose name it makes up")
+
+
+def _operators(module: Any) -> Iterator[str]:
+    """The operators of every method of ``module`` and of the modules in it."""
+    for part in module.modules():
+        for name in part._c._method_names():
+            method = part._c._get_method(name)
+            yield from (node.kind() for node in scriptgraph.nodes(method.graph))
+            yield from (node.kind() for node in scriptgraph.nodes(method.inlined_graph))
+
+
+def tensors(module: Any) -> dict[str, torch.Tensor]:
+    """Every tensor that ``module`` was saved with, by name: parameters, buffers, other attributes, and constants of its
+    code, which a frozen module has in their place. A tensor under two names is there twice, as in a ``state_dict``."""
+    import torch
+
+    found = dict(module.state_dict())
+    places = {_place(tensor) for tensor in found.values()}
+    number = 0
+    for node in scriptgraph.nodes(module.graph):
+        for name, tensor in _of_node(module, node):
+            if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or _place(tensor) in places:
+                continue
+            places.add(_place(tensor))
+            number += 1
+            found[name or f"{CONSTANT}{number - 1}"] = tensor
+    return found
+
+
+def _of_node(module: Any, node: Any) -> Iterator[tuple[str, Any]]:
+    if node.kind() == "prim::Constant" and node.hasAttribute("value") and node.kindOf("value") == "t":
+        yield "", node.t("value")
+    elif node.kind() == "prim::GetAttr" and node.output().type().kind() in ("TensorType", "ListType"):
+        path = scriptgraph.path_of(node)
+        value = scriptgraph.owner_of(module, node).getattr(path[-1])
+        for index, one in enumerate(value if isinstance(value, list) else [value]):
+            yield ".".join(path) + (f".{index}" if isinstance(value, list) else ""), one
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def arrays(path: Path, found: dict[str, torch.Tensor]) -> dict[str, Array]:
+    """``found`` as numpy arrays over the same memory; :class:`SourceError` for a dtype that numpy has not."""
+    from converter.sources import torch_file
+
+    return torch_file.to_numpy(path, found)

@@ -1,0 +1,186 @@
+"""TorchScript files: what they may hold is looked at before torch loads them, and what they may do before they run."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import Cnn, Mlp, Tied, seeded
+from scriptedmodels import How, Named, Recurrent, save
+
+from bf16kit.errors import SourceError
+from converter.sources import script_file
+
+HOWS: tuple[How, ...] = ("scripted", "traced", "frozen")
+Change = Callable[[str, bytes], bytes]
+
+
+@pytest.fixture
+def mlp(tmp_path: Path) -> Path:
+    return save(tmp_path / "m.pt", Mlp(), torch.ones(2, 16))
+
+
+def _rewritten(path: Path, change: Change, deflated: str = "") -> Path:
+    """``path`` with records changed, those whose names have ``deflated`` in them compressed."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            packed = zipfile.ZIP_DEFLATED if deflated and deflated in name else zipfile.ZIP_STORED
+            archive.writestr(zipfile.ZipInfo(name), change(name, data), packed)
+    return path
+
+
+def _with_code(path: Path, old: str, new: str) -> Path:
+    """``path`` with a piece of the code of its Mlp replaced."""
+
+    def change(name: str, data: bytes) -> bytes:
+        if b"class Mlp(" not in data:
+            return data
+        assert old in data.decode()
+        return data.decode().replace(old, new, 1).encode()
+
+    return _rewritten(path, change)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_every_tensor_is_found_bit_for_bit(tmp_path: Path, how: How) -> None:
+    path = save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16), how)
+    found = script_file.arrays(path, script_file.tensors(script_file.load(path)))
+    state = {name: tensor.numpy() for name, tensor in seeded(Cnn()).state_dict().items()}
+    if how != "frozen":
+        assert found.keys() == state.keys()
+        for name, array in state.items():
+            np.testing.assert_array_equal(found[name], array)
+    else:  # BatchNorm is folded by torch.jit.freeze itself
+        assert sorted(found) == [f"constants.{number}" for number in range(len(found))]
+        assert any(np.array_equal(array, state["head.weight"]) for array in found.values())
+
+
+def test_a_shared_weight_has_both_names_and_an_attribute_its_own(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.pt", Named(), (torch.ones(2, 16), torch.ones(2, 16)))
+    found = script_file.tensors(script_file.load(path))
+    assert set(found) == {"left.weight", "left.bias", "right.weight", "right.bias", "shift"}
+    assert found["left.weight"].data_ptr() == found["right.weight"].data_ptr()
+
+
+def test_a_list_of_parameters_is_no_tensors_of_its_own(tmp_path: Path) -> None:
+    """As recurrent layers have, beside the parameters in it."""
+    script = script_file.load(save(tmp_path / "m.pt", Recurrent(), torch.ones(2, 7, 16)))
+    assert script_file.tensors(script).keys() == script.state_dict().keys()
+
+
+def test_a_constant_that_two_places_use_is_one(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.pt", Tied(), torch.zeros(2, 3, dtype=torch.long), "frozen")
+    assert sorted(tensor.ndim for tensor in script_file.tensors(script_file.load(path)).values()) == [1, 2, 2]
+
+
+# --- what is refused before torch loads it ----------------------------------------------------------------------------
+
+_CALL = 'torch.save([1], "executed")'
+
+
+_BODY, _HEAD = "    up = self.up\n", "  training : bool\n"
+_FILE = 'torch.from_file("executed", True, 4)'
+_NOT_LOADED = {
+    "writing": (_BODY, f"{_BODY}    {_CALL}\n", "the word 'save', which writes files"),
+    "alias": (_BODY, _BODY + '    t = torch\n    t.save([1], "executed")\n', "the word 'save'"),
+    "default": ("x: Tensor) ->", f"x: Tensor, y: Tensor={_FILE}) ->", "the word 'from_file'"),
+    "constant": (_HEAD, f"{_HEAD}  a : Final[Tensor] = {_FILE}\n", "the word 'from_file', which reads"),
+    "state": (_HEAD, f"{_HEAD}  def __setstate__(self, s: Tensor) -> NoneType:\n    return None\n", "runs code while"),
+    "network": (_BODY, "    up = ops.c10d.barrier\n", "'c10d', which talks to other machines"),
+    "class": (_BODY, "    up = __torch__.torch.classes.quantized.L()\n", "C++ classes, as quantised models"),
+    "parts": ("self.up\n", 'getattr(self, "u" "p")\n', "looks up an attribute whose name it makes up"),
+    "escape": ("self.up\n", 'getattr(self, "\\x75p")\n', "looks up an attribute whose name it makes up"),
+}
+
+
+@pytest.mark.parametrize("what", _NOT_LOADED)
+def test_code_that_would_do_more_than_compute_is_refused_and_not_loaded(
+    mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old, new, said = _NOT_LOADED[what]
+    with pytest.raises(SourceError, match=re.escape(said)):
+        script_file.load(_with_code(mlp, old, new))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_loading_runs_what_stands_in_default_values(mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Why the code is read as text first: torch makes the file while it loads the module, which nobody has called."""
+    monkeypatch.chdir(tmp_path)
+    path = _with_code(mlp, "x: Tensor) ->", 'x: Tensor, y: Tensor=torch.from_file("executed", True, 4)) ->')
+    torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
+    assert (tmp_path / "executed").exists()
+
+
+def test_names_that_are_no_identifiers_are_looked_up_as_torch_writes_them(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16))
+    with zipfile.ZipFile(path) as archive:
+        code = b"".join(archive.read(name) for name in archive.namelist() if "/code/" in name)
+    assert b'getattr(self, "0")' in code
+    script_file.check(path)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.999])
+def test_a_truncated_file_is_damage(mlp: Path, share: float) -> None:
+    whole = mlp.read_bytes()
+    mlp.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(SourceError, match=r"m\.pt: "):
+        script_file.check(mlp)
+
+
+def test_weights_are_not_unpacked(mlp: Path) -> None:
+    with pytest.raises(SourceError, match=r"record 'm/data/0' is compressed, which torch never does"):
+        script_file.check(_rewritten(mlp, lambda name, data: data, deflated="/data/"))
+
+
+def test_code_may_be_packed_as_torch_packs_it_and_not_become_gigabytes(mlp: Path) -> None:
+    script_file.check(_rewritten(mlp, lambda name, data: data, deflated="/code/"))
+    spaces = b" " * (70 << 20)
+    bomb = _rewritten(mlp, lambda name, data: data + spaces if b"class Mlp(" in data else data, "/code/")
+    assert bomb.stat().st_size < 1 << 20
+    with pytest.raises(SourceError, match=r"has \d+ bytes of code, of which a model has a few thousand"):
+        script_file.check(bomb)
+
+
+def test_a_record_that_is_shorter_than_its_tensor_is_damage(mlp: Path) -> None:
+    with pytest.raises(SourceError, match=r"takes 4096 bytes from record .*, which has 4092"):
+        script_file.check(_rewritten(mlp, lambda name, data: data[:-4] if name.endswith("/data/0") else data))
+
+
+@pytest.mark.parametrize(
+    ("pickle", "said"),
+    [
+        (b"\x80\x02" + b"]" * 300_000 + b"a" * 299_999 + b".", "holds a list, expected a module"),
+        (b"\x80\x02c__torch__\nM\n)\x81" + b"]" * 9_000 + b"a" * 8_999 + b"b.", "has things within each other"),
+    ],
+)
+def test_things_in_things_without_end_are_refused_before_torch_takes_them_apart(
+    mlp: Path, pickle: bytes, said: str
+) -> None:
+    with pytest.raises(SourceError, match=said):
+        script_file.check(_rewritten(mlp, lambda name, data: pickle if name.endswith("/data.pkl") else data))
+
+
+# --- what is refused before it is run ---------------------------------------------------------------------------------
+
+
+def test_an_operator_that_no_word_told_of_is_refused_when_it_is_compiled(
+    mlp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_file, "_WORD", re.compile("no such word"))
+    path = _with_code(mlp, "    up = self.up\n", f"    up = self.up\n    {_CALL}\n")
+    with pytest.raises(SourceError, match="its code asks for the operator aten::save, which a model needs not"):
+        script_file.load(path)
+
+
+def test_a_module_without_forward_is_named(mlp: Path) -> None:
+    with pytest.raises(SourceError, match="torch cannot load it"):
+        script_file.load(_with_code(mlp, "def forward(", "def backward("))
