@@ -11,6 +11,7 @@ written; the end.
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 from converter.sources.orbax.zarrays import READERS, Described, Refused
 
 _BASE = 1 << 30  # bytes beside the arrays: code, threads' stacks, nodes of the B-tree
-_AT_ONCE = 2  # chunks that are decoded at the same time
+_AT_ONCE = min(8, len(os.sched_getaffinity(0)))  # chunks that are decoded at the same time
 _MOST_ABSENT = 1 << 20  # chunks, where those that are missing are zeros
 _NODES = 64 << 20  # bytes of B-tree nodes that are kept
 

@@ -15,15 +15,15 @@ ARRAYS = (".zarray", "zarr.json")  # what lies beside the chunks of an array, in
 _CHECKPOINT = "_CHECKPOINT_METADATA"  # of a step, or of a directory that the v1 API wrote
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what is being written, or was when its writer died
 _COMMITTED = "commit_success.txt"  # on storage that cannot rename a directory at once
-_STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
+_STEP = re.compile(r"(|.*[^0-9])([0-9]{1,18})")
 _MOST_FILES = 1_000_000
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether Orbax wrote the directory ``path``: an item, a step with items, or a directory of steps."""
-    if _is_item(path) or (path / _CHECKPOINT).exists():
+    if _is_item(path) or (path / _CHECKPOINT).exists() or _steps(path):
         return True
-    return any(_is_item(child) or (child / _CHECKPOINT).exists() for child in _steps(path).values())
+    return path.name.isdecimal() and _holds_items(path)  # of a step that says nothing beside its items, as older ones
 
 
 def locate(path: Path, step: int | None, item: str | None) -> Path:
@@ -69,12 +69,19 @@ def _of_step(path: Path, step: int | None) -> Path:
 
 
 def _steps(path: Path) -> dict[int, Path]:
-    """Finished steps by number: ``<step>`` or ``<prefix>_<step>``, with leading zeros or without."""
+    """Finished steps by number: ``<step>`` or ``<prefix>_<step>``, with leading zeros or without.
+
+    Steps have one prefix; directories of several are several models.
+    """
     found = {}
+    prefixes = set()
     for child in _directories(path):
         match = _STEP.fullmatch(child.name)
         if match and _UNFINISHED not in child.name and _holds_items(child):
-            found[int(match[1])] = child
+            found[int(match[2])] = child
+            prefixes.add(match[1])
+    if len(prefixes) > 1:
+        return {}
     committed = {number: child for number, child in found.items() if (child / _COMMITTED).exists()}
     return committed or found
 

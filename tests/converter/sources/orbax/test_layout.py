@@ -47,6 +47,20 @@ def test_the_newest_step_is_taken(tmp_path: Path, names: tuple[str, ...], newest
     assert recognise(root) is Kind.ORBAX
 
 
+def test_steps_of_an_older_orbax_have_items_and_nothing_beside_them(tmp_path: Path) -> None:
+    _item(tmp_path / "run" / "7" / "default")
+    assert recognise(tmp_path / "run") is Kind.ORBAX
+    assert recognise(tmp_path / "run" / "7") is Kind.ORBAX
+    assert locate(tmp_path / "run", None, None) == tmp_path / "run" / "7" / "default"
+
+
+def test_directories_of_several_names_are_several_models(tmp_path: Path) -> None:
+    for name in ("bert-2", "vit-16"):
+        _item(tmp_path / name)
+    with pytest.raises(SourceError, match="is not a model"):
+        recognise(tmp_path)
+
+
 def test_a_step_that_was_asked_for(tmp_path: Path) -> None:
     root = _steps(tmp_path, "3", "20")
     assert locate(root, 3, None) == root / "3" / "default"

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import orbaxfiles
 import pytest
 import torch
 import yaml
@@ -216,6 +217,29 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     wanted = {f"net.{name.replace('up', 'first')}": tensor.numpy() for name, tensor in state.items()}
     assert_restored(tmp_path / "fp32.safetensors", wanted)
+
+
+@pytest.mark.long  # two conversions, and a process to read each
+def test_a_directory_of_orbax_steps(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """The newest step, or the one that is named; the item that is named; the optimizer left out."""
+    pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
+    root = tmp_path / "run"
+    leaves = _flat(mlp_params())
+    for step, scale in ((3, 2.0), (20, 1.0)):
+        for item in ("weights", "ema"):
+            own = {name: array * np.float32(scale if item == "weights" else 5) for name, array in leaves.items()}
+            own["opt_state.mu"] = np.zeros(3, np.float32)
+            orbaxfiles.write(root / str(step) / item, own, ocdbt=item == "weights")
+    cli("checkpoint", root, *MLP, "--accept-map", "--out", target).refused(2, "several items, ema, weights")
+    taken = ("--item", "weights", "--accept-map")
+    done = cli("checkpoint", root, *MLP, *taken, "--out", target).published()
+    assert "left out: 1 arrays of training under opt_state" in " ".join(done.out.split())
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(tmp_path / "fp32.safetensors", leaves)
+    older = target.with_name("2")
+    cli("checkpoint", root, *MLP, *taken, "--step", "3", "--out", older).published()
+    cli("restore", older, "--out", tmp_path / "older.safetensors").published()
+    assert_restored(tmp_path / "older.safetensors", {name: array * np.float32(2) for name, array in leaves.items()})
 
 
 @pytest.mark.parametrize(
