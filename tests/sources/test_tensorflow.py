@@ -106,6 +106,12 @@ def test_a_convolutional_model_of_keras_3(made: Made, tmp_path: Path) -> None:
     target = tmp_path / "cnn" / "1"
     _convert(made("keras_cnn") / "model", target)
     _check(made("keras_cnn"), target)
+    manifest = Artifact.open(target).manifest
+    of = {entry.name: entry.tensor for entry in manifest.checkpoint}
+    bf16 = {entry.name for entry in manifest.tensors if entry.file == "weights.bf16"}
+    # each as it was stored: neither TensorFlow nor tf2onnx has multiplied the BatchNorm into it
+    kernels = {"conv2d/kernel", "conv2d_transpose/kernel", "separable_conv2d/pointwise_kernel"}
+    assert {of[name] for name in kernels} <= bf16
 
 
 def test_a_keras_file_with_attention_and_a_recurrent_layer(made: Made, tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ _FAILED = {
 
 def _translated(model: _Model, child: Child) -> ir.Model:
     from converter.sources.onnx_file import read_graph
+    from converter.sources.tensorflow.batchnorms import gather
     from converter.sources.tensorflow.graphnames import settle
 
     graph, written = child.directory / "graph.pb", child.directory / "model.onnx"
@@ -140,6 +141,7 @@ def _translated(model: _Model, child: Child) -> ir.Model:
     found, _ = read_graph(written)
     written.unlink()
     settle(found)
+    gather(found)
     return found
 
 

@@ -91,11 +91,9 @@ def translate(request: Request) -> Reply:
     """Write the opened graph, its variables made constants, to the file ``to`` as ONNX of the opset ``opset``."""
     import onnx
     import tensorflow as tf
-    import tf2onnx
-    from tf2onnx.optimizer import back_to_back_optimizer
+    from tf2onnx import optimizer, tfonnx
 
-    # The converter folds BatchNorm itself, so that the weights it narrows are still those that are restored.
-    back_to_back_optimizer._func_map.pop(("Conv", "BatchNormalization"), None)
+    _leave_weights_alone()
     opened = _opened
     assert opened is not None  # noqa: S101 - the converter loads first
     nodes = [tensor.partition(":")[0] for tensor in opened.outputs.values()]
@@ -103,17 +101,18 @@ def translate(request: Request) -> Reply:
         frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
             opened.session, opened.graph.as_graph_def(), nodes
         )
-    inlined = _inlined(frozen, [*opened.inputs.values(), *opened.outputs.values()])
     names = {tensor: name for name, tensor in (*opened.inputs.items(), *opened.outputs.items())}
-    model, _ = tf2onnx.convert.from_graph_def(
-        inlined,
-        name="model",
-        opset=request["opset"],
-        input_names=list(opened.inputs.values()),
-        output_names=list(opened.outputs.values()),
-        tensors_to_rename=names,
-        custom_op_handlers={"Erfc": (_erfc, []), "Expm1": (_expm1, []), "Log1p": (_log1p, [])},
-    )
+    with tf.Graph().as_default() as graph:
+        tf.import_graph_def(_simplified(_inlined(frozen, list(names)), list(names)), name="")
+        found = tfonnx.process_tf_graph(
+            graph,
+            opset=request["opset"],
+            input_names=list(opened.inputs.values()),
+            output_names=list(opened.outputs.values()),
+            tensors_to_rename=names,
+            custom_op_handlers={"Erfc": (_erfc, []), "Expm1": (_expm1, []), "Log1p": (_log1p, [])},
+        )
+    model = optimizer.optimize_graph(found).make_model("model")
     _check_translated(model)
     _forget_invented_names(model)
     onnx.save(model, request["to"])
@@ -134,28 +133,79 @@ def answer(request: Request) -> Reply:
     return {}
 
 
+def _leave_weights_alone() -> None:
+    """Have tf2onnx not multiply what follows a convolution into its weights: the converter does it itself, and knows
+    how to undo it when they are restored."""
+    from tf2onnx.optimizer import back_to_back_optimizer, transpose_optimizer
+
+    back_to_back_optimizer._func_map.pop(("Conv", "BatchNormalization"), None)
+    handle = transpose_optimizer.TransposeOptimizer._mul_handler
+
+    def keeping(self: Any, transposed: Any, node: Any) -> Any:
+        convolution, single = transposed.inputs[0], self._nodes_has_single_consumer_node
+        self._nodes_has_single_consumer_node = lambda nodes: nodes[0] is not convolution and single(nodes)
+        try:
+            return handle(self, transposed, node)
+        finally:
+            del self._nodes_has_single_consumer_node
+
+    transpose_optimizer.TransposeOptimizer._mul_handler = keeping
+
+
 def _inlined(graph: Any, tensors: list[str]) -> Any:
     """``graph`` without calls. tf2onnx leaves those whose function once read variables, which are constants by now.
 
     Branches and loops stay functions, as ONNX has them.
     """
-    import tensorflow as tf
-    from tensorflow.core.protobuf import rewriter_config_pb2
-    from tensorflow.python.grappler import tf_optimizer
 
     for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
         if "_lower_using_switch_merge" in node.attr:
             node.attr["_lower_using_switch_merge"].b = False
+    return _rewritten(graph, tensors, ["function"])
+
+
+def _simplified(graph: Any, tensors: list[str]) -> Any:
+    """``graph`` with what is constant computed, but for weights: TensorFlow would multiply what follows into them, and
+    they would no longer be those that are restored. So it takes them for inputs meanwhile."""
+    import tensorflow as tf
+
+    floats = (tf.float16.as_datatype_enum, tf.float32.as_datatype_enum, tf.float64.as_datatype_enum)
+    weights = {}
+    for node in graph.node:
+        value = node.attr["value"].tensor if node.op == "Const" else None
+        if value is not None and value.dtype in floats and len(value.tensor_shape.dim) > 1:
+            weights[node.name] = type(node)()
+            weights[node.name].CopyFrom(node)
+            node.op = "Placeholder"
+            node.attr["shape"].shape.CopyFrom(value.tensor_shape)
+            del node.attr["value"]
+    simplified = _rewritten(graph, tensors, ["constfold", "dependency"])
+    for node in simplified.node:
+        if node.name in weights:
+            node.CopyFrom(weights[node.name])
+    return simplified
+
+
+def _rewritten(graph: Any, tensors: list[str], steps: list[str]) -> Any:
+    """``graph`` after Grappler's ``steps``; ``tensors`` are its inputs and outputs."""
+    import tensorflow as tf
+    from tensorflow.core.protobuf import rewriter_config_pb2
+    from tensorflow.python.grappler import tf_optimizer
+
     config = tf.compat.v1.ConfigProto()
     options = config.graph_options.rewrite_options
-    options.optimizers.append("function")
+    options.optimizers.extend(steps)
     options.function_optimization = rewriter_config_pb2.RewriterConfig.AGGRESSIVE
     options.min_graph_nodes = -1  # or a small graph is left as it is
+    options.experimental_disable_folding_quantization_emulation = True
     with tf.Graph().as_default():
         tf.import_graph_def(graph, name="")
         meta = tf.compat.v1.train.export_meta_graph(graph_def=graph)
     meta.collection_def["train_op"].node_list.value.extend(tensors)
-    return tf_optimizer.OptimizeGraph(config, meta)
+    found = tf_optimizer.OptimizeGraph(config, meta)
+    for node in found.node:
+        node.attr.pop("_class", None)  # beside which node it is to be placed, which may be gone by now
+    return found
 
 
 def _check_translated(model: Any) -> None:

@@ -98,3 +98,16 @@ def test_weights_that_are_widened_are_looked_at_one_by_one() -> None:
     """50 MB in fp32, of an fp16 checkpoint; 4 MB a weight."""
     peak, size = map(int, measured_alone(PREPARE).split())
     assert peak / size < 0.5, f"{peak / size:.2f} times the weights"
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [((5, 3, 2, 4), (2, 3, 1, 0)), ((6, 1, 2, 3), (2, 3, 0, 1)), ((5, 4, 2, 3, 6), (2, 3, 4, 1, 0))],
+    ids=["convolution", "depthwise", "volumes"],
+)
+def test_convolutions_of_tensorflow_lie_the_other_way_round(shape: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """What is permuted by the match is the checkpoint's: an order and its inverse differ here."""
+    kernel = graphs.values(*shape)
+    graph = ir.Graph([], [], nodes=[], initializers=[ir.Value(name="k", const_value=ir.tensor(kernel, name="k"))])
+    found = match(graph, {"w": np.ascontiguousarray(kernel.transpose(order))})
+    assert found == {"w": Match("w", order)}

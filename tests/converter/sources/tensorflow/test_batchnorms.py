@@ -1,0 +1,73 @@
+"""BatchNorm written as a product and a sum becomes the operator that is folded, and computes the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+import graphs
+from converter.sources.tensorflow.batchnorms import gather
+
+
+def _model(
+    scale: tuple[int, ...] = (1, 8, 1, 1),
+    shift: tuple[int, ...] = (1, 8, 1, 1),
+    *,
+    swapped: bool = False,
+    seen: bool = False,
+) -> onnx.ModelProto:
+    """x → Conv → Mul → Add → y; ``seen``: the product is an output, too."""
+    helper = onnx.helper
+    factors = ["scale", "c"] if swapped else ["c", "scale"]
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
+        helper.make_node("Mul", factors, ["m"], name="bn/mul"),
+        helper.make_node("Add", ["m", "shift"], ["y"], name="bn/add"),
+    ]
+    weights = [
+        graphs.initializer("w", graphs.values(8, 3, 3, 3)),
+        graphs.initializer("scale", graphs.values(*scale, seed=1)),
+        graphs.initializer("shift", graphs.values(*shift, seed=2)),
+    ]
+    outputs = [graphs.edge("y", ["n", 8, 4, 4]), *([graphs.edge("m", ["n", 8, 4, 4])] if seen else [])]
+    return graphs.model(nodes, [graphs.edge("x", ["n", 3, 6, 6])], outputs, weights)
+
+
+def _run(proto: onnx.ModelProto) -> Any:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(proto.SerializeToString(), options)
+    return session.run(["y"], {"x": graphs.values(2, 3, 6, 6, seed=3)})[0]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_product_and_a_sum_for_each_channel_are_one_batchnorm(swapped: bool) -> None:
+    proto = _model(swapped=swapped)
+    model = ir.from_proto(proto)
+    assert gather(model) == 1
+    assert [node.op_type for node in model.graph] == ["Conv", "BatchNormalization"]
+    rewritten = ir.to_proto(model)
+    onnx.checker.check_model(rewritten, full_check=True)
+    np.testing.assert_array_equal(_run(rewritten), _run(proto))
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        _model((1, 1, 1, 1)),
+        _model((1, 1, 1, 1), (1, 1, 1, 1)),
+        _model((8, 1, 1)),
+        _model((1, 8, 4, 4)),
+        _model(seen=True),
+    ],
+    ids=["one number", "one number twice", "another rank", "a number for each pixel", "seen outside"],
+)
+def test_what_is_no_batchnorm_is_left_alone(proto: onnx.ModelProto) -> None:
+    model = ir.from_proto(proto)
+    assert gather(model) == 0
+    assert [node.op_type for node in model.graph] == ["Conv", "Mul", "Add"]

@@ -1,0 +1,63 @@
+"""Names of a translated graph: the same whatever numbers tf2onnx gave them."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+import graphs
+from converter.sources.tensorflow.graphnames import settle
+
+
+def _numbered(numbers: tuple[int, int, int]) -> ir.Model:
+    """x → MatMul by w → Add b → y, with names as tf2onnx makes them."""
+    first, second, third = numbers
+    helper = onnx.helper
+    call = "StatefulPartitionedCall_1/PartitionedCall/"
+    nodes = [
+        helper.make_node(
+            "MatMul", ["x", f"const__{first}"], [f"{call}dense/MatMul__{third}:0"], name=f"{call}dense/MatMul"
+        ),
+        helper.make_node("Add", [f"{call}dense/MatMul__{third}:0", f"const__{second}"], ["y"], name=f"Add__{third}"),
+    ]
+    weights = [
+        graphs.initializer(f"const__{first}", graphs.values(4, 4)),
+        graphs.initializer(f"const__{second}", graphs.values(4, seed=1)),
+    ]
+    if first > second:
+        weights.reverse()
+    return ir.from_proto(graphs.model(nodes, [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])], weights))
+
+
+def test_numbers_and_calls_that_are_no_more_are_left_out() -> None:
+    model = _numbered((7, 12, 9))
+    settle(model)
+    assert [node.name for node in model.graph] == ["dense/MatMul", "Add"]
+    assert [value.name for node in model.graph for value in node.outputs] == ["dense/MatMul:0", "y"]
+    assert list(model.graph.initializers) == ["const", "const_1"]
+    assert [value.name for value in model.graph.inputs] == ["x"]
+
+
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (30, 4, 5), (2, 1, 1)])
+def test_other_numbers_give_the_same_bytes(numbers: tuple[int, int, int]) -> None:
+    one, other = _numbered((7, 12, 9)), _numbered(numbers)
+    settle(one)
+    settle(other)
+    assert ir.to_proto(one).SerializeToString() == ir.to_proto(other).SerializeToString()
+
+
+def test_values_in_the_bodies_of_branches_too() -> None:
+    model = ir.from_proto(graphs.if_branches())
+    before = onnx.ModelProto.FromString(ir.to_proto(model).SerializeToString())
+    for graph in model.graphs():
+        for node in graph:
+            for value in node.outputs:
+                if value not in model.graph.outputs:
+                    value.name = f"{value.name}__{id(value) % 97}"
+    settle(model)
+    onnx.checker.check_model(ir.to_proto(model))
+    assert len(ir.to_proto(model).graph.node) == len(before.graph.node)
+    assert not [
+        value.name for graph in model.graphs() for node in graph for value in node.outputs if "__" in (value.name or "")
+    ]
