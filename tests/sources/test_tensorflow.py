@@ -99,7 +99,9 @@ def _by_name(made: Path) -> dict[str, Any]:
     """The variables as TensorFlow's own reader gives them, by the names that it stores of them."""
     names = json.loads((made / "names.json").read_text())
     stored = _arrays(made / "variables.npz")
-    return {names.get(key) or key.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"): array for key, array in stored.items()}
+    called = {key: names.get(key) or key.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE") for key in stored}
+    # of a .keras file Keras makes the states of its random numbers up when it loads it
+    return {called[key]: array for key, array in stored.items() if not called[key].endswith("/seed_generator_state")}
 
 
 def test_a_convolutional_model_of_keras_3(made: Made, tmp_path: Path) -> None:
@@ -169,8 +171,9 @@ def test_damaged_variables_are_told_by_tensorflows_checksums(made: Made, tmp_pat
 
 
 def test_the_same_model_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
+    """Though Keras exports variables, and tf2onnx names and orders nodes, differently each time."""
     for name in ("a", "b"):
-        _convert(made("keras_cnn") / "model", tmp_path / name / "m" / "1")
+        _convert(made("keras_file") / "model.keras", tmp_path / name / "m" / "1")
     for file in (tmp_path / "a" / "m" / "1").iterdir():
         assert (tmp_path / "b" / "m" / "1" / file.name).read_bytes() == file.read_bytes(), file.name
 

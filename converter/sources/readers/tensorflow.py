@@ -150,6 +150,8 @@ def _tensors(model: _Model, graph: ir.Model) -> tuple[dict[str, Array], list[str
     from converter.passes.constants import floating_tensors
 
     stored = model.stored.tensors
+    if model.format == "keras":  # made up anew whenever Keras loads the file
+        stored = {name: array for name, array in stored.items() if not name.endswith("/seed_generator_state")}
     if _any_fp32(stored):
         return stored, []
     constants = floating_tensors(graph)

@@ -45,7 +45,7 @@ _MOST_ELEMENTS = 2**47  # more than any machine maps
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Tensors by name in the index's order, the files they are in, and the names of strings, which are left out."""
+    """Tensors by name, in order, the files they are in, and the names of strings, which are left out."""
 
     tensors: dict[str, Array]
     files: tuple[Path, ...]

@@ -112,7 +112,9 @@ def translate(request: Request) -> Reply:
             tensors_to_rename=names,
             custom_op_handlers={"Erfc": (_erfc, []), "Expm1": (_expm1, []), "Log1p": (_log1p, [])},
         )
-    model = optimizer.optimize_graph(found).make_model("model")
+    # Of two equal nodes it would keep any: the converter shares what is equal itself.
+    steps = {name: step for name, step in optimizer._get_optimizers().items() if name != "merge_duplication"}
+    model = optimizer.optimize_graph(found, optimizers=steps).make_model("model")
     _check_translated(model)
     _forget_invented_names(model)
     onnx.save(model, request["to"])

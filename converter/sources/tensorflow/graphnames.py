@@ -1,8 +1,10 @@
-"""Names of a translated graph that are the same on every run: tf2onnx numbers what it makes in an order of its own."""
+"""Order and names of a translated graph, the same on every run: tf2onnx's depend on where its objects lie in memory."""
 
 from __future__ import annotations
 
+import heapq
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from converter.graph.names import FreshNames, values_of
@@ -10,21 +12,28 @@ from converter.graph.names import FreshNames, values_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_NUMBERS = re.compile(r"__\d+")  # what tf2onnx appends
+_NUMBERS = re.compile(r"__\d+|(?<=einsum)\d+")  # what tf2onnx appends, and where its objects lay
 _CALLS = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/)+")  # where a function was that is no more
+_CONSTANT = "constant"
+
+Key = tuple[str, ...]
 
 
 def settle(model: ir.Model) -> None:
-    """Name nodes and values anew, by what TensorFlow called them and by where they come in the graph.
+    """Order nodes by what they need and what TensorFlow called them, and name them and their values by that.
 
-    What clients see, inputs and outputs, keeps its name.
+    What clients see, inputs and outputs, keeps its name. Constants, which have the name of any that was equal to them,
+    are numbered.
     """
-    edges = [*model.graph.inputs, *model.graph.outputs]
+    keys: dict[ir.Value, str] = {value: f"input {value.name}" for value in model.graph.inputs}
+    for graph in list(model.graphs()):  # the main one first, whose values those inside it read
+        _order(graph, keys)
+    edges = {*model.graph.inputs, *model.graph.outputs}
     nodes = list(model.graph.all_nodes())
     used = [value for node in nodes for value in (*node.inputs, *node.outputs) if value is not None]
     declared = [value for graph in model.graphs() for value in values_of(graph)]
     ordered = [value for value in dict.fromkeys((*used, *declared)) if value not in edges and value.name]
-    wanted = [_plain(value.name or "") for value in ordered]
+    wanted = [_CONSTANT if value.is_initializer() else plain(value.name or "") for value in ordered]
     for number, value in enumerate(ordered):  # first out of each other's way
         value.name = f"\0{number}"
     fresh = FreshNames(edge.name for edge in edges if edge.name)
@@ -32,11 +41,74 @@ def settle(model: ir.Model) -> None:
         value.name = fresh.make(name)
     fresh = FreshNames(())
     for node in nodes:
-        node.name = fresh.make(_plain(node.name or node.op_type))
+        node.name = fresh.make(plain(node.name or node.op_type))
     for graph in model.graphs():
         for value in sorted(graph.initializers.values(), key=lambda value: value.name or ""):
             graph.register_initializer(graph.initializers.pop(value.name or ""))
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """``name`` without what tells nobody anything."""
     return _CALLS.sub("", _NUMBERS.sub("", name)) or "value"
+
+
+def _order(graph: ir.Graph, keys: dict[ir.Value, str]) -> None:
+    """Sort the nodes of ``graph``: of those that may come next, the first by name, then by what they read.
+
+    ``keys`` tells values apart that were met already; constants are known by their content.
+    """
+    for value in graph.inputs:
+        keys.setdefault(value, f"input {value.name}")
+    for value in graph.initializers.values():
+        keys[value] = _content(value)
+    own = {output: node for node in graph for output in node.outputs}
+    waits = {node: {own[value] for value in _read(node) if value in own} for node in graph}
+    readers: dict[ir.Node, list[ir.Node]] = {node: [] for node in graph}
+    for node, before in waits.items():
+        for other in before:
+            readers[other].append(node)
+    position = {node: index for index, node in enumerate(graph)}
+    ready = [(_key(node, keys), position[node], node) for node, before in waits.items() if not before]
+    heapq.heapify(ready)
+    ordered: list[ir.Node] = []
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        for index, output in enumerate(node.outputs):
+            keys[output] = f"{len(ordered):09d} {index}"
+        ordered.append(node)
+        for reader in readers[node]:
+            waits[reader].discard(node)
+            if not waits[reader]:
+                heapq.heappush(ready, (_key(reader, keys), position[reader], reader))
+    if len(ordered) < len(position):
+        return  # a circle, which who checks the graph tells
+    graph.remove(ordered)
+    graph.extend(ordered)
+
+
+def _key(node: ir.Node, keys: dict[ir.Value, str]) -> Key:
+    read = ("" if value is None else keys.get(value, "") for value in node.inputs)
+    attributes = sorted(f"{name}={attribute.value}" for name, attribute in node.attributes.items() if _small(attribute))
+    return (plain(node.name or ""), node.op_type, *read, *attributes)
+
+
+def _small(attribute: ir.Attr) -> bool:
+    return attribute.type.name in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS")
+
+
+def _content(value: ir.Value) -> str:
+    from converter.graph.equality import fingerprint
+
+    tensor = value.const_value
+    return "" if tensor is None else f"constant {fingerprint(tensor.numpy())}"
+
+
+def _read(node: ir.Node) -> Iterator[ir.Value]:
+    """What ``node`` reads, and what its bodies read or give."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        if attribute.type.name == "GRAPH":
+            body = attribute.as_graph()
+            yield from body.outputs
+            for inner in body:
+                yield from _read(inner)

@@ -53,7 +53,7 @@ def named(tensors: Mapping[str, Array], full: Mapping[str, str]) -> dict[str, Ar
             names[name] = tensors[group[0]]
         else:
             names.update({short(key, tensors): tensors[key] for key in group})
-    return names
+    return dict(sorted(names.items()))  # the order of keys changes from one export of a model to the next
 
 
 def short(key: str, keys: Mapping[str, object]) -> str:

@@ -35,7 +35,7 @@ def test_numbers_and_calls_that_are_no_more_are_left_out() -> None:
     settle(model)
     assert [node.name for node in model.graph] == ["dense/MatMul", "Add"]
     assert [value.name for node in model.graph for value in node.outputs] == ["dense/MatMul:0", "y"]
-    assert list(model.graph.initializers) == ["const", "const_1"]
+    assert list(model.graph.initializers) == ["constant", "constant_1"]
     assert [value.name for value in model.graph.inputs] == ["x"]
 
 
@@ -61,3 +61,31 @@ def test_values_in_the_bodies_of_branches_too() -> None:
     assert not [
         value.name for graph in model.graphs() for node in graph for value in node.outputs if "__" in (value.name or "")
     ]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_nodes_that_may_come_in_any_order_come_in_one(turned: bool) -> None:
+    """Two branches without names of their own: what they read tells them apart."""
+    helper = onnx.helper
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a__1"], name="MatMul__1"),
+        helper.make_node("MatMul", ["x", "v"], ["b__2"], name="MatMul__2"),
+    ]
+    nodes = [*(reversed(nodes) if turned else nodes), helper.make_node("Add", ["a__1", "b__2"], ["y"], name="Add")]
+    weights = [graphs.initializer("w", graphs.values(4, 4)), graphs.initializer("v", graphs.values(4, 4, seed=1))]
+    model = ir.from_proto(graphs.model(nodes, [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])], weights))
+    settle(model)
+    assert [node.name for node in model.graph] == ["MatMul", "MatMul_1", "Add"]
+    assert _bytes(model) == _bytes(_settled(nodes[::-1][1:] + nodes[2:], weights))
+
+
+def _settled(nodes: list[onnx.NodeProto], weights: list[onnx.TensorProto]) -> ir.Model:
+    model = ir.from_proto(
+        graphs.model(nodes, [graphs.edge("x", ["n", 4])], [graphs.edge("y", ["n", 4])], weights[::-1])
+    )
+    settle(model)
+    return model
+
+
+def _bytes(model: ir.Model) -> bytes:
+    return bytes(ir.to_proto(model).SerializeToString())
