@@ -64,6 +64,8 @@ def read(prefix: Path) -> Bundle:
         if left:
             raise SourceError(f"{index}: is missing, and {left[0].name} is there: copy the whole directory")
         return Bundle({}, (), ())
+    if not index.is_file():  # reading a pipe may never end
+        raise SourceError(f"{index}: is not a file")
     try:
         return _read(prefix, index)
     except sstable.Damaged as error:

@@ -15,7 +15,7 @@ from bf16kit.wording import brief
 VARIABLE = "BF16KIT_TENSORFLOW_PYTHON"
 PREPARE = (
     "python3 -m venv tensorflow-env",
-    "tensorflow-env/bin/pip install tensorflow-cpu==2.21.0 tf2onnx==1.17.0 tf_keras==2.21.0",
+    "tensorflow-env/bin/pip install tensorflow-cpu==2.21.0 tf2onnx==1.17.0",
     f"export {VARIABLE}=$PWD/tensorflow-env/bin/python",
 )
 _SECONDS = 60

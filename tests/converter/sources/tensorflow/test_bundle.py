@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,17 @@ def test_links_out_of_the_model_are_not_followed(prefix: Path, tmp_path: Path, n
     (prefix.parent / name).rename(tmp_path / "elsewhere")
     (prefix.parent / name).symlink_to(tmp_path / "elsewhere")
     assert f"{name}: is a link out of the model's directory" in _said(prefix)
+
+
+@pytest.mark.parametrize("name", ["variables.index", "variables.data-00000-of-00001"])
+def test_pipes_are_not_read_and_links_without_end_not_followed(prefix: Path, name: str) -> None:
+    write_bundle(prefix, _TENSORS)
+    (prefix.parent / name).unlink()
+    os.mkfifo(prefix.parent / name)
+    assert f"{name}: is " in _said(prefix)
+    (prefix.parent / name).unlink()
+    (prefix.parent / name).symlink_to(name)
+    assert f"{name}: is missing" in _said(prefix)
 
 
 def _with(prefix: Path, name: bytes, said: bytes, *, header: bytes | None = None, data: bytes = bytes(64)) -> None:

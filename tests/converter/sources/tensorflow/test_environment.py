@@ -38,7 +38,10 @@ def test_without_tensorflow_the_commands_that_bring_it(tmp_path: Path, monkeypat
 
 def test_the_commands_bring_the_versions_that_are_tested() -> None:
     tested = set((_ROOT / "tests" / "sources" / "tensorflow.txt").read_text().split())
-    assert set(re.findall(r"\S+==\S+", environment.PREPARE[1])) == {pin for pin in tested if "==" in pin}
+    said = re.findall(r"\S+==\S+", environment.PREPARE[1])
+    assert [pin.partition("==")[0] for pin in said] == ["tensorflow-cpu", "tf2onnx"]
+    assert tested.issuperset(said)
+    assert all(command in (_ROOT / "docs" / "converting.md").read_text() for command in environment.PREPARE)
 
 
 @pytest.mark.parametrize(
