@@ -13,15 +13,12 @@ from architectures import Mlp, seeded
 from converting import MLP, ONNX_ONLY, Cli, tree
 from lightningfiles import SCALER, state, written, written_by_nano
 from restored import assert_restored
-from torch import nn
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import SourceError, UsageError
+from bf16kit.errors import SourceError
 from bf16kit.runtime.loading import load, load_reference
 from converter.sources.detect import Kind, recognise
-from converter.sources.hyperparameters import arguments
 from converter.sources.lightning_file import LightningFile, read_file
-from converter.sources.prefixes import fit_behind_prefix
 
 X = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
 
@@ -250,84 +247,6 @@ def test_an_average_of_something_else_is_damage(tmp_path: Path) -> None:
     found = _read(written(tmp_path / "m.ckpt", state(), ema=state(seed=5) | {"more": torch.ones(1)}))
     with pytest.raises(SourceError, match="averaged weights have a tensor 'more'"):
         found.choose("ema")
-
-
-@pytest.mark.parametrize(("weights", "seed"), [(None, 1), ("model", 1), ("ema", 2), ("ema_model", 2), ("model.", 1)])
-def test_an_average_beside_the_model_is_chosen_by_its_prefix(weights: str | None, seed: int) -> None:
-    tensors = _arrays("model.", seed=1) | _arrays("ema_model.", seed=2) | {"loss.weight": np.ones(3, np.float32)}
-    module = Mlp()
-    notes = fit_behind_prefix(module, tensors, weights)
-    assert torch.equal(module.up.weight, seeded(Mlp(), seed).get_parameter("up.weight"))
-    other = "ema_model." if seed == 1 else "model."
-    assert f"the checkpoint also has weights of this model behind {other!r}; --weights takes such a prefix" in notes
-    assert "not the model's, so in the artifact for restore only: loss.weight" in notes
-
-
-def test_of_a_teacher_and_a_student_the_user_says_which() -> None:
-    tensors = _arrays("student.", seed=1) | _arrays("teacher.", seed=2)
-    with pytest.raises(UsageError, match=r"behind each of 'student.', 'teacher.'; choose with --weights student"):
-        fit_behind_prefix(Mlp(), tensors)
-    module = Mlp()
-    fit_behind_prefix(module, tensors, "teacher")
-    assert torch.equal(module.up.weight, seeded(Mlp(), 2).get_parameter("up.weight"))
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.", "model._orig_mod.", "module.model.net."])
-def test_prefixes_of_wrappers_are_seen_through(prefix: str) -> None:
-    module = Mlp()
-    fit_behind_prefix(module, _arrays(prefix))
-    assert torch.equal(module.up.weight, seeded(Mlp()).get_parameter("up.weight"))
-
-
-def test_what_compiling_a_part_put_into_its_names_is_seen_through() -> None:
-    module = nn.ModuleDict({"net": Mlp()})
-    fit_behind_prefix(module, _arrays("net._orig_mod."))
-    assert torch.equal(module["net"].get_parameter("up.weight"), seeded(Mlp()).get_parameter("up.weight"))
-
-
-def test_of_what_does_not_fit_the_nearest_is_told() -> None:
-    tensors = _arrays("model.") | {"loss.weight": np.ones(3, np.float32), "model.up.bias": np.ones(3, np.float32)}
-    with pytest.raises(SourceError) as refused:
-        fit_behind_prefix(Mlp(), tensors)
-    assert str(refused.value).splitlines()[1:] == ["  shape: up.bias is [3] in the checkpoint, [64] in the model"]
-
-
-def test_a_name_of_a_million_dots_takes_no_time() -> None:
-    module = Mlp()
-    fit_behind_prefix(module, _arrays("model.") | {"." * 1_000_000 + "up.weight": np.ones(1, np.float32)})
-
-
-# --- which hyper-parameters -------------------------------------------------------------------------------------------
-
-
-def takes_two(width: int, depth: int = 1) -> None: ...
-def takes_all(width: int, **others: Any) -> None: ...
-def takes_one_mapping(config: dict[str, Any], depth: int = 1) -> None: ...
-def takes_by_position(width: int, /) -> None: ...
-
-
-FOUND = {"width": 8, "rate": 0.1}
-_GIVEN = "given to --model from the file's hyper-parameters"
-_OVERRULED = "--model-args in place of the file's hyper-parameters"
-_LEFT = "hyper-parameters of the file that --model does not take"
-
-
-@pytest.mark.parametrize(
-    ("factory", "explicit", "argument", "given", "notes"),
-    [
-        (takes_two, {}, "", {"width": 8}, [f"{_GIVEN}: width=8", f"{_LEFT}: rate"]),
-        (takes_two, {"width": 9}, "", {"width": 9}, [f"{_OVERRULED}: width", f"{_LEFT}: rate"]),
-        (takes_two, {"depth": 2}, "kwargs", {"width": 8, "depth": 2}, [f"{_GIVEN}: width=8", f"{_LEFT}: rate"]),
-        (takes_all, {}, "", FOUND, [f"{_GIVEN}: width=8, rate=0.1"]),
-        (takes_one_mapping, {}, "config", {"config": FOUND}, [f"{_GIVEN}: config={{width, rate}}"]),
-        (takes_one_mapping, {"config": {}}, "config", {"config": {}}, []),
-        (takes_by_position, {}, "", {}, [f"{_LEFT}: width, rate"]),
-    ],
-)
-def test_the_factory_is_given_what_its_signature_takes(
-    factory: Any, explicit: dict[str, Any], argument: str, given: dict[str, Any], notes: list[str]
-) -> None:
-    assert arguments(factory, explicit, FOUND, argument) == (given, notes)
 
 
 def test_lightnings_own_marks_are_no_hyper_parameters_and_old_keys_are(tmp_path: Path) -> None:
