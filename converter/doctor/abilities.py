@@ -15,6 +15,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "Hugging Face directory": (*_TORCH, "transformers"),
     "safetensors": _TORCH,
     "torch state dict": _TORCH,
+    "TorchScript": _TORCH,
     "torch.export program (.pt2)": _TORCH,
     "Lightning checkpoint": _TORCH,
     "Orbax (JAX) checkpoint": (*_TORCH, "tensorstore"),
