@@ -219,8 +219,10 @@ def test_checkpoint_tensors_matched_to_a_wrong_weight_are_refused(
     onnx.save(graphs.mlp((32, 32, 32)), tmp_path / "equal.onnx")
     found = matching.match
 
-    def wrong(graph: ir.Graph, checkpoint: Mapping[str, Array]) -> dict[str, matching.Match]:
-        matches = found(graph, checkpoint)
+    def wrong(
+        graph: ir.Graph, checkpoint: Mapping[str, Array], orders: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, matching.Match]:
+        matches = found(graph, checkpoint, orders)
         return matches | {"w0": matches["w1"]}
 
     monkeypatch.setattr("converter.passes.match", wrong)
