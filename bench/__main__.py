@@ -47,6 +47,7 @@ MODULES = {
     "drift_overhead": "serving.drift_overhead",
     "drift_sampling": "serving.drift_sampling",
     "gpu": "gpu.gpu",
+    "recovery": "conversion.recovery",
     "calibrated_rounding": "conversion.calibrated_rounding",
     "latency_commits": "serving.latency_commits",
     "drift_detector": "drift.detector",

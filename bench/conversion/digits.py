@@ -8,6 +8,7 @@ something: what rounding a weight of that layer loses is multiplied by the black
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-OFFSET = float(os.environ.get("DIGITS_OFFSET", "256"))
+OFFSET = float(os.environ.get("BF16KIT_DIGITS_OFFSET", "256"))
 _LEVELS, _TRAINED, _BATCH = 16.0, 1200, 64
 
 Arrays = dict[str, NDArray[Any]]
@@ -141,3 +142,7 @@ def _batches(images: NDArray[np.float32], labels: NDArray[np.int64], *, shuffled
     for start in range(0, len(images) - (_BATCH - 1) * shuffled, _BATCH):
         chosen = order[start : start + _BATCH]
         yield images[chosen], labels[chosen]
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], Path(sys.argv[2]))
