@@ -135,7 +135,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
             self.facts.computed = watch.seen()
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise ConversionError(_not_finite(step, value, self._settings))
+            raise ConversionError(_not_finite(step, f"the loss is {value}", self._settings))
         if step == 0:
             self.facts.loss_first = value
         self.facts.loss_last = value
@@ -166,7 +166,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             self.facts.skipped += 1
             if self._settings.scaling.kind == "none":
-                raise ConversionError(_not_finite(self.global_step, math.inf, self._settings, what="a gradient"))
+                raise ConversionError(_not_finite(self.global_step, "a gradient is not finite", self._settings))
         elif self._true:
             self._before = [master.detach().clone() for _, master in self.masters()]
 
@@ -234,10 +234,10 @@ def _labelled(answers: Mapping[str, torch.Tensor], logits: str | None, lesson: L
     return cross_entropy(answers[logits], lesson.labels)
 
 
-def _not_finite(step: int, value: float, settings: Settings, what: str = "the loss") -> str:
+def _not_finite(step: int, what: str, settings: Settings) -> str:
     remedies = [f"lower --learning-rate ({settings.learning_rate:g})"]
     if settings.precision == "16-mixed":
         remedies.insert(0, "train with --precision bf16-mixed, whose largest number is fp32's (fp16 ends at 65,504)")
-    if settings.precision == "16-mixed" and settings.scaling.kind == "none" and what != "the loss":
-        remedies.insert(0, "let --loss-scaling dynamic leave such steps out")
-    return f"recovery stopped at step {step + 1} of {settings.steps}: {what} is {value}; {', or '.join(remedies)}"
+        if settings.scaling.kind == "none" and "gradient" in what:
+            remedies.insert(0, "let --loss-scaling dynamic leave such steps out")
+    return f"recovery stopped at step {step + 1} of {settings.steps}: {what}; {', or '.join(remedies)}"

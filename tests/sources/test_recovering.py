@@ -238,7 +238,7 @@ def test_a_loss_that_is_not_finite_stops_it_with_what_to_do(call: Recover, sourc
     flags = (*SHIFTED, *CHEAP, *_flags("infinite", 5))
     samples = ("--samples", "recovering:held_out")
     done = call("recover", source, *flags, *samples, "--out", tmp_path / "m" / "1")
-    done.refused(3, "recovery stopped at step 1 of 5: the loss is nan", "lower --learning-rate")
+    done.refused(3, "recovery stopped at step 1 of 5: a gradient is not finite", "lower --learning-rate (0.001)")
     assert tree(tmp_path) == []
 
 
