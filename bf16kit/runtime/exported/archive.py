@@ -149,7 +149,7 @@ class _View(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
         if start + offset < 0:
-            raise ValueError("a position before the beginning")
+            raise OSError("a position before the beginning")  # as a file does, which zipfile expects
         self._at = start + offset
         return self._at
 

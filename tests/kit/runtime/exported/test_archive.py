@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import struct
 import zipfile
@@ -120,9 +121,24 @@ def two_roots(archive: bytes) -> bytes:
 
 def moved_header(archive: bytes) -> bytes:
     """The table at the end says that the last record begins at the second byte."""
+    return in_table(archive, 42, 1)
+
+
+def in_table(archive: bytes, field: int, *numbers: int) -> bytes:
+    """The archive with ``numbers`` from ``field`` on in what the table at its end says of the last record."""
     archive = files.packed(files.records(archive))
-    place = archive.rindex(b"PK\x01\x02") + 42
-    return archive[:place] + struct.pack("<I", 1) + archive[place + 4 :]
+    place = archive.rindex(b"PK\x01\x02") + field
+    return archive[:place] + struct.pack(f"<{len(numbers)}I", *numbers) + archive[place + 4 * len(numbers) :]
+
+
+def also_a_constant(archive: bytes) -> bytes:
+    """The first weight is among the constants, too."""
+    found = files.records(archive)
+    table = json.loads(found[files.WEIGHTS])
+    entry = table["config"]["up.weight"] | {"path_name": "tensor_0"}
+    constants = json.dumps({"config": {"up.weight": entry}}).encode()
+    changed = {files.CONSTANTS: constants, "data/constants/tensor_0": found["data/weights/weight_0"]}
+    return files.with_records(archive, **changed)
 
 
 def renamed(archive: bytes) -> bytes:
@@ -141,6 +157,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "one record twice": (twice, "two records called 'models/model.json'"),
     "two folders": (two_roots, "has 2 folders at its top"),
     "a header elsewhere": (moved_header, "does not begin where the archive says"),
+    "two sizes": (lambda archive: in_table(archive, 20, 7), "bytes, and 7 as stored"),
+    "an end behind the end": (lambda archive: in_table(archive, 20, 2**30, 2**30), "ends behind the end of the file"),
     "a name elsewhere": (renamed, "has another name where it lies"),
     "the format of old": (added("serialized_exported_program.json", b"{}"), "save it again with torch 2.8 or newer"),
     "native code": (added("data/aotinductor/model/x.so", b"\x7fELF"), "holds compiled code"),
@@ -174,10 +192,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         ),
         "has a name that no module gives its tensors",
     ),
-    "one name twice": (
-        lambda archive: files.with_records(archive, **{files.CONSTANTS: files.records(archive)[files.WEIGHTS]}),
-        "has two tensors called 'up.weight'|which is no record",
-    ),
+    "one name twice": (also_a_constant, "has two tensors called 'up.weight'"),
 }  # fmt: skip
 
 
