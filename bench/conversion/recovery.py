@@ -135,9 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _, end, after = rest.partition(_END)
     assert begin, f"{_PAGE} has no mark"
     assert end, f"{_PAGE} has no end mark"
-    commit = content["machine"].get("commit", "")
     _PAGE.write_text(
-        before + begin + table(found) + f"\n`{content['command']}`, commit {commit}.\n" + end + after, "utf-8"
+        before + begin + table(found) + f"\n`{content['command']}`, {content['machine']['date']}.\n" + end + after,
+        "utf-8",
     )
     print(table(found))
     return 0

@@ -53,7 +53,7 @@ def test_the_page_is_written_between_its_marks(tmp_path: Path, monkeypatch: pyte
     page.write_text(recovery._PAGE.read_text("utf-8"), "utf-8")
     monkeypatch.setattr(recovery, "_PAGE", page)
     rows = [{"name": name, "value": value} for name, value in _values().items()]
-    content = {"command": "python -m bench recovery", "machine": {"commit": "abc"}, "measurements": rows}
+    content = {"command": "python -m bench recovery", "machine": {"date": "2026-01-01"}, "measurements": rows}
     (tmp_path / "recovery.json").write_text(json.dumps(content))
     assert main([str(tmp_path)]) == 0
     once = page.read_text("utf-8")
