@@ -119,6 +119,12 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "a size of another kind": (argument({"as_sym_int": {"as_expr": "exit()"}}), "a size of kind 'as_expr'"),
     "a result that is an object": (result(as_custom_obj={"name": "x"}), "gives a value of kind 'as_custom_obj'"),
     "a result with a name that is code": (result(as_tensor={"name": "x = 1; y"}), "is not a name that torch gives"),
+    "a target that is a number": (first_node(target=5), "expected a text, got 5"),
+    "a flag that is a number": (argument({"as_bool": 1}), "expected true or false, got 1"),
+    "an input of an unknown dtype": (
+        lambda program: graph(program)["tensor_values"]["x"].update(dtype=10),
+        "input 'x' has torch's scalar type 10",
+    ),
     "graphs in graphs": (nested, "more than 8 deep"),
     "no nodes": (lambda program: graph(program).pop("nodes"), "a field 'nodes' is missing"),
     "nodes that are a text": (lambda program: graph(program).update(nodes="x"), "expected a list"),
@@ -152,6 +158,12 @@ def test_what_is_refused(mlp_archive: bytes, kind: str) -> None:
     edit, said = REFUSED[kind]
     with pytest.raises(RuntimeFailure, match=said):
         parse(files.changed(mlp_archive, files.MODEL, edit))
+
+
+def test_nodes_are_counted(mlp_archive: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bf16kit.runtime.exported.graph._MOST", 2)
+    with pytest.raises(RuntimeFailure, match="has 3 nodes, the most is 2"):
+        parse(mlp_archive)
 
 
 @pytest.mark.parametrize(
