@@ -31,6 +31,7 @@ _CONFIGS = ((WEIGHTS, "_weights_config.json", "weight"), (CONSTANTS, "_constants
 _TENSOR_FILE = re.compile(r"(weight|tensor)_[0-9]{1,9}")
 _FQN = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _LONGEST = 1000  # characters of a name
+_MOST_AXES = 64  # of numpy's arrays
 _STRIDED = 7  # torch's number for a tensor that is neither sparse nor of a backend's own layout
 _NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
 _ONE_FILE = "serialized_exported_program.json"
@@ -250,19 +251,30 @@ def _strided(name: str, entry: dict[str, Any], record: Record, what: str, file: 
     (offset,) = _sizes([field(meta, "storage_offset")], what)
     if len(shape) != len(strides):
         raise RuntimeFailure(f"{what} has {len(shape)} sizes and {len(strides)} strides")
-    needed = _extent(shape, strides, offset) * BY_NAME[DTYPES[number]].numpy.itemsize
+    needed = _needed(shape, strides, offset, BY_NAME[DTYPES[number]].numpy.itemsize, what)
     if needed > record.nbytes:
-        raise RuntimeFailure(f"{what} takes {needed} bytes from record {file!r}, which has {record.nbytes}")
+        raise RuntimeFailure(
+            f"{what} takes {needed} bytes from record {file!r}, which has {record.nbytes}; where it is an expanded"
+            " tensor, save the module with a contiguous one"
+        )
     if not needed:
         record = Record(record.offset, 0, 0)
     return Stored(name, entry.get("is_param") is True, record, DTYPES[number], shape, strides, offset)
 
 
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> int:
-    """The elements of its record that a tensor reaches."""
-    if not math.prod(shape):
+def _needed(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, itemsize: int, what: str) -> int:
+    """The bytes that a tensor's record must have: up to where it reaches, and as many as it has once it is copied,
+    which strides of 0 would multiply."""
+    if len(shape) > _MOST_AXES:
+        raise RuntimeFailure(f"{what} has {len(shape)} dimensions, the most is {_MOST_AXES}")
+    # Also of one without elements: numpy multiplies its other sizes.
+    if math.prod(filter(None, shape)) > SYMBOLIC_LARGEST:
+        raise RuntimeFailure(f"{what} has sizes whose product is beyond {SYMBOLIC_LARGEST}")
+    elements = math.prod(shape)
+    if not elements:
         return 0
-    return offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    reached = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return max(reached, elements) * itemsize
 
 
 def _sizes(values: Any, what: str) -> tuple[int, ...]:

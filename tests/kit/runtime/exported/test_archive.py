@@ -183,6 +183,15 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "an offset beyond": (meta(storage_offset={"as_int": 1}), "takes 4100 bytes from record"),
     "a size below zero": (meta(sizes=[{"as_int": -64}, {"as_int": 16}]), "size, stride or offset of -64"),
     "a huge size": (meta(sizes=[{"as_int": 2**62}, {"as_int": 16}]), f"size, stride or offset of {2**62}"),
+    "sizes that strides of nothing multiply": (
+        meta(sizes=[{"as_int": 2**26}, {"as_int": 1}], strides=[{"as_int": 0}, {"as_int": 0}]),
+        f"takes {2**28} bytes from record 'weight_0', which has 4096",
+    ),
+    "sizes beyond memory of nothing": (
+        meta(sizes=[{"as_int": size} for size in (0, 2**46, 2**46)], strides=[{"as_int": 1}] * 3),
+        "has sizes whose product is beyond",
+    ),
+    "too many dimensions": (meta(sizes=[{"as_int": 1}] * 65, strides=[{"as_int": 1}] * 65), "has 65 dimensions"),
     "a symbolic size": (meta(sizes=[{"as_expr": {"expr_str": "exit()"}}, {"as_int": 16}]), "expected an integer"),
     "a size that is true": (meta(sizes=[{"as_int": True}, {"as_int": 16}]), "expected an integer of 64 bits, got True"),
     "fewer strides": (meta(strides=[{"as_int": 1}]), "has 2 sizes and 1 strides"),
