@@ -65,6 +65,7 @@ def _of_directory(path: Path) -> Kind:
         return Kind.HUGGING_FACE
     if len(list(path.glob("*.safetensors.index.json"))) == 1:
         return Kind.SHARDED
+    layout.refuse_several(path)
     raise NoCheckpoint(
         f"{path}: a directory without config.json, *.safetensors.index.json or saved_model.pb is not a model;"
         " many checkpoints in it are converted with --out REPOSITORY"

@@ -26,6 +26,9 @@ from converter.sources.shelf import Form, shelf
 
 _DEEPEST = 64
 _MOST_RANK = 32
+_LARGEST = 2**47  # elements of one array: more than any machine maps
+_MOST_VALUES = 1 << 18  # of one file, maps, keys and arrays: an array takes two
+_LONGEST_NAME, _LONGEST_NAMES = 4096, 64 << 20  # characters of one name, and of all together
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _CHUNKED = "__msgpack_chunked_array__"
 _NUMBERS = {
@@ -100,14 +103,20 @@ def _leaves(data: memoryview) -> dict[str, _Leaf]:
     if not isinstance(tree, dict):
         raise _Damaged("its outermost value is not a map")
     found: dict[str, _Leaf] = {}
+    characters = 0
     for name, leaf in _walk("", tree):
         if name in found:
             raise _Damaged(f"two arrays are called {quoted(name)}")
+        characters += len(name)  # every name repeats the keys above it
+        if characters > _LONGEST_NAMES:
+            raise _Damaged(f"the names of its arrays have more than {_LONGEST_NAMES} characters together")
         found[name] = leaf
     return found
 
 
 def _walk(prefix: str, value: Any) -> Iterator[tuple[str, _Leaf]]:
+    if len(prefix) > _LONGEST_NAME:
+        raise _Damaged(f"the name {quoted(prefix)} has {len(prefix)} characters, and at most {_LONGEST_NAME} are read")
     if isinstance(value, list):
         value = {str(index): item for index, item in enumerate(value)}
     if isinstance(value, dict):
@@ -133,14 +142,18 @@ def _number(value: Any) -> _Leaf | None:
 class _Reader:
     """msgpack from a position on; every length is held against what is left before anything is made of it."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, most: int = _MOST_VALUES) -> None:
         self._data = data
+        self._most = self._left = most
         self.position = 0
 
     def value(self, depth: int) -> Any:
         """The next value: a map, list, text, number, None, bytes or :class:`_Leaf`."""
         if depth > _DEEPEST:
             raise _Damaged(f"maps in maps, deeper than {_DEEPEST}, at byte {self.position}")
+        self._left -= 1
+        if self._left < 0:  # an empty map takes one byte there, and 64 here
+            raise _Damaged(f"more than {self._most} values before byte {self.position}")
         tag = self._unsigned(1)
         if tag <= 0x7F or tag >= 0xE0:
             return tag if tag <= 0x7F else tag - 256
@@ -184,7 +197,7 @@ class _Reader:
             return None
         if kind not in (_ARRAY, _SCALAR):
             raise _Damaged(f"extension {kind} before byte {end} is none of Flax's")
-        inner = _Reader(data)
+        inner = _Reader(data, most=_MOST_RANK + 4)  # the list, its shape with its sizes, dtype and bytes
         described = inner.value(_DEEPEST - 2)
         if inner.position != len(data) or not isinstance(described, list) or len(described) != 3:
             raise _Damaged(f"the array before byte {end} is not [shape, dtype, bytes]")
@@ -251,4 +264,4 @@ def _in_order(given: Any) -> list[Any]:
 
 def _are_sizes(shape: list[Any]) -> bool:
     plain = len(shape) <= _MOST_RANK and all(type(size) is int and size >= 0 for size in shape)
-    return plain and math.prod(shape) < 2**62
+    return plain and math.prod(filter(None, shape)) < _LARGEST  # numpy counts the strides of an empty array, too

@@ -23,6 +23,7 @@ from converter.sources.orbax.zarrays import READERS, Described, Refused
 _BASE = 1 << 30  # bytes beside the arrays: code, threads' stacks, nodes of the B-tree
 _AT_ONCE = min(8, len(os.sched_getaffinity(0)))  # chunks that are decoded at the same time
 _MOST_ABSENT = 1 << 20  # chunks, where those that are missing are zeros
+_LONGEST_NAMES = 64 << 20  # characters; the B-tree says once what keys have in common, and here each has it
 _NODES = 64 << 20  # bytes of B-tree nodes that are kept
 
 
@@ -34,8 +35,8 @@ def main() -> None:
     found = store.arrays(asked["names"])
     _say({"arrays": {name: [array.dtype, list(array.shape), array.nbytes] for name, array in found.items()}})
     wanted = _hear()
-    largest = max((found[name].chunk_bytes for name in wanted["offsets"]), default=0)
-    _limit(_BASE + 3 * _AT_ONCE * largest)
+    at_once = (min(_AT_ONCE, array.count) * array.chunk_bytes for array in map(found.__getitem__, wanted["offsets"]))
+    _limit(_BASE + 3 * max(at_once, default=0))
     for name, offset in wanted["offsets"].items():
         store.write(name, found[name], Path(wanted["file"]), offset)
         _say({"read": found[name].nbytes})
@@ -78,6 +79,8 @@ class _Store:
             if owner is not None:
                 counts[owner] = counts.get(owner, 0) + 1
         wanted = sorted(kinds) if names is None else names
+        if sum(map(len, wanted)) > _LONGEST_NAMES:
+            raise Refused(f"the names of its arrays have more than {_LONGEST_NAMES} characters together")
         return {name: self._described(name, kinds, counts.get(name, 0)) for name in wanted}
 
     def _described(self, name: str, kinds: dict[str, str], chunks: int) -> Described:

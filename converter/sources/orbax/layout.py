@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from bf16kit.errors import SourceError, UsageError
+from bf16kit.errors import NoCheckpoint, SourceError, UsageError
+from bf16kit.text import listed
+from bf16kit.wording import quoted
 
 METADATA = "_METADATA"
 MANIFEST = "manifest.ocdbt"
@@ -17,6 +19,7 @@ _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what is being written, o
 _COMMITTED = "commit_success.txt"  # on storage that cannot rename a directory at once
 _STEP = re.compile(r"(|.*[^0-9])([0-9]{1,18})")
 _MOST_FILES = 1_000_000
+_MOST_NAMED = 5
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -58,6 +61,8 @@ def _refuse(path: Path, step: int | None, item: str | None) -> None:
 
 def _of_step(path: Path, step: int | None) -> Path:
     steps = _steps(path)
+    if not steps:
+        refuse_several(path)
     if step is None:
         if steps and not any(_is_item(child) for child in _directories(path)):
             return steps[max(steps)]
@@ -71,19 +76,47 @@ def _of_step(path: Path, step: int | None) -> Path:
 def _steps(path: Path) -> dict[int, Path]:
     """Finished steps by number: ``<step>`` or ``<prefix>_<step>``, with leading zeros or without.
 
-    Steps have one prefix; directories of several are several models.
+    Steps have one prefix; directories of several are several models. Raises :class:`SourceError` where two directories
+    are one step.
     """
-    found = {}
-    prefixes = set()
+    numbered = _numbered(path)
+    if len({prefix for prefix, _, _ in numbered}) > 1:
+        return {}
+    committed = [entry for entry in numbered if (entry[2] / _COMMITTED).exists()]
+    found: dict[int, Path] = {}
+    for _, number, child in committed or numbered:
+        if number in found:
+            raise SourceError(
+                f"{path}: {quoted(found[number].name)} and {quoted(child.name)} are both step {number}; convert one of"
+                " them by its own path"
+            )
+        found[number] = child
+    return found
+
+
+def refuse_several(path: Path) -> None:
+    """Raise :class:`NoCheckpoint` where ``path`` holds checkpoints called as steps are, and of several names."""
+    children: dict[str, str] = {}
+    for prefix, _, child in _numbered(path):
+        children.setdefault(prefix, child.name)
+    if len(children) < 2:
+        return
+    names = [quoted(name) for name in sorted(children.values())]
+    more = [f"{len(names) - _MOST_NAMED} others"] if len(names) > _MOST_NAMED else []
+    raise NoCheckpoint(
+        f"{path}: {listed([*names[:_MOST_NAMED], *more])} are checkpoints of several names, not the steps of one model;"
+        " convert one of them by its own path, or all with --out REPOSITORY"
+    )
+
+
+def _numbered(path: Path) -> list[tuple[str, int, Path]]:
+    """Directories that hold checkpoints and are called as steps are: what is before the number, and the number."""
+    found = []
     for child in _directories(path):
         match = _STEP.fullmatch(child.name)
         if match and _UNFINISHED not in child.name and _holds_items(child):
-            found[int(match[2])] = child
-            prefixes.add(match[1])
-    if len(prefixes) > 1:
-        return {}
-    committed = {number: child for number, child in found.items() if (child / _COMMITTED).exists()}
-    return committed or found
+            found.append((match[1], int(match[2]), child))
+    return found
 
 
 def _holds_items(path: Path) -> bool:

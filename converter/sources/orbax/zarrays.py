@@ -13,6 +13,7 @@ from typing import Any
 
 LARGEST = 2**47  # elements of one array: more than any machine maps
 _MOST_RANK = 32
+_OVERHANG, _SMALL = 2, 64 << 20  # a chunk's bytes: twice its array's, as where one sticks out, or this many
 _MOST_TEXT = 1 << 20  # bytes of an array's metadata
 _ITEMSIZES = {
     "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
@@ -118,7 +119,13 @@ def _described(driver: str, dtype: str | None, shape: Any, chunks: Any, said: An
     sizes, pieces = _sizes(shape, "shape", least=0), _sizes(chunks, "chunks", least=1)
     if len(sizes) != len(pieces):
         raise Refused(f"has shape {list(sizes)} in chunks of {list(pieces)}")
-    return Described(driver, dtype, sizes, pieces)
+    found = Described(driver, dtype, sizes, pieces)
+    if found.chunk_bytes > max(_OVERHANG * found.nbytes, _SMALL):
+        raise Refused(
+            f"has chunks of {list(pieces)}, {found.chunk_bytes} bytes each, and shape {list(sizes)}, {found.nbytes}"
+            f" bytes; a chunk is at most {_OVERHANG} times its array, or {_SMALL} bytes"
+        )
+    return found
 
 
 def _sizes(given: Any, what: str, *, least: int) -> tuple[int, ...]:
@@ -126,7 +133,7 @@ def _sizes(given: Any, what: str, *, least: int) -> tuple[int, ...]:
         raise Refused(f"has {what} {_shown(given)}, which is no list of at most {_MOST_RANK} sizes")
     if not all(type(size) is int and least <= size <= LARGEST for size in given):
         raise Refused(f"has {what} {_shown(given)}, of which not all are sizes")
-    if math.prod(given) > LARGEST:
+    if math.prod(filter(None, given)) > LARGEST:  # of an array without elements, too: numpy counts its strides
         raise Refused(f"has {what} {_shown(given)}, which no memory holds")
     return tuple(given)
 

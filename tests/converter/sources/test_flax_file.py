@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from flaxfiles import extension, packed
 
 from bf16kit.errors import SourceError
+from converter.sources import flax_file
 from converter.sources.detect import Kind, recognise
 from converter.sources.flax_file import read_file
 
@@ -99,6 +101,18 @@ _WRONG: dict[str, tuple[bytes, str]] = {
     "another extension": (b"\x81\xa1w" + extension(5, b"abc"), "extension 5"),
     "no array inside": (b"\x81\xa1w" + extension(1, b"\x07"), "not [shape, dtype, bytes]"),
     "rest inside": (b"\x81\xa1w" + extension(1, flaxfiles.array(W) + b"\0"), "not [shape, dtype, bytes]"),
+    "a name without end": (packed({"k" * 5000: {"a": W}}), "has 5000 characters, and at most 4096 are read"),
+    "a shape numpy does not count": (_array([2**63 - 1, 2**63 - 1, 0], "float32", b""), "not [shape, dtype, bytes]"),
+    "such a shape of a parted array": (
+        packed(
+            {"w": {"__msgpack_chunked_array__": True, "shape": dict(zip("012", (2**62, 2**62, 0), strict=True)),
+                   "chunks": {"0": W[:0]}}}
+        ),
+        "no shape",
+    ),
+    "an array of many sizes": (_array([1] * 64, "float32", W[:1, :1].tobytes()), "more than 36 values"),
+    "more values than any model has": (packed({"w": [{}] * 65_000} | {f"w{k}": [{}] * 65_000 for k in range(4)}),
+                                       "more than 262144 values"),
     "never used": (b"\x81\xa1w\xc1", "byte 0xc1 at 3"),
     "a number as key": (b"\x82\xa1w\x01\x07\x07", "is no text"),
     "a key twice": (b"\x82\xa1w\x01\xa1w\x01", "'w' is there twice"),
@@ -129,6 +143,22 @@ def test_what_is_damaged_is_refused_with_where(tmp_path: Path, kind: str) -> Non
         _read(tmp_path, content)
     assert said in str(refused.value)
     assert str(refused.value).startswith(f"{tmp_path / 'm.msgpack'}: truncated or damaged")
+
+
+def test_names_are_not_repeated_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """214 kB, in which the keys of 2,000 numbers have 200,000 characters in common, took 417 MiB."""
+    numbers = {f"{number:05d}": 1 for number in range(2000)}
+    path = tmp_path / "m.msgpack"
+    path.write_bytes(packed({"a" * 2000: {"b" * 2000: numbers}}))
+    assert len(read_file(path, lambda _: True, tmp_path)[0]) == 2000
+    monkeypatch.setattr(flax_file, "_LONGEST_NAMES", 1 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match="the names of its arrays have more than 1048576 characters together"):
+            read_file(path, lambda _: True, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_million_values_that_are_there_take_no_more_than_they_are(tmp_path: Path) -> None:

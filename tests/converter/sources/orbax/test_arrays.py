@@ -90,6 +90,8 @@ _ZARRAY = "w/.zarray"
         (_ZARRAY, b'"shape":[4,3]', b'"shape":"4,3"', "which is no list"),
         (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[0,3]', "of which not all are sizes"),
         (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[4,3,1]', "has shape [4, 3] in chunks of [4, 3, 1]"),
+        (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[35184372088832,1]', "a chunk is at most 2 times its array"),
+        (_ZARRAY, b'"chunks":[4,3]', b'"chunks":[4194304,5]', "83886080 bytes each, and shape [4, 3], 48 bytes"),
         (_ZARRAY, b'"<f4"', b'"<c8"', "has the dtype '<c8', which bf16kit does not know"),
         (_ZARRAY, b'"<f4"', b'">f4"', "has the dtype '>f4'"),
         (_ZARRAY, b'"<f4"', b'"<f8"', "cannot be read"),
@@ -204,6 +206,28 @@ def test_a_chunk_that_asks_for_gigabytes_ends_its_reader_alone(tmp_path: Path) -
     (item / "w" / "0").write_bytes(header + struct.pack("<I", 20) + bytes(28))
     with pytest.raises(SourceError, match="tensorstore ended with SIGABRT while it read this"):
         _read(item, tmp_path)
+
+
+def test_a_shape_without_elements_that_numpy_does_not_count(tmp_path: Path) -> None:
+    item = orbaxfiles.write(tmp_path / "item", {"w": np.zeros((0, 4, 4), np.float32)}, ocdbt=False)
+    assert _read(item, tmp_path)["w"].shape == (0, 4, 4)
+    _edit(item, _ZARRAY, b'"shape":[0,4,4]', b'"shape":[0,140737488355328,140737488355328]')
+    with pytest.raises(SourceError, match="which no memory holds"):
+        _read(item, tmp_path)
+
+
+def test_chunks_may_be_larger_than_a_small_array(tmp_path: Path) -> None:
+    item = orbaxfiles.write(tmp_path / "item", {"w": values()}, ocdbt=False, chunks={"w": (1000,)})
+    _same(_read(item, tmp_path), {"w": values()})
+
+
+def test_names_that_only_a_tree_could_hold(tmp_path: Path) -> None:
+    """Its keys are stored once for what they have in common: 17,000 of 4,096 characters need no file of 70 MB."""
+    item = orbaxfiles.write(tmp_path / "item", {"w": values()})
+    with arrays._child(item) as child:
+        child.ask(root=str(item), ocdbt=True, missing_is_zero=False, names=["n" * 4096] * 17_000)
+        with pytest.raises(SourceError, match="more than 67108864 characters together"):
+            child.answer("arrays")
 
 
 def test_arrays_that_claim_more_than_any_weights_compress_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

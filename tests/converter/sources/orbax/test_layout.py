@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bf16kit.errors import SourceError, UsageError
+from bf16kit.errors import NoCheckpoint, SourceError, UsageError
 from converter.sources.detect import Kind, recognise
 from converter.sources.orbax.layout import files_of, locate
 
@@ -57,8 +57,30 @@ def test_steps_of_an_older_orbax_have_items_and_nothing_beside_them(tmp_path: Pa
 def test_directories_of_several_names_are_several_models(tmp_path: Path) -> None:
     for name in ("bert-2", "vit-16"):
         _item(tmp_path / name)
-    with pytest.raises(SourceError, match="is not a model"):
+    with pytest.raises(
+        NoCheckpoint, match=r"'bert-2' and 'vit-16' are checkpoints of several names, .* by its own path"
+    ):
         recognise(tmp_path)
+
+
+@pytest.mark.parametrize("step", [None, 10])
+def test_the_newest_of_several_models_is_nobodys_choice(tmp_path: Path, step: int | None) -> None:
+    root = _steps(tmp_path, "ema_10", "model_10", "old_200", "x-1", "y-1", "z-1", "z-2")
+    said = r"'ema_10', 'model_10', 'old_200', 'x-1', 'y-1' and 1 others are checkpoints of several names"
+    with pytest.raises(NoCheckpoint, match=said):
+        recognise(root)
+    with pytest.raises(NoCheckpoint, match=said):
+        locate(root, step, None)
+    assert locate(root / "ema_10", None, None) == root / "ema_10" / "default"
+
+
+def test_one_step_in_two_directories_is_nobodys_choice_either(tmp_path: Path) -> None:
+    root = _steps(tmp_path, "model_010", "model_10")
+    for what in (lambda: recognise(root), lambda: locate(root, None, None), lambda: locate(root, 10, None)):
+        with pytest.raises(SourceError, match="'model_010' and 'model_10' are both step 10; convert one of them"):
+            what()
+    (root / "model_10" / "commit_success.txt").touch()
+    assert locate(root, 10, None) == root / "model_10" / "default"
 
 
 def test_a_step_that_was_asked_for(tmp_path: Path) -> None:
