@@ -1,17 +1,19 @@
 """Converting one checkpoint of many, in a process of its own: its crash, and its memory, are its own affair.
 
-A record beside the models says for which bytes and options a version was begun. It is written first, so that a run that
-is killed at any moment is found again: where the version is there, it is done, and where it is not, it is begun anew.
+A record beside the models says for which bytes and options a version was begun, and what was there then. It is written
+first, so that a run that is killed at any moment is found again: a version with another manifest than before was
+published by it, any other is begun anew. When a version is published the record names its manifest, and when it fails
+the record is again what it was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +22,16 @@ from typing import Literal
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
+from bf16kit.manifest import MANIFEST
 from bf16kit.verdicts import drift_rows, share, tightest_of
 from converter.bulk.worklist import Item
+from converter.process import children
 
 RECORDS = ".bf16-convert"  # in the repository; servers pass over hidden names
 _VERSION = re.compile(r"[1-9][0-9]*")
 _ERROR = "error: "
 _LONGEST = 2000  # characters of what went wrong
+_OVER_BUDGET = 1  # Python's own code of a program that crashed, too: the message has to say so as well
 _CANNOT = 3  # the exit code of a model that cannot be converted: what a process that died counts as
 
 Status = Literal["converted", "done before", "over budget", "failed", "interrupted"]
@@ -63,23 +68,33 @@ def convert(item: Item, repository: Path, *, force: bool = False, start: Start |
     records = repository / RECORDS
     records.mkdir(parents=True, exist_ok=True)
     record = records / f"{item.model}.json"
-    done = _done(repository, item.model, record, digest)
+    kept = _read(record)
+    done = _done(repository, item.model, kept, digest)
     if done is not None and not force:
         return Outcome(item.model, item.source.name, "done before", 0, done, _drift(repository, item.model, done))
     version = _version(repository, item.model, force=force)
-    _write(record, {"digest": digest, "version": version})
     target = repository / item.model / str(version)
-    command = [sys.executable, "-m", "converter.cli", "checkpoint", str(item.source), "--out", str(target)]
+    begun: dict[str, object] = {"digest": digest, "version": version}
+    before = _fingerprint(target)
+    _write(record, {**begun, "instead_of": before})
+    command = children.command("converter.cli", "checkpoint", str(item.source), "--out", str(target))
     log = record.with_suffix(".log")
     process = (start or start_process)([*command, *(["--force"] if force else []), *item.arguments], log)
     code = process.wait()
+    now = _fingerprint(target)
+    if code == 0:
+        _write(record, {**begun, "manifest": now})
+    elif now == before:
+        _restore(record, kept)
     return _outcome(item, repository, version, code, log, time.monotonic() - began)
 
 
 def start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """``command`` started, with all that it says going to ``log``."""
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=children.variables()
+        )
 
 
 def _outcome(item: Item, repository: Path, version: int, code: int, log: Path, seconds: float) -> Outcome:
@@ -88,8 +103,12 @@ def _outcome(item: Item, repository: Path, version: int, code: int, log: Path, s
         return Outcome(item.model, name, "converted", 0, version, _drift(repository, item.model, version), seconds)
     if code in (130, -signal.SIGINT):
         return Outcome(item.model, name, "interrupted", 130, seconds=seconds)
-    status: Status = "over budget" if code == 1 else "failed"
-    detail = _said(log)
+    detail, told = _said(log)
+    over = code == _OVER_BUDGET and told
+    status: Status = "over budget" if over else "failed"
+    if code == _OVER_BUDGET and not over:
+        detail = f"ended without a message, exit code 1; {log} has what it said"
+        code = _CANNOT
     if code < 0:
         killed = f"killed by {signal.Signals(-code).name}"
         detail = f"{killed} (out of memory?)" if code == -signal.SIGKILL else f"{killed}; {log} has what it said"
@@ -97,26 +116,39 @@ def _outcome(item: Item, repository: Path, version: int, code: int, log: Path, s
     return Outcome(item.model, name, status, code, None, detail or f"exit code {code}; {log} has what it said", seconds)
 
 
-def _said(log: Path) -> str:
-    """The message of the error that the process ended with."""
+def _said(log: Path) -> tuple[str, bool]:
+    """The message of the error that the process ended with, and whether it is one of this program's own."""
     text = log.read_text(errors="replace")
-    _, found, message = text.rpartition(f"bf16-convert: {_ERROR}")
-    if not found:
-        _, found, message = text.rpartition(_ERROR.capitalize())  # click's own, of a wrong option
-    return message.strip()[:_LONGEST] if found else ""
+    _, own, message = text.rpartition(f"bf16-convert: {_ERROR}")
+    if own:
+        return message.strip()[:_LONGEST], True
+    _, found, message = text.rpartition(_ERROR.capitalize())  # click's, of a wrong option; any exception's, of a crash
+    return message.strip()[:_LONGEST] if found else "", False
 
 
-def _done(repository: Path, model: str, record: Path, digest: str) -> int | None:
-    """The version that was made of what has this ``digest``, if it is there."""
-    kept = _read(record)
+def _done(repository: Path, model: str, kept: dict[str, object], digest: str) -> int | None:
+    """The version that was made of what has this ``digest``, if it is there and nothing else took its place."""
     version = kept.get("version")
     if kept.get("digest") != digest or type(version) is not int:
         return None
+    path = repository / model / str(version)
+    now = _fingerprint(path)
+    published = kept["manifest"] == now if "manifest" in kept else kept.get("instead_of", now) != now
+    if now is None or not published:
+        return None
     try:
-        Artifact.open(repository / model / str(version), verify=False)
+        Artifact.open(path, verify=False)
     except ArtifactError:
         return None
     return version
+
+
+def _fingerprint(version: Path) -> str | None:
+    """sha256 of the manifest, which has the digests of all else; None where there is none."""
+    try:
+        return hashlib.sha256((version / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _version(repository: Path, model: str, *, force: bool) -> int:
@@ -150,3 +182,10 @@ def _write(record: Path, fields: dict[str, object]) -> None:
     beside = record.with_suffix(f".{os.getpid()}.tmp")
     beside.write_text(json.dumps(fields, sort_keys=True) + "\n")
     beside.replace(record)
+
+
+def _restore(record: Path, kept: dict[str, object]) -> None:
+    if kept:
+        _write(record, kept)
+    else:
+        record.unlink(missing_ok=True)

@@ -49,6 +49,21 @@ def test_all_are_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp
 
 
 @pytest.mark.long
+def test_code_beside_the_checkpoints_is_run_only_where_it_is_named(models: Path, tmp_path: Path) -> None:
+    """The working directory is on nobody's path: a module in it is imported for `--model`, and for nothing else."""
+    (models / "b.onnx").unlink()
+    (models / "click.py").write_text("import pathlib; pathlib.Path('run').touch(); raise SystemExit(1)")
+    (models / "samples_of_mine.py").write_text(
+        "import numpy as np\ndef feeds():\n    yield {'x': np.ones((2, 16), np.float32)}\n"
+    )
+    found = process(
+        "checkpoint", ".", "--out", tmp_path / "r", *QUICK, "--samples", "samples_of_mine:feeds", cwd=models
+    )
+    assert not (models / "run").exists()
+    assert "a version 1: converted" in found.err, found.err
+
+
+@pytest.mark.long
 def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_path: Path) -> None:
     onnx.save(graphs.mlp((8, 40, 8)), models / "c.onnx")
     out = tmp_path / "repo"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +16,11 @@ from bf16kit.errors import SourceError, UsageError
 from bf16kit.text import size
 from bf16kit.wording import brief, quoted
 from converter.model import Array
+from converter.process import children
 from converter.sources.orbax import layout
 from converter.sources.shelf import Form, shelf
 
 _CHILD = "converter.sources.orbax.child"
-_ROOT = Path(__file__).parents[3]
 _MOST_METADATA = 64 << 20  # bytes; a model of 10,000 arrays has 4 MB
 # Compressed files claim more than they hold: zeros, which zstd makes 10,000 times smaller, are most of some optimizers'
 # states. Weights are not.
@@ -133,14 +131,13 @@ class _Child:
 @contextmanager
 def _child(item: Path) -> Iterator[_Child]:
     """The process, ended with the block."""
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", _CHILD],
+        children.command(_CHILD),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=children.variables(),
     )
     try:
         yield _Child(item, process)

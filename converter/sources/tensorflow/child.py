@@ -271,7 +271,7 @@ _ACTIONS: dict[str, Callable[[Request], Reply]] = {
 
 def main() -> None:
     """Answer requests until there are none."""
-    if sys.path[:1] == [str(Path(__file__).parent)]:
+    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
         del sys.path[0]  # before Python 3.11; nothing here is to be taken for a package of that name
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

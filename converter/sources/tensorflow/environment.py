@@ -75,7 +75,7 @@ def require() -> Environment:
 def _versions(python: Path) -> dict[str, str | None]:
     try:
         done = subprocess.run(
-            [str(python), "-c", _ASK],
+            [str(python), "-I", "-c", _ASK],  # before 3.11 -I alone keeps the working directory off its path
             capture_output=True,
             text=True,
             timeout=_SECONDS,

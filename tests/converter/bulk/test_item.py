@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 import graphs
 from bf16kit.artifact import Artifact
+from bf16kit.manifest import MANIFEST
 from converter.bulk.item import RECORDS, Outcome, convert
 from converter.bulk.worklist import Item
 
@@ -43,6 +45,12 @@ class _Started:
         return [command[command.index("--out") + 1] for command in self.commands]
 
 
+def _replace(version: Path) -> None:
+    """Put an artifact of another seed in the place of this one."""
+    manifest = Artifact.open(version, verify=False).manifest
+    (version / MANIFEST).write_bytes(manifest.model_copy(update={"seed": manifest.seed + 1}).dumps())
+
+
 def _ends(item: Item, repository: Path, code: str) -> Outcome:
     return convert(item, repository, start=_Started(code))
 
@@ -62,6 +70,8 @@ def _ends(item: Item, repository: Path, code: str) -> Outcome:
         ("import os; os.kill(os.getpid(), 9)", "failed", 3, "killed by SIGKILL (out of memory?)"),
         ("import os; os.kill(os.getpid(), 11)", "failed", 3, "killed by SIGSEGV"),
         ("import sys; sys.exit(3)", "failed", 3, "exit code 3"),
+        ("import sys; sys.exit(1)", "failed", 3, "ended without a message, exit code 1; "),
+        ("raise ValueError('boom')", "failed", 3, "ended without a message, exit code 1; "),
     ],
 )
 def test_how_a_process_ends_is_told(item: Item, tmp_path: Path, code: str, status: str, exits: int, said: str) -> None:
@@ -130,6 +140,50 @@ class TestAgain:
         assert convert(item, tmp_path / "r", force=True, start=started).version == 1
         assert "--force" in started.commands[0]
 
+    def test_force_that_fails_leaves_what_was_published_and_what_it_was_made_of(
+        self, item: Item, tmp_path: Path, small: Artifact
+    ) -> None:
+        convert(item, tmp_path / "r", start=_Started("", small))
+        old = item.source.read_bytes()
+        onnx.save(graphs.mlp((8, 8, 8)), item.source)
+        over = _Started("import sys; print('bf16-convert: error: drift'); sys.exit(1)")
+        assert convert(item, tmp_path / "r", force=True, start=over).status == "over budget"
+        assert convert(item, tmp_path / "r", start=over).status == "over budget"
+        item.source.write_bytes(old)
+        assert convert(item, tmp_path / "r", start=over).status == "done before"
+
+    def test_force_that_was_killed_with_its_parent_is_not_done(
+        self, item: Item, tmp_path: Path, small: Artifact
+    ) -> None:
+        convert(item, tmp_path / "r", start=_Started("", small))
+        onnx.save(graphs.mlp((8, 8, 8)), item.source)
+
+        def killed(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            convert(item, tmp_path / "r", force=True, start=killed)
+        assert convert(item, tmp_path / "r", start=_Started("", small)).status == "converted"
+
+    def test_force_that_published_before_its_parent_was_killed_is_done(
+        self, item: Item, tmp_path: Path, small: Artifact
+    ) -> None:
+        convert(item, tmp_path / "r", start=_Started("", small))
+        onnx.save(graphs.mlp((8, 8, 8)), item.source)
+
+        def killed(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+            _replace(tmp_path / "r" / "m" / "1")
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            convert(item, tmp_path / "r", force=True, start=killed)
+        assert convert(item, tmp_path / "r", start=_Started("")).status == "done before"
+
+    def test_what_another_replaced_is_not_done(self, item: Item, tmp_path: Path, small: Artifact) -> None:
+        convert(item, tmp_path / "r", start=_Started("", small))
+        _replace(tmp_path / "r" / "m" / "1")
+        assert convert(item, tmp_path / "r", start=_Started("", small)).version == 2
+
     def test_a_version_that_others_put_there_is_left_alone(self, item: Item, tmp_path: Path, small: Artifact) -> None:
         shutil.copytree(small.path, tmp_path / "r" / "m" / "7")
         assert convert(item, tmp_path / "r", start=_Started("", small)).version == 8
@@ -142,4 +196,5 @@ class TestAgain:
     def test_the_record_names_the_version_that_was_begun(self, item: Item, tmp_path: Path, small: Artifact) -> None:
         convert(item, tmp_path / "r", start=_Started("", small))
         kept = json.loads((tmp_path / "r" / RECORDS / "m.json").read_text())
-        assert kept == {"digest": item.digest(), "version": 1}
+        manifest = hashlib.sha256((tmp_path / "r" / "m" / "1" / MANIFEST).read_bytes()).hexdigest()
+        assert kept == {"digest": item.digest(), "version": 1, "manifest": manifest}

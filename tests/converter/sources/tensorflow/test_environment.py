@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 from savedmodels import stand_in
 
 from bf16kit.errors import UsageError
-from converter.sources.tensorflow import environment
+from converter.sources.tensorflow import child, environment
 
 _ROOT = Path(__file__).parents[4]
 
@@ -68,3 +71,33 @@ def test_a_python_that_is_not_there_or_cannot_be_run(tmp_path: Path, monkeypatch
     (tmp_path / "absent").write_text("no program")
     with pytest.raises(UsageError, match=r"cannot be run: .*Permission denied"):
         environment.find()
+
+
+def _old(path: Path) -> Path:
+    """This Python as one before 3.11 is: it knows nothing of PYTHONSAFEPATH."""
+    path.write_text(f'#!/bin/sh\nunset PYTHONSAFEPATH\nexec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_what_lies_in_the_working_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("import pathlib; pathlib.Path('run').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(environment.VARIABLE, str(_old(tmp_path / "python")))
+    assert environment.find().versions["python"] == sys.version.split()[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_lies_beside_the_program_is_not_taken_for_a_package(tmp_path: Path) -> None:
+    """Nor where the way to it leads through a link."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    shutil.copy(child.__file__, tmp_path / "real" / "child.py")
+    (tmp_path / "real" / "numpy.py").write_text("import pathlib; pathlib.Path('run').touch()")
+    python = _old(tmp_path / "python")
+    for directory in ("real", "link"):
+        command = [str(python), f"{directory}/child.py"]
+        asked = b'{"do": "start"}\n'
+        done = subprocess.run(command, input=asked, capture_output=True, cwd=tmp_path, env=environment.variables())
+        assert json.loads(done.stdout), done.stderr
+        assert not (tmp_path / "run").exists()
