@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bf16kit.errors import SourceError
+from bf16kit.wording import quoted
 from converter.model import Array
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -41,8 +42,8 @@ def check_range(path: Path, tensors: Mapping[str, Array]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype == np.float64 and not _fits(tensor.reshape(-1)):
             raise SourceError(
-                f"{path}: tensor {name!r} is fp64 and holds a number beyond fp32's largest, {_LARGEST:.4g}; the model"
-                " would compute with infinity"
+                f"{path}: tensor {quoted(name)} is fp64 and holds a number beyond fp32's largest, {_LARGEST:.4g}; the"
+                " model would compute with infinity"
             )
 
 

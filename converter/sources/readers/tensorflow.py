@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import ConversionError, SourceError, UsageError
+from bf16kit.wording import quoted
 from converter.model import Checkpoint, Oracle, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
@@ -77,7 +78,7 @@ def _source(options: Options, model: _Model, child: Child, advance: Advance) -> 
     tensors, notes = _tensors(model, graph)
     inputs, outputs = settle_edges(graph, options.inputs)
     unused = sorted(model.chosen.inputs.keys() - {spec.name for spec in inputs})
-    notes += [f"input {name!r} has no effect on any output, and is left out" for name in unused]
+    notes += [f"input {quoted(name)} has no effect on any output, and is left out" for name in unused]
     names = tuple(model.chosen.outputs)
     return Source(
         Checkpoint(model.format, sha256, tensors),
@@ -167,4 +168,4 @@ def _any_fp32(tensors: Mapping[str, Array]) -> bool:
 
 def _how(model: _Model, child: Child) -> str:
     version = child.versions.get("tensorflow", "")
-    return f"TensorFlow {version} running the model's own signature {model.chosen.signature!r} on the CPU"
+    return f"TensorFlow {version} running the model's own signature {quoted(model.chosen.signature)} on the CPU"

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from bf16kit.errors import SourceError
+from bf16kit.wording import quoted
 from converter.model import Array
 from converter.sources.tensorflow import sstable
 from converter.sources.tensorflow.messages import message
@@ -103,7 +104,8 @@ def _entries(index: Path) -> Iterator[tuple[str, Any]]:
             parsed.ParseFromString(value)
             yield key.decode(), parsed
         except (DecodeError, UnicodeDecodeError):
-            raise SourceError(f"{index}: truncated or damaged: the entry {key[:80]!r} cannot be read") from None
+            name = quoted(key.decode(errors="backslashreplace"))
+            raise SourceError(f"{index}: truncated or damaged: the entry {name} cannot be read") from None
 
 
 def _shards(prefix: Path, index: Path, found: list[tuple[str, Any]]) -> list[tuple[Path, mmap.mmap | None]]:
@@ -140,18 +142,18 @@ def _tensor(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mm
     dtype, shape = _DTYPES.get(entry.dtype), tuple(dim.size for dim in entry.shape.dim)
     if dtype is None:
         raise SourceError(
-            f"{index}: variable {name!r} is of TensorFlow's dtype {entry.dtype}, which artifacts cannot hold"
+            f"{index}: variable {quoted(name)} is of TensorFlow's dtype {entry.dtype}, which artifacts cannot hold"
         )
     if entry.slices:
         raise SourceError(
-            f"{index}: variable {name!r} is stored in slices (a partitioned variable); save the model without a"
+            f"{index}: variable {quoted(name)} is stored in slices (a partitioned variable); save the model without a"
             " partitioner"
         )
     if not _sound(shape) or entry.shape.unknown_rank:
-        raise SourceError(f"{index}: truncated or damaged: the shape of {name!r} is none")
+        raise SourceError(f"{index}: truncated or damaged: the shape of {quoted(name)} is none")
     if math.prod(shape) * dtype.itemsize != entry.size:
         raise SourceError(
-            f"{index}: truncated or damaged: {name!r} is {dtype}{list(shape)}, and said to be {entry.size} bytes"
+            f"{index}: truncated or damaged: {quoted(name)} is {dtype}{list(shape)}, and said to be {entry.size} bytes"
         )
     data = _bytes(index, name, entry, shards)
     return np.frombuffer(data, dtype).reshape(shape) if len(data) else np.empty(shape, dtype)
@@ -160,11 +162,11 @@ def _tensor(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mm
 def _bytes(index: Path, name: str, entry: Any, shards: list[tuple[Path, mmap.mmap | None]]) -> memoryview:
     """What is stored under ``name``."""
     if not 0 <= entry.shard < len(shards) or min(entry.offset, entry.size) < 0:
-        raise SourceError(f"{index}: truncated or damaged: the place of {name!r} is none")
+        raise SourceError(f"{index}: truncated or damaged: the place of {quoted(name)} is none")
     path, data = shards[entry.shard]
     there = 0 if data is None else len(data)
     if entry.offset + entry.size > there:
-        raise SourceError(f"{path}: truncated: {there} bytes, {name!r} ends at {entry.offset + entry.size}")
+        raise SourceError(f"{path}: truncated: {there} bytes, {quoted(name)} ends at {entry.offset + entry.size}")
     return memoryview(data or b"")[entry.offset : entry.offset + entry.size]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import ConversionError, SourceError, UsageError
-from bf16kit.text import listed
+from bf16kit.text import listed, printable
+from bf16kit.wording import quoted
 from converter.graph.names import FreshNames
 from converter.sources.tensorflow.messages import message
 from converter.sources.tensorflow.operators import COMPUTING, RESTORING, refusal
@@ -18,6 +19,7 @@ DEFAULT = "serving_default"
 FILE = "saved_model.pb"
 _LARGEST = (1 << 31) - 1  # bytes of a protocol buffer
 _MOST_NAMED = 5
+_MOST_LISTED, _SHOWN = 20, 100  # signatures in a message, and characters of a name
 _STRING, _BFLOAT16, _REF = 7, 14, 100
 _OWN = "__saved_model_"  # how the signatures begin that TensorFlow adds for itself
 
@@ -49,7 +51,7 @@ def choose(directory: Path, signature: str | None) -> Chosen:
     inputs = _tensors(path, name, "input", signatures[name].inputs)
     outputs = _tensors(path, name, "output", signatures[name].outputs)
     if not outputs:
-        raise ConversionError(f"{path}: signature {name!r} has no outputs")
+        raise ConversionError(f"{path}: signature {quoted(name)} has no outputs")
     _check_computing(path, name, graph.graph, outputs.values())
     if graph.saver.restore_op:
         _check_restoring(path, graph)
@@ -57,7 +59,9 @@ def choose(directory: Path, signature: str | None) -> Chosen:
         graph.ClearField(field)
     apart = _apart(inputs, outputs)
     notes = tuple(
-        f"output {was!r} is called {name!r}: an input has its name" for was, name in apart.items() if was != name
+        f"output {quoted(was)} is called {quoted(name)}: an input has its name"
+        for was, name in apart.items()
+        if was != name
     )
     return Chosen(
         name, inputs, {apart[was]: tensor for was, tensor in outputs.items()}, graph.SerializeToString(), notes
@@ -96,7 +100,7 @@ def _serving(path: Path, model: Any) -> Any:
     graphs = [graph for graph in model.meta_graphs if list(graph.info.tags) == ["serve"]]
     graphs = graphs or list(model.meta_graphs)
     if len(graphs) > 1:
-        tags = "; ".join(", ".join(graph.info.tags) or "no tag" for graph in graphs)
+        tags = _shown("; ".join(", ".join(graph.info.tags) or "no tag" for graph in graphs[:_MOST_NAMED]))
         raise ConversionError(
             f"{path}: holds {len(graphs)} graphs, none or several tagged 'serve' alone ({tags}); save the one to"
             " convert by itself"
@@ -121,17 +125,17 @@ def _name(path: Path, names: Sequence[str], asked: str | None) -> str:
     if asked is None and DEFAULT not in names:
         if len(names) == 1:
             return names[0]
-        raise UsageError(f"{path}: has no signature {DEFAULT!r}; choose one with --signature: {listed(names)}")
+        raise UsageError(f"{path}: has no signature {DEFAULT!r}; choose one with --signature: {_listed(names)}")
     name = DEFAULT if asked is None else asked
     if name not in names:
-        raise UsageError(f"--signature {name}: {path} has {listed(names)}")
+        raise UsageError(f"--signature {name}: {path} has {_listed(names)}")
     return name
 
 
 def _tensors(path: Path, signature: str, what: str, entries: Sequence[Any]) -> dict[str, str]:
     found = _by_key(path, what, entries)
     for name, info in found.items():
-        where = f"{path}: {what} {name!r} of signature {signature!r}"
+        where = f"{path}: {what} {quoted(name)} of signature {quoted(signature)}"
         if info.composite or info.sparse:
             raise ConversionError(f"{where} is sparse or ragged, and bf16kit serves tensors only")
         if info.dtype % _REF == _STRING:
@@ -145,7 +149,7 @@ def _tensors(path: Path, signature: str, what: str, entries: Sequence[Any]) -> d
                 f"{where} has no known rank; save the model with tf.TensorSpec(shape, dtype) for every input"
             )
         if not info.name:
-            raise SourceError(f"{path}: truncated or damaged: {what} {name!r} is no tensor")
+            raise SourceError(f"{path}: truncated or damaged: {what} {quoted(name)} is no tensor")
     return {name: info.name for name, info in found.items()}
 
 
@@ -159,18 +163,21 @@ def _check_computing(path: Path, signature: str, graph: Any, outputs: Iterable[s
     allowed, refused = COMPUTING | _functions(graph), dict[str, str]()
     for node, function in reached(graph, outputs):
         if node.op not in allowed:
-            refused.setdefault(node.op, f"node {node.name!r}" + (f" of function {function!r}" if function else ""))
+            of = f" of function {quoted(function)}" if function else ""
+            refused.setdefault(node.op, f"node {quoted(node.name)}{of}")
         if _BFLOAT16 in _types(node):
-            raise ConversionError(f"{path}: node {node.name!r} ({node.op}) computes in bfloat16; {_AS_FP32}")
+            raise ConversionError(
+                f"{path}: node {quoted(node.name)} ({_shown(node.op)}) computes in bfloat16; {_AS_FP32}"
+            )
     if not refused:
         return
     lines = []
     for op, where in sorted(refused.items())[:_MOST_NAMED]:
         why, remedy = refusal(op)
-        lines.append(f"\n  {op}: {why} ({where}); {remedy}")
+        lines.append(f"\n  {_shown(op)}: {why} ({where}); {remedy}")
     more = f"\n  and {len(refused) - _MOST_NAMED} others" if len(refused) > _MOST_NAMED else ""
     raise ConversionError(
-        f"{path}: signature {signature!r} needs operators that are not converted:{''.join(lines)}{more}"
+        f"{path}: signature {quoted(signature)} needs operators that are not converted:{''.join(lines)}{more}"
     )
 
 
@@ -178,10 +185,11 @@ def _check_restoring(path: Path, graph: Any) -> None:
     allowed = RESTORING | _functions(graph.graph)
     for node, function in reached(graph.graph, [graph.saver.restore_op]):
         if node.op not in allowed:
-            where = f" in function {function!r}" if function else ""
+            where = f" in function {quoted(function)}" if function else ""
             raise ConversionError(
-                f"{path}: restoring its variables would run the operator {node.op} (node {node.name!r}{where}), which"
-                " no SavedModel needs for that; save the model again with TensorFlow's own tf.saved_model.save"
+                f"{path}: restoring its variables would run the operator {_shown(node.op)} (node"
+                f" {quoted(node.name)}{where}), which no SavedModel needs for that; save the model again"
+                " with TensorFlow's own tf.saved_model.save"
             )
 
 
@@ -193,3 +201,13 @@ def _functions(graph: Any) -> set[str]:
 def _types(node: Any) -> set[int]:
     """Every dtype that an attribute of ``node`` names, references counted as what they refer to."""
     return {dtype % _REF for entry in node.attr for dtype in (entry.value.type, *entry.value.list.type) if dtype > 0}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _MOST_LISTED} others"] if len(names) > _MOST_LISTED else []
+    return listed([*map(_shown, names[:_MOST_LISTED]), *more])
+
+
+def _shown(text: str) -> str:
+    """What a file calls something, where it stands without quotes: its start, control characters spelt."""
+    return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…", keep="")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 
 LARGEST = 64 << 20  # bytes: the names and places of some hundred thousand variables
 _FOOTER = 48
 _MAGIC = 0xDB4775248B80FB57
 _TRAILER = 5  # a block's compression, and its checksum
 _CASTAGNOLI = 0x82F63B78
-_LONGEST = 1 << 16  # bytes of a key
+_LONGEST = 4096  # bytes of a key
+# Of all keys: what they have in common is there once, and each has it here.
+_MOST_ENTRIES, _MOST_KEYS = 1 << 18, 64 << 20  # entries, bytes
 
 
 class Damaged(Exception):
@@ -27,12 +30,17 @@ def entries(table: bytes) -> Iterator[tuple[bytes, bytes]]:
         raise Damaged("its end is not that of an index")
     _, position = _handle(table, len(table) - _FOOTER)
     index, _ = _handle(table, position)
-    blocks = [_handle(value, 0)[0] for _, value in _entries(_block(table, *index))]
+    blocks = [_handle(value, 0)[0] for _, value in islice(_entries(_block(table, *index)), _MOST_ENTRIES + 1)]
+    if len(blocks) > _MOST_ENTRIES:
+        raise Damaged(f"it has more than {_MOST_ENTRIES} blocks")
     if sum(size for _, size in blocks) > len(table):  # one block named again and again
         raise Damaged("its blocks are larger than the file")
-    last = None
+    last, count, total = None, 0, 0
     for block in blocks:
         for key, value in _entries(_block(table, *block)):
+            count, total = count + 1, total + len(key)
+            if count > _MOST_ENTRIES or total > _MOST_KEYS:
+                raise Damaged(f"it has more than {_MOST_ENTRIES} entries, or keys of more than {_MOST_KEYS} bytes")
             if last is not None and key <= last:
                 raise Damaged("its keys are not in order")
             last = key
@@ -68,7 +76,9 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         shared, position = varint(block, position)
         own, position = varint(block, position)
         size, position = varint(block, position)
-        if shared > len(key) or shared + own > _LONGEST or position + own + size > end:
+        if shared + own > _LONGEST:
+            raise Damaged(f"a key has {shared + own} bytes, and at most {_LONGEST} are read")
+        if shared > len(key) or position + own + size > end:
             raise Damaged("a key or its value lies beyond its block")
         key = key[:shared] + block[position : position + own]
         yield key, block[position + own : position + own + size]

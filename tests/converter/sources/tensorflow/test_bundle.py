@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def _entry(*, slices: bool = False, unknown: bool = False, dtype: int = 1, **sai
         (_entry(offset=-1), "the place of 'w' is none"),
         (_entry(offset=60), "'w' ends at 76"),
         (_entry(shape=(2**20,), size=2**22), "its tensors are 4194304 bytes, of which 64 are there"),
-        (b"\xff\xff", "the entry b'w' cannot be read"),
+        (b"\xff\xff", "the entry 'w' cannot be read"),
     ],
 )
 def test_entries_that_lie_are_refused_before_anything_is_taken(prefix: Path, said: bytes, message_part: str) -> None:
@@ -223,6 +224,54 @@ def test_one_piece_of_data_named_a_thousand_times_is_not_restored_as_often(prefi
 def test_names_that_are_no_text(prefix: Path) -> None:
     _with(prefix, b"\xff\xfe", _entry())
     assert "cannot be read" in _said(prefix)
+
+
+def _prefixed(prefix: Path, common: int, count: int) -> int:
+    """An index of ``count`` tensors whose keys have ``common`` bytes in common, which lie there once; its bytes."""
+    prefix.parent.mkdir(parents=True)
+    head = message("BundleHeader")(num_shards=1).SerializeToString()
+    keys = {b"k" * common + b"%05d" % number: b"" for number in range(count)}
+    _index(prefix).write_bytes(table({b"": head, **keys}))
+    _data(prefix).write_bytes(b"")
+    return _index(prefix).stat().st_size
+
+
+def test_a_key_longer_than_any_name(prefix: Path) -> None:
+    _prefixed(prefix, 65_531, 1)
+    said = _said(prefix)
+    assert "a key has 65536 bytes, and at most 4096 are read" in said
+    assert len(said) < 600
+
+
+def test_keys_that_share_their_beginnings_are_not_repeated_without_bound(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """102 kB, in which 4,000 keys have 65,532 bytes in common, took 290 MiB."""
+    assert _prefixed(prefix, 4000, 4000) < 80_000
+    assert "'kkkk" in _said(prefix)  # 16 MB, of entries that are none
+    assert len(_said(prefix)) < 600
+    monkeypatch.setattr(sstable, "_MOST_KEYS", 1 << 20)
+    tracemalloc.start()
+    try:
+        assert "keys of more than 1048576 bytes" in _said(prefix)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_entries_and_blocks_by_the_million(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _prefixed(prefix, 4, 300)
+    monkeypatch.setattr(sstable, "_MOST_ENTRIES", 300)
+    assert "it has more than 300 entries" in _said(prefix)
+    monkeypatch.setattr(sstable, "_MOST_ENTRIES", 0)
+    assert "it has more than 0 blocks" in _said(prefix)
+
+
+@pytest.mark.parametrize("size", [15, 16])
+def test_names_of_thousands_of_characters_are_cut_in_messages(prefix: Path, size: int) -> None:
+    _with(prefix, b"k" * 4000, _entry(size=size, offset=60))
+    assert f"{'k' * 100}'…" in _said(prefix)
+    assert len(_said(prefix)) < 600
 
 
 def test_the_checksum_is_castagnolis() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import selectors
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +114,19 @@ def test_one_that_drips_is_not_waited_for_longer(start: Start) -> None:
     child._seconds = 0.3
     with pytest.raises(Failed, match=r"did not answer within 0\.3 s"):
         child.ask("translate")
+
+
+def test_what_comes_when_the_time_is_over_is_not_read_however_ready_it_is(start: Start) -> None:
+    """Or one that never stops dripping would be waited for as long as there is something to read."""
+    child = start(_READY + "ASK.readline(); reply(late=1); ASK.read()")
+    assert child._process.stdin is not None
+    assert child._process.stdout is not None
+    child._process.stdin.write(b"{}\n")
+    with selectors.DefaultSelector() as selector:
+        selector.register(child._process.stdout, selectors.EVENT_READ)
+        assert selector.select(60)
+    with pytest.raises(Failed, match="did not answer within 30 s"):
+        child._line(time.monotonic() - 1)
 
 
 def test_a_python_that_cannot_be_started(tmp_path: Path) -> None:

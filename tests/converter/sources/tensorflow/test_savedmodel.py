@@ -208,6 +208,28 @@ def test_more_operators_than_fit_are_counted(tmp_path: Path) -> None:
     assert _refused(path, ConversionError).endswith("\n  and 3 others")
 
 
+def test_names_of_thousands_of_characters_are_cut_in_messages(tmp_path: Path) -> None:
+    long = "\n" + "n" * 60_000
+    odd = meta_graph([node("x", "Placeholder"), node("y", long, "x")], _several(long))
+    for number, graph in enumerate(
+        (
+            odd,
+            meta_graph(_NODES, _several(long, "other")),
+            meta_graph(_NODES, _several(*(f"{k:03d}" + "n" * 200 for k in range(100)))),
+            meta_graph(_NODES, {long: (_IN, {})}),
+            meta_graph(_NODES, {long: ({long: tensor("x:0", 1, dtype=STRING)}, _OUT)}),
+            meta_graph(
+                [node("x", "Placeholder"), node(long, "Relu", "x", dtype=14)], {"s": (_IN, {"y": tensor(long)})}
+            ),
+        )
+    ):
+        path = write(tmp_path / str(number), graph)
+        with pytest.raises(Bf16kitError) as refused:
+            choose(path, None)
+        assert len(str(refused.value)) < 3000, number
+        assert "\nn" not in str(refused.value)
+
+
 def test_a_graph_that_computes_in_bfloat16(tmp_path: Path) -> None:
     nodes = (node("x", "Placeholder"), node("y", "Relu", "x", dtype=14))
     said = _refused(write(tmp_path, meta_graph(nodes, _several("s"))), ConversionError)
