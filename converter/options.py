@@ -133,9 +133,14 @@ def parse_target(path: Path) -> Target:
     version, model = absolute.name, absolute.parent.name
     if not re.fullmatch(r"[1-9][0-9]*", version):
         raise UsageError(f"--out {path}: must end in MODEL/VERSION, the version 1 or more; it ends in {version!r}")
-    if not _MODEL.fullmatch(model):
-        raise UsageError(f"--out {path}: {model!r} is not a model name; use letters, digits and . _ + -")
-    return Target(absolute, model, int(version))
+    return Target(absolute, parse_model_name(f"--out {path}", model), int(version))
+
+
+def parse_model_name(where: str, name: str) -> str:
+    """``name``, which can be a directory's in a repository; :class:`UsageError` beginning with ``where`` for others."""
+    if not _MODEL.fullmatch(name):
+        raise UsageError(f"{where}: {name!r} is not a model name; use letters, digits and . _ + -")
+    return name
 
 
 def parse_inputs(texts: Iterable[str]) -> tuple[TensorSpec, ...]:

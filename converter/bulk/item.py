@@ -64,7 +64,9 @@ def convert(item: Item, repository: Path, *, force: bool = False, start: Start |
     try:
         digest = item.digest()
     except OSError as error:
-        return Outcome(item.model, item.source.name, "failed", 2, detail=f"cannot be read: {error.strerror or error}")
+        where = "" if error.filename in (None, str(item.source)) else f"{error.filename} "
+        said = f"{where}cannot be read: {error.strerror or error}"
+        return Outcome(item.model, item.source.name, "failed", 2, detail=said)
     records = repository / RECORDS
     records.mkdir(parents=True, exist_ok=True)
     record = records / f"{item.model}.json"

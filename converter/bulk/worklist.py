@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bf16kit.errors import NoCheckpoint, SourceError, UsageError
+from converter.proof.samples import SUFFIXES
 from converter.sources.detect import Kind, recognise
 
 # What is taken from the end of a file's name to name its model.
@@ -25,35 +26,44 @@ _WITHOUT_WEIGHTS = frozenset(
     (".txt", ".md", ".json", ".yaml", ".yml", ".npz", ".npy", ".csv", ".log", ".png", ".jpg", ".svg", ".html", ".py")
 )
 _SHOWN = 5
+_LONGEST_NAME = 255  # bytes of a file's name
 
 Configure = Callable[[str, str], "Configured"]
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """What is asked for of one model: its name, and arguments of `bf16-convert checkpoint`."""
+    """What is asked for of one model: its name, arguments of `bf16-convert checkpoint`, the files that these name."""
 
     model: str
     arguments: tuple[str, ...]
+    named: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One checkpoint: ``files`` hold all of its bytes, ``refused`` says why it cannot be read at all ("": it may)."""
+    """One checkpoint: ``files`` hold all of its bytes, ``named`` are files and directories that its arguments name.
+
+    ``refused`` says why it cannot be read at all ("": it may).
+    """
 
     model: str
     source: Path
     files: tuple[Path, ...]
     arguments: tuple[str, ...]
     refused: str = ""
+    named: tuple[Path, ...] = ()
 
     def digest(self) -> str:
-        """sha256 of the names and bytes of its files, and of its arguments: what a conversion depends on."""
+        """sha256 of its arguments, and of the names and bytes of its files and of those that its arguments name.
+
+        Of code that an argument names it has the name alone: what a function does cannot be told from a file.
+        """
         found = hashlib.sha256(json.dumps(self.arguments).encode())
         for path in self.files:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found.update(f"\n{digest}  {path.relative_to(self.source.parent)}".encode())
+            found.update(f"\n{_digest(path)}  {path.relative_to(self.source.parent)}".encode())
+        for path in (file for each in self.named for file in _named_files(each)):
+            found.update(f"\nnamed {_digest(path)}  {path}".encode())
         return found.hexdigest()
 
 
@@ -88,17 +98,19 @@ def collect(directory: Path, configure: Configure, repository: Path | None = Non
     """
     kinds: dict[Path, Kind | str] = {}
     passed_over: dict[Path, str] = {}
+    shards: set[Path] = set()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or (repository is not None and path.resolve() == repository.resolve()):
             continue
         try:
-            kinds[path] = recognise(path)
+            kind = recognise(path)
+            shards.update(_shards(path) if kind is Kind.SHARDED else ())
+            kinds[path] = kind
         except NoCheckpoint as error:
             passed_over[path] = _without_path(error, path)
         except SourceError as error:
             kinds[path] = _without_path(error, path)
-    shards = {shard for path, kind in kinds.items() if kind is Kind.SHARDED for shard in _shards(path)}
-    beside = tuple(path for path in passed_over if path.is_file() and path.suffix.lower() not in _WITHOUT_WEIGHTS)
+    beside = tuple(path for path in passed_over if _may_hold_weights(path))
     items = [_item(path, kind, beside, configure) for path, kind in kinds.items() if path not in shards]
     if not items:
         raise UsageError(f"{directory}: holds no checkpoint{_listed(passed_over.values())}")
@@ -119,7 +131,8 @@ def model_name(file: str) -> str:
 def _item(path: Path, kind: Kind | str, beside: tuple[Path, ...], configure: Configure) -> Item:
     asked = configure(path.name, model_name(path.name))
     refused = kind if isinstance(kind, str) else ""
-    return Item(asked.model, path, () if refused else _files(path, kind, beside), asked.arguments, refused)
+    files = () if refused else _files(path, kind, beside)
+    return Item(asked.model, path, files, asked.arguments, refused, asked.named)
 
 
 def _files(path: Path, kind: Kind | str, beside: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -132,10 +145,52 @@ def _files(path: Path, kind: Kind | str, beside: tuple[Path, ...]) -> tuple[Path
 
 
 def _shards(index: Path) -> list[Path]:
+    """The files that the index of a sharded checkpoint names. Raises :class:`SourceError` where it is no such index."""
     if index.is_dir():
         return []
-    names = set(json.loads(index.read_bytes())["weight_map"].values())
-    return [index.parent / str(name) for name in sorted(map(str, names)) if Path(str(name)).name == str(name)]
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise SourceError(f"{index}: is not the index of a sharded checkpoint") from None
+    plain = (name for name in sorted(map(str, names)) if Path(name).name == name and "\0" not in name)
+    return [index.parent / name for name in plain if len(name.encode(errors="replace")) <= _LONGEST_NAME]
+
+
+def _may_hold_weights(path: Path) -> bool:
+    """Whether ``path``, which is no checkpoint, may be a file with the weights of an ONNX graph beside it."""
+    return path.is_file() and path.suffix.lower() not in _WITHOUT_WEIGHTS
+
+
+def _named_files(path: Path) -> list[Path]:
+    """What is read where an option names ``path``: itself, an ONNX graph's weights beside it, or samples in it."""
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    if not path.is_file() or not _is_graph(path):
+        return [path] if path.is_file() else []
+    beside = (each for each in path.parent.iterdir() if _may_hold_weights(each) and not _is_checkpoint(each))
+    return [path, *sorted(beside)]
+
+
+def _is_graph(path: Path) -> bool:
+    try:
+        return recognise(path) is Kind.ONNX
+    except SourceError:
+        return False
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        recognise(path)
+    except NoCheckpoint:
+        return False
+    except SourceError:
+        return True
+    return True
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _used(items: Sequence[Item]) -> set[Path]:

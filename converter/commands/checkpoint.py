@@ -139,6 +139,7 @@ def checkpoint(context: click.Context, /, debug: bool, per_model: Path | None, j
         from converter.commands.collection import convert_all
 
         context.exit(convert_all(context, source, out, _check))
+    _refuse_one_without_version(source, out)
     if per_model is not None or jobs != 1:
         raise click.UsageError(f"--per-model and --jobs are for a directory of checkpoints, and {source} is none")
 
@@ -169,6 +170,19 @@ def _is_collection(source: Path, out: Path) -> bool:
     from converter.bulk.worklist import is_collection
 
     return is_collection(source)
+
+
+def _refuse_one_without_version(source: Path, out: Path) -> None:
+    """Say of a directory why it is not taken for many checkpoints, where ``out`` would do for many."""
+    if _VERSION.fullmatch(out.name) or not source.is_dir():
+        return
+    from bf16kit.errors import UsageError
+    from converter.bulk.mistaken import taken_for
+
+    raise UsageError(
+        f"--out {out}: must end in MODEL/VERSION, the version 1 or more; it ends in {out.absolute().name!r}, which"
+        f" would do for a directory of many checkpoints, and {taken_for(source)}"
+    )
 
 
 def _check(arguments: Sequence[str]) -> None:

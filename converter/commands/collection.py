@@ -14,6 +14,7 @@ from bf16kit.errors import UsageError
 
 _LARGEST = 1 << 20  # bytes of a file of options
 _OWN = frozenset(("out", "force", "jobs", "per_model"))  # what is said of the collection, not of a model
+_NAMING = ("map", "model", "samples")  # what may name a file
 _NAME = "name"
 
 Arguments = Mapping[str, Sequence[str]]  # of a command line, by the option that they give
@@ -27,7 +28,7 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
     """
     from converter.bulk.run import run, summary, worst
     from converter.bulk.worklist import Configured, collect
-    from converter.options import parse_target
+    from converter.options import parse_model_name, parse_target
 
     given = _given(context)
     per_model = context.params["per_model"]
@@ -41,8 +42,9 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
         name = fields.pop(_NAME, model)
         if not isinstance(name, str):
             raise UsageError(f"{per_model}/{found[0]}.yaml: name is {name!r}, expected the model's name")
+        parse_model_name(f"{per_model}/{found[0]}.yaml" if found else file, name)
         arguments = {**given, **_arguments(context, fields, f"{per_model}/{found[0] if found else ''}.yaml")}
-        return Configured(name, tuple(text for texts in arguments.values() for text in texts))
+        return Configured(name, tuple(text for texts in arguments.values() for text in texts), _named(arguments))
 
     worklist = collect(source, configure, repository)
     unused = sorted(own.keys() - used)
@@ -67,6 +69,19 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
 
     say(summary(outcomes, worklist))
     return worst(outcomes, interrupted=interrupted)
+
+
+def _named(arguments: Arguments) -> tuple[Path, ...]:
+    """The files and directories that options name; a function that they name instead is none."""
+    paths = (Path(arguments[name][-1]) for name in _NAMING if arguments.get(name))
+    return tuple(path for path in paths if _exists(path))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # longer than any file's name, or a zero byte in it
+        return False
 
 
 def _given(context: click.Context) -> dict[str, list[str]]:

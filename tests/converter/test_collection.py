@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from converting import SUPPORT, Cli, process
@@ -93,6 +94,16 @@ def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_p
     assert (out / "b" / "1").is_dir()
 
 
+@pytest.mark.long
+def test_other_bytes_in_what_an_option_names_are_noticed(models: Path, tmp_path: Path) -> None:
+    (models / "b.onnx").unlink()
+    samples = tmp_path / "sample.npz"
+    for value, status in ((1, "version 1: converted"), (1, "version 1: done before"), (2, "version 2: converted")):
+        np.savez(samples, x=np.full((2, 16), value, np.float32))
+        found = process("checkpoint", models, "--out", tmp_path / "r", *QUICK, "--samples", samples)
+        assert f"a {status}" in found.err
+
+
 class TestToldBeforeWorkBegins:
     def test_a_name_that_no_model_can_have(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         (models / "a.onnx").rename(models / "my model.onnx")
@@ -111,6 +122,12 @@ class TestToldBeforeWorkBegins:
     def test_many_into_one_version(self, cli: Cli, models: Path, tmp_path: Path) -> None:
         cli("checkpoint", models, "--out", tmp_path / "m" / "1").refused(
             2, "is not a model", "converted with --out REPOSITORY"
+        )
+
+    def test_what_hides_many(self, cli: Cli, models: Path, tmp_path: Path) -> None:
+        (models / "other.pdparams").write_text("")
+        cli("checkpoint", models, "--out", tmp_path / "repo").refused(
+            2, "must end in MODEL/VERSION", "a PaddlePaddle model", "because of other.pdparams in it"
         )
 
     def test_one_into_a_repository_is_what_it_always_was(self, cli: Cli, models: Path, tmp_path: Path) -> None:
@@ -136,6 +153,9 @@ class TestPerModel:
             ("- seed", "expected options such as"),
             ("{seed: 1", "not YAML"),
             ("name: [a]", "name is ['a'], expected the model's name"),
+            ("name: ../outside", "a.yaml: '../outside' is not a model name"),
+            ("name: b/c", "a.yaml: 'b/c' is not a model name"),
+            ("name: ''", "a.yaml: '' is not a model name"),
             ("name: b", "a.onnx, b.onnx would all become model 'b'"),
         ],
     )

@@ -29,6 +29,13 @@ def is_checkpoint(path: Path) -> bool:
     return path.name.isdecimal() and _holds_items(path)  # of a step that says nothing beside its items, as older ones
 
 
+def trees(path: Path) -> list[Path]:
+    """The directories in ``path`` because of which it is taken for a checkpoint: steps, items or arrays."""
+    return [
+        child for child in _directories(path) if _holds_items(child) or any((child / name).is_file() for name in ARRAYS)
+    ]
+
+
 def locate(path: Path, step: int | None, item: str | None) -> Path:
     """The directory in ``path`` that holds one tree of arrays: of step ``step``, by default the newest, item ``item``.
 

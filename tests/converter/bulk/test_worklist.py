@@ -117,6 +117,57 @@ def test_a_digest_changes_with_every_byte_and_every_argument(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    "weight_map", [{"a": ["x"]}, {"a": {}}, {"a": "x" * 300}, {"a": "\0"}, {"a": None}, {"a": "../x"}]
+)
+def test_an_index_that_names_no_files_spoils_no_others(tmp_path: Path, weight_map: dict[str, object]) -> None:
+    _weights(tmp_path / "b.safetensors")
+    for name in ("a.safetensors.index.json", "z.safetensors.index.json"):  # one alone would make it a model
+        (tmp_path / name).write_text(json.dumps({"weight_map": weight_map}))
+    found = {item.model: item.refused for item in _collect(tmp_path).items}
+    assert found["b"] == ""
+    unhashable = isinstance(weight_map["a"], (list, dict))
+    assert found["a"] == found["z"] == ("is not the index of a sharded checkpoint" if unhashable else "")
+
+
+class TestWhatOptionsName:
+    """Its bytes are part of what a conversion was made of, wherever it lies."""
+
+    def _digest(self, directory: Path, *named: Path) -> str:
+        (directory / "models").mkdir(exist_ok=True)
+        _weights(directory / "models" / "a.safetensors")
+        return collect(directory / "models", lambda _, model: Configured(model, (), named)).items[0].digest()
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        rules = tmp_path / "rules.yaml"
+        rules.write_text("rules: []")
+        first = self._digest(tmp_path, rules)
+        assert self._digest(tmp_path, rules) == first
+        rules.write_text("rules: [ ]")
+        assert self._digest(tmp_path, rules) != first
+
+    def test_a_directory_of_samples_and_of_nothing_else(self, tmp_path: Path) -> None:
+        samples = tmp_path / "samples"
+        (samples / "deeper").mkdir(parents=True)
+        _weights(samples / "0.safetensors")
+        first = self._digest(tmp_path, samples)
+        (samples / "README.md").write_text("no sample")
+        (samples / "fifo.npz").mkdir()
+        assert self._digest(tmp_path, samples) == first
+        _weights(samples / "1.safetensors")
+        assert self._digest(tmp_path, samples) != first
+
+    def test_a_graph_with_what_may_be_its_weights(self, tmp_path: Path) -> None:
+        graph = tmp_path / "graph.onnx"
+        onnx.save(graphs.mlp(), graph)
+        (tmp_path / "weights.data").write_bytes(b"\1" * 100)
+        first = self._digest(tmp_path, graph)
+        _weights(tmp_path / "another.safetensors")
+        assert self._digest(tmp_path, graph) == first
+        (tmp_path / "weights.data").write_bytes(b"\2" * 100)
+        assert self._digest(tmp_path, graph) != first
+
+
+@pytest.mark.parametrize(
     ("file", "model"),
     [
         ("mlp.pt", "mlp"),

@@ -1,0 +1,41 @@
+"""Why a directory is taken for one source, for whoever meant it as a directory of many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bf16kit.errors import SourceError
+from bf16kit.text import listed
+from converter.sources.detect import recognise
+from converter.sources.orbax import layout
+
+_SHOWN = 5
+# What a directory is told by: one such file among many checkpoints makes it a model, or a foreign format.
+_MARKS = (
+    *("config.json", "modules.json", "*.safetensors.index.json", "saved_model.pb", "manifest.json"),
+    *("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
+    *("Manifest.json", "coremldata.bin", "model_index.json", "rank0.engine", "meta.pt", "*.distcp", "zero_to_fp32.py"),
+    *("*.pdiparams", "*.pdparams", "*.data-00000-of-*", "MLmodel", "adapter_config.json"),
+    *("quantize_config.json", "quant_config.json"),
+)
+
+
+def taken_for(directory: Path) -> str:
+    """What ``directory`` is taken for, because of what in it, and what to do about it; the end of a message."""
+    try:
+        what = f"is taken for one source, {recognise(directory).value}"
+    except SourceError as error:
+        what = f"is taken for one source, and {str(error).removeprefix(f'{directory}: ')}"
+    found = _found(directory)
+    if not found:
+        return f"{directory} {what}"
+    names = listed([*found[:_SHOWN], *([f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
+    return (
+        f"{directory} {what}; that is because of {names} in it: if the others beside are what you want, move"
+        f" {'it' if len(found) == 1 else 'them'} to a directory of {'its' if len(found) == 1 else 'their'} own"
+    )
+
+
+def _found(directory: Path) -> list[str]:
+    names = {path.name for mark in _MARKS for path in directory.glob(mark)}
+    return sorted(names) + [f"{path.name}/" for path in layout.trees(directory) if path.name not in names]

@@ -1,0 +1,38 @@
+"""A directory that one stray file makes a model: what it is taken for, and because of what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from converter.bulk.mistaken import taken_for
+
+
+@pytest.mark.parametrize(
+    ("stray", "what"),
+    [
+        ("other.pdparams", "is taken for one source, and is a PaddlePaddle model"),
+        ("jax_7/default/manifest.ocdbt", "is taken for one source, an Orbax (JAX) checkpoint"),
+        ("w/.zarray", "is taken for one source, an Orbax (JAX) checkpoint"),
+        ("m.safetensors.index.json", "is taken for one source, sharded safetensors"),
+        ("config.json", "is taken for one source, a Hugging Face model directory"),
+        ("saved_model.pb", "is taken for one source, a TensorFlow SavedModel"),
+    ],
+)
+def test_the_stray_file_is_named(tmp_path: Path, stray: str, what: str) -> None:
+    (tmp_path / stray).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / stray).write_text("{}")
+    (tmp_path / "good.pt").write_text("")
+    said = taken_for(tmp_path)
+    assert what in said
+    first = f"{stray.partition('/')[0]}/" if "/" in stray else stray
+    assert f"because of {first} in it: if the others beside are what you want, move it to a directory" in said
+
+
+def test_many_are_counted(tmp_path: Path) -> None:
+    for index in range(7):
+        (tmp_path / f"{index}.pdparams").write_text("")
+    assert "because of 0.pdparams, 1.pdparams, 2.pdparams, 3.pdparams, 4.pdparams and 2 more in it" in taken_for(
+        tmp_path
+    )
