@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bf16kit.errors import RuntimeFailure
@@ -113,7 +114,8 @@ class TorchExportRuntime:
         use_threads(self._threads)
         try:
             with torch.inference_mode():
-                given = [to_tensor(feeds[spec.name]).to(self._device) for spec in self._inputs]
+                # Copies, each in memory of its own: a program may look at the whole memory that its inputs lie in.
+                given = [to_tensor(np.array(feeds[spec.name], order="C")).to(self._device) for spec in self._inputs]
                 results = bound.flat(values | dict(zip(bound.inputs, given, strict=True)))
                 found = {spec.name: tensor for spec, tensor in zip(self._outputs, results, strict=True)}
                 wanted = found if outputs is None else {name: found[name] for name in outputs}
@@ -202,6 +204,8 @@ class _Binder:
         found = getattr(packet, rest, None)
         if not isinstance(found, torch._ops.OpOverload):
             raise RuntimeFailure(f"uses the operator {node.target!r}, which torch {torch.__version__} does not have")
+        if name not in operators.IN_PLACE and name not in operators.RUNNING and _writes(found):
+            raise RuntimeFailure(f"uses the operator {node.target!r}, which writes into what it is given")
         return (found if self._wrap is None else self._wrap(name, found)), node.args
 
     def _inner(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -240,6 +244,13 @@ class _Binder:
         if isinstance(value, Graph):
             raise RuntimeFailure("an operator is given a graph that takes none")
         return value
+
+
+def _writes(operator: torch._ops.OpOverload) -> bool:
+    """Whether ``operator`` declares that it does: sort.values is among those that are not called out."""
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments
+    )
 
 
 _MODULES: Mapping[str, Any] = {"_operator": operator, "torch": torch, "math": math}

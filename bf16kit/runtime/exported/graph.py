@@ -14,10 +14,10 @@ from typing import Any
 
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime.exported import arguments, operators
+from bf16kit.runtime.exported.aliases import check_writes
 from bf16kit.runtime.exported.outputs import output_names
 from bf16kit.runtime.exported.values import (
     DTYPES,
-    Ref,
     field,
     integer,
     listed,
@@ -98,7 +98,8 @@ def parse_program(program: Mapping[str, Any], stored: Mapping[str, object]) -> P
         if fqn not in stored:
             raise RuntimeFailure(f"reads a tensor {fqn!r} ({value}), which the archive does not hold")
     _check_outputs(signature)
-    graph = _graph(values, frozenset({*tensors, *(edge.name for edge in inputs)}), 0)
+    graph = _graph(values, 0)
+    check_writes(graph)
     return Program(inputs, tensors, graph, output_names(module, graph.results, [edge.name for edge in inputs]))
 
 
@@ -157,7 +158,7 @@ def _check_outputs(signature: Mapping[str, Any]) -> None:
             )
 
 
-def _graph(found: Mapping[str, Any], fixed: frozenset[str], depth: int) -> Graph:
+def _graph(found: Mapping[str, Any], depth: int) -> Graph:
     if depth > _DEEPEST:
         raise RuntimeFailure(f"has graphs in graphs, more than {_DEEPEST} deep")
     inputs = tuple(filter(None, (_given(value) for value in listed(field(found, "inputs"), "inputs"))))
@@ -166,7 +167,7 @@ def _graph(found: Mapping[str, Any], fixed: frozenset[str], depth: int) -> Graph
         raise RuntimeFailure(f"has {len(nodes)} nodes, the most is {_MOST}")
     return Graph(
         inputs,
-        tuple(node for each in nodes if (node := _node(mapping(each, "nodes"), fixed, depth)) is not None),
+        tuple(node for each in nodes if (node := _node(mapping(each, "nodes"), depth)) is not None),
         tuple(arguments.read(value, "outputs", _no_graph) for value in listed(field(found, "outputs"), "outputs")),
     )
 
@@ -186,7 +187,7 @@ def _given(value: Any) -> str | None:
     raise RuntimeFailure(f"has an input of kind {tag[:80]!r}, which is no tensor")
 
 
-def _node(node: Mapping[str, Any], fixed: frozenset[str], depth: int) -> Node | None:
+def _node(node: Mapping[str, Any], depth: int) -> Node | None:
     target = text(field(node, "target"), "target")
     operator = _operator(target)
     if operator in operators.CHECKS:
@@ -194,7 +195,7 @@ def _node(node: Mapping[str, Any], fixed: frozenset[str], depth: int) -> Node | 
     what = f"operator {target!r}"
 
     def inner(graph: Any) -> Graph:
-        return _graph(mapping(graph, what), fixed, depth + 1)
+        return _graph(mapping(graph, what), depth + 1)
 
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -206,10 +207,6 @@ def _node(node: Mapping[str, Any], fixed: frozenset[str], depth: int) -> Node | 
             args.append(value)
         else:
             kwargs[name(named, what)] = value
-    if operator in operators.IN_PLACE:
-        written = kwargs.get("self", args[0] if args else None)
-        if isinstance(written, Ref) and written.name in fixed:
-            raise RuntimeFailure(f"{what} writes into {written.name!r}, an input or weight; export it without a state")
     outputs = [union(value, what) for value in listed(field(node, "outputs"), what)]
     single = len(outputs) == 1 and outputs[0][0] in ("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float")
     if not operator and target in (operators.GRAD_MODE, operators.AUTOCAST):

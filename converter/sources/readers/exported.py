@@ -14,6 +14,7 @@ from converter.sources.readers.common import Advance, exported
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """The file as a source: a module that calls the program's operators, exported like any other."""
     from converter.sources import exported_program, onnx_file, precisions, statedict
+    from converter.sources.oracles import Untouched
     from converter.sources.torch.onnx_export import adapt
     from converter.sources.torch.program import ProgramModule
 
@@ -27,6 +28,9 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
         raise SourceError(f"{options.source}: {error}") from None
     inputs = onnx_file.settle_inputs(found.inputs(), options.inputs)
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), found.tensors)
-    model = adapt(statedict.in_fp32(module), inputs)
+    widened = statedict.in_fp32(module).eval()
+    untouched = Untouched(widened)  # its tensors are the checkpoint's own memory
+    model = adapt(widened, inputs)
+    untouched.check("running the program")
     notes = (*found.notes, *precisions.notes(found.tensors, residual=options.residual))
     return replace(exported(checkpoint, model, None), notes=notes)

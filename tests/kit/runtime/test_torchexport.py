@@ -244,3 +244,50 @@ def test_modes_of_torch_are_kept(tmp_path: Path) -> None:
     assert b"wrap_with_autocast" in path.read_bytes()
     found = TorchExportRuntime(path, [X], [Y]).run({"x": rows()})["y"]
     assert np.array_equal(found, eager(module, rows()))
+
+
+def called(directory: Path, target: str, *inputs: tuple[str, Any]) -> Path:
+    """A program whose first operator is ``target``, given ``inputs``."""
+
+    def edit(program: Any) -> None:
+        given = [{"name": name, "arg": arg, "kind": 1} for name, arg in inputs]
+        files.node(program).update(target=target, inputs=given)
+
+    path = directory / "m.pt2"
+    archive = files.exported(Doubled(), torch.zeros(2, 16), batch=False)
+    path.write_bytes(files.changed(archive, files.MODEL, edit))
+    return path
+
+
+class Doubled(torch.nn.Module):
+    """One operator on its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+TENSOR_X = ("self", {"as_tensor": {"name": "x"}})
+
+
+def test_a_program_sees_nothing_of_the_memory_around_its_inputs(tmp_path: Path) -> None:
+    """An input may be a part of a request, beside those of others."""
+    path = called(
+        tmp_path,
+        "torch.ops.aten.as_strided.default",
+        TENSOR_X,
+        ("size", {"as_ints": [2, 16]}),
+        ("stride", {"as_ints": [16, 1]}),
+        ("storage_offset", {"as_int": 16}),
+    )
+    spec = TensorSpec("x", "float32", (2, 16))
+    runtime = TorchExportRuntime(path, [spec], [TensorSpec("y", "float32", (2, 16))])
+    around = np.arange(6 * 16, dtype=np.float32).reshape(6, 16)
+    with pytest.raises(RuntimeFailure, match="out of bounds for storage of size 128"):
+        runtime.run({"x": around[1:5:3]})
+
+
+def test_an_operator_that_writes_to_what_it_is_given_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
+    given = (TENSOR_X, ("out", {"as_tensor": {"name": "x"}}))
+    path = called(tmp_path, "torch.ops.aten.xlogy.OutTensor", TENSOR_X, ("other", given[0][1]), given[1])
+    with pytest.raises(RuntimeFailure, match="which writes into what it is given"):
+        TorchExportRuntime(path, [X], [Y])

@@ -1,0 +1,86 @@
+"""Which values of a program may be written into: those that it made itself, in memory of their own.
+
+A program that writes into an input, a weight, or a view of one changes what its next run computes, or what its caller
+holds. Whether a value is a part of another is followed through the program: an operator that is not known to give
+fresh memory (:data:`bf16kit.runtime.exported.operators.FRESH`) gives parts of what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.exported import operators
+from bf16kit.runtime.exported.steps import made_by, read_by
+from bf16kit.runtime.exported.values import Ref
+
+if TYPE_CHECKING:
+    from bf16kit.runtime.exported.graph import Graph, Node
+
+_OWN = operators.FRESH | operators.IN_PLACE
+_ATEN = "torch.ops.aten."
+_MEAN, _VARIANCE, _TRAINING = 3, 4, 5  # places of a batch norm's arguments
+
+
+def check_writes(graph: Graph) -> None:
+    """:class:`RuntimeFailure` where ``graph`` may write into an input, a weight or a part of one."""
+    _own(graph, frozenset())
+
+
+def _own(graph: Graph, own: Iterable[str]) -> set[str]:
+    """The values of ``graph`` that lie in memory which the program took; ``own`` are those it is given.
+
+    A name may be given twice, as in running: what counts is who had it last.
+    """
+    found = set(own)
+    for node in graph.nodes:
+        _check(node, found)
+        for name, is_own in _given(node, found):
+            (found.add if is_own else found.discard)(name)
+    return found
+
+
+def _given(node: Node, own: set[str]) -> list[tuple[str, bool]]:
+    """The names of what ``node`` gives, and whether each lies in memory of the program's own."""
+    place = next((i for i, value in enumerate(node.args) if hasattr(value, "nodes")), None)
+    if place is None:
+        # What was written into in place was found to be the program's own.
+        fresh = _name(node) in _OWN or not node.target.startswith(_ATEN)
+        is_own = fresh or read_by((*node.args, *node.kwargs.values())) <= own
+        return [(name, is_own) for name in made_by(node.outputs) if name]
+    graph = node.args[place]
+    given = zip(graph.inputs, node.args[place + 1 :], strict=False)
+    within = _own(graph, (name for name, value in given if read_by([value]) <= own))
+    results = [read_by([result]) <= within for result in graph.results]
+    if len(results) != len(node.outputs):
+        results = [all(results)] * len(node.outputs)
+    pairs = zip(node.outputs, results, strict=True)
+    return [(name, is_own) for output, is_own in pairs for name in made_by([output]) if name]
+
+
+def _name(node: Node) -> str:
+    return node.target.removeprefix(_ATEN).partition(".")[0]
+
+
+def _check(node: Node, own: set[str]) -> None:
+    name = _name(node)
+    if name in operators.IN_PLACE:
+        written = node.kwargs.get("self", node.args[0] if node.args else None)
+        if not isinstance(written, Ref) or written.name not in own:
+            target = written.name if isinstance(written, Ref) else written
+            raise RuntimeFailure(
+                f"operator {node.target!r} writes into {target!r}, an input or weight or perhaps a part of one; write"
+                " into a clone() of it, or save ep.run_decompositions(), in which nothing is written in place"
+            )
+    elif name in operators.RUNNING and not node.target.endswith(".no_stats"):
+        stats = [_argument(node, _MEAN, "running_mean"), _argument(node, _VARIANCE, "running_var")]
+        training = _argument(node, _TRAINING, operators.RUNNING[name])
+        if training is not False and not read_by(stats) <= own:
+            raise RuntimeFailure(
+                f"operator {node.target!r} writes into its running statistics; export the module in evaluation mode"
+            )
+
+
+def _argument(node: Node, place: int, name: str) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
