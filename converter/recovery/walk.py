@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 from bf16kit.artifact import Artifact
@@ -107,7 +108,8 @@ def _samples(options: Options, source: Source, judging: _Judging) -> Samples:
 
 
 def _asked(options: Options, settings: Settings, checkpoint: Checkpoint, where: str) -> dict[str, Any]:
-    """What the end state follows from, for whoever resumes."""
+    """What the end state follows from, and what the artifact of the weights as they were was made with, for whoever
+    resumes. A file may hold weights of several kinds: its digest does not say which were chosen."""
     recorded = {f"--{name.replace('_', '-')}": value for name, value in settings.recorded(checkpoint.sha256).items()}
     recorded["the source's sha256"] = recorded.pop("--recovered-from")
     return recorded | {
@@ -120,6 +122,16 @@ def _asked(options: Options, settings: Settings, checkpoint: Checkpoint, where: 
         "--bf16": list(options.bf16),
         "--subnormals": options.subnormals,
         "--saturate": options.saturate,
+        "--weights": options.weights,
+        "--map": None if options.map is None else f"sha256 {sha256(options.map.read_bytes()).hexdigest()}",
+        "--step": options.step,
+        "--item": options.item,
+        "--input": [f"{spec.name}:{spec.dtype}:{','.join(map(str, spec.shape))}" for spec in options.inputs],
+        "--output": dict(options.outputs),
+        "--with-past": options.with_past,
+        "--format": list(options.formats),
+        "--profile": list(options.profiles),
+        "the sha256 of the weights that it begins with": digest(checkpoint.tensors),
     }
 
 

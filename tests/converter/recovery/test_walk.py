@@ -1,0 +1,90 @@
+"""What a recovery that goes on must have been asked for, as it was when it began."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bf16kit.errors import UsageError
+from converter.model import Checkpoint
+from converter.options import Options, parse_inputs, parse_target
+from converter.recovery.place import workplace
+from converter.recovery.settings import Scaling, Settings
+from converter.recovery.walk import _asked
+
+SETTINGS = Settings(
+    data="m:loader",
+    evaluation=None,
+    steps=4,
+    precision="bf16-mixed",
+    scaling=Scaling("none"),
+    loss="distillation",
+    learning_rate=1e-3,
+    device="cpu",
+    every=1,
+    resume=True,
+)
+
+
+def _checkpoint(value: float) -> Checkpoint:
+    """Of one file, whatever was chosen in it."""
+    return Checkpoint("a Lightning checkpoint", "0" * 64, {"w": np.full(3, value, np.float32)})
+
+
+def _resume(options: Options, then: Options, checkpoint: Checkpoint) -> None:
+    """Begin with ``options`` and go on with ``then``, and with the weights of ``checkpoint``."""
+    with contextlib.suppress(RuntimeError), workplace(options.target, resume=False) as place:
+        place.agree(_asked(options, SETTINGS, _checkpoint(0), "cpu"))
+        place.keep(lambda path: path.write_bytes(b"weights"))
+        raise RuntimeError
+    with workplace(options.target, resume=True) as place:
+        place.agree(_asked(then, SETTINGS, checkpoint, "cpu"))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    (tmp_path / "rules.yaml").write_text("rules: []")
+    (tmp_path / "other.yaml").write_text("rules: [ ]")
+    target = parse_target(tmp_path / "repository" / "m" / "1")
+    return Options(source=tmp_path / "m.ckpt", target=target, map=tmp_path / "rules.yaml")
+
+
+@pytest.mark.parametrize(
+    ("flag", "change"),
+    [
+        ("--weights", {"weights": "ema"}),
+        ("--input", {"inputs": parse_inputs(["x:float32:batch,16"])}),
+        ("--output", {"outputs": {"y": "logits"}}),
+        ("--step", {"step": 3}),
+        ("--item", {"item": "params"}),
+        ("--with-past", {"with_past": True}),
+        ("--format", {"formats": ("pt2",)}),
+        ("--profile", {"profiles": ("cpu",)}),
+        ("--seed", {"seed": 1}),
+    ],
+)
+def test_another_option_is_refused_by_name(options: Options, flag: str, change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^--resume: {flag} is .* now, and was "):
+        _resume(options, replace(options, **change), _checkpoint(0))
+
+
+def test_other_rules_are_refused_and_the_same_ones_elsewhere_are_not(options: Options, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--resume: --map is 'sha256 .* now, and was 'sha256 "):
+        _resume(options, replace(options, map=tmp_path / "other.yaml"), _checkpoint(0))
+    (tmp_path / "other.yaml").write_text("rules: []")
+    with workplace(options.target, resume=True) as place:
+        place.agree(_asked(replace(options, map=tmp_path / "other.yaml"), SETTINGS, _checkpoint(0), "cpu"))
+
+
+def test_other_weights_of_the_same_file_are_refused(options: Options) -> None:
+    with pytest.raises(UsageError, match=r"^--resume: the sha256 of the weights that it begins with is "):
+        _resume(options, options, _checkpoint(1))
+
+
+def test_what_only_judges_or_publishes_may_be_another(options: Options) -> None:
+    _resume(options, replace(options, allow_over_budget=True, report=False, samples="x.npz"), _checkpoint(0))
