@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from converting import Outcome
 from safetensors.numpy import load_file
+from servedanswers import served_answers
 
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
@@ -112,3 +113,14 @@ def test_flaxs_answers_confirm_the_map_and_are_the_artifacts(
     restored = load_file(tmp_path / "fp32.safetensors")
     restored.pop("step", None)
     _same({name.removesuffix(".value"): array for name, array in restored.items()}, _leaves(written, model))
+
+
+def test_an_artifact_of_an_orbax_checkpoint_answers_over_grpc_as_flax_did(written: Path, tmp_path: Path) -> None:
+    assert _convert(written, "mlp", "standard", tmp_path / "repository" / "mlp" / "1").code == 0
+    samples = dict(np.load(written / "mlp" / "samples.npz"))
+    outputs = Artifact.open(tmp_path / "repository" / "mlp" / "1").manifest.outputs
+    expected = {entry.name: samples.pop(entry.name) for entry in outputs}
+    found = served_answers(tmp_path / "repository", "mlp", samples)
+    assert set(found) == set(expected)
+    for name, own in expected.items():
+        assert np.linalg.norm(found[name] - own) < 1.5e-2 * np.linalg.norm(own)

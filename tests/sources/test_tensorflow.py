@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from converting import Outcome, process
 from restored import assert_restored
+from servedanswers import served_answers
 
 from bf16kit.artifact import Artifact
 from bf16kit.runtime.loading import load, load_reference
@@ -121,6 +123,54 @@ def test_a_keras_file_with_attention_and_a_recurrent_layer(made: Made, tmp_path:
     _convert(made("keras_file") / "model.keras", target)
     assert Artifact.open(target).manifest.source.format == "keras"
     _check(made("keras_file"), target)
+
+
+def test_a_keras_file_by_any_name_is_loaded_by_the_loader_that_runs_no_code(made: Made, tmp_path: Path) -> None:
+    """Keras chooses by the name: of a file called ``.h5`` it takes the loader that knows no safe mode."""
+    path = Path(shutil.copy(made("keras_file") / "model.keras", tmp_path / "x.h5"))
+    target = tmp_path / "text" / "1"
+    _convert(path, target)
+    _check(made("keras_file"), target)
+
+
+_ODD_WEIGHTS = {
+    "link": ("file['odd'] = h5py.ExternalLink('/etc/hostname', '/')", "has a link at '/odd'"),
+    "soft link": ("file['odd'] = h5py.SoftLink('/layers')", "has a link at '/odd'"),
+    "external": (
+        "file.create_dataset('odd', (4,), 'f4', external=[('/etc/hostname', 0, 16)])",
+        "the values of '/odd' are in another file",
+    ),
+    "virtual": (
+        "layout = h5py.VirtualLayout((4,), 'f4'); layout[:] = h5py.VirtualSource('/x.h5', 'w', (4,));"
+        " file.create_virtual_dataset('odd', layout)",
+        "the values of '/odd' are in another file",
+    ),
+    "growth": ("file.create_dataset('odd', (1 << 40,), 'f4', chunks=(1 << 20,))", "would grow from 0 bytes to"),
+    "circle": ("file['odd'] = file['/']; file['zodd'] = h5py.SoftLink('/')", "has a link at '/zodd'"),
+}
+
+
+@pytest.mark.parametrize("kind", _ODD_WEIGHTS)
+def test_weights_that_lie_elsewhere_are_refused(made: Made, python: Path, tmp_path: Path, kind: str) -> None:
+    code, said = _ODD_WEIGHTS[kind]
+    with zipfile.ZipFile(made("keras_file") / "model.keras") as whole:
+        whole.extractall(tmp_path / "parts")
+    weights = tmp_path / "parts" / "model.weights.h5"
+    edit = f"import h5py\nwith h5py.File({str(weights)!r}, 'r+') as file: {code}"
+    subprocess.run([str(python), "-I", "-c", edit], check=True, timeout=300)
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as odd:
+        for name in ("metadata.json", "config.json", "model.weights.h5"):
+            odd.write(tmp_path / "parts" / name, name)
+    process("checkpoint", tmp_path / "m.keras", "--out", tmp_path / "m" / "1").refused(3, said)
+
+
+def test_an_artifact_answers_over_grpc_as_tensorflow_did(made: Made, tmp_path: Path) -> None:
+    feeds, expected = _arrays(made("version1") / "feeds.npz"), _arrays(made("version1") / "answers-serving_default.npz")
+    _convert(made("version1") / "model", tmp_path / "repository" / "first" / "1")
+    found = served_answers(tmp_path / "repository", "first", feeds)
+    assert set(found) == set(expected)
+    for name, answer in expected.items():
+        assert _far(found[name], answer) < 1.5e-2, name
 
 
 def test_a_model_of_keras_2_with_its_optimizers_slots(made: Made, tmp_path: Path) -> None:

@@ -50,9 +50,12 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
         raise UsageError(f"--model: {kind.value} brings its own architecture")
     if kind is Kind.KERAS:
         kerasfile.check(options.source)
-        child = _started(options.source, environment.require())
-        exported = child.directory / "exported"
-        _ask(options.source, child, "export", model=str(options.source.absolute()), to=str(exported))
+        python = environment.require()
+        kerasfile.check_version(python)
+        child = _started(options.source, python)
+        exported, model_file = child.directory / "exported", child.directory / "model.keras"
+        model_file.symlink_to(options.source.resolve())  # Keras chooses a loader by the name, and only one is safe
+        _ask(options.source, child, "export", model=str(model_file), to=str(exported))
         return _source(options, _looked_at(options, exported, "keras", (options.source,)), child, advance)
     model = _looked_at(options, options.source, "saved-model", ())
     return _source(options, model, _started(options.source, environment.require()), advance)

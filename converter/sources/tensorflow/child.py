@@ -12,8 +12,10 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ _PR_SET_PDEATHSIG = 1
 _UNNAMED = re.compile(r"unk__\d+")  # what tf2onnx calls a dimension that nobody named
 _LONGEST = 4000  # characters of an error
 _OUTPUT = "bf16kit_output_"
+_WEIGHTS = "model.weights.h5"  # in a .keras file
+_LONGEST_NAME = 100  # characters of a name in a message
+_GROWTH, _SMALL = 50, 1 << 20  # as of the archive (.kerasfile): times, and bytes that anything may grow to
 
 
 class Opened:
@@ -51,12 +56,48 @@ def start(request: Request) -> Reply:
 
 
 def export(request: Request) -> Reply:
-    """Write the Keras model in the file ``model`` as a SavedModel to the directory ``to``."""
+    """Write the Keras model in the file ``model``, called ``*.keras``, as a SavedModel to the directory ``to``."""
     import keras
 
+    _check_weights(Path(request["model"]))
     model = keras.saving.load_model(request["model"], compile=False, safe_mode=True)
     model.export(request["to"], format="tf_saved_model", verbose=False)
     return {"versions": {"keras": keras.__version__}}
+
+
+def _check_weights(model: Path) -> None:
+    """Refuse weights that lie in other files, or grow: Keras opens its HDF5 file as it is."""
+    import h5py
+
+    file = model.with_name("weights-to-check.h5")
+    with zipfile.ZipFile(model) as archive, archive.open(_WEIGHTS) as packed, file.open("wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked, 1 << 20)
+    try:
+        with h5py.File(file, "r") as opened:
+            waiting, seen = [opened["/"]], set()
+            while waiting:
+                group = waiting.pop()
+                for name in group:
+                    what = f"{group.name.rstrip('/')}/{name}"[:_LONGEST_NAME]
+                    if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                        raise ValueError(f"{_WEIGHTS} has a link at {what!r}, which Keras does not write")
+                    found = group[name]
+                    place = h5py.h5o.get_info(found.id).addr
+                    if isinstance(found, h5py.Group) and place not in seen:  # a group may hold itself
+                        waiting.append(found)
+                    elif isinstance(found, h5py.Dataset):
+                        _check_dataset(found, what)
+                    seen.add(place)
+    finally:
+        file.unlink()
+
+
+def _check_dataset(found: Any, what: str) -> None:
+    if found.is_virtual or found.external:
+        raise ValueError(f"{_WEIGHTS}: the values of {what!r} are in another file, which Keras does not write")
+    stored = found.id.get_storage_size()
+    if found.nbytes > max(_SMALL, _GROWTH * stored):
+        raise ValueError(f"{_WEIGHTS}: {what!r} would grow from {stored} bytes to {found.nbytes}")
 
 
 def load(request: Request) -> Reply:

@@ -9,8 +9,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from bf16kit.errors import ConversionError, SourceError
+from bf16kit.errors import ConversionError, SourceError, UsageError
 from bf16kit.wording import quoted
+from converter.sources.tensorflow.environment import Environment
 
 _LARGEST_CONFIG = 64 << 20  # bytes
 _GROWTH = 50  # times: Keras stores without compressing; weights hardly compress
@@ -18,9 +19,14 @@ _SMALL = 1 << 20  # bytes that anything may grow to
 _REMEDY = "load it with the code that made it, and convert the directory that model.export(directory) writes"
 _PARTS = "layers|models|initializers|activations|regularizers|constraints|optimizers|losses|metrics|dtype_policies|ops"
 _MODULE = re.compile(rf"keras|keras(\.src)?\.({_PARTS})(\.\w+)*")
+_FUNCTIONS = re.compile(r"keras(\.src)?\.(activations|initializers|losses|metrics|ops)(\.\w+)*")  # where Keras has them
+_MEMBERS = frozenset({"metadata.json", "config.json", "model.weights.h5"})
+_OLDEST = (3, 13, 2)  # before, `safe_mode` let code through in ways that were found one by one (docs/converting.md)
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 _CODE = "is code, which is not run"
 _REFUSED = {
     "Lambda": _CODE,
+    "__typespec__": "is a type of TensorFlow's that Keras would look up by its name",
     "__lambda__": _CODE,
     "TFSMLayer": "is a SavedModel elsewhere",
     "TorchModuleWrapper": "is a torch module; convert that",
@@ -34,6 +40,18 @@ _REFUSED = {
 }
 
 
+def check_version(environment: Environment) -> None:
+    """:class:`UsageError` where the Keras of ``environment`` is missing, or older than what may be given a file."""
+    said = environment.versions.get("keras")
+    found = _VERSION.match(said or "")
+    if found is None or tuple(int(part or 0) for part in found.groups()) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise UsageError(
+            f"{environment.python} has {'no Keras' if said is None else f'Keras {said}'}, and a .keras file is loaded"
+            f" with Keras {oldest} or newer, which does not run what such files may hold: pip install 'keras>={oldest}'"
+        )
+
+
 def check(path: Path) -> None:
     """Refuse what Keras could be made to run or to open.
 
@@ -42,8 +60,7 @@ def check(path: Path) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                _check_size(path, entry)
+            _check_records(path, archive.infolist())
             config = json.loads(archive.read("config.json"))
             broken = archive.testzip()
     except (OSError, KeyError, ValueError, EOFError, RecursionError, RuntimeError, zlib.error, zipfile.BadZipFile):
@@ -51,6 +68,20 @@ def check(path: Path) -> None:
     if broken is not None:
         raise SourceError(f"{path}: truncated or damaged: the checksum of {broken} is wrong")
     _check_objects(path, config)
+
+
+def _check_records(path: Path, entries: list[zipfile.ZipInfo]) -> None:
+    """Nothing but Keras' own, each once, from the first byte on: what is before it may be a file of another format."""
+    first = min((entry.header_offset for entry in entries), default=0)
+    if first:
+        raise SourceError(f"{path}: has {first} bytes before its first record, and a file that Keras wrote has none")
+    names = set[str]()
+    for entry in entries:
+        if entry.filename not in _MEMBERS or entry.filename in names:
+            what = "twice" if entry.filename in names else "which Keras' own layers do not need"
+            raise ConversionError(f"{path}: holds {quoted(entry.filename)}, {what}; {_REMEDY}")
+        names.add(entry.filename)
+        _check_size(path, entry)
 
 
 def _check_size(path: Path, entry: zipfile.ZipInfo) -> None:
@@ -87,7 +118,20 @@ def _check_object(path: Path, found: dict[str, Any]) -> None:
         raise ConversionError(f"{what} {_REFUSED[name]}; {_REMEDY}")
     if name.startswith("__") and module is None:
         return  # a tuple, an array, bytes: values that Keras writes down in this form
+    if name == "function":
+        _check_function(path, module, inner, registered)
+        return
     own = isinstance(module, str) and _MODULE.fullmatch(module) and name.isidentifier()
     if not own or (isinstance(registered, str) and ">" in registered and not registered.startswith("keras")):
         of = "" if module is None else f" of module {quoted(str(module))}"
         raise ConversionError(f"{what}{of} is not one of Keras' own, and its code is not in the file; {_REMEDY}")
+
+
+def _check_function(path: Path, module: Any, called: Any, registered: Any) -> None:
+    """A function is named by ``config``, below its module: ``utils.get_file`` of the module ``keras`` opens files."""
+    own = isinstance(module, str) and _FUNCTIONS.fullmatch(module)
+    if not own or not isinstance(called, str) or not called.isidentifier() or registered not in (None, called):
+        raise ConversionError(
+            f"{path}: the function {quoted(str(called))} of module {quoted(str(module))} is not one of Keras' own"
+            f" activations, initializers, losses, metrics or operators; {_REMEDY}"
+        )

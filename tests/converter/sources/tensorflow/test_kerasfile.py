@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from bf16kit.errors import ConversionError, SourceError
-from converter.sources.tensorflow.kerasfile import check
+from bf16kit.errors import ConversionError, SourceError, UsageError
+from converter.sources.tensorflow.environment import Environment
+from converter.sources.tensorflow.kerasfile import check, check_version
 
 _OWN = {"module": "keras.layers", "class_name": "Dense", "config": {"name": "d"}, "registered_name": None}
 
@@ -34,6 +35,46 @@ def _file(path: Path, config: Any, *, compression: int = zipfile.ZIP_STORED, wei
 
 def _layer(**changed: Any) -> dict[str, Any]:
     return {**_OWN, **changed}
+
+
+def _function(called: Any, **changed: Any) -> dict[str, Any]:
+    return _layer(**{"module": "keras.activations", "class_name": "function", "config": called, **changed})
+
+
+def test_functions_of_keras_own(tmp_path: Path) -> None:
+    check(_file(tmp_path / "m.keras", _model(_function("relu"), _function("silu", module="keras.src.activations"))))
+    check(_file(tmp_path / "m.keras", _model(_function("mean_squared_error", module="keras.losses"))))
+
+
+@pytest.mark.parametrize("before", [b"\x89HDF\r\n\x1a\n" + bytes(504), b"PK\x03\x04" + bytes(508)])
+def test_a_zip_behind_another_file_is_refused(tmp_path: Path, before: bytes) -> None:
+    """Keras takes one that is called ``.h5`` for HDF5, which is loaded without any safety."""
+    path = _file(tmp_path / "x.h5", _model(_OWN))
+    path.write_bytes(before + path.read_bytes())
+    with pytest.raises(SourceError, match="has 512 bytes before its first record"):
+        check(path)
+
+
+@pytest.mark.parametrize(("name", "said"), [("assets/words.txt", "which Keras' own"), ("config.json", "twice")])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_other_files_in_it_are_refused(tmp_path: Path, name: str, said: str) -> None:
+    path = _file(tmp_path / "m.keras", _model(_OWN))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, "{}")
+    with pytest.raises(ConversionError, match=f"holds '{name}', {said}"):
+        check(path)
+
+
+@pytest.mark.parametrize("version", [None, "2.15.0", "3.9.0", "3.13.1", "3.13", "unknown"])
+def test_a_keras_that_lets_code_through_is_named_with_the_oldest_that_does_not(version: str | None) -> None:
+    found = "no Keras" if version is None else f"Keras {version}"
+    with pytest.raises(UsageError, match=rf"^python has {found}, .* 3\.13\.2 or newer.*pip install 'keras>=3\.13\.2'$"):
+        check_version(Environment(Path("python"), {"keras": version}, True))
+
+
+@pytest.mark.parametrize("version", ["3.13.2", "3.14", "3.15.1", "4.0.0", "3.20.0.dev20260101"])
+def test_a_keras_that_is_new_enough(version: str) -> None:
+    check_version(Environment(Path("python"), {"keras": version}, True))
 
 
 def test_keras_own_layers_at_any_depth(tmp_path: Path) -> None:
@@ -62,6 +103,13 @@ def test_keras_own_layers_at_any_depth(tmp_path: Path) -> None:
         (_layer(module="keras.config", class_name="enable_unsafe_deserialization"), "of module 'keras.config'"),
         (_layer(module="keras.utils", class_name="get_file"), "of module 'keras.utils'"),
         (_layer(module="keras.layers.os", class_name="os.system"), "is not one of Keras' own"),
+        (_function("utils.get_file", module="keras"), "the function 'utils.get_file' of module 'keras' is not one"),
+        (_function("get_file", module="keras.utils"), "the function 'get_file' of module 'keras.utils'"),
+        (_function("load_model", module="keras.models"), "the function 'load_model' of module 'keras.models'"),
+        (_function("numpy.load", module="keras.ops"), "the function 'numpy.load' of module 'keras.ops'"),
+        (_function("relu", registered_name="my_package>relu"), "the function 'relu' of module 'keras.activations'"),
+        (_function({"name": "relu"}), "is not one of Keras' own activations"),
+        (_layer(class_name="__typespec__", module="keras", spec_name="utils.get_file"), "is a type of TensorFlow's"),
         (_layer(module="kerasx.layers"), "of module 'kerasx.layers'"),
         (_layer(module=None), "is not one of Keras' own"),
         (_layer(registered_name="my_package>Thing"), "is not one of Keras' own"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import onnx
 import pytest
 from converting import ONNX_ONLY, Cli, tree
 from restored import assert_restored
-from savedmodels import TRANSLATES, stand_in, write
+from savedmodels import TRANSLATES, VERSIONS, stand_in, write
 
 import graphs
 from bf16kit.artifact import Artifact
@@ -170,6 +171,36 @@ def test_a_tensorflow_lite_model_is_recognised_and_refused_with_what_to_do(
     (tmp_path / "m.tflite").write_bytes(b"\x1c\0\0\0TFL3" + bytes(100))
     refused = cli("checkpoint", tmp_path / "m.tflite", "--out", target)
     refused.refused(2, "is a TensorFlow Lite model", "python -m tf2onnx.convert --tflite")
+
+
+def _keras_file(path: Path) -> Path:
+    config = {"module": "keras", "class_name": "Sequential", "config": {"layers": []}, "registered_name": "Sequential"}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", json.dumps(config))
+        archive.writestr("model.weights.h5", b"")
+    return path
+
+
+def test_keras_is_given_a_file_by_the_name_that_its_safe_loader_goes_by(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "ASK.readline(); reply(versions={})\nfor line in ASK:\n    path = json.loads(line)['model']\n"
+        "    reply(error=f'{os.path.basename(path)} is {os.path.realpath(path)}')"
+    )
+    python = stand_in(tmp_path / "python", code, {**VERSIONS, "keras": "3.15.1"})
+    monkeypatch.setenv(environment.VARIABLE, str(python))
+    path = _keras_file(tmp_path / "x.h5")
+    cli("checkpoint", path, "--out", target).refused(3, f"model.keras is {path}")
+
+
+def test_a_keras_that_is_too_old_is_not_given_the_file(
+    cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = stand_in(tmp_path / "python", "sys.exit(7)", {**VERSIONS, "keras": "3.12.0"})
+    monkeypatch.setenv(environment.VARIABLE, str(python))
+    refused = cli("checkpoint", _keras_file(tmp_path / "m.keras"), "--out", target)
+    refused.refused(2, "has Keras 3.12.0", "pip install 'keras>=3.13.2'")
 
 
 def test_its_options_are_recorded(cli: Cli, model: Model, target: Path) -> None:
