@@ -92,7 +92,10 @@ def explain(
 @click.option("--force", is_flag=True, help="Replace a file that is there already.")
 @debug_option
 def restore(artifact: Path, out: Path, force: bool, debug: bool) -> None:
-    """Give back the fp32 checkpoint that ARTIFACT was made from, bit for bit, as one safetensors file."""
+    """Give back the checkpoint that ARTIFACT was made from, as one safetensors file.
+
+    Bit for bit where it was fp32, bf16 or fp16; of fp64 tensors that the model uses, what fp32 holds of them.
+    """
     from converter.process import progress
     from converter.restore import restore as restore_artifact
 

@@ -1,17 +1,21 @@
 """What a Hugging Face directory holds beside its weights and is needed to use them: config.json and the preprocessors'.
 
-Copied by name, never executed: Python files, and whatever else lies there, stay behind.
+Copied by name, never executed: Python files, and whatever else lies there, stay behind. What a model may need of it is
+told.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import SourceError
+from bf16kit.text import listed
+from bf16kit.wording import quoted
 from converter.sources.huggingface.directory import Directory
 
 LARGEST = 64 << 20  # bytes of one file; the largest tokenizers of today have 35 MB
@@ -24,6 +28,9 @@ _NAMES = (
     "added_tokens.json",
     "vocab.txt",
     "vocab.json",
+    "target_vocab.json",
+    "vocab-src.json",
+    "vocab-tgt.json",
     "merges.txt",
     "bpe.codes",
     "entity_vocab.json",
@@ -34,7 +41,9 @@ _NAMES = (
     "target.spm",
     "spiece.model",
     "spm.model",
+    "spm_char.model",
     "tokenizer.model",
+    "tiktoken.model",
     "chat_template.jinja",
     "chat_template.json",
     # images, sound, video
@@ -49,6 +58,12 @@ _NAMES = (
     "LICENSE.md",
     "NOTICE",
 )
+# Weights, which are exported, in this framework's form or another's; where they lie; and what nobody loads.
+_NOT_NEEDED = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|ot|tflite|gguf|index\.json|md|png|jpe?g|gif|svg|pdf)"
+    r"|(README|LICENSE|NOTICE|USE_POLICY)(\..*)?|(training_args|optimizer|scheduler)\..*|trainer_state\.json|modules\.json"
+)
+_SHOWN = 10
 _DTYPES = ("dtype", "torch_dtype")
 
 
@@ -61,6 +76,21 @@ def companions(path: Path) -> dict[str, bytes]:
     config = json.loads(_content(root, "config.json"))
     found = {"config.json": (json.dumps(in_bf16(config), indent=2, sort_keys=True) + "\n").encode()}
     return found | {name: _content(root, name) for name in _NAMES if (root / name).is_file()}
+
+
+def left_behind(path: Path) -> tuple[str, ...]:
+    """A note that names what :func:`companions` does not copy and a model may need: code, and files of other names."""
+    root = Directory.open(path).path
+    names = sorted(
+        entry.name
+        for entry in root.iterdir()
+        if entry.is_file() and not entry.name.startswith(".") and not _NOT_NEEDED.fullmatch(entry.name)
+    )
+    left = [quoted(name) for name in names if name not in _NAMES and name != "config.json"]
+    if not left:
+        return ()
+    shown = [*left[:_SHOWN], *([f"{len(left) - _SHOWN} more"] if len(left) > _SHOWN else [])]
+    return (f"not copied beside the exported weights: {listed(shown)}; copy what loading the model needs",)
 
 
 def in_bf16(config: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _SENTENCE = (
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     """The directory as a source; :class:`UsageError` for a ``--model`` that it does not need."""
     from converter.sources import huggingface, precisions, safetensors_file
-    from converter.sources.huggingface.companions import companions
+    from converter.sources.huggingface.companions import companions, left_behind
 
     if options.model is not None:
         raise UsageError("--model: a Hugging Face directory brings its own architecture")
@@ -39,5 +39,10 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     outputs = tuple(huggingface.output_kind(options, spec) for spec in source.outputs)
     notes = (*loaded.notes, *precisions.notes(tensors, residual=options.residual))
     if options.export == "hf":
-        notes = (*notes, _LOADED, *([_SENTENCE] if huggingface.is_sentence(options.source) else []))
+        notes = (
+            *notes,
+            _LOADED,
+            *left_behind(options.source),
+            *([_SENTENCE] if huggingface.is_sentence(options.source) else []),
+        )
     return replace(source, outputs=outputs, notes=notes, beside=beside)

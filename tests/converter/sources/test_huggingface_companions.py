@@ -14,7 +14,7 @@ from converting import Cli
 from bf16kit.artifact import Artifact
 from bf16kit.errors import SourceError
 from converter.sources.huggingface import companions as module
-from converter.sources.huggingface.companions import companions, in_bf16
+from converter.sources.huggingface.companions import companions, in_bf16, left_behind
 
 
 def _directory(path: Path, **config: Any) -> Path:
@@ -30,6 +30,38 @@ def test_known_files_come_along_and_nothing_else(tmp_path: Path) -> None:
     found = companions(tmp_path)
     assert sorted(found) == ["LICENSE", "config.json", "tokenizer.json", "vocab.txt"]
     assert found["vocab.txt"] == b"vocab.txt"
+
+
+@pytest.mark.parametrize(
+    "name", ["target_vocab.json", "vocab-src.json", "vocab-tgt.json", "spm_char.model", "tiktoken.model"]
+)
+def test_rarer_tokenizers_come_along(tmp_path: Path, name: str) -> None:
+    _directory(tmp_path)
+    (tmp_path / name).write_text(name)
+    assert companions(tmp_path)[name] == name.encode()
+
+
+def test_what_stays_behind_is_named(tmp_path: Path) -> None:
+    _directory(tmp_path)
+    known = (
+        "tokenizer.json",
+        "LICENSE",
+        "README.md",
+        "model.safetensors",
+        "pytorch_model.bin.index.json",
+        ".gitattributes",
+    )
+    for name in (*known, "training_args.bin", "flax_model.msgpack"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "onnx").mkdir()
+    assert left_behind(tmp_path) == ()
+    for name in ("modeling_custom.py", "words.dict"):
+        (tmp_path / name).write_text("")
+    (note,) = left_behind(tmp_path)
+    assert note.startswith("not copied beside the exported weights: 'modeling_custom.py' and 'words.dict'; copy what")
+    for index in range(20):
+        (tmp_path / f"{index:02}.dict").write_text("")
+    assert "'09.dict' and 12 more; " in left_behind(tmp_path)[0]
 
 
 def test_the_config_says_bfloat16_wherever_it_said_a_dtype() -> None:
@@ -73,7 +105,9 @@ def test_transformers_loads_what_was_exported_in_bf16_and_answers_alike(cli: Cli
 
     source = hfzoo.save("bert", tmp_path / "bert", vocab_size=640)
     (source / "vocab.txt").write_text("[PAD]\n[UNK]\n")
-    cli("checkpoint", source, "--out", target, "--format", "hf", "--no-report").published()
+    (source / "words.dict").write_text("")
+    done = cli("checkpoint", source, "--out", target, "--format", "hf", "--no-report").published()
+    assert "not copied beside the exported weights: 'words.dict';" in done.out
     exported = Artifact.open(target).manifest.exports["hf"]
     assert exported.files == ["model.safetensors", "config.json", "vocab.txt"]
     loaded = transformers.AutoModel.from_pretrained(target)
