@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import ConversionError
 from bf16kit.tensors import BY_ONNX, Kind, TensorSpec, describe
+from bf16kit.wording import quoted
 from converter.graph.dimensions import UNKNOWN, name_all
 
 if TYPE_CHECKING:
@@ -45,20 +46,22 @@ def _spec(value: ir.Value, kind: Kind) -> TensorSpec:
     name = value.name or ""
     if value.type is not None and not isinstance(value.type, ir.TensorType):
         kind_of_type = type(value.type).__name__.removesuffix("Type").lower()
-        raise ConversionError(f"{name!r} is of type {kind_of_type}, and bf16kit serves tensors only")
+        raise ConversionError(f"{quoted(name)} is of type {kind_of_type}, and bf16kit serves tensors only")
     if value.dtype is None or int(value.dtype) not in BY_ONNX:
-        raise ConversionError(f"{name!r} is {value.type}, and bf16kit serves tensors of plain dtypes only")
+        raise ConversionError(f"{quoted(name)} is {value.type}, and bf16kit serves tensors of plain dtypes only")
     if value.shape is None:
-        raise ConversionError(f"{name!r} has no known rank; run ONNX shape inference on the model first")
+        raise ConversionError(f"{quoted(name)} has no known rank; run ONNX shape inference on the model first")
     shape = tuple(_dim(name, axis, dim) for axis, dim in enumerate(value.shape))
     if math.prod(dim for dim in shape if isinstance(dim, int)) > _LARGEST:
-        raise ConversionError(f"{name!r} is declared as {describe(shape)}, which no memory holds")
+        raise ConversionError(f"{quoted(name)} is declared as {describe(shape)}, which no memory holds")
     return TensorSpec(name, BY_ONNX[int(value.dtype)].name, shape, kind)
 
 
 def _dim(name: str, axis: int, dim: Any) -> int | str:
     if dim == 0:
-        raise ConversionError(f"{name!r} has size 0 in dimension {axis}; export the model with a named dimension there")
+        raise ConversionError(
+            f"{quoted(name)} has size 0 in dimension {axis}; export the model with a named dimension there"
+        )
     if isinstance(dim, int):
         return dim if dim > 0 else UNKNOWN  # some exporters write −1 for a free dimension
     return UNKNOWN if dim.value is None else str(dim.value)
