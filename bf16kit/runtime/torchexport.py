@@ -25,6 +25,7 @@ from bf16kit.runtime.exported.archive import Archive, read_archive
 from bf16kit.runtime.exported.graph import Graph, Node, Program, parse_program
 from bf16kit.runtime.exported.steps import Bound, Step, Values, made_by, read_by
 from bf16kit.runtime.exported.values import Device, DType, Layout, MemoryFormat
+from bf16kit.runtime.exportedguards import guarded
 from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
 from bf16kit.runtime.torchscript import (
     WIDENED,
@@ -206,7 +207,7 @@ class _Binder:
             raise RuntimeFailure(f"uses the operator {node.target!r}, which torch {torch.__version__} does not have")
         if name not in operators.IN_PLACE and name not in operators.RUNNING and _writes(found):
             raise RuntimeFailure(f"uses the operator {node.target!r}, which writes into what it is given")
-        return (found if self._wrap is None else self._wrap(name, found)), node.args
+        return guarded(name, found, found if self._wrap is None else self._wrap(name, found)), node.args
 
     def _inner(self, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A graph that is called with a mode of torch switched: its arguments are the mode's, the graph, its inputs."""

@@ -1,0 +1,233 @@
+"""What stands before operators of ATen that trust their arguments, which here are a file's choice.
+
+Most of ATen's operators check sizes before they touch memory. Those whose names begin with an underscore or "native",
+and kernels that one library or another supplies, rely on a public operator that was called before them and checked.
+Where a program may call such a one itself, its checks stand here. Memory that nobody filled is given as zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from bf16kit.errors import RuntimeFailure
+
+Function = Callable[..., Any]
+Given = Mapping[str, Any]
+
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-6, 1e6  # of resizing: a source's place must stay a 64-bit integer
+_GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
+_QUOTIENTS = ("div", "div_", "floor_divide", "floor_divide_", "fmod", "remainder", "remainder_")
+
+
+def guarded(name: str, operator: torch._ops.OpOverload, function: Function) -> Function:
+    """``function``, which calls ATen's ``operator`` called ``name``, behind the checks that it needs.
+
+    What comes back raises :class:`RuntimeFailure` for arguments that do not fit together.
+    """
+    check = _CHECKS.get(name)
+    if check is None and name.startswith(("upsample_", "_upsample_")):
+        check = _scales
+    changed = _CHANGED.get(name)
+    if operator._overloadname.startswith("prim_"):  # TorchScript's own, which takes dtypes as numbers
+        raise RuntimeFailure(f"uses the operator {str(operator)!r}, which torch.export does not write")
+    arguments = operator._schema.arguments
+    words = [(place, each.name) for place, each in enumerate(arguments) if _is_word(each)]
+    if check is None and changed is None and not words:
+        return function
+    names = [argument.name for argument in arguments]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for place, word in words:  # torch takes any number for one, and does not look whether it has such a dtype
+            if isinstance(args[place] if place < len(args) else kwargs.get(word), int | float | torch.SymInt):
+                raise RuntimeFailure(f"the arguments of {name} do not fit together")
+        if check is not None:
+            try:
+                fits = check({**dict(zip(names, args, strict=False)), **kwargs}, name)
+            except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError):
+                fits = False  # an argument is missing, or of another kind
+            if not fits:
+                raise RuntimeFailure(f"the arguments of {name} do not fit together")
+        return function(*args, **kwargs) if changed is None else changed(function, *args, **kwargs)
+
+    return run
+
+
+def _is_word(argument: Any) -> bool:
+    return any(word in str(argument.real_type) for word in ("ScalarType", "MemoryFormat", "Layout"))
+
+
+def _batch_norm(given: Given, name: str) -> bool:
+    channels = given["input"].shape[1]
+    found = [given.get(key) for key in ("weight", "bias", "running_mean", "running_var")]
+    training = name != "_native_batch_norm_legit_no_training" and given["training"] is not False
+    fits = all(tensor is None or tuple(tensor.shape) == (channels,) for tensor in found)
+    return fits and (training or (found[2] is not None and found[3] is not None))
+
+
+def _group_norm(given: Given, _name: str) -> bool:
+    of, channels, groups = given["input"], given["C"], given["group"]
+    return bool(
+        groups > 0
+        and channels % groups == 0
+        and (of.shape[0], of.shape[1]) == (given["N"], channels)
+        and math.prod(of.shape[2:]) == given["HxW"]
+        and all(each is None or tuple(each.shape) == (channels,) for each in (given["weight"], given["bias"]))
+    )
+
+
+def _weight_norm(given: Given, name: str) -> bool:
+    direction, length, dim = given["v"], given["g"], given.get("dim", 0)
+    if dim not in (0, direction.dim() - 1):
+        return name == "_weight_norm"  # written in terms of others
+    return bool(
+        length.dtype is direction.dtype
+        and direction.dim() == length.dim() > 0
+        and all(size == (direction.shape[axis] if axis == dim else 1) for axis, size in enumerate(length.shape))
+    )
+
+
+def _attention(given: Given, name: str) -> bool:
+    query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    fits = query.shape[-1] == key.shape[-1] and key.shape[-2] == value.shape[-2]
+    if name.endswith("for_cpu"):
+        fits = fits and query.dim() == key.dim() == value.dim() == 4 and value.shape[-1] == query.shape[-1]
+        fits = fits and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        fits = fits and (mask is None or mask.dim() in (2, 4))
+    if mask is not None:
+        wanted = (*query.shape[:-1], key.shape[-2])
+        fits = fits and mask.dim() <= len(wanted)
+        pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+        fits = fits and all(size == 1 or size == most for size, most in pairs)
+    return bool(fits)
+
+
+def _recurrent(given: Given, name: str) -> bool:
+    """Sizes of weights and states, which the kernel for the CPU takes for granted."""
+    packed = "data" in given
+    of, states = given["data" if packed else "input"], given["hx"]
+    states = list(states) if isinstance(states, list | tuple) else [states]
+    two = 2 if given["bidirectional"] else 1
+    width, hidden, layers = states[0].shape[-1], states[-1].shape[-1], given["num_layers"]
+    rows = _GATES[name] * hidden
+    if not 0 < layers <= len(given["params"]):
+        return False
+    sizes: list[tuple[Any, ...]] = []
+    for layer in range(layers):
+        for _ in range(two):
+            sizes += [(rows, of.shape[-1] if layer == 0 else width * two), (rows, width)]
+            sizes += [(rows,), (rows,)] if given["has_biases"] else []
+            sizes += [(width, hidden)] if width != hidden else []
+    batch = states[0].shape[1] if packed else of.shape[0 if given["batch_first"] else 1]
+    return (
+        len(states) == (2 if name == "lstm" else 1)
+        and of.dim() == (2 if packed else 3)
+        and len(sizes) == len(given["params"])
+        and all(tuple(each.shape) == size for each, size in zip(given["params"], sizes, strict=True))
+        and all(tuple(each.shape[:2]) == (layers * two, batch) and each.dim() == 3 for each in states)
+        and all(each.dtype is of.dtype for each in (*given["params"], *states))
+    )
+
+
+def _modes(given: Given, _name: str) -> bool:
+    return given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2)
+
+
+def _scales(given: Given, _name: str) -> bool:
+    found = [value for key, value in given.items() if key.startswith("scale") and value is not None]
+    flat = [each for value in found for each in (value if isinstance(value, list | tuple) else [value])]
+    return all(_SMALLEST_SCALE <= each <= _LARGEST_SCALE for each in flat if each is not None)
+
+
+def _quotient(given: Given, _name: str) -> bool:
+    """The least whole number divided by -1 ends the process."""
+    over, under = given["self"], given["other"]
+    if not _holds_numbers(over) or over.is_floating_point():
+        return True
+    if isinstance(under, torch.Tensor):
+        if not _holds_numbers(under) or under.is_floating_point():
+            return True
+        least = {torch.iinfo(each.dtype).min for each in (over, under) if each.dtype is not torch.bool}
+        minus = bool((under == -1).any())
+    else:
+        least, minus = {torch.iinfo(over.dtype).min} if over.dtype is not torch.bool else set(), under == -1
+    return not minus or not any(bool((over == each).any()) for each in least if each)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Not so of a stand-in without numbers, while a module is exported."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _one(given: Given, _name: str) -> bool:
+    return bool(given["self"].numel() == 1)
+
+
+def _bags(given: Given, _name: str) -> bool:
+    offsets = given["offsets"]
+    if not _holds_numbers(offsets):
+        return True
+    return offsets.dim() == 1 and bool((offsets.diff() >= 0).all())
+
+
+def _zeros(function: Function, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs).zero_()
+
+
+def _strided(_function: Function, size: Any, stride: Any, **kwargs: Any) -> Any:
+    """Zeros between what the strides reach as well."""
+    if len(size) != len(stride) or min((*size, *stride), default=0) < 0:
+        raise RuntimeFailure("the arguments of empty_strided do not fit together")
+    reached = 1 + sum((each - 1) * step for each, step in zip(size, stride, strict=True)) if math.prod(size) else 0
+    return torch.zeros(reached, **kwargs).as_strided(size, stride)
+
+
+def _copied(function: Function, into: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return function(into.contiguous(), *args, **kwargs)  # what lies between its elements is not copied
+
+
+def _first(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """The other results of a bag are not filled in all of its modes; a program that reads them fails."""
+    return function(*args, **kwargs)[0], None, None, None
+
+
+def _cdist(_function: Function, *args: Any, **kwargs: Any) -> Any:
+    return torch.ops.aten.cdist.default(*args, **kwargs)
+
+
+def _pdist(_function: Function, *args: Any, **kwargs: Any) -> Any:
+    return torch.ops.aten.pdist.default(*args, **kwargs)
+
+
+_CHECKS: Mapping[str, Callable[[Given, str], bool]] = {
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "_native_batch_norm_legit_no_training": _batch_norm,
+    "native_group_norm": _group_norm,
+    "_weight_norm": _weight_norm,
+    "_weight_norm_interface": _weight_norm,
+    "scaled_dot_product_attention": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "grid_sampler": _modes,
+    "grid_sampler_2d": _modes,
+    "_local_scalar_dense": _one,
+    **dict.fromkeys(_QUOTIENTS, _quotient),
+    "embedding_bag": _bags,
+    "_embedding_bag": _bags,
+    **dict.fromkeys(_GATES, _recurrent),
+}
+_CHANGED: Mapping[str, Function] = {
+    "empty": _zeros,
+    "empty_like": _zeros,
+    "empty_permuted": _zeros,
+    "new_empty": _zeros,
+    "empty_strided": _strided,
+    "copy": _copied,
+    "embedding_bag": _first,
+    "_embedding_bag": _first,
+    "_cdist_forward": _cdist,
+    "_pdist_forward": _pdist,
+}

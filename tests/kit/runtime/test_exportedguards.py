@@ -1,0 +1,139 @@
+"""Operators that trust their arguments: what does not fit together is refused before memory is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.exported import operators
+from bf16kit.runtime.exportedguards import guarded
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def call(target: str, *args: Any, **kwargs: Any) -> Any:
+    name, overload = target.split(".")
+    operator = getattr(getattr(torch.ops.aten, name), overload)
+    return guarded(name, operator, operator)(*args, **kwargs)
+
+
+X = torch.ones(2, 4096, 1, 1)
+SHORT, FULL = torch.ones(1), torch.ones(4096)
+IMAGE = torch.ones(1, 1, 4, 4)
+Q = torch.ones(1, 2, 64, 8)
+LSTM = [torch.ones(16, 3), torch.ones(16, 4), torch.ones(16), torch.ones(16)]
+STATES = [torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)]
+SEQUENCE = torch.ones(5, 2, 3)
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "statistics of one channel": ("native_batch_norm.default", X, None, None, SHORT, SHORT, False, 0.1, 1e-5),
+    "a weight of one channel": ("native_batch_norm.default", X, SHORT, None, FULL, FULL, False, 0.1, 1e-5),
+    "statistics missing": ("native_batch_norm.default", X, None, None, None, None, False, 0.1, 1e-5),
+    "the same, not for training": (
+        "_native_batch_norm_legit_no_training.default", X, FULL, FULL, SHORT, SHORT, 0.1, 1e-5,
+    ),
+    "groups of another size": ("native_group_norm.default", X, None, None, 2, 4096, 1000, 1, 1e-5),
+    "no groups": ("native_group_norm.default", X, None, None, 2, 4096, 1, 0, 1e-5),
+    "a length for one row": ("_weight_norm_interface.default", torch.ones(64, 8), torch.ones(1, 1), 0),
+    "the same by its other name": ("_weight_norm.default", torch.ones(64, 8), torch.ones(1, 1), 0),
+    "a mask of another size": (
+        "_scaled_dot_product_flash_attention_for_cpu.default", Q, Q, Q, 0.0, False, torch.ones(2, 2),
+    ),
+    "fewer values than keys": ("_scaled_dot_product_flash_attention_for_cpu.default", Q, Q, Q[:, :, :3]),
+    "keys of another width": ("scaled_dot_product_attention.default", Q, Q[..., :4], Q),
+    "a place beyond 64 bits": ("upsample_nearest2d.default", IMAGE, [8, 8], 1e-30, 1e-30),
+    "a mode that there is not": ("grid_sampler_2d.default", IMAGE, torch.ones(1, 2, 2, 2), 9, 0, False),
+    "a number of nothing": ("_local_scalar_dense.default", torch.ones(0)),
+    "bags that overlap": ("embedding_bag.default", torch.ones(4, 2), torch.tensor([0, 1]), torch.tensor([0, 2, 1])),
+    "the least number by -1": ("remainder.Scalar", torch.tensor([-(2**63)]), -1),
+    "the same of tensors": ("floor_divide.default", torch.tensor([-(2**63)]), torch.tensor([-1])),
+    "weights for another input": ("lstm.input", SEQUENCE[..., :2], STATES, LSTM, True, 1, 0.0, False, False, False),
+    "states of another batch": ("lstm.input", SEQUENCE[:, :1], STATES, LSTM, True, 1, 0.0, False, False, False),
+    "layers without weights": ("lstm.input", SEQUENCE, STATES, LSTM, True, 2**62, 0.0, False, False, False),
+    "a number for a dtype": ("softmax.int", FULL, 0, 2**20),
+    "a number for the dtype of a view": ("view.dtype", FULL, 99),
+    "strides below zero": ("empty_strided.default", [2], [-1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_arguments_that_do_not_fit_together(kind: str) -> None:
+    target, *args = REFUSED[kind]
+    with pytest.raises(RuntimeFailure, match=rf"the arguments of {target.split('.')[0]} do not fit together"):
+        call(target, *args)
+
+
+ANSWERED: dict[str, tuple[Any, ...]] = {
+    "native_batch_norm": ("native_batch_norm.default", X, FULL, None, FULL, FULL, False, 0.1, 1e-5),
+    "no training": ("_native_batch_norm_legit_no_training.default", X, FULL, FULL, FULL, FULL, 0.1, 1e-5),
+    "no statistics": ("_native_batch_norm_legit.no_stats", X, FULL, FULL, True, 0.1, 1e-5),
+    "native_group_norm": ("native_group_norm.default", X, FULL, FULL, 2, 4096, 1, 8, 1e-5),
+    "_weight_norm_interface": ("_weight_norm_interface.default", torch.ones(64, 8), torch.ones(64, 1), 0),
+    "attention": ("_scaled_dot_product_flash_attention_for_cpu.default", Q, Q, Q, 0.0, False),
+    "a mask for all heads": ("scaled_dot_product_attention.default", Q, Q, Q, torch.ones(64, 64)),
+    "upsample": ("upsample_nearest2d.default", IMAGE, [8, 8], 2.0, 2.0),
+    "grid_sampler": ("grid_sampler.default", IMAGE, torch.ones(1, 2, 2, 2), 0, 0, False),
+    "lstm": ("lstm.input", SEQUENCE, STATES, LSTM, True, 1, 0.0, False, False, False),
+    "remainder": ("remainder.Scalar", torch.tensor([5]), -1),
+    "_cdist_forward": ("_cdist_forward.default", torch.ones(2, 3), torch.ones(4, 3), 2.0, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ANSWERED)
+def test_what_fits_is_answered_as_torch_answers(kind: str) -> None:
+    target, *args = ANSWERED[kind]
+    name, overload = target.split(".")
+    found, wanted = call(target, *args), getattr(getattr(torch.ops.aten, name), overload)(*args)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_memory_that_nobody_filled_is_zeros() -> None:
+    for _ in range(5):
+        used = torch.full((4096,), 7.0)
+        del used
+        for target, *args in (
+            ("empty.memory_format", [4096]),
+            ("empty_like.default", FULL),
+            ("new_empty.default", X, [4096]),
+        ):
+            assert call(target, *args).eq(0).all(), target
+        assert call("empty_strided.default", [2], [2000]).as_strided((2001,), (1,)).eq(0).all()
+        into = torch.ones(4001)[::4000]
+        assert call("copy.default", into, torch.zeros(2)).untyped_storage().nbytes() == 8
+
+
+def test_an_overload_of_torchscripts_own_is_refused() -> None:
+    with pytest.raises(RuntimeFailure, match=r"'aten\.to\.prim_dtype', which torch\.export does not write"):
+        call("to.prim_dtype", FULL, 2**20)
+
+
+def test_side_results_of_bags_are_not_given() -> None:
+    found = call("embedding_bag.default", torch.ones(4, 2), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    assert found[0].shape == (2, 2)
+    assert found[1:] == (None, None, None)
+
+
+def test_aliases_without_bounds_may_not_be_called() -> None:
+    assert not {"_reshape_alias", "set_", "resize_", "_index_put_impl_"} & (operators.ATEN | operators.IN_PLACE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_operator_ends_the_process_whatever_it_is_given(seed: int) -> None:
+    """Arguments by chance, in a process that may die: an error or an answer, no signal."""
+    command = [sys.executable, "-m", "operatorcalls", str(seed), "8"]
+    path = os.pathsep.join([str(SUPPORT), *sys.path])
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
+    lines = ended.stdout.splitlines()
+    assert (ended.returncode, lines[-1]) == (0, "done"), ended.stderr[-1000:]
+    answered = sum(int(line.split()[1]) > 0 for line in lines if " " in line)
+    assert answered > 200  # the calls reach the kernels
