@@ -19,6 +19,7 @@ _LOADED = re.compile(r"Load model from .*? failed: ?")
 # Where in its sources a library noticed: a path and a line, often with the signature of a C++ function behind them.
 _SIGNATURE = r"(?: [^()\n]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])?)?"
 _PLACE = re.compile(rf"\S*\.(?:cc|cpp|cu|h|hpp|c|py)\"?:\d+(?::|\]|\b){_SIGNATURE}:? ?\.? ?")
+_ASSERTED = "INTERNAL ASSERT FAILED"  # PyTorch, after the C++ of the condition that did not hold
 _FRAMES = re.compile(r"\n(?:Exception raised from|frame #|==> Context:|\s*#\d+ ).*", re.DOTALL)
 
 
@@ -28,6 +29,9 @@ def brief(reason: object, longest: int = LONGEST) -> str:
     # Cut first: on a word of 70,000 characters the search for places takes 6 s, in which no other thread runs.
     text = _FRAMES.sub("", without_long_words(str(reason)[:_READ]))
     text = _LOADED.sub("", _CODE.sub(r"\1: ", text))
+    if _ASSERTED in text:
+        lines = text.splitlines()
+        text = "\n".join("an assertion inside PyTorch failed" if _ASSERTED in line else line for line in lines)
     text = _FAILED.sub(r"\1 '\2': ", _PLACE.sub("", text))
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

@@ -33,6 +33,11 @@ from bf16kit.wording import brief, quoted, without_long_words
             "If 'choice': MatMul 'product': INVALID_ARGUMENT: the computed shape is {7,17}",
         ),
         ("a\n  b\tc", "a b c"),
+        (
+            'name.find(delimiter_) == std::string::npos INTERNAL ASSERT FAILED at "/pytorch/a.cpp":42, please report a'
+            " bug to PyTorch.\nwhile loading",
+            "an assertion inside PyTorch failed while loading",
+        ),
     ],
 )
 def test_places_in_a_librarys_sources_are_left_out(said: str, left: str) -> None:
