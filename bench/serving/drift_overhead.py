@@ -52,7 +52,7 @@ class _Effort:
     seconds: float  # of each turn; as much again as a quarter of it goes before and is not measured
 
 
-_FULL, _QUICK = _Effort(7, 6, 0.8), _Effort(1, 2, 0.4)
+_FULL, _QUICK = _Effort(5, 6, 0.8), _Effort(1, 2, 0.4)
 _STILL_S, _SETTLED_S = 0.06, 3.0  # the server idle for so long has nothing left to measure; waited for at most
 
 
