@@ -34,8 +34,7 @@ def narrow_and_trace(model: TorchModel, path: Path) -> None:
     raw = path.with_name(f"{path.name}.raw")
     try:
         with quiet(), torch.no_grad():
-            torch.jit._state._clear_class_state()  # classes of an earlier trace would change the names of this one's
-            torch._C._jit_clear_class_registry()
+            _forget_classes()
             with narrowed(model.module, path.parent) as module, _without_trainers(module):
                 traced = torch.jit.trace(Edges(module).eval(), model.example, check_trace=False)
                 torch.jit.save(traced, str(raw))
@@ -44,6 +43,19 @@ def narrow_and_trace(model: TorchModel, path: Path) -> None:
         raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
     rewrite_archive(raw, path)
     raw.unlink()
+
+
+def _forget_classes() -> None:
+    """Have torch forget the classes of earlier traces, which would change the names of this one's.
+
+    All three, as torch's own tests do it: a type that is remembered after its class was forgotten ends the process when
+    a module of the kind is scripted again.
+    """
+    import torch
+
+    torch._C._jit_clear_class_registry()
+    torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
+    torch.jit._state._clear_class_state()
 
 
 @contextmanager

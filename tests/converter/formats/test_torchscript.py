@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +170,34 @@ class Attended(Mlp):
 def test_a_lightning_module_is_traced_without_its_trainer(tmp_path: Path) -> None:
     narrow_and_trace(adapt(seeded(Attended()), X), tmp_path / "m.pt")
     assert not Attended._jit_is_scripting
+
+
+_SCRIPTED_AGAIN = """
+import warnings
+import os
+import subprocess
+import sys
+from pathlib import Path
+import torch
+from architectures import Cnn, Mlp, seeded
+from bf16kit.tensors import TensorSpec
+from converter.formats.torchscript import narrow_and_trace
+from converter.sources.torch.onnx_export import adapt
+warnings.simplefilter("ignore")
+made = [torch.jit.script(seeded(Cnn())), torch.jit.script(seeded(Mlp()))]
+for name in ("a.pt", "b.pt"):
+    narrow_and_trace(adapt(seeded(Mlp()), (TensorSpec("x", "float32", ("batch", 16)),)), Path(name))
+    del made
+    made = [torch.jit.script(seeded(Cnn())), torch.jit.script(seeded(Mlp()))]
+    torch.jit.freeze(made[0].eval())
+    torch.jit.save(made[1], "s.pt")
+"""
+
+
+def test_modules_may_be_scripted_before_and_after(tmp_path: Path) -> None:
+    """torch remembers types of classes that it was told to forget, and read freed memory when it met them again."""
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPTED_AGAIN], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=False
+    )
+    assert done.returncode == 0

@@ -109,8 +109,8 @@ def test_one_that_does_not_answer_is_ended_and_the_bound_is_named(start: Start) 
 
 
 def test_one_that_drips_is_not_waited_for_longer(start: Start) -> None:
-    drips = 'while True: sys.stdout.write(" "); sys.stdout.flush()'
-    child = start(_READY + drips)
+    drips = 'while True: sys.stdout.write(" "); sys.stdout.flush(); time.sleep(0.01)'
+    child = start(_READY + "ASK.readline()\n" + drips)  # not before it is asked: the answer to the start is a line
     child._seconds = 0.3
     with pytest.raises(Failed, match=r"did not answer within 0\.3 s"):
         child.ask("translate")
