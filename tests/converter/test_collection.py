@@ -85,13 +85,13 @@ def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_p
     running.send_signal(signal.SIGINT)
     told, _ = running.communicate(timeout=120)
     assert running.returncode == 130
-    assert "1 of 3 checkpoints are converted" in told
+    done = [name for name in "abc" if (out / name / "1").exists()]  # the next may end before the signal comes
+    assert done in (["a"], ["a", "b"])
+    assert f"{len(done)} of 3 checkpoints are converted" in told
     assert "interrupted" in told
-    assert [path.name for path in (out / "a").iterdir()] == ["1"]
-    assert not (out / "b" / "1").exists()
-    assert not (out / RECORDS / "c.json").exists()  # not even begun
+    assert done == ["a", "b"] or not (out / RECORDS / "c.json").exists()  # not even begun
     process("checkpoint", models, "--out", out, *QUICK).published()
-    assert (out / "b" / "1").is_dir()
+    assert all((out / name / "1").is_dir() for name in "abc")
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.long  # a minute of damaged sources
 
-COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60, "torchscript": 30, "export": 40, "flax": 40, "orbax": 24}
+COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60, "torchscript": 60, "export": 40, "flax": 40, "orbax": 24}
 
 
 @pytest.mark.parametrize("kind", COUNTS)
