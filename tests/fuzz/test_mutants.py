@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.long  # a minute of damaged sources
 
-COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60, "torchscript": 60, "export": 40, "flax": 40, "orbax": 24}
+COUNTS = {"onnx": 60, "safetensors": 80, "torch": 60, "torchscript": 30, "export": 40, "flax": 40, "orbax": 24}
 
 
 @pytest.mark.parametrize("kind", COUNTS)
@@ -33,4 +33,4 @@ def test_mutants_end_well(tmp_path: Path, kind: str) -> None:
     assert not tally["faults"], "\n".join(tally["faults"])
     assert tally["count"] == COUNTS[kind]
     assert sum(count for end, count in tally["ends"].items() if end.startswith("refused")) > COUNTS[kind] / 4
-    assert tally["ends"].get("converted", 0) > 0
+    assert tally["ends"].get("converted", 0) + tally["ends"].get("read and fitted", 0) > 0  # few are converted whole
