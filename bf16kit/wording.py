@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 LONGEST = 320  # characters of a reason
 _LONG = re.compile(r"\S{300,}")
@@ -40,6 +41,12 @@ def brief(reason: object, longest: int = LONGEST) -> str:
 def without_long_words(text: str) -> str:
     """``text`` with the middle left out of words of hundreds of characters, which only damage and jokers write."""
     return _LONG.sub(lambda word: f"{word[0][:_KEPT]}…{word[0][-_KEPT:]}", text)
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """The first ``most`` of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def quoted(text: str) -> str:

@@ -17,14 +17,14 @@ from bf16kit.tensors import Array as Array
 
 DTYPES: Mapping[str, str] = {
     "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
     "uint8": "U8",
+    "int8": "I8",
     "uint16": "U16",
+    "int16": "I16",
     "uint32": "U32",
+    "int32": "I32",
     "uint64": "U64",
+    "int64": "I64",
     "float16": "F16",
     "bfloat16": "BF16",
     "float32": "F32",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bf16kit.budget import Breach, Budget
 from bf16kit.manifest import Plan
+from bf16kit.wording import first_few
 from converter.model import Feeds
 from converter.passes import Prepared
 from converter.plan.decisions import Islands
@@ -247,8 +248,7 @@ class _Search:
         why = f"not even everything in fp32 that may be meets it: {over(task.budget, self._trials.drifts(left))[0]}"
         names = [*sorted(left.weights), *sorted(left.nodes)]
         if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            why += f"; still bf16, as --bf16 asks or with what they move: {', '.join(names[:_NAMED])}{more}"
+            why += f"; still bf16, as --bf16 asks or with what they move: {first_few(names, _NAMED)}"
         return SearchResult(task.profile.name, error=f"the search found no islands: {why}")
 
     def _island(self, unit: Unit, worth: tuple[Breach, float] | None) -> Island:

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bf16kit.wording import first_few
+
 _NAMED = 8
 _LONGEST = 30  # characters of a value in a note
 _NOT_NAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
@@ -31,7 +33,7 @@ def arguments(
     used = {name: value for name, value in usable.items() if name not in explicit}
     ignored = [name for name in found if name not in usable and name not in explicit]
     notes = [
-        f"{what}: {_some(names)}"
+        f"{what}: {first_few(names, _NAMED)}"
         for what, names in (
             ("given to --model from the file's hyper-parameters", [f"{n}={_shown(v)}" for n, v in used.items()]),
             ("--model-args in place of the file's hyper-parameters", overruled),
@@ -57,7 +59,3 @@ def _shown(value: object) -> str:
         text = repr(value)
         return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return type(value).__name__
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from bf16kit.errors import SourceError
+from bf16kit.wording import first_few
 from converter.model import Array
 from converter.sources import torch_file
 from converter.sources.detect import Kind
@@ -70,7 +71,7 @@ class LightningFile:
             raise SourceError(
                 f"{self.path}: its averaged weights have a tensor {unknown[0]!r}, which its state_dict has not"
             )
-        shown = _some(sorted(missing))
+        shown = first_few(sorted(missing))
         note = f"not averaged, so taken from the state_dict: {shown}" if missing else ""
         return {name: ours.get(name, array) for name, array in self.weights.items()}, [note] if note else []
 
@@ -180,8 +181,3 @@ def _list(dtypes: set[str]) -> str:
 
 def _text(value: object) -> str:
     return str(value)[:80]
-
-
-def _some(names: list[str]) -> str:
-    """The first five of ``names`` and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

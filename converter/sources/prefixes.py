@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import SourceError, UsageError
+from bf16kit.wording import first_few
 from converter.model import Array
 from converter.sources.statedict import fit, mismatch_message, mismatches
 
@@ -112,6 +113,5 @@ def _notes(prefix: str, others: list[str], left: list[str]) -> list[str]:
         notes.append(f"the checkpoint also has weights of this model behind {shown}; --weights takes such a prefix")
     apart = [name for name in left if not any(name.startswith(other) for other in others if other)]
     if apart:
-        more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
-        notes.append(f"not the model's, so in the artifact for restore only: {', '.join(apart[:_NAMED])}{more}")
+        notes.append(f"not the model's, so in the artifact for restore only: {first_few(apart, _NAMED)}")
     return notes

@@ -8,29 +8,16 @@ import mmap
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from bf16kit.errors import SourceError
+from bf16kit.tensors import BY_NAME
+from converter.formats.safetensors import DTYPES
 from converter.model import Array
 
 HEADER_LIMIT = 100_000_000  # bytes: the safetensors library's own bound
 _LONGEST_NAME = 200  # characters of a shard's file name
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16),
-    "U32": np.dtype(np.uint32),
-    "I32": np.dtype(np.int32),
-    "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
+_DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 
 
 def read_file(path: Path) -> dict[str, Array]:

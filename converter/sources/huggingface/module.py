@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import SourceError, UsageError
+from bf16kit.wording import first_few
 from converter.model import Array
 from converter.process.quiet import first_line, quiet
 from converter.sources.huggingface.directory import Directory
 from converter.sources.statedict import mismatch_message, to_torch
-
-_NAMED = 5
 
 
 def load_module(directory: Directory, tensors: Mapping[str, Array], scratch: Path) -> tuple[Any, list[str]]:
@@ -92,7 +91,7 @@ def _unused(info: Mapping[str, Any], module: Any) -> list[str]:
         return []
     return [
         f"{type(module).__name__} has no place for {len(unexpected)} of the checkpoint's tensors"
-        f" ({_few(unexpected)}): no graph uses them, restore gives them back"
+        f" ({first_few(unexpected)}): no graph uses them, restore gives them back"
     ]
 
 
@@ -105,8 +104,3 @@ def _without_pooler(directory: Directory, info: Mapping[str, Any], module: Any) 
     if not missing:
         return []
     return [f"the checkpoint has no pooler, so {type(module).__name__} gives no pooler_output"]
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

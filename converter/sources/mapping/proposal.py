@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from bf16kit.text import printable
+from bf16kit.wording import first_few
 from converter.model import Array
 from converter.sources.mapping import rules
 from converter.sources.mapping.pairing import Pair, pair
@@ -16,7 +17,6 @@ from converter.sources.mapping.rules import Rule, Rules
 from converter.sources.mapping.slots import Slot, Slots
 from converter.sources.mapping.turns import Turn
 
-_NAMED = 5
 # Flax's and Haiku's names of what torch calls weight, bias, running_mean and running_var.
 _ROLES = {
     "kernel": "weight", "w": "weight", "embedding": "weight", "embeddings": "weight", "scale": "weight",
@@ -193,5 +193,4 @@ def _flattened(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Turn, .
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(printable(name, keep="") for name in names[:_NAMED]) + more
+    return first_few([printable(name, keep="") for name in names])
