@@ -18,22 +18,17 @@ import numpy as np
 import torch
 
 from bf16kit.errors import RuntimeFailure
-from bf16kit.runtime import Array, RuntimeInfo
-from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime import Array
+from bf16kit.runtime.device import CPU
 from bf16kit.runtime.exported import operators
 from bf16kit.runtime.exported.archive import Archive, read_archive
 from bf16kit.runtime.exported.graph import Graph, Node, Program, parse_program
 from bf16kit.runtime.exported.steps import Bound, Step, Values, made_by, read_by
 from bf16kit.runtime.exported.values import Device, DType, Layout, MemoryFormat
 from bf16kit.runtime.exportedguards import guarded
-from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
 from bf16kit.runtime.torchscript import (
-    WIDENED,
-    check_dtypes,
+    TorchRuntime,
     last_line,
-    open_device,
-    precision,
-    probe_torch,
     to_array,
     to_tensor,
     torch_dtype,
@@ -45,7 +40,7 @@ Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 HALVES = ("bfloat16", "float16")
 
 
-class TorchExportRuntime:
+class TorchExportRuntime(TorchRuntime):
     """One torch.export program, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     The arguments are those of :class:`~bf16kit.runtime.torchscript.TorchScriptRuntime`, and so are device, threads and
@@ -65,18 +60,13 @@ class TorchExportRuntime:
         threads: int | None = None,
         native_bf16: bool | None = None,
     ) -> None:
-        device = canonical(device)
-        check_dtypes((*inputs, *outputs), "torch.export")
-        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in outputs}
-        self._device = open_device(device)
-        self._threads = available_cpus() if threads is None else threads
+        super().__init__("torch.export", inputs, outputs, device, threads)
         try:
             archive = read_file(path)
             program = parse_program(archive.program, archive.tensors)
             tensors = {name: to_tensor(archive.tensor(name)) for name in sorted(set(program.tensors.values()))}
             is_bf16 = any(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
-            native = is_bf16 and (native_bf16 if native_bf16 is not None else device != CPU or cpu_has_bf16())
+            native = self._computes_in_bf16(is_bf16, native_bf16)
             halves = ("bfloat16",) if is_bf16 and not native else ()
             self._bound: Bound | None = bind(program, self._device, widened=halves)
         except RuntimeFailure as error:
@@ -84,26 +74,7 @@ class TorchExportRuntime:
         _check_edges(path, program, self._inputs, self._outputs)
         held = {name: _placed(tensor, self._device, widen=bool(halves)) for name, tensor in tensors.items()}
         self._values: Values = {value: held[fqn] for value, fqn in program.tensors.items()}
-        self._info = RuntimeInfo(
-            "torchexport",
-            device,
-            "pt2",
-            precision(is_bf16, native),
-            probe_torch(self._device, torch.bfloat16 if native else torch.float32),
-            WIDENED if is_bf16 and not native else "",
-        )
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def info(self) -> RuntimeInfo:
-        return self._info
+        self._info = self._described("torchexport", "pt2", is_bf16, native)
 
     def run(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None

@@ -29,7 +29,52 @@ WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp3
 _LOADING = threading.Lock()  # the warning filters are the process'
 
 
-class TorchScriptRuntime:
+class TorchRuntime:
+    """What both runtimes have in common: edges, device, threads, and what they say of themselves in ``_info``.
+
+    ``name`` is the format's, for messages. Raises :class:`DeviceUnavailable` when the device cannot be used.
+    """
+
+    _info: RuntimeInfo
+
+    def __init__(
+        self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], device: str, threads: int | None
+    ) -> None:
+        self._name = canonical(device)
+        check_dtypes((*inputs, *outputs), name)
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in outputs}
+        self._device = open_device(self._name)
+        self._threads = available_cpus() if threads is None else threads
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._outputs
+
+    @property
+    def info(self) -> RuntimeInfo:
+        return self._info
+
+    def _computes_in_bf16(self, is_bf16: bool, native_bf16: bool | None) -> bool:
+        """Whether a model with bf16 weights, or none, computes in bf16; ``native_bf16`` as runtimes are given it."""
+        return is_bf16 and (native_bf16 if native_bf16 is not None else self._name != CPU or cpu_has_bf16())
+
+    def _described(self, backend: str, profile: str, is_bf16: bool, native: bool) -> RuntimeInfo:
+        return RuntimeInfo(
+            backend,
+            self._name,
+            profile,
+            precision(is_bf16, native),
+            probe_torch(self._device, torch.bfloat16 if native else torch.float32),
+            WIDENED if is_bf16 and not native else "",
+        )
+
+
+class TorchScriptRuntime(TorchRuntime):
     """One TorchScript module, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``threads`` is the number that works on one run on the CPU; None is one per available processor.
@@ -50,39 +95,14 @@ class TorchScriptRuntime:
         threads: int | None = None,
         native_bf16: bool | None = None,
     ) -> None:
-        device = canonical(device)
-        check_dtypes((*inputs, *outputs), "TorchScript")
-        self._inputs = tuple(inputs)
-        self._outputs = tuple(outputs)
-        self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in outputs}
-        self._device = open_device(device)
-        self._threads = available_cpus() if threads is None else threads
+        super().__init__("TorchScript", inputs, outputs, device, threads)
         module = _load(path, self._device)
         is_bf16 = any(t.dtype == torch.bfloat16 for t in scriptgraph.tensors(module, module.graph))
-        native = is_bf16 and (native_bf16 if native_bf16 is not None else device != CPU or cpu_has_bf16())
+        native = self._computes_in_bf16(is_bf16, native_bf16)
         if is_bf16 and not native:
             _widen(module)
-        self._info = RuntimeInfo(
-            "torchscript",
-            device,
-            "torchscript",
-            precision(is_bf16, native),
-            probe_torch(self._device, torch.bfloat16 if native else torch.float32),
-            WIDENED if is_bf16 and not native else "",
-        )
+        self._info = self._described("torchscript", "torchscript", is_bf16, native)
         self._module: Any = module
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def info(self) -> RuntimeInfo:
-        return self._info
 
     def run(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None
