@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bf16kit.errors import ConfigError
 from service.contract import Registry
@@ -18,10 +18,18 @@ from service.request import Tracer
 from service.telemetry.tracesettings import TraceSettings
 from service.telemetry.vocabulary import TraceOutcome
 from service.transport.credentials import Access
-from service.transport.server import Transport, TransportOptions
+from service.transport.direct import Direct
+from service.transport.options import TransportOptions
+from service.transport.server import Transport
 
 if TYPE_CHECKING:
     from service.telemetry.tracing import Tracing
+
+
+class Front(Protocol):
+    """What brings requests: a :class:`Transport` or a :class:`Direct`."""
+
+    def stop(self, grace: float) -> bool: ...
 
 
 def build_transport(
@@ -36,6 +44,19 @@ def build_transport(
     access = Access(credentials.tokens, frozenset(config.token_free))
     options = transport_options(config)
     return Transport(registry, refused, options, access, credentials.certificates, operations, tracer)
+
+
+def build_direct(
+    config: ServerConfig,
+    registry: Registry,
+    refused: Callable[[str], None],
+    credentials: Credentials,
+    operations: Operations,
+    tracer: Tracer | None = None,
+) -> Direct:
+    """The same RPCs without a port: for whoever brings calls by another way."""
+    access = Access(credentials.tokens, frozenset(config.token_free))
+    return Direct(registry, refused, transport_options(config), access, operations, tracer)
 
 
 def open_tracing(
@@ -60,17 +81,17 @@ def guarded(config: ServerConfig, settings: Settings) -> Settings:
     return settings if config.change_settings else ReadOnly(settings, "start with change_settings: true")
 
 
-def extensions(config: ServerConfig) -> tuple[str, ...]:
-    """Of the protocol, as they are on."""
+def extensions(config: ServerConfig, *, explicit: bool) -> tuple[str, ...]:
+    """Of the protocol, as they are on; ``explicit``: clients load and unload models."""
     memory = ("system_shared_memory",) if config.shared_memory else ()
-    return ("logging", "trace", *memory, *(MODEL_CONTROL if config.model_control == "explicit" else ()))
+    return ("logging", "trace", *memory, *(MODEL_CONTROL if explicit else ()))
 
 
-def drain(repository: Repository, transport: Transport, seconds: float) -> Ending:
+def drain(repository: Repository, front: Front, seconds: float) -> Ending:
     """No new work, and what is at work finishes within ``seconds``."""
     until = time.monotonic() + seconds
     repository.drain()
-    answered = transport.stop(seconds)
+    answered = front.stop(seconds)
     freed = repository.close(max(1.0, until - time.monotonic()))
     return Ending(answered, freed and answered)
 

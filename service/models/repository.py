@@ -151,7 +151,7 @@ class Repository:
 
     def find(self, name: str, version: str) -> Slot:
         versions = self._slots.get(name)
-        wanted = _parse_version(version)
+        wanted = parse_version(version)
         if versions is None:
             raise NotFound(f"unknown model {quoted(name)}")
         if wanted is None:
@@ -195,7 +195,8 @@ class Repository:
             callback()
 
 
-def _parse_version(version: str) -> int | None:
+def parse_version(version: str) -> int | None:
+    """The version that a client names; None for the empty string, which asks for the newest. Raises InvalidRequest."""
     if version == "":
         return None
     if not (version.isascii() and version.isdecimal()):

@@ -19,6 +19,7 @@ from service.request import Cancellation
 from service.transport.admission import Held, Place
 from service.transport.arrival import Arrival
 from service.transport.claims import Claimed
+from service.transport.credentials import Metadata
 from service.transport.status import Status
 from service.transport.watchdog import Patience
 from service.wire.inflate import Inflater
@@ -49,6 +50,16 @@ class Rpc:
     kind: Literal["unary", "stream", "watch"] = "unary"
     reads: bool = True
     claim: Callable[[bytes], Claimed | None] | None = None
+
+    def parsed(self, data: bytes, hold: Callable[[int], None]) -> Message:
+        """The message in ``data``; ``hold`` is told what it takes, and may raise. Raises InvalidRequest where it is
+        none."""
+        data = self.inflate(data, hold)
+        try:
+            message: Message = self.parse(data, hold)
+        except DecodeError:
+            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
+        return message
 
 
 class Call:
@@ -84,8 +95,13 @@ class Call:
         """Whose call it is: the connection that its place was taken for."""
         return self._place.client if self._place is not None else ""
 
+    @property
+    def metadata(self) -> Metadata:
+        found: Metadata = self.context.invocation_metadata()
+        return found
+
     def metadatum(self, key: str) -> str | bytes | None:
-        return next((value for name, value in self.context.invocation_metadata() if name == key), None)
+        return next((value for name, value in self.metadata or () if name == key), None)
 
     def abort(self, status: Status) -> None:
         """End the call with ``status``: raises an exception that only gRPC may catch."""
@@ -172,12 +188,7 @@ class Call:
             self._check_wanted()
             held.hold(nbytes)
 
-        data = self._rpc.inflate(data, hold)
-        try:
-            message: Message = self._rpc.parse(data, hold)
-        except DecodeError:
-            raise InvalidRequest("the request is not a message of this RPC: its bytes cannot be parsed") from None
-        return message
+        return self._rpc.parsed(data, hold)
 
 
 class OneRequest(Call):

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 
 from bf16kit.errors import Cancelled, DeadlineExceeded, Unavailable
-from service.transport.call import Call
+from service.transport.calling import Calling
 
 _LAST_WORDS_S, _LAST_PART = 0.25, 0.1  # of the time that a call has: for its client to read what became of it
 
@@ -24,7 +24,7 @@ class Changes:
         for woken in tuple(self._waiting):
             woken.set()
 
-    def wait(self, change: Future[None], call: Call, doing: str) -> None:
+    def wait(self, change: Future[None], call: Calling, doing: str) -> None:
         """Return when ``change`` is made; raise what it failed with. The deadline, a client that leaves and a server
         that stops end the wait, and not the change."""
         woken = threading.Event()

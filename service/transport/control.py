@@ -11,7 +11,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.wording import quoted
 from service.contract import Registry
 from service.operations import ModelControl, Operations, Region, Regions, RegistryModels, Settings
-from service.transport.call import Call
+from service.transport.calling import Calling
 from service.transport.changes import Changes
 from service.transport.credentials import Needs
 from service.wire import metadata, settings
@@ -72,34 +72,36 @@ class ControlServicer:
         """Let no call wait any longer for a model."""
         self._changes.drain()
 
-    def ServerLive(self, message: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
+    def ServerLive(self, message: pb.ServerLiveRequest, call: Calling) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=self._registry.live)
 
-    def ServerReady(self, message: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:
+    def ServerReady(self, message: pb.ServerReadyRequest, call: Calling) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=self._registry.ready)
 
-    def ModelReady(self, message: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
+    def ModelReady(self, message: pb.ModelReadyRequest, call: Calling) -> pb.ModelReadyResponse:
         return pb.ModelReadyResponse(ready=self._registry.is_ready(message.name, message.version))
 
-    def ServerMetadata(self, message: pb.ServerMetadataRequest, call: Call) -> pb.ServerMetadataResponse:
+    def ServerMetadata(self, message: pb.ServerMetadataRequest, call: Calling) -> pb.ServerMetadataResponse:
         return metadata.server_metadata(self._operations.extensions)
 
-    def ModelMetadata(self, message: pb.ModelMetadataRequest, call: Call) -> pb.ModelMetadataResponse:
+    def ModelMetadata(self, message: pb.ModelMetadataRequest, call: Calling) -> pb.ModelMetadataResponse:
         model = self._registry.get(message.name, message.version)
         return metadata.model_metadata(model, self._registry.versions(model.name))
 
-    def ModelConfig(self, message: pb.ModelConfigRequest, call: Call) -> pb.ModelConfigResponse:
+    def ModelConfig(self, message: pb.ModelConfigRequest, call: Calling) -> pb.ModelConfigResponse:
         return metadata.model_config(self._registry.get(message.name, message.version))
 
-    def ModelStatistics(self, message: pb.ModelStatisticsRequest, call: Call) -> pb.ModelStatisticsResponse:
+    def ModelStatistics(self, message: pb.ModelStatisticsRequest, call: Calling) -> pb.ModelStatisticsResponse:
         """Of every ready model; of every ready version of ``name``; or of the one version asked for."""
         return metadata.model_statistics(self._models.statistics(message.name, message.version))
 
-    def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: Call) -> pb.RepositoryIndexResponse:
+    def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: Calling) -> pb.RepositoryIndexResponse:
         check_repository(message.repository_name)
         return metadata.repository_index(self._models.index(), message.ready)
 
-    def RepositoryModelLoad(self, message: pb.RepositoryModelLoadRequest, call: Call) -> pb.RepositoryModelLoadResponse:
+    def RepositoryModelLoad(
+        self, message: pb.RepositoryModelLoadRequest, call: Calling
+    ) -> pb.RepositoryModelLoadResponse:
         """Answered when the model is served."""
         check_repository(message.repository_name)
         name = message.model_name
@@ -113,7 +115,7 @@ class ControlServicer:
         return pb.RepositoryModelLoadResponse()
 
     def RepositoryModelUnload(
-        self, message: pb.RepositoryModelUnloadRequest, call: Call
+        self, message: pb.RepositoryModelUnloadRequest, call: Calling
     ) -> pb.RepositoryModelUnloadResponse:
         """Answered when the last of its requests are."""
         check_repository(message.repository_name)
@@ -128,41 +130,41 @@ class ControlServicer:
             raise Unsupported("models cannot be loaded over the network")  # never: answers() has said so
         return self._operations.control
 
-    def TraceSetting(self, message: pb.TraceSettingRequest, call: Call) -> pb.TraceSettingResponse:
+    def TraceSetting(self, message: pb.TraceSettingRequest, call: Calling) -> pb.TraceSettingResponse:
         changes = settings.trace_changes(message)
         return settings.trace_response(self._update(self._operations.traces, call, changes, message.model_name))
 
-    def LogSettings(self, message: pb.LogSettingsRequest, call: Call) -> pb.LogSettingsResponse:
+    def LogSettings(self, message: pb.LogSettingsRequest, call: Calling) -> pb.LogSettingsResponse:
         return settings.log_response(self._update(self._operations.logs, call, settings.log_changes(message)))
 
     def _update(
-        self, found: Settings | None, call: Call, changes: settings.Settings, model: str = ""
+        self, found: Settings | None, call: Calling, changes: settings.Settings, model: str = ""
     ) -> settings.Settings:
         if found is None:
             raise Unsupported("there are no such settings")  # never: answers() has said so
         if changes:
-            self._manage.check(call.context.invocation_metadata())
+            self._manage.check(call.metadata)
         return found.update(changes, model)
 
     def SystemSharedMemoryStatus(
-        self, message: pb.SystemSharedMemoryStatusRequest, call: Call
+        self, message: pb.SystemSharedMemoryStatusRequest, call: Calling
     ) -> pb.SystemSharedMemoryStatusResponse:
         return metadata.regions_status(self._regions.status(message.name))
 
     def SystemSharedMemoryRegister(
-        self, message: pb.SystemSharedMemoryRegisterRequest, call: Call
+        self, message: pb.SystemSharedMemoryRegisterRequest, call: Calling
     ) -> pb.SystemSharedMemoryRegisterResponse:
         self._regions.register(Region(message.name, message.key, message.offset, message.byte_size))
         return pb.SystemSharedMemoryRegisterResponse()
 
     def SystemSharedMemoryUnregister(
-        self, message: pb.SystemSharedMemoryUnregisterRequest, call: Call
+        self, message: pb.SystemSharedMemoryUnregisterRequest, call: Calling
     ) -> pb.SystemSharedMemoryUnregisterResponse:
         self._regions.unregister(message.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     def CudaSharedMemoryStatus(
-        self, message: pb.CudaSharedMemoryStatusRequest, call: Call
+        self, message: pb.CudaSharedMemoryStatusRequest, call: Calling
     ) -> pb.CudaSharedMemoryStatusResponse:
         """There are none. perf_analyzer unregisters all of both kinds before it begins with either."""
         if message.name:
@@ -170,7 +172,7 @@ class ControlServicer:
         return pb.CudaSharedMemoryStatusResponse()
 
     def CudaSharedMemoryUnregister(
-        self, message: pb.CudaSharedMemoryUnregisterRequest, call: Call
+        self, message: pb.CudaSharedMemoryUnregisterRequest, call: Calling
     ) -> pb.CudaSharedMemoryUnregisterResponse:
         return pb.CudaSharedMemoryUnregisterResponse()
 

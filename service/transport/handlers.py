@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from bf16kit.errors import Unsupported
+from bf16kit.errors import RequestError, Unsupported
 from bf16kit.protocol import inference_pb2 as pb
 from service.process.tokens import Scope
-from service.transport.call import Call, Rpc
+from service.transport.call import Rpc
+from service.transport.calling import Calling
 from service.transport.control import CHANGES, OFF, SETTINGS, ControlServicer
 from service.transport.credentials import Access, Metadata, Needs
 from service.transport.health import HealthServicer
-from service.transport.lane import Handler, Lane
+from service.transport.lane import Handler
 from service.transport.reflection import reflection_answer
 from service.transport.servicer import InferenceServicer
 from service.transport.status import StatusTable
@@ -35,19 +36,28 @@ _LARGEST_QUESTION = 64 << 10  # bytes of a request that holds no tensors
 _EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests say nothing
 
 
-Opener = Callable[[Metadata], Handler]
+H = TypeVar("H")
+_H = TypeVar("_H", covariant=True)
+Opener = Callable[[Metadata], H]  # of a call whose metadata are known: what handles it
 
 
-@dataclass(frozen=True, slots=True)
-class Lanes:
+class Entrance(Protocol[_H]):
+    """Where calls of one kind come in: see :class:`~service.transport.lane.Lane`, gRPC's own."""
+
+    def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> _H: ...
+    def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> _H: ...
+
+
+@dataclass(frozen=True)
+class Lanes(Generic[H]):
     """By which kinds of calls come in, apart from each other."""
 
-    inference: Lane
-    streams: Lane
-    control: Lane
-    changes: Lane
-    watches: Lane
-    reflection: Lane
+    inference: Entrance[H]
+    streams: Entrance[H]
+    control: Entrance[H]
+    changes: Entrance[H]
+    watches: Entrance[H]
+    reflection: Entrance[H]
 
 
 class Handlers(grpc.ServerInterceptor):
@@ -58,7 +68,7 @@ class Handlers(grpc.ServerInterceptor):
     inferences. A registered handler alone would serve every call of its RPC, without a look at the headers.
     """
 
-    def __init__(self, open_by_path: Mapping[str, Opener]) -> None:
+    def __init__(self, open_by_path: Mapping[str, Opener[Handler]]) -> None:
         self._open = open_by_path
 
     def register(self, server: grpc.Server) -> None:
@@ -77,24 +87,27 @@ def _never(message: bytes, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.INTERNAL, "the call came by no lane")
 
 
-class Table:
+class Table(Generic[H]):
     """Which lane each RPC comes in by, what answers it, and which scope of a token it needs."""
 
-    def __init__(self, lanes: Lanes, access: Access, statuses: StatusTable, max_message_bytes: int) -> None:
+    def __init__(self, lanes: Lanes[H], access: Access, statuses: StatusTable, max_message_bytes: int) -> None:
         self._lanes = lanes
         self._access = access
         self._statuses = statuses
         self._inflate_tensors = Inflater(max_message_bytes)
         self._inflate_question = Inflater(_LARGEST_QUESTION)
 
-    def handlers(self, servicer: InferenceServicer, control: ControlServicer, health: HealthServicer) -> Handlers:
-        """A handler for every RPC; those of the inference service that are not served are refused with the reason."""
-        paths: dict[str, Opener] = {}
+    def openers(
+        self, servicer: InferenceServicer, control: ControlServicer, health: HealthServicer
+    ) -> dict[str, Opener[H]]:
+        """What opens a call of every RPC, by its path; those of the inference service that are not served are refused
+        with the reason."""
+        paths: dict[str, Opener[H]] = {}
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             paths[f"/{SERVICE}/{method.name}"] = self._inference(method, servicer, control)
         lanes, probe = self._lanes, self._access.scope_of("health")
 
-        def watch(request: Any, call: Call, send: Any) -> None:
+        def watch(request: Any, call: Calling, send: Any) -> None:
             health.watch(request, call.client, call.cancellation, send)
 
         check, watching = _HEALTH.methods_by_name["Check"], _HEALTH.methods_by_name["Watch"]
@@ -105,9 +118,9 @@ class Table:
         paths[f"/{_REFLECTION.full_name}/{info.name}"] = self._opener(
             lanes.reflection, info, answer, scope, kind="stream"
         )
-        return Handlers(paths)
+        return paths
 
-    def _inference(self, method: Any, servicer: InferenceServicer, control: ControlServicer) -> Opener:
+    def _inference(self, method: Any, servicer: InferenceServicer, control: ControlServicer) -> Opener[H]:
         name, lanes = method.name, self._lanes
         if name == "ModelInfer":
             return self._opener(lanes.inference, method, servicer.ModelInfer, "infer", claim=servicer.claim)
@@ -121,7 +134,7 @@ class Table:
         lane = lanes.changes if name in CHANGES else lanes.control
         return self._opener(lane, method, getattr(control, name), scope, reads=name not in _EMPTY)
 
-    def _opener(self, lane: Lane, method: Any, answer: Any, scope: Scope | None, **more: Any) -> Opener:
+    def _opener(self, lane: Entrance[H], method: Any, answer: Any, scope: Scope | None, **more: Any) -> Opener[H]:
         asks = scope != "infer"
         inflate = self._inflate_question if asks else self._inflate_tensors
         parse = parser(method.input_type, _LARGEST_QUESTION if asks else None)

@@ -137,7 +137,12 @@ class Lane:
 
     def status(self, error: Exception) -> Status:
         """What the client is told of an error that ended its call before a model was asked."""
-        reason = error.reason if isinstance(error, Overloaded | Unavailable) else _REASONS.get(type(error))
+        reason = why_refused(error)
         if reason:
             self.refused(reason)
         return self._statuses.of(error)
+
+
+def why_refused(error: Exception) -> str:
+    """The metrics' word for what ended a call before a model was asked; empty for what they have none for."""
+    return error.reason if isinstance(error, Overloaded | Unavailable) else _REASONS.get(type(error), "")

@@ -2,79 +2,38 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import grpc
 
-from bf16kit.errors import ConfigError, Unavailable
+from bf16kit.errors import ConfigError
 from service.contract import Registry
 from service.operations import Operations
 from service.process import ports
 from service.process.certificates import CertificateFiles
 from service.request import Tracer
-from service.transport.admission import ByteBudget, Door, FairShares
-from service.transport.control import ControlServicer
-from service.transport.credentials import Access, Needs, server_credentials
-from service.transport.handlers import SERVICE, Lanes, Table
-from service.transport.health import HealthServicer
-from service.transport.lane import Lane
-from service.transport.limit import AdaptiveLimit
-from service.transport.servicer import InferenceServicer
-from service.transport.status import StatusTable
-from service.transport.turns import Turns
+from service.transport.admission import Door
+from service.transport.credentials import Access, server_credentials
+from service.transport.handlers import Handlers, Lanes
+from service.transport.lane import Handler, Lane
+from service.transport.options import TransportOptions as TransportOptions
+from service.transport.services import CONTROL_CALLS, LAST_WORDS_SECONDS, Services
 from service.transport.watchdog import Patience, Watchdog
-from service.wire.memory import SharedMemory
 
-_CONTROL_CALLS = 128  # health checks, metadata, statistics at once
-_CHANGES = 32  # of the models served, that calls wait for
 _SLOW_CONTROL_CALLS = 8  # that may take longer than a moment to send what is a few bytes
-_REFLECTION_STREAMS = 16
 _REFLECTION_SECONDS = 10.0  # between two requests of one stream
 # For those that keep a server waiting which has no more than half of its places. Not less: it may be the server that is
 # late, with thousands of calls before this one on gRPC's one thread.
 _HURRIED_SECONDS = 3.0
 _DEAF_SECONDS = 1.0  # for a watcher to be sent a few bytes, while others' news waits for it
-_LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
 # A thread that sleeps for a moment and wakes in time, again and again, shows that its process is not behind with work.
 _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
 _CATCH_UP_SECONDS = 2.0  # at most
-_SPARE_THREADS = 4  # to refuse calls on, where it takes a thread to know whose they are
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
 _PING_SECONDS = 20.0  # at most, for the answer to a ping of ours
 _STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
-
-
-@dataclass(frozen=True, slots=True)
-class TransportOptions:
-    """Where to listen, how much to hold, and how long to wait for clients. A call has its place or is refused.
-
-    ``share_port`` lets several worker processes listen on one port (SO_REUSEPORT).
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8001  # 0 = any free port
-    unix_socket: str = ""  # a path to listen on as well, without TLS: the file's directory says who may connect
-    max_in_flight: int = 256
-    max_streams: int = 64
-    max_watches: int = 1024
-    max_connections: int = 4096
-    compress: bool = False  # responses, with gzip, for clients that take it
-    stream_window: int = 16  # requests of one stream at work at once
-    max_message_bytes: int = 64 << 20  # of a request
-    max_request_bytes: int = 512 << 20  # of all requests and answers together
-    receive_seconds: float = 10.0  # for a request to arrive, once its headers have
-    send_seconds: float = 30.0  # for a client to take a response
-    stream_idle_seconds: float = 600.0  # for the next request of a stream that waits for none of its responses
-    keepalive_seconds: float = 60.0  # of silence, after which the client is asked whether it is there
-    max_connection_idle_seconds: float = 1800.0
-    max_connection_age_seconds: float = 0.0  # 0 = no limit
-    overload: str = "RESOURCE_EXHAUSTED"  # the status code of a refusal for want of room, by name
-    share_port: bool = False
 
 
 class Transport:
@@ -94,37 +53,15 @@ class Transport:
         tracer: Tracer | None = None,
     ) -> None:
         self._options = options
-        self._statuses = StatusTable(grpc.StatusCode[options.overload])
         self._refused = refused
         self._certificates = certificates
         self._patiences: list[Patience] = []
-        self._pools: list[ThreadPoolExecutor] = []
-        self._health = HealthServicer(registry, SERVICE)
-        limit, budget = AdaptiveLimit(options.max_in_flight), ByteBudget(options.max_request_bytes)
-        self._inference = Door(options.max_in_flight, "requests in flight", budget=budget, adaptive=limit)
-        self._streams = Door(options.max_streams, "open streams", reason="streams", budget=budget)
-        self._changes = Door(_CHANGES, "loads and unloads of models", reason="control")
-        self._servicer = InferenceServicer(
-            registry,
-            refused,
-            self._statuses,
-            FairShares(options.max_in_flight, "model", "model_share"),
-            limit,
-            stream_readers=self._pool("grpc-stream-reader", options.max_streams + _SPARE_THREADS),
-            stream_answerers=self._pool("grpc-stream", options.max_in_flight),
-            turns=Turns(options.max_in_flight),
-            stream_window=options.stream_window,
-            memory=SharedMemory(operations.regions, options.max_message_bytes),
-            tracer=tracer,
-        )
-        self._control = ControlServicer(registry, operations, Needs(access.tokens, "manage"))
-        handlers = Table(self._lanes(), access, self._statuses, options.max_message_bytes).handlers(
-            self._servicer, self._control, self._health
-        )
+        self._services = Services(registry, refused, options, access, operations, tracer)
+        handlers = Handlers(self._services.openers(self._lanes()))
         self._watchdog = Watchdog(self._patiences)
         # Each lane bounds its own calls: a bound on all of them would let one lane's calls shut out another's.
         self._server = grpc.server(
-            self._pool("grpc", 1),
+            self._services.pool("grpc", 1),
             options=_channel_arguments(options),
             interceptors=[handlers],
         )
@@ -156,53 +93,35 @@ class Transport:
         until = time.monotonic() + grace
         for patience in self._patiences:
             patience.stop(grace)
-        for door in (self._inference, self._streams):
-            door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
-        self._health.shut_down(min(grace, _LAST_WORDS_SECONDS))
-        self._servicer.drain()
-        self._control.drain()
-        self._changes.wait_empty(min(until, time.monotonic() + _LAST_WORDS_SECONDS))
-        if not self._empty(0.0):
+        self._services.drain(until)
+        if not self._services.empty(0.0):
             catch_up(until)
-        self._server.stop(max(0.0, until - time.monotonic()) + _LAST_WORDS_SECONDS)  # it cancels later than we look
-        answered = self._empty(until)
+        self._server.stop(max(0.0, until - time.monotonic()) + LAST_WORDS_SECONDS)  # it cancels later than we look
+        answered = self._services.empty(until)
         self._server.stop(0)
         self._watchdog.stop()
-        self._empty(time.monotonic() + _LAST_WORDS_SECONDS)
-        closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
-        closing.start()
-        closing.join(_LAST_WORDS_SECONDS)  # a run that was cut off may never end
+        self._services.empty(time.monotonic() + LAST_WORDS_SECONDS)
+        self._services.close()
         return answered
 
-    def _close_pools(self) -> None:
-        for pool in self._pools:
-            pool.shutdown(cancel_futures=True)
-
-    def _empty(self, until: float) -> bool:
-        """Whether no call was inside by ``until``."""
-        return self._inference.wait_empty(until) and self._streams.wait_empty(until)
-
-    def _lanes(self) -> Lanes:
-        options = self._options
+    def _lanes(self) -> Lanes[Handler]:
+        options, services = self._options, self._services
         receive, send = options.receive_seconds, options.send_seconds
         slow = max(1, options.max_request_bytes // options.max_message_bytes)
-        control = Door(_CONTROL_CALLS, "calls for health and metadata", reason="control")
-        watches = Door(options.max_watches, "health watches", reason="watches")
-        reflection = Door(_REFLECTION_STREAMS, "reflection streams", reason="reflection")
         return Lanes(
-            inference=self._lane("grpc-infer", self._inference, receive, send, slow=slow),
-            streams=self._lane("grpc-open-stream", self._streams, options.stream_idle_seconds, send),
-            control=self._lane("grpc-control", control, receive, send, slow=_SLOW_CONTROL_CALLS),
-            changes=self._lane("grpc-change", self._changes, receive, send, slow=_SLOW_CONTROL_CALLS),
+            inference=self._lane("grpc-infer", services.inference, receive, send, slow=slow),
+            streams=self._lane("grpc-open-stream", services.streams, options.stream_idle_seconds, send),
+            control=self._lane("grpc-control", services.control, receive, send, slow=_SLOW_CONTROL_CALLS),
+            changes=self._lane("grpc-change", services.changes, receive, send, slow=_SLOW_CONTROL_CALLS),
             watches=self._lane(
                 "grpc-watch",
-                watches,
+                services.watches,
                 receive,
                 slow=_SLOW_CONTROL_CALLS,
-                threads=_CONTROL_CALLS,
-                sending=Patience(_HURRIED_SECONDS, _DEAF_SECONDS, lambda: self._health.held_up),
+                threads=CONTROL_CALLS,
+                sending=Patience(_HURRIED_SECONDS, _DEAF_SECONDS, lambda: services.health.held_up),
             ),
-            reflection=self._lane("grpc-reflection", reflection, _REFLECTION_SECONDS, _REFLECTION_SECONDS),
+            reflection=self._lane("grpc-reflection", services.reflection, _REFLECTION_SECONDS, _REFLECTION_SECONDS),
         )
 
     def _lane(
@@ -216,25 +135,17 @@ class Transport:
         threads: int | None = None,
         sending: Patience | None = None,
     ) -> Lane:
-        hurried = receive_seconds if door is self._streams else _HURRIED_SECONDS  # streams are idle by nature
-        receiving = Patience(receive_seconds, hurried, lambda: door.crowded, slow=slow)
+        services = self._services
+        idle = door is services.streams  # by nature
+        receiving = Patience(
+            receive_seconds, receive_seconds if idle else _HURRIED_SECONDS, lambda: door.crowded, slow=slow
+        )
         sending = sending or Patience(send_seconds, _HURRIED_SECONDS, lambda: door.crowded)
         self._patiences += [receiving, sending]
-        lane = Lane(
-            name,
-            door,
-            threads or door.limit + _SPARE_THREADS,
-            receiving,
-            sending,
-            self._statuses,
-            self._refused,
-        )
-        self._pools.append(lane.threads)
+        count = threads or services.threads_for(door)
+        lane = Lane(name, door, count, receiving, sending, services.statuses, self._refused)
+        services.keep(lane.threads)
         return lane
-
-    def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
-        self._pools.append(ThreadPoolExecutor(threads, name))
-        return self._pools[-1]
 
 
 def catch_up(until: float) -> None:

@@ -16,7 +16,7 @@ from bf16kit.protocol import inference_pb2 as pb
 from service.contract import Model, Registry, Slot
 from service.request import REFUSALS, Observation, Reply, Request, Tracer
 from service.transport.admission import FairShares
-from service.transport.call import Call
+from service.transport.calling import Calling
 from service.transport.claims import Claimed, claim_model
 from service.transport.limit import AdaptiveLimit
 from service.transport.requestlog import log_request
@@ -82,7 +82,7 @@ class InferenceServicer:
 
     # --- inference --------------------------------------------------------------------------------------------------
 
-    def ModelInfer(self, message: pb.ModelInferRequest, call: Call) -> pb.ModelInferResponse | Status:
+    def ModelInfer(self, message: pb.ModelInferRequest, call: Calling) -> pb.ModelInferResponse | Status:
         return self._answer(message, call, call.started, call.hold_more)
 
     def claim(self, data: bytes) -> Claimed | None:
@@ -96,7 +96,7 @@ class InferenceServicer:
             return None
 
     def ModelStreamInfer(
-        self, requests: Iterator[StreamRequest], call: Call
+        self, requests: Iterator[StreamRequest], call: Calling
     ) -> Iterator[pb.ModelStreamInferResponse | Status]:
         line = Line(self._turns, call.client)
 
@@ -131,7 +131,7 @@ class InferenceServicer:
     def _answer(
         self,
         message: pb.ModelInferRequest,
-        call: Call,
+        call: Calling,
         started: float,
         hold_more: Callable[[int], None],
         *,
@@ -181,7 +181,7 @@ class InferenceServicer:
         name, version = _asked(message, model)
         return self._statuses.of(error, {"model": name, "version": version or None, "request_id": message.id or None})
 
-    def _seen(self, call: Call, ends: float | None) -> grpc.StatusCode:
+    def _seen(self, call: Calling, ends: float | None) -> grpc.StatusCode:
         """What the client of an answered request sees: it may have stopped waiting while the request ran."""
         if ends is not None and self._clock() >= ends:
             return grpc.StatusCode.DEADLINE_EXCEEDED
@@ -205,7 +205,7 @@ class InferenceServicer:
     def _observe(
         self,
         message: pb.ModelInferRequest,
-        call: Call,
+        call: Calling,
         model: Model | None,
         request: Request | None,
         code: grpc.StatusCode,

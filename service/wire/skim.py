@@ -26,6 +26,8 @@ _TEXT = 1 << 20  # bytes of a name, an id or any other text: Python copies and h
 _MODEL_NAME, _MODEL_VERSION = 0x0A, 0x12  # ModelInferRequest's first two fields: their numbers, of texts
 _LONGEST_VARINT = 10  # bytes
 _MOST_LOOKED_AT = 64  # fields of a request whose model is asked for before it is parsed
+_OUTERMOST = 1 << 12  # fields of one whose model is looked for behind its tensors, too
+_FIXED = {1: 8, 2: 0, 5: 4}  # bytes of values whose size the field does not say, by wire type
 
 #: By number: messages, with what is known of them; texts, and integers that may be packed.
 _Known: TypeAlias = "Mapping[int, _Known | Literal['text', 'packed']]"
@@ -66,6 +68,26 @@ def asked_model(data: bytes) -> tuple[str, str]:
     name, at = _short_text(data, 0, _MODEL_NAME)
     version, at = _short_text(data, at, _MODEL_VERSION)
     return (name, version) if name and _names_nothing(data, at) else ("", "")
+
+
+def named_model(data: bytes) -> str:
+    """The model that a ModelInferRequest of any size names, by its outermost fields alone: nothing is copied or parsed.
+    Empty where they name none, or are no message's, or are too many to look at."""
+    skim, at, name = _Skim(data), 0, b""
+    try:
+        for _ in range(_OUTERMOST):
+            if at >= len(data):
+                break
+            tag, at = skim.varint(at)
+            size = 0
+            if tag & 7 == 2:
+                size, at = skim.varint(at)
+            if tag == _MODEL_NAME:
+                name = data[at : at + min(size, _TEXT)]
+            at = skim.varint(at)[1] if tag & 7 == 0 else at + size + _FIXED[tag & 7]
+    except (IndexError, ValueError, KeyError):
+        return ""
+    return name.decode("utf-8", "replace")
 
 
 def _names_nothing(data: bytes, at: int) -> bool:
@@ -128,15 +150,15 @@ class _Skim:
                 f"the request has more than {_FIELDS} fields; send numbers in raw_input_contents, one field for each"
                 " tensor, and fewer strings"
             )
-        tag, at = self._varint(at)
+        tag, at = self.varint(at)
         kind = tag & 7
         if kind == 2:
-            size, at = self._varint(at)
+            size, at = self.varint(at)
             if tag >> 3 in known:
                 self._count_value(at, min(at + size, end), known[tag >> 3])
             return at + size
         if kind == 0:
-            return self._varint(at)[1]
+            return self.varint(at)[1]
         if kind > 5:
             raise ValueError
         return at + (8, 0, 0, 0, 4)[kind - 1]  # groups begin and end; what is in them follows
@@ -157,7 +179,7 @@ class _Skim:
                 " raw_input_contents"
             )
 
-    def _varint(self, at: int) -> tuple[int, int]:
+    def varint(self, at: int) -> tuple[int, int]:
         number = self._data[at]
         if number < 0x80:
             return number, at + 1

@@ -209,7 +209,7 @@ class Worker:
             regions=self._regions,
             logs=guarded(config, AskedSettings(self._settings["logs"], "logs", ask)),
             traces=guarded(config, AskedSettings(self._settings["traces"], "traces", ask)),
-            extensions=extensions(config),
+            extensions=extensions(config, explicit=config.model_control == "explicit"),
         )
 
     def _want(self, message: Message) -> Any:

@@ -18,6 +18,7 @@ from service.contract import Array
 from service.transport import lane as lane_module
 from service.transport.call import Rpc, UnaryCall
 from service.transport.handlers import SERVICE
+from service.transport.lane import Lane
 from service.wire.inflate import Inflater
 from service.wire.skim import parser
 
@@ -87,7 +88,8 @@ def test_a_refusal_takes_no_thread_of_the_lanes() -> None:
 def test_a_call_that_was_refused_stays_so_where_a_place_becomes_free() -> None:
     """It then runs on gRPC's one thread: waiting there for the request would stop the server for good."""
     with serving(LoopbackModel(), max_in_flight=1) as served:
-        lane, door = served.transport._lanes().inference, served.transport._inference
+        lane, door = served.transport._lanes().inference, served.transport._services.inference
+        assert isinstance(lane, Lane)
         place = door.enter("somebody")
         rpc = Rpc(
             Inflater(1 << 20),
@@ -157,17 +159,17 @@ def test_a_request_that_says_nothing_is_not_waited_for() -> None:
 @by_arrival
 def test_a_call_that_finds_no_threads_any_more_is_cancelled_and_stops_nobody() -> None:
     with serving(LoopbackModel()) as served:
-        for pool in served.transport._pools:
+        for pool in served.transport._services._pools:
             pool.shutdown()
         for _ in range(2):
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
-        assert served.transport._inference.wait_empty(until=0)
+        assert served.transport._services.inference.wait_empty(until=0)
 
 
 @pytest.mark.parametrize("way", ["grpcio"], indirect=True)
 def test_grpcios_own_way_survives_a_pool_without_threads() -> None:
     with serving(LoopbackModel()) as served:
-        for pool in served.transport._pools:
+        for pool in served.transport._services._pools:
             pool.shutdown()
         for _ in range(2):
             call = served.stub("ModelInfer").future(infer_request(x=X), timeout=0.3)
@@ -178,14 +180,14 @@ def test_grpcios_own_way_survives_a_pool_without_threads() -> None:
 def test_a_client_that_leaves_before_its_call_has_a_thread_gives_its_place_back_at_once() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served:
-        for pool in served.transport._pools:
+        for pool in served.transport._services._pools:
             pool._max_workers = 1
         running = served.stub("ModelInfer").future(infer_request(x=X))
         assert gate.started.wait(30)
         waiting = served.stub("ModelInfer").future(infer_request(x=X))
-        until(lambda: served.transport._inference._shares.taken == 2)
+        until(lambda: served.transport._services.inference._shares.taken == 2)
         waiting.cancel()
-        until(lambda: served.transport._inference._shares.taken == 1)
+        until(lambda: served.transport._services.inference._shares.taken == 1)
         gate.go.set()
         assert running.result(30)
     assert len(served.log.seen) == 1  # the other was never read
@@ -198,7 +200,7 @@ def test_a_bug_in_admission_ends_a_call_and_not_the_server(monkeypatch: pytest.M
             patched.setattr(UnaryCall, "start", lambda *_: 1 // 0)
             assert served.refusal("ModelInfer", infer_request(x=X))[0] is grpc.StatusCode.CANCELLED
         assert served.call("ModelInfer", infer_request(x=X)).model_name == "echo"
-        assert served.transport._inference._shares.taken <= 1  # the last one's, until gRPC has told of its end
+        assert served.transport._services.inference._shares.taken <= 1  # the last one's, until gRPC has told of its end
 
 
 def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
@@ -207,7 +209,7 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call() -> None:
         client.data(stream, framed(MESSAGE)[:10])
         until(lambda: stream in client.ended)
         assert served.log.refusals == ["too_slow"]
-        until(lambda: served.transport._inference.wait_empty(0))
+        until(lambda: served.transport._services.inference.wait_empty(0))
 
 
 def test_a_client_that_left_as_its_call_began_is_not_waited_for() -> None:
@@ -225,9 +227,9 @@ def test_a_response_that_is_not_taken_keeps_its_place_until_its_time_is_up() -> 
     with serving(LoopbackModel(), send_seconds=0.5) as served, RawConnection(served.port, window=0) as client:
         stream = client.call(INFER, MESSAGE)
         until(lambda: served.log.seen)
-        assert not served.transport._inference.wait_empty(0)
+        assert not served.transport._services.inference.wait_empty(0)
         until(lambda: stream in client.ended)
-        until(lambda: served.transport._inference.wait_empty(0))
+        until(lambda: served.transport._services.inference.wait_empty(0))
         assert served.log.refusals == ["too_slow"]
 
 
@@ -287,7 +289,7 @@ def test_a_request_that_would_swell_is_refused_before_it_is_parsed() -> None:
 def test_an_answer_that_is_not_taken_counts_and_the_next_is_refused() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(3 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
-        budget = served.transport._inference.budget
+        budget = served.transport._services.inference.budget
         for answers in (1, 2, 3):  # of 1 MiB each
             deaf.call(INFER, MESSAGE)
             until(lambda answers=answers: budget._taken > answers << 20)  # type: ignore[misc]
@@ -302,7 +304,7 @@ def test_a_stream_reads_no_further_than_its_bytes_allow_and_goes_on_when_it_is_a
     rows = np.ones((1 << 18, 3), np.float32)  # 3 MiB, and as much in the answer
     model = LoopbackModel(run=gate, max_batch_size=len(rows))
     with serving(model, max_streams=1) as served:
-        door = served.transport._streams
+        door = served.transport._services.streams
         answers = served.stub("ModelStreamInfer")(iter([infer_request(x=rows) for _ in range(6)]), timeout=60)
         assert gate.started.wait(30)
         until(lambda: len(model.seen) == 3)  # two leave room, three do not
@@ -318,7 +320,7 @@ def test_an_answer_in_a_stream_counts_and_one_without_room_is_refused_in_its_pla
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(INFER, MESSAGE)
-        until(lambda: served.transport._inference.budget._taken > 1 << 20)
+        until(lambda: served.transport._services.inference.budget._taken > 1 << 20)
         (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
         assert "requests and answers of" in answer.error_message
 
@@ -332,9 +334,9 @@ def test_a_stream_that_waits_for_room_ends_with_its_client() -> None:
         assert gate.started.wait(30)
         time.sleep(0.2)  # by now the reader waits
         stream.cancel()
-        until(lambda: served.transport._streams.wait_empty(0))
+        until(lambda: served.transport._services.streams.wait_empty(0))
         gate.go.set()
-        assert served.transport._streams.budget._taken == 0
+        assert served.transport._services.streams.budget._taken == 0
         stay = threading.Event()
 
         def open_end() -> Iterator[pb.ModelInferRequest]:

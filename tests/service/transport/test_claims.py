@@ -54,7 +54,7 @@ def test_a_quick_model_is_answered_on_grpcs_own_thread() -> None:
     with serving(LoopbackModel(run=run, inline=True)) as served:
         assert answered_on_grpc(served, run, infer_request(x=X))
         assert served.call("ModelInfer", infer_request(x=X)).outputs[0].shape == [1, 3]
-        until(lambda: served.transport._inference._shares.taken == 0)
+        until(lambda: served.transport._services.inference._shares.taken == 0)
 
 
 def test_a_slow_model_never_is() -> None:
@@ -220,7 +220,7 @@ def test_every_one_of_many_at_once_is_answered(calls: int) -> None:
         assert answered_on_grpc(served, run, infer_request(x=X))
         futures = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
         assert all(future.result(60).outputs for future in futures)
-        until(lambda: served.transport._inference._shares.taken == 0)
+        until(lambda: served.transport._services.inference._shares.taken == 0)
 
 
 def test_a_request_that_takes_long_though_it_is_small_never_is() -> None:
@@ -230,7 +230,7 @@ def test_a_request_that_takes_long_though_it_is_small_never_is() -> None:
         assert answered_on_grpc(served, run, infer_request(x=X))
         message = infer_request(x=X)
         message.inputs[0].parameters["shared_memory_region"].string_param = "r"
-        assert served.transport._servicer.claim(message.SerializeToString()) is None
+        assert served.transport._services._servicer.claim(message.SerializeToString()) is None
         message = infer_request(x=X)
         message.outputs.add(name="y").parameters["classification"].int64_param = 1
-        assert served.transport._servicer.claim(message.SerializeToString()) is None
+        assert served.transport._services._servicer.claim(message.SerializeToString()) is None

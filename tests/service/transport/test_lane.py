@@ -17,6 +17,7 @@ from rawgrpc import RawConnection, framed
 
 from bf16kit.protocol import inference_pb2 as pb
 from service.transport import server as server_module
+from service.transport import services as services_module
 from service.transport.handlers import SERVICE
 
 X = np.ones((1, 3), np.float32)
@@ -51,7 +52,7 @@ def run_held(served: Served, gate: Gated, calls: int = 1) -> list[Any]:
     """So many requests of one connection inside, of which the first runs: until what is returned is forgotten."""
     begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(calls)]
     assert gate.started.wait(30)
-    until(lambda: served.transport._inference._shares.taken == calls)
+    until(lambda: served.transport._services.inference._shares.taken == calls)
     return begun
 
 
@@ -79,7 +80,7 @@ def test_more_requests_of_one_model_than_its_share(gate: Gated) -> None:
     with serving(model, LoopbackModel("other")) as served, RawConnection(served.port) as another, gate:
         held = run_held(served, gate, calls=1)
         assert len(model.seen) == 1
-        limit = served.transport._servicer._shares._shares
+        limit = served.transport._services._servicer._shares._shares
         limit.limit = 8
         begun = [served.stub("ModelInfer").future(infer_request(x=X)) for _ in range(6)]
         until(lambda: len(model.seen) == 7)
@@ -123,7 +124,7 @@ def test_answers_of_more_bytes_than_may_be_held() -> None:
     wide = LoopbackModel(run=lambda feeds: {"y": np.ones((1, 1 << 18), np.float32)}, max_batch_size=1)
     with serving(wide, max_request_bytes=(1 << 20) + 4096) as served, RawConnection(served.port, window=0) as deaf:
         deaf.call(INFER, MESSAGE)
-        until(lambda: served.transport._inference.budget._taken > 1 << 20)
+        until(lambda: served.transport._services.inference.budget._taken > 1 << 20)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.RESOURCE_EXHAUSTED
         assert served.log.refusals == ["bytes"]
         (answer,) = served.stub("ModelStreamInfer")(iter([infer_request(x=X)]), timeout=30)
@@ -160,7 +161,7 @@ def test_more_health_watches_than_may_be_open() -> None:
 
 
 def test_more_reflection_streams_than_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_REFLECTION_STREAMS", 1)
+    monkeypatch.setattr(services_module, "_REFLECTION_STREAMS", 1)
     stay = threading.Event()
 
     def questions() -> Iterator[reflection_pb2.ServerReflectionRequest]:
@@ -178,7 +179,7 @@ def test_more_reflection_streams_than_may_be_open(monkeypatch: pytest.MonkeyPatc
 
 
 def test_more_calls_for_health_and_metadata_than_may_be_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_CONTROL_CALLS", 1)
+    monkeypatch.setattr(services_module, "CONTROL_CALLS", 1)
     path = f"/{SERVICE}/ModelReady"
     question = pb.ModelReadyRequest(name="echo")
     with serving(LoopbackModel()) as served, RawConnection(served.port) as slow:
@@ -211,7 +212,7 @@ def test_a_server_that_shuts_down(gate: Gated, monkeypatch: pytest.MonkeyPatch) 
         (held,) = run_held(served, gate)
         stopping = threading.Thread(target=served.transport.stop, args=(30.0,))
         stopping.start()
-        until(lambda: served.transport._inference._closed and served.transport._streams._closed)
+        until(lambda: served.transport._services.inference._closed and served.transport._services.streams._closed)
         assert served.refusal("ModelInfer", infer_request(x=X))[0] is StatusCode.UNAVAILABLE
         assert served.log.refusals == ["draining"]
         assert refused(lambda: served.stub("ModelStreamInfer")(iter([]), timeout=30)) is StatusCode.UNAVAILABLE

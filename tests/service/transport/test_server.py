@@ -190,7 +190,7 @@ def test_a_stop_waits_for_a_client_that_does_nothing_for_half_of_the_time_and_is
     with serving(LoopbackModel()) as served, RawConnection(served.port, window=0) as idle:
         takes = client == "does not take its answer"
         stream = idle.call(f"/{SERVICE}/{method}", infer_request(x=X).SerializeToString() if takes else None)
-        doors = (served.transport._inference, served.transport._streams)
+        doors = (served.transport._services.inference, served.transport._services.streams)
         until(lambda: served.log.seen if takes else any(door._shares.taken for door in doors))
         begun = time.monotonic()
         assert served.transport.stop(grace=4)

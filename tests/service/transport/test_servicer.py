@@ -369,7 +369,7 @@ def test_a_client_that_left_before_a_thread_came_to_its_call_is_not_run(served: 
         def abort(self, code: StatusCode, details: str) -> None:
             raise RuntimeError(code)
 
-    infer = served.transport._servicer.ModelInfer
+    infer = served.transport._services._servicer.ModelInfer
     rpc = Rpc(
         Inflater(1 << 20),
         parser(pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]),

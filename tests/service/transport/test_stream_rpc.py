@@ -127,7 +127,7 @@ def test_streams_to_a_model_that_answers_none_hold_up_no_other_stream() -> None:
     with serving(LoopbackModel("stuck", run=gate), LoopbackModel(), max_in_flight=32, max_streams=16) as served:
         streams = [served.stub("ModelStreamInfer")(forty("stuck"), timeout=60) for _ in range(10)]
         assert gate.started.wait(30)
-        turns = served.transport._servicer._turns
+        turns = served.transport._services._servicer._turns
         until(lambda: turns._models.taken == 28 and len(turns._waiting) == 10)  # all of them are held back
         with another_client(served) as other:
             answers = list(other.stub("ModelStreamInfer")(iter([numbered(n) for n in range(40)]), timeout=5))
@@ -143,7 +143,7 @@ def test_streams_of_one_connection_to_several_models_hold_up_no_other_connection
     gate = Gate()
     models = [LoopbackModel(f"stuck{n}", run=gate) for n in range(8)]
     with serving(*models, LoopbackModel(), max_in_flight=32, max_streams=16) as served:
-        turns = served.transport._servicer._turns
+        turns = served.transport._services._servicer._turns
         call = served.stub("ModelStreamInfer")
         streams = [call(forty(f"stuck{n}"), timeout=60) for n in range(4)]
         until(lambda: turns._clients.taken == 28 and len(turns._waiting) == 4)
@@ -160,7 +160,7 @@ def test_a_stream_that_is_held_back_ends_with_its_client_and_with_the_server() -
     gate = Gate()
     with serving(LoopbackModel(run=gate), max_in_flight=8) as served:
         left, kept = (served.stub("ModelStreamInfer")(forty("echo"), timeout=60) for _ in range(2))
-        turns = served.transport._servicer._turns
+        turns = served.transport._services._servicer._turns
         until(lambda: len(turns._waiting) == 2)
         left.cancel()
         until(lambda: len(turns._waiting) == 1)

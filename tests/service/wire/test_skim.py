@@ -8,13 +8,15 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
 from loopback import infer_request
 from swelling import SWELLING
 from wireedits import field
 
 from bf16kit.errors import Cancelled, InvalidRequest
 from bf16kit.protocol import inference_pb2 as pb
-from service.wire.skim import asked_model, parser
+from service.wire.skim import asked_model, named_model, parser
 
 REQUEST = pb.DESCRIPTOR.message_types_by_name["ModelInferRequest"]
 QUESTION = pb.DESCRIPTOR.message_types_by_name["ModelMetadataRequest"]
@@ -140,3 +142,31 @@ def test_what_is_known_before_parsing_is_what_parsing_finds() -> None:
             assert asked == (message.model_name, message.model_version)
             known += 1
     assert known > 500
+
+
+class TestNamedModel:
+    """Which model a request of any size is for, before it is parsed."""
+
+    def test_as_clients_write_it(self) -> None:
+        message = pb.ModelInferRequest(model_name="m", model_version="3", id="7")
+        message.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 20])
+        message.raw_input_contents.append(bytes(4 << 20))
+        assert named_model(message.SerializeToString()) == "m"
+
+    def test_the_last_of_two_counts_as_for_protobuf(self) -> None:
+        one, other = (pb.ModelInferRequest(model_name=name).SerializeToString() for name in ("one", "other"))
+        data = one + pb.ModelInferRequest(raw_input_contents=[bytes(100)]).SerializeToString() + other
+        assert named_model(data) == pb.ModelInferRequest.FromString(data).model_name == "other"
+
+    @pytest.mark.parametrize("data", [b"", b"\x0a", b"\xff" * 20, b"\x0b\x0c", b"\x0a\x01m\x12", b"\x10\x01"])
+    def test_of_what_is_no_message_nothing_is_said_that_is_wrong(self, data: bytes) -> None:
+        assert named_model(data) in ("", "m")
+
+    @given(st.binary(max_size=200))
+    def test_whatever_is_a_message_is_read_as_protobuf_reads_it(self, data: bytes) -> None:
+        try:
+            name = pb.ModelInferRequest.FromString(data).model_name
+        except DecodeError:
+            named_model(data)  # raises nothing
+            return
+        assert named_model(data) in ("", name)

@@ -1,0 +1,159 @@
+"""What one process serves, wired: its models, their metrics and drift, the HTTP port; and not what brings requests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from service.drift.owner import FallbackOwner
+from service.grpcport import Front, drain, extensions, guarded, open_tracing
+from service.httpport import open_http
+from service.models.controller import Controller
+from service.models.deciding import OneServer
+from service.models.listing import Listing
+from service.models.plan import Wish
+from service.models.poll import Poll
+from service.models.repository import Repository
+from service.models.retries import Retries
+from service.operations import Operations, RegistryModels
+from service.process.config import ServerConfig
+from service.process.credentials import Credentials
+from service.process.heap import HeapTrimmer
+from service.process.logsettings import LogSettings
+from service.process.stop import Ending
+from service.process.ticking import Ticking
+from service.shadow.counting import CountingBoth
+from service.shadow.handing import PlannedHand
+from service.shadow.process import ShadowProcess
+from service.sharedmemory import open_regions
+from service.status_http.evidence import evidence_route
+from service.status_http.pages import routes
+from service.status_http.views import Status
+from service.telemetry.history import NAMES, TICK_SECONDS, History
+from service.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    pass
+
+_log = logging.getLogger(__name__)
+_LAST_TRACES_SECONDS = 3.0  # that a stop waits for a collector, at most
+
+
+class Served:
+    """Built with the HTTP port bound, and nothing running: :meth:`start`; :meth:`tend` again and again; :meth:`drain`;
+    :meth:`close` in any case.
+
+    ``wishes``: these are served, and the repository is not looked at, nor do clients load anything.
+    """
+
+    def __init__(self, config: ServerConfig, wishes: Iterable[Wish] | None = None) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self._owner = FallbackOwner(OneServer(lambda: self.repository), lambda *version: self._shadow.restart(*version))
+        self._counting = CountingBoth(
+            self.metrics,
+            lambda: self._shadow.ask_counts(),
+            lambda: [(slot.name, slot.version) for slot in self.repository.models()],
+        )
+        self._shadow = ShadowProcess(
+            config,
+            self._counting.hear,
+            self._counting.lost,
+            self._owner.hear,
+            forgotten=self._counting.forget,
+        )
+        self.repository = Repository(
+            self.metrics,
+            device=config.device,
+            threads=config.threads,
+            ready_when_empty=config.model_control == "explicit",
+            hand=lambda name, plan: PlannedHand(name, plan, self._shadow.ask, self._shadow.forget),
+            hear=self._owner.hear,
+        )
+        self._controller, self._poll = None, None
+        if wishes is None:
+            self._controller = Controller(
+                config.repository,
+                self.repository.want,
+                self.repository.desire,
+                config.model_control,
+                config.load_model,
+                Retries(self.repository.models),
+            )
+            self._controller.begin()
+            if config.model_control == "poll":
+                self._poll = Poll(self._controller, config.poll_seconds)
+        else:
+            self.repository.desire(wishes)
+        self.credentials = Credentials.of(config)
+        self._traces, self.tracing = open_tracing(config, self.repository, self.metrics.traced)
+        self.operations = self._operations()
+        self._history = History(lambda: self._counting.samples(NAMES))
+        self._status = Status(self.repository, self._history, why_off=self._shadow.why_off)
+        evidence = evidence_route(self.repository, self._shadow.evidence if config.evidence else None)
+        pages = routes(self.repository, self._counting, self._status.look, evidence)
+        self.http = open_http(config, pages, self.metrics, self.credentials)
+        self._heap = HeapTrimmer()
+        self._ticking = Ticking("history", TICK_SECONDS, self._history.tick)
+
+    def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
+        """Answer HTTP, call ``listening``, and load the models in the background."""
+        self._status.listening(grpc_port, self.http.port)
+        self.http.start()
+        listening()
+        for model in self.repository.models():
+            _log.info("%s: %s", model.label, model.state)
+        self.repository.start()
+        if self._poll is not None:
+            self._poll.start()
+        if self.tracing is not None:
+            self.tracing.start()
+        self._heap.start()
+        self._ticking.start()
+
+    def tend(self) -> None:
+        """Ten times a second or so, on one thread."""
+        self._shadow.tend()
+        self._owner.tend()
+
+    def drain(self, front: Front) -> Ending:
+        """Not ready, then no new work, then what is at work finishes; the HTTP port answers to the last."""
+        self._ticking.stop()
+        self._heap.stop()
+        if self._poll is not None:
+            self._poll.stop()
+        config = self.config
+        if config.lame_duck_seconds:
+            _log.info("stopping: not ready, and at work for another %g s", config.lame_duck_seconds)
+            self.repository.retire()
+            time.sleep(config.lame_duck_seconds)  # a second signal ends the process at once
+        begun = time.monotonic()
+        _log.info("draining for up to %g s", config.drain_seconds)
+        ending = drain(self.repository, front, config.drain_seconds)
+        if self.tracing is not None:
+            left = begun + config.drain_seconds - time.monotonic()
+            self.tracing.close(min(_LAST_TRACES_SECONDS, max(1.0, left)))
+        self.http.close()
+        if not ending.answered:
+            _log.warning("requests were cut off: they were still at work after %g s", config.drain_seconds)
+        _log.info("stopped after %.2f s", time.monotonic() - begun)
+        return ending
+
+    def close(self) -> None:
+        """End the process with the references: what it measures is lost."""
+        self._shadow.close()
+
+    def _operations(self) -> Operations:
+        config, controller = self.config, self._controller
+        explicit = controller is not None and config.model_control == "explicit"
+        logs = LogSettings(config.log_level, config.log_format)
+        return Operations(
+            models=RegistryModels(self.repository) if controller is None else Listing(self.repository, controller),
+            control=controller if explicit else None,
+            regions=open_regions(config),
+            logs=guarded(config, logs),
+            traces=guarded(config, self._traces),
+            extensions=extensions(config, explicit=explicit),
+        )

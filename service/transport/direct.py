@@ -1,0 +1,253 @@
+"""The RPCs without a gRPC server: for whoever brings their bytes, as the proxy of another system does.
+
+The same servicers answer, behind the same doors, after the same checks. What gRPC does for a connection is the other
+side's: how fast a client sends and takes, keepalive, TLS.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import grpc
+
+from bf16kit.errors import Cancelled, DeadlineExceeded, RequestError
+from service.contract import Registry
+from service.operations import Operations
+from service.request import Cancellation, Tracer
+from service.transport.admission import Door, Held, Place
+from service.transport.call import Rpc
+from service.transport.claims import Claimed
+from service.transport.credentials import Access, Metadata, Needs
+from service.transport.handlers import Lanes, Opener
+from service.transport.lane import why_refused
+from service.transport.options import TransportOptions
+from service.transport.services import Services
+from service.transport.status import Status
+from service.transport.streamcall import StreamRequest
+
+Kind = Literal["unary", "stream", "watch"]
+Answer = bytes | Status  # what the client is sent, or told instead
+Refuse = Callable[[Exception], Status]
+
+
+class DirectCall:
+    """One call, seen from both sides: see :class:`~service.transport.calling.Calling` for what an RPC sees.
+
+    Its bringer calls one of :meth:`answer`, :meth:`answers` and :meth:`watch`, as :attr:`kind` says, on a thread that
+    may block; :meth:`end` when the client has left or has everything, from any thread.
+    """
+
+    def __init__(self, rpc: Rpc, door: Door, refuse: Refuse, max_bytes: int, metadata: Metadata) -> None:
+        self.started = time.monotonic()
+        self.cancellation = Cancellation()
+        self.claimed: Claimed | None = None
+        self.nbytes = 0
+        self.metadata = metadata
+        self.client = ""
+        self.deadline: float | None = None
+        self._rpc = rpc
+        self._door = door
+        self._refuse = refuse
+        self._max_bytes = max_bytes
+        self._place: Place | None = None
+        self._held: Held | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return self._rpc.kind
+
+    @property
+    def streams(self) -> bool:
+        return self._rpc.kind == "stream"
+
+    def metadatum(self, key: str) -> str | bytes | None:
+        return next((value for name, value in self.metadata or () if name == key), None)
+
+    def hold_more(self, nbytes: int) -> None:
+        if self._held is not None:
+            self._held.hold_more(nbytes)
+
+    # --- for who brings it --------------------------------------------------------------------------------------------
+
+    def enter(self, client: str, deadline: float | None) -> Status | None:
+        """Take a place for ``client``, first of all; the status to refuse the call with where there is none.
+        ``deadline`` is in :func:`time.monotonic` seconds."""
+        self.client, self.deadline = client, deadline
+        try:
+            self._place = self._door.enter(client)
+        except RequestError as error:
+            return self._refuse(error)
+        return None
+
+    def answer(self, data: bytes) -> Answer:
+        """Of an RPC with one request and one response. Never raises."""
+        try:
+            return self._written(self._rpc.answer(self._message(data), self))
+        except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
+            return self._refuse(error)
+
+    def answers(self, messages: Iterator[bytes]) -> Iterator[Answer]:
+        """Of an RPC with many; a status is the last. What was yielded counts as taken when the next is asked for."""
+        held: list[Held] = []
+        try:
+            for response in self._rpc.answer(self._requests(messages, held), self):
+                yield self._written(response)
+                if isinstance(response, Status):
+                    return
+                held.pop(0).release()
+        except Exception as error:  # noqa: BLE001 -- as above
+            yield self._refuse(error)
+
+    def watch(self, data: bytes, send: Callable[[Answer | None], None]) -> None:
+        """Of an RPC whose responses come when there is something to say: ``send`` must not block, and None is the
+        end."""
+        try:
+            self._rpc.answer(
+                self._message(data),
+                self,
+                lambda response: send(None if response is None else self._rpc.serialize(response)),
+            )
+        except Exception as error:  # noqa: BLE001 -- as above
+            send(self._refuse(error))
+
+    def end(self) -> None:
+        """Nobody waits for anything of it any more. Once or more often."""
+        self.cancellation.cancel()
+        if self._place is not None:
+            self._place.leave()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _written(self, response: Any) -> Answer:
+        return response if isinstance(response, Status) else self._rpc.serialize(response)
+
+    def _message(self, data: bytes) -> Any:
+        if not self._rpc.reads:
+            return None
+        self._held = self._new_held()
+        self.nbytes = len(data)
+        return self._parsed(data, self._held)
+
+    def _requests(self, messages: Iterator[bytes], held: list[Held]) -> Iterator[StreamRequest]:
+        for data in messages:
+            held.append(self._new_held())
+            yield StreamRequest(self._parsed(data, held[-1]), held[-1].hold_more)
+
+    def _new_held(self) -> Held:
+        assert self._place is not None  # noqa: S101 -- whoever brings a call lets it enter first
+        return Held(self._place)
+
+    def _parsed(self, data: bytes, held: Held) -> Any:
+        if len(data) > self._max_bytes:
+            raise _TooLarge(len(data), self._max_bytes)
+
+        def hold(nbytes: int) -> None:
+            if self.cancellation.cancelled:
+                raise Cancelled("the client left before its request was read")
+            held.hold(nbytes)
+
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise DeadlineExceeded("the deadline passed before the request was read")
+        return self._rpc.parsed(data, hold)
+
+
+class _TooLarge(Exception):
+    """gRPC's own servers refuse such a message before anybody sees it, always with this code."""
+
+    def __init__(self, nbytes: int, most: int) -> None:
+        super().__init__()
+        self.status = too_large(nbytes, most)
+
+
+def too_large(nbytes: int, most: int) -> Status:
+    """What is told of a message of ``nbytes``, where ``most`` is ``max_message_bytes``."""
+    return Status(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the message has {nbytes} bytes; max_message_bytes is {most}")
+
+
+class _DirectLane:
+    """See :class:`service.transport.handlers.Entrance`."""
+
+    def __init__(self, door: Door, services: Services, refused: Callable[[str], None], max_bytes: int) -> None:
+        self._door = door
+        self._services = services
+        self._refused = refused
+        self._max_bytes = max_bytes
+
+    def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> DirectCall | Status:
+        try:
+            needs.check(metadata)
+        except RequestError as error:
+            return self._status(error)
+        return DirectCall(rpc, self._door, self._status, self._max_bytes, metadata)
+
+    def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> DirectCall | Status:
+        try:
+            needs.check(metadata)
+        except RequestError as forbidden:
+            error = forbidden
+        return self._status(error)
+
+    def _status(self, error: Exception) -> Status:
+        if isinstance(error, _TooLarge):
+            return error.status
+        if reason := why_refused(error):
+            self._refused(reason)
+        return self._services.statuses.of(error)
+
+
+class Direct:
+    """All RPCs of a server, by their paths. ``threads`` and ``streams`` are for whoever waits for answers: as many as
+    calls are let in."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        refused: Callable[[str], None],
+        options: TransportOptions,
+        access: Access = Access(),  # noqa: B008 -- frozen: everybody may call everything
+        operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._services = services = Services(registry, refused, options, access, operations, tracer)
+
+        def lane(door: Door) -> _DirectLane:
+            return _DirectLane(door, services, refused, options.max_message_bytes)
+
+        self._openers: dict[str, Opener[DirectCall | Status]] = services.openers(
+            Lanes(
+                inference=lane(services.inference),
+                streams=lane(services.streams),
+                control=lane(services.control),
+                changes=lane(services.changes),
+                watches=lane(services.watches),
+                reflection=lane(services.reflection),
+            )
+        )
+        doors = (services.inference, services.control, services.changes)
+        self.threads: ThreadPoolExecutor = services.pool("direct", sum(map(services.threads_for, doors)))
+        streaming = (services.streams, services.reflection)
+        self.streams: ThreadPoolExecutor = services.pool("direct-stream", sum(map(services.threads_for, streaming)))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Those that are known, ``/package.Service/Method``."""
+        return tuple(self._openers)
+
+    def open(self, path: str, metadata: Metadata, client: str, deadline: float | None) -> DirectCall | Status:
+        """A call that is let in, or the status it is refused with. ``client`` names whoever shares the server's places
+        with others; ``deadline`` is in :func:`time.monotonic` seconds. KeyError for a path that is not known."""
+        call = self._openers[path](metadata)
+        if isinstance(call, Status):
+            return call
+        return call.enter(client, deadline) or call
+
+    def stop(self, grace: float) -> bool:
+        """Refuse new calls and let those at work finish; False when some did not within ``grace`` seconds."""
+        until = time.monotonic() + grace
+        self._services.drain(until)
+        answered = self._services.empty(until)
+        self._services.close()
+        return answered

@@ -1,0 +1,115 @@
+"""The servicers, and how much they let in: the same for whoever brings the calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import grpc
+
+from bf16kit.errors import Unavailable
+from service.contract import Registry
+from service.operations import Operations
+from service.request import Tracer
+from service.transport.admission import ByteBudget, Door, FairShares
+from service.transport.control import ControlServicer
+from service.transport.credentials import Access, Needs
+from service.transport.handlers import SERVICE, Lanes, Opener, Table
+from service.transport.health import HealthServicer
+from service.transport.limit import AdaptiveLimit
+from service.transport.options import TransportOptions
+from service.transport.servicer import InferenceServicer
+from service.transport.status import StatusTable
+from service.transport.turns import Turns
+from service.wire.memory import SharedMemory
+
+CONTROL_CALLS = 128  # health checks, metadata, statistics at once
+_CHANGES = 32  # of the models served, that calls wait for
+_REFLECTION_STREAMS = 16
+_SPARE_THREADS = 4  # to refuse calls on, where it takes a thread to know whose they are
+LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
+H = TypeVar("H")
+
+
+class Services:
+    """One server's, with a door for each kind of calls. ``refused`` is told as by a ``Transport``."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        refused: Callable[[str], None],
+        options: TransportOptions,
+        access: Access,
+        operations: Operations,
+        tracer: Tracer | None,
+    ) -> None:
+        self.statuses = StatusTable(grpc.StatusCode[options.overload])
+        self.health = HealthServicer(registry, SERVICE)
+        self._pools: list[ThreadPoolExecutor] = []
+        self._access = access
+        self._max_message_bytes = options.max_message_bytes
+        limit, budget = AdaptiveLimit(options.max_in_flight), ByteBudget(options.max_request_bytes)
+        self.inference = Door(options.max_in_flight, "requests in flight", budget=budget, adaptive=limit)
+        self.streams = Door(options.max_streams, "open streams", reason="streams", budget=budget)
+        self.control = Door(CONTROL_CALLS, "calls for health and metadata", reason="control")
+        self.changes = Door(_CHANGES, "loads and unloads of models", reason="control")
+        self.watches = Door(options.max_watches, "health watches", reason="watches")
+        self.reflection = Door(_REFLECTION_STREAMS, "reflection streams", reason="reflection")
+        self._servicer = InferenceServicer(
+            registry,
+            refused,
+            self.statuses,
+            FairShares(options.max_in_flight, "model", "model_share"),
+            limit,
+            stream_readers=self.pool("grpc-stream-reader", options.max_streams + _SPARE_THREADS),
+            stream_answerers=self.pool("grpc-stream", options.max_in_flight),
+            turns=Turns(options.max_in_flight),
+            stream_window=options.stream_window,
+            memory=SharedMemory(operations.regions, options.max_message_bytes),
+            tracer=tracer,
+        )
+        self._control = ControlServicer(registry, operations, Needs(access.tokens, "manage"))
+
+    def openers(self, lanes: Lanes[H]) -> dict[str, Opener[H]]:
+        """What opens a call of each RPC by its lane; see :meth:`Table.openers`."""
+        table = Table(lanes, self._access, self.statuses, self._max_message_bytes)
+        return table.openers(self._servicer, self._control, self.health)
+
+    def pool(self, name: str, threads: int) -> ThreadPoolExecutor:
+        """Threads that end with these services."""
+        return self.keep(ThreadPoolExecutor(threads, name))
+
+    def keep(self, pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
+        """``pool``, which ends with these services."""
+        self._pools.append(pool)
+        return pool
+
+    def threads_for(self, door: Door) -> int:
+        """How many a lane of ``door`` needs for all that it lets in."""
+        return door.limit + _SPARE_THREADS
+
+    def drain(self, until: float) -> None:
+        """Refuse new work, tell watchers NOT_SERVING, and end streams and waits that would outlast any patience."""
+        for door in (self.inference, self.streams):
+            door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
+        self.health.shut_down(min(max(0.0, until - time.monotonic()), LAST_WORDS_SECONDS))
+        self._servicer.drain()
+        self._control.drain()
+        self.changes.wait_empty(min(until, time.monotonic() + LAST_WORDS_SECONDS))
+
+    def empty(self, until: float) -> bool:
+        """Whether no call was inside by ``until`` (:func:`time.monotonic` seconds)."""
+        return self.inference.wait_empty(until) and self.streams.wait_empty(until)
+
+    def close(self) -> None:
+        """End the threads, and wait for them for a moment: a run that was cut off may never end."""
+        closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
+        closing.start()
+        closing.join(LAST_WORDS_SECONDS)
+
+    def _close_pools(self) -> None:
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
