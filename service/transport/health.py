@@ -1,4 +1,4 @@
-"""grpc.health.v1: the server as ``""`` and as the inference service, and every model under its name.
+"""grpc.health.v1: the server as ``""`` and as the inference service, every model under its name, and the process.
 
 The messages are grpcio-health-checking's, its servicer is not: it sends to watchers while it holds the lock that a
 watcher who leaves needs on gRPC's own thread, and then the whole server stands still (grpc/grpc#43403).
@@ -23,6 +23,9 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _log = logging.getLogger(__name__)
+# The health service itself serves as long as somebody answers: for a liveness probe. A model that loads, or cannot be
+# loaded, is no reason to start the process anew.
+LIVE = "grpc.health.v1.Health"
 _SENDERS = 64  # threads: sending to a watcher who does not read takes one until the watchdog ends the call
 
 Send = Callable[[health_pb2.HealthCheckResponse | None], None]
@@ -105,7 +108,7 @@ class HealthServicer:
         self._tell(watcher)
 
     def shut_down(self, patience: float) -> None:
-        """Tell everyone NOT_SERVING, for good, and end their streams: a server that stops waits for every open one.
+        """Tell all but the process NOT_SERVING, for good, and end their streams: a stopping server waits for open ones.
 
         Waits for at most ``patience`` seconds for those who do not read.
         """
@@ -151,7 +154,7 @@ class HealthServicer:
         names = {model.name for model in self._registry.models()}
         ready = {name for name in names if not self._closed and self._registry.is_ready(name, "")}
         models = {name: _SERVING if name in ready else _NOT_SERVING for name in names}
-        return {**models, "": server, self._service: server}
+        return {**models, "": server, self._service: server, LIVE: _SERVING}
 
 
 def _response(status: int) -> health_pb2.HealthCheckResponse:

@@ -10,8 +10,9 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import yaml
@@ -30,18 +31,21 @@ class Prometheus:
     """Scrapes the server whose HTTP port is ``port``; its files are under ``where``. A context manager.
 
     ``at_once``: alerts fire when their expression is first true. How long it has to be is for promtool's tests, which
-    have a clock of their own.
+    have a clock of their own. ``labels`` are those that a target has beside job and instance.
     """
 
-    def __init__(self, port: int, where: Path, *, at_once: bool = False) -> None:
+    def __init__(
+        self, port: int, where: Path, *, at_once: bool = False, labels: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         where.mkdir()
         (where / "rules").mkdir()
         for path in RULES.glob("*.yml"):
             (where / "rules" / path.name).write_text(_hasty(path) if at_once else path.read_text("utf-8"), "utf-8")
+        target = {"targets": [f"127.0.0.1:{port}"], "labels": dict(labels)}
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": ["rules/*.yml"],
-            "scrape_configs": [{"job_name": "bf16kit", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}],
+            "scrape_configs": [{"job_name": "bf16kit", "static_configs": [target]}],
         }
         (where / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
         binary = find()

@@ -37,6 +37,16 @@ def test_server_and_models_are_told_apart() -> None:
         assert check(served, "inference.GRPCInferenceService") == NOT_SERVING
 
 
+def test_the_process_is_live_whatever_its_models_are() -> None:
+    """What a liveness probe asks by the name of the health service itself."""
+    with serving(LoopbackModel("loads", state="loading"), LoopbackModel("bad", state="unavailable")) as served:
+        assert check(served, "") == NOT_SERVING
+        assert check(served, "grpc.health.v1.Health") == SERVING
+    with serving() as empty:
+        assert check(empty, "") == NOT_SERVING
+        assert check(empty, "grpc.health.v1.Health") == SERVING
+
+
 def test_a_service_nobody_heard_of_is_not_found() -> None:
     with serving(LoopbackModel()) as served:
         with pytest.raises(grpc.RpcError) as refused:
@@ -64,6 +74,19 @@ def test_at_shut_down_a_watcher_is_told_and_its_stream_is_ended() -> None:
     until(lambda: sent)
     servicer.shut_down(patience=30)
     assert [answer and answer.status for answer in sent] == [SERVING, NOT_SERVING, None]
+
+
+def test_at_shut_down_the_process_is_live_still_and_who_watches_that_is_let_go() -> None:
+    """A server that drains is not to be killed for it."""
+
+    sent: list[Any] = []
+    servicer = HealthServicer(LoopbackRegistry([LoopbackModel("m")]), SERVICE)
+    question = health_pb2.HealthCheckRequest(service="grpc.health.v1.Health")
+    servicer.watch(question, "somebody", Cancellation(), sent.append)
+    until(lambda: sent)
+    servicer.shut_down(patience=30)
+    assert [answer and answer.status for answer in sent] == [SERVING, None]
+    assert servicer.check(question, None).status == SERVING
 
 
 def test_an_unchanged_status_is_not_repeated() -> None:

@@ -1,0 +1,65 @@
+"""The client of docs/kubernetes.md against two servers, as a headless Service would give their addresses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from converting import ONNX_ONLY, process
+from manifests import ROOT
+from serverprocess import ServerProcess
+from waiting import until
+
+import graphs
+
+pytestmark = pytest.mark.long  # starts two servers, one of which works on for seconds after SIGTERM
+ANSWERED = 'bf16kit_requests_total{code="OK",model="mlp",version="1"}'
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("repository")
+    source = tmp_path_factory.mktemp("source") / "mlp.onnx"
+    onnx.save(graphs.mlp(), source)
+    process("checkpoint", source, "--out", repository / "mlp" / "1", "--profile", "cpu", *ONNX_ONLY).published()
+    return repository
+
+
+@pytest.fixture
+def servers(repository: Path) -> Iterator[list[ServerProcess]]:
+    flags = ("--grpc-port", "0", "--http-port", "0", "--repository", str(repository), "--lame-duck-seconds", "2")
+    servers = [ServerProcess(*flags) for _ in range(2)]
+    try:
+        yield [server.wait_ready() for server in servers]
+    finally:
+        for server in servers:
+            server.close()
+
+
+def example(target: str) -> Any:
+    """The function ``infer`` of the page's example, whose client asks ``target``."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    named = "dns:///bf16kit.bf16kit.svc:8001"
+    assert code.count(named) == 1
+    space: dict[str, Any] = {}
+    exec(code.replace(named, target), space)  # a page of our own
+    return space["client"], space["infer"]
+
+
+def test_calls_are_spread_and_none_is_lost_when_a_server_goes(servers: list[ServerProcess]) -> None:
+    client, infer = example("ipv4:" + ",".join(server.target for server in servers))
+    with client:
+        until(lambda: (infer(), all(server.metric(ANSWERED) >= 10 for server in servers))[1], 60, "both to answer")
+        staying, going = servers
+        going.terminate()
+        while going.process.poll() is None:
+            infer()  # an answer or an exception
+        assert going.exit_code() == 0
+        before = staying.metric(ANSWERED)
+        infer()
+        assert staying.metric(ANSWERED) == before + 1

@@ -1,0 +1,130 @@
+"""The Helm chart: with its default values it is the kustomize base, and wrong values are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import yaml
+from manifests import BASE, CHART, OVERLAYS, Manifest, Refused, charted, kustomized, named, needs_tools, one, pods
+
+from bf16kit import __version__
+from service.process.config import ServerConfig
+
+pytestmark = [pytest.mark.manifests, needs_tools]
+HELMS_OWN = {"app.kubernetes.io/managed-by", "app.kubernetes.io/version", "helm.sh/chart"}
+ITS_NOTES = {"checksum/config", "helm.sh/resource-policy"}
+
+
+def in_effect(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """The manifests by kind and name, without what says only who wrote them, settings as values."""
+    (settings,) = [each["metadata"]["name"] for each in manifests if each["kind"] == "ConfigMap"]
+    text = json.dumps([each for each in manifests if each["kind"] != "Namespace"])
+    bare = json.loads(text.replace(f'"{settings}"', '"bf16kit"'))  # its digest is in its name, or is an annotation
+    for each in bare:
+        metadata = [each["metadata"], *([each["spec"]["template"]["metadata"]] if each["kind"] == "Deployment" else [])]
+        for one_of_them in metadata:
+            _without(one_of_them)
+        if each["kind"] == "ConfigMap":
+            each["data"] = {name: yaml.safe_load(content) for name, content in each["data"].items()}
+    return {named(each): each for each in bare}
+
+
+def _without(metadata: Any) -> None:
+    metadata.pop("namespace", None)
+    for field, own in (("labels", HELMS_OWN), ("annotations", ITS_NOTES)):
+        kept = {key: value for key, value in metadata.pop(field, {}).items() if key not in own}
+        if kept:
+            metadata[field] = kept
+
+
+def test_with_default_values_it_is_the_base() -> None:
+    assert in_effect(charted()) == in_effect(kustomized(BASE))
+
+
+def test_with_monitoring_and_autoscaling_it_is_the_overlay_for_processors() -> None:
+    everything = charted("--set", "monitoring.enabled=true,autoscaling.enabled=true")
+    assert in_effect(everything) == in_effect(kustomized(OVERLAYS / "cpu"))
+
+
+def test_comparing_sees_a_difference() -> None:
+    base = kustomized(BASE)
+    other = copy.deepcopy(base)
+    one(other, "PodDisruptionBudget")["spec"]["maxUnavailable"] = 2
+    assert in_effect(other) != in_effect(base)
+
+
+def test_settings_are_a_rollout() -> None:
+    """The pods' template changes with them; a ConfigMap that changes alone restarts nobody."""
+    noted = [
+        one(charted(*flags), "Deployment")["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        for flags in ((), (), ("--set", "config.max_in_flight=64"))
+    ]
+    assert noted[0] == noted[1] != noted[2]
+    names = [each["metadata"]["name"] for each in kustomized(BASE) if each["kind"] == "ConfigMap"]
+    ((_, spec),) = pods(kustomized(BASE))
+    assert [volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume] == names != ["bf16kit"]
+
+
+def test_the_schema_of_settings_is_that_of_the_server() -> None:
+    config = json.loads((CHART / "values.schema.json").read_text("utf-8"))["properties"]["config"]
+    assert set(config["properties"]) == set(ServerConfig.model_fields)
+    assert config["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ("config.grcp_port=8001", "grcp_port"),
+        ("replica=3", "replica"),
+        ("replicas=three", "replicas"),
+        ("config.repository=models", "repository"),
+        ("models.size=10 gigabytes", "size"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("autoscaling.cpuUtilization=700", "cpuUtilization"),
+        ("networkPolicy.clientLabels=null", "clientLabels"),  # a selector of nothing is one of everybody
+        ("terminationGracePeriodSeconds=35", "more than lame_duck_seconds . drain_seconds .35."),
+        ("config.drain_seconds=60", "terminationGracePeriodSeconds is 45"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(values: str, told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        charted("--set", values)
+
+
+def test_two_releases_in_a_namespace_take_nothing_from_each_other() -> None:
+    mine, other = charted(), charted(release="other")
+    assert {named(each) for each in mine} & {named(each) for each in other} == set()
+    labels = one(other, "Deployment", "other-bf16kit")["spec"]["template"]["metadata"]["labels"]
+    for each in mine:
+        for selector in (each.get("spec", {}).get("selector", {}), each.get("spec", {}).get("podSelector", {})):
+            chosen = selector.get("matchLabels", selector)
+            assert not chosen or not chosen.items() <= labels.items(), named(each)
+
+
+def test_a_claim_that_is_there_is_used_and_none_is_made() -> None:
+    manifests = charted("--set", "models.existingClaim=mine")
+    assert "PersistentVolumeClaim" not in {each["kind"] for each in manifests}
+    ((_, spec),) = pods(manifests)
+    assert {"claimName": "mine", "readOnly": True} in [
+        volume.get("persistentVolumeClaim") for volume in spec["volumes"]
+    ]
+
+
+def test_with_tls_probes_go_over_https_for_grpc_probes_speak_none() -> None:
+    flags = "config.tls_certificate=/etc/bf16kit-secret/tls.crt,config.tls_key=/etc/bf16kit-secret/tls.key"
+    ((_, spec),) = pods(charted("--set", f"existingSecret=mine,{flags}"))
+    (server,) = spec["containers"]
+    asked = {name: server[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert {name: get["path"] for name, get in asked.items()} == {
+        "startup": "/livez", "liveness": "/livez", "readiness": "/readyz"
+    }  # fmt: skip
+    assert {(get["scheme"], get["port"]) for get in asked.values()} == {("HTTPS", 8002)}
+    assert {"name": "secret", "mountPath": "/etc/bf16kit-secret", "readOnly": True} in server["volumeMounts"]
+
+
+def test_the_charts_version_is_the_programs() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
+    assert chart["version"] == chart["appVersion"] == __version__

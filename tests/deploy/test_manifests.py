@@ -1,0 +1,155 @@
+"""Every manifest is one that the cluster's API would take, and the check finds what is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from manifests import (
+    BASE,
+    CHART,
+    OVERLAYS,
+    Manifest,
+    Refused,
+    charted,
+    check,
+    kustomized,
+    linted,
+    named,
+    needs_schemas,
+    needs_tools,
+    one,
+    plain,
+)
+from rules import written
+
+pytestmark = pytest.mark.manifests
+EVERYTHING = "monitoring.enabled=true,autoscaling.enabled=true"
+SECRET = "/etc/bf16kit-secret"
+GUARDED = f"existingSecret=bf16kit,config.tls_certificate={SECRET}/tls.crt,config.tls_key={SECRET}/tls.key"
+RENDERED: dict[str, Callable[[], list[Manifest]]] = {
+    "base": lambda: kustomized(BASE),
+    "cpu": lambda: kustomized(OVERLAYS / "cpu"),
+    "gpu": lambda: kustomized(OVERLAYS / "gpu"),
+    "demo": lambda: kustomized(OVERLAYS / "demo"),
+    "chart": charted,
+    "chart, everything": lambda: charted("--set", EVERYTHING),
+    "chart, TLS": lambda: charted("--set", GUARDED),
+}
+
+
+@pytest.mark.parametrize("rendered", RENDERED)
+@needs_tools
+@needs_schemas
+def test_what_is_rendered_is_valid(rendered: str) -> None:
+    manifests = RENDERED[rendered]()
+    assert len({named(each) for each in manifests}) == len(manifests) > 5
+    for manifest in manifests:
+        check(manifest)
+
+
+@needs_schemas
+def test_what_is_applied_as_it_is_written_is_valid() -> None:
+    manifests = plain()
+    assert {each["kind"] for each in manifests} == {"ClusterServingRuntime", "InferenceService"}
+    for manifest in manifests:
+        check(manifest)
+
+
+def _server(deployment: Any) -> Any:
+    return deployment["spec"]["template"]["spec"]["containers"][0]
+
+
+def _misspell(place: Any, right: str, wrong: str) -> None:
+    place[wrong] = place.pop(right)
+
+
+PLANTED: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "a misspelt probe": ("Deployment", lambda m: _misspell(_server(m), "readinessProbe", "readinesProbe"), "readines"),
+    "a port that is text": ("Deployment", lambda m: _server(m)["ports"][0].update(containerPort="8001"), "8001"),
+    "a probe of a named port": (
+        "Deployment", lambda m: _server(m)["livenessProbe"]["grpc"].update(port="grpc"), "grpc",
+    ),
+    "a grace in the wrong place": (
+        "Deployment", lambda m: m["spec"].update(terminationGracePeriodSeconds=45), "terminationGrace",
+    ),
+    "no selector": ("Deployment", lambda m: m["spec"].pop("selector"), "selector"),
+    "a share that is text": (
+        "HorizontalPodAutoscaler",
+        lambda m: m["spec"]["metrics"][1]["containerResource"]["target"].update(averageUtilization="70"), "70",
+    ),
+    "from whom, misspelt": ("NetworkPolicy", lambda m: _misspell(m["spec"]["ingress"][0], "from", "form"), "form"),
+    "a budget's bound, misplaced": (
+        "PodDisruptionBudget", lambda m: m["metadata"].update(maxUnavailable=1), "maxUnavailable",
+    ),
+    "a Service's port without number": ("Service", lambda m: m["spec"]["ports"][0].pop("port"), "port"),
+    "a rule's expression, misspelt": (
+        "PrometheusRule", lambda m: _misspell(m["spec"]["groups"][0]["rules"][0], "expr", "expression"), "expr",
+    ),
+    "a rule's time in words": (
+        "PrometheusRule", lambda m: m["spec"]["groups"][0]["rules"][0].update({"for": "1 minute"}), "1 minute",
+    ),
+    "an endpoint's port, misspelt": (
+        "ServiceMonitor", lambda m: _misspell(m["spec"]["endpoints"][0], "port", "targetport"), "targetport",
+    ),
+    "a runtime's container": (
+        "ClusterServingRuntime", lambda m: _misspell(m["spec"]["containers"][0], "args", "arg"), "arg",
+    ),
+    "a runtime's protocol": ("ClusterServingRuntime", lambda m: m["spec"].update(protocolVersions=["v3"]), "v3"),
+    "a model's storage": (
+        "InferenceService",
+        lambda m: _misspell(m["spec"]["predictor"]["model"], "storageUri", "storageURI"), "storageURI",
+    ),
+    "a version that is gone": ("PodDisruptionBudget", lambda m: m.update(apiVersion="policy/v1beta1"), "no such kind"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@needs_tools
+@needs_schemas
+def test_a_planted_error_is_found(planted: str) -> None:
+    kind, plant, told = PLANTED[planted]
+    manifests = copy.deepcopy([*kustomized(OVERLAYS / "cpu"), *plain()])
+    manifest = next(each for each in manifests if each["kind"] == kind)
+    check(manifest)
+    plant(manifest)
+    with pytest.raises(Refused, match=told):
+        check(manifest)
+
+
+@needs_tools
+def test_helm_finds_the_chart_sound() -> None:
+    assert "0 chart(s) failed" in linted()
+    assert "0 chart(s) failed" in linted("--set", EVERYTHING)
+
+
+@pytest.mark.parametrize("path", written(), ids=lambda path: path.name)
+def test_the_rules_are_those_of_prometheus(path: Any) -> None:
+    assert path.read_text("utf-8") == written()[path], "run python deploy/kubernetes/rules.py"
+
+
+@needs_tools
+def test_the_rules_arrive_as_they_are_written() -> None:
+    """Helm would take the braces in them for its own, and kustomize may drop what it does not know."""
+    ours = one(kustomized(OVERLAYS / "cpu"), "PrometheusRule")["spec"]
+    assert ours == one(charted("--set", EVERYTHING), "PrometheusRule")["spec"]
+    assert any(
+        "{{ $labels.model }}" in rule.get("annotations", {}).get("summary", "") for rule in ours["groups"][0]["rules"]
+    )
+
+
+def test_nothing_of_deploy_holds_a_secret() -> None:
+    for path in (*CHART.rglob("*.yaml"), *(BASE.parent).rglob("*.yaml")):
+        assert "kind: Secret" not in path.read_text("utf-8"), path
+
+
+@pytest.mark.parametrize("rendered", ["base", "cpu", "gpu", "demo"])
+@needs_tools
+def test_everything_is_in_its_namespace_and_has_its_labels(rendered: str) -> None:
+    """What a component adds is not labelled by the base."""
+    for manifest in RENDERED[rendered]():
+        metadata = manifest["metadata"]
+        assert (metadata["name"] if manifest["kind"] == "Namespace" else metadata["namespace"]) == "bf16kit"
+        assert metadata["labels"]["app.kubernetes.io/name"] == "bf16kit", named(manifest)

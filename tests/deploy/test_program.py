@@ -1,0 +1,153 @@
+"""Flags, settings, variables, ports, paths, metrics and images that deploy/ names are the program's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from exposed import everything_exposed
+from manifests import BASE, DEPLOY, OVERLAYS, ROOT, Manifest, charted, containers, kustomized, needs_tools, plain
+from scraped import Scraped
+
+from service.cli import main
+from service.process.config import ENV_PREFIX, ServerConfig
+from service.status_http.pages import routes
+
+pytestmark = pytest.mark.manifests
+FILES = [path for path in DEPLOY.rglob("*") if path.suffix in {".yaml", ".yml", ".tpl", ".txt", ".json", ".py"}]
+FILES += [*ROOT.glob("compose*.yaml"), ROOT / "Dockerfile"]
+ADAPTER = DEPLOY / "kubernetes" / "prometheus-adapter.yaml"
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    for path in FILES:
+        yield path, path.read_text("utf-8")
+
+
+def everywhere() -> list[Manifest]:
+    """The manifests of every way to deploy with Kubernetes."""
+    overlays = [each for name in ("cpu", "gpu", "demo") for each in kustomized(OVERLAYS / name)]
+    return [*kustomized(BASE), *overlays, *charted("--set", "autoscaling.enabled=true"), *plain()]
+
+
+def arguments() -> Iterator[list[str]]:
+    """Those that the server is started with: by manifests, by the image alone, and by compose.yaml."""
+    for container in containers(everywhere()):
+        if container["name"] != "convert":
+            assert "command" not in container  # the image's entry point
+            yield container["args"]
+    dockerfile = (ROOT / "Dockerfile").read_text("utf-8")
+    found = re.findall(r'^ENTRYPOINT \["bf16-serve"\]\nCMD (\[.*\])$', dockerfile, re.MULTILINE)
+    assert found
+    yield from map(json.loads, found)
+    for path in ROOT.glob("compose*.yaml"):
+        for service in yaml.safe_load(path.read_text("utf-8"))["services"].values():
+            if str(service.get("image", "")).startswith("bf16kit:server"):
+                yield [str(each) for each in service.get("command", ())]
+
+
+@needs_tools
+def test_the_server_takes_every_argument() -> None:
+    """By its own command line."""
+    seen = set()
+    for given in arguments():
+        seen.update(given)
+        main.make_context("bf16-serve", list(given))
+    assert {"--config=/etc/bf16kit/server.yaml", "--repository=/mnt/models"} <= seen
+
+
+def test_an_argument_that_is_no_more_is_refused() -> None:
+    with pytest.raises(click.NoSuchOption):
+        main.make_context("bf16-serve", ["--model-name=m", "--repository=/mnt/models"])
+
+
+@needs_tools
+def test_the_server_takes_every_settings_file() -> None:
+    found = [each["data"]["server.yaml"] for each in everywhere() if each["kind"] == "ConfigMap"]
+    assert len(found) == 5
+    for text in found:
+        config = ServerConfig(**yaml.safe_load(text))
+        assert config.drain_seconds > 0
+        assert config.evidence is False
+
+
+def test_every_variable_is_one_that_the_program_reads() -> None:
+    settings = {f"{ENV_PREFIX}{key.upper()}" for key in (*ServerConfig.model_fields, "config")}
+    sources = [
+        ROOT / "setup.py",
+        *(path for top in ("bf16kit", "converter", "service") for path in (ROOT / top).rglob("*.py")),
+    ]
+    code = "\n".join(path.read_text("utf-8") for path in sources)
+    named = {(word, path.name) for path, text in texts() for word in re.findall(r"\bBF16KIT_[A-Z][A-Z_]+\b", text)}
+    assert [each for each in named if each[0] not in settings and f'"{each[0]}"' not in code] == []
+    assert {"BF16KIT_THREADS", "BF16KIT_DEVICE"} <= {word for word, _ in named}
+
+
+def test_every_metric_is_one_that_the_server_or_a_rule_has() -> None:
+    rules = [yaml.safe_load(path.read_text("utf-8")) for path in (DEPLOY / "prometheus" / "rules").glob("*.yml")]
+    recorded = [rule for file in rules for group in file["groups"] for rule in group["rules"] if "record" in rule]
+    there = Scraped(everything_exposed(), [(rule["record"], rule["expr"]) for rule in recorded])
+    made = {rule["name"]["as"] for rule in yaml.safe_load(ADAPTER.read_text("utf-8"))["rules"]["custom"]}
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in there.labels}
+    word = re.compile(
+        r"(?<![\w.*/])bf16kit(?:_|:(?=\w+:))[a-z][a-z0-9_:]*[a-z0-9]\b"
+    )  # a recorded one has two colons, an image one
+    named = {(name, path.name) for path, text in texts() for name in word.findall(text)}
+    unknown = [each for each in named if each[0] not in {*there.labels, *families, *made}]
+    assert unknown == []
+    assert made <= {word for word, name in named if name == "horizontalpodautoscaler.yaml"}
+
+
+def test_every_path_is_one_that_the_http_port_answers() -> None:
+    nothing: Any = None
+    answered = set(routes(nothing, nothing, nothing))
+    named: set[str] = set()
+    for path, text in texts():
+        if path.suffix != ".py":
+            named |= set(re.findall(r"(?<![\w/.}-])(/(?:metrics|livez|readyz|healthz|status\.json|watch)\b)", text))
+    assert {"/metrics", "/livez", "/readyz"} <= named <= answered
+
+
+def images() -> Iterator[str]:
+    """Every image of ours that is deployed."""
+    for container in containers(everywhere()):
+        yield container["image"]
+    for path in ROOT.glob("compose*.yaml"):
+        services = yaml.safe_load(path.read_text("utf-8"))["services"].values()
+        yield from (service["image"] for service in services if service.get("image", "").startswith("bf16kit"))
+
+
+@needs_tools
+def test_every_image_is_one_that_make_image_builds() -> None:
+    built = set(re.findall(r"\$\(IMAGE\):([\w.-]+)", (ROOT / "Makefile").read_text("utf-8")))
+    dockerfile = (ROOT / "Dockerfile").read_text("utf-8")
+    variants = re.findall(r"^\s+([\w-]+)\) extras=", dockerfile, re.MULTILINE) if "VARIANT" in dockerfile else ["gpu"]
+    built |= {f"server-{variant}" for variant in variants}
+    assert set(images()) <= {f"bf16kit:{tag}" for tag in built}
+    assert {"bf16kit:server", "bf16kit:server-gpu", "bf16kit:converter"} <= set(images())
+
+
+@needs_tools
+def test_what_an_image_is_told_to_run_is_in_it() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text("utf-8")
+    (source, target), *_ = re.findall(r"^COPY (deploy/demo) (\S+)$", dockerfile, re.MULTILINE)
+    run = [each["command"] for each in containers(everywhere()) if "command" in each]
+    assert run == [["python", f"{target.removeprefix('/layer')}/publish.py"]]
+    assert (ROOT / source / "publish.py").is_file()
+    assert set(re.findall(r"^USER (\S+)$", dockerfile, re.MULTILINE)) == {"10001:10001"}
+
+
+@needs_tools
+def test_what_matters_of_the_server_is_used() -> None:
+    """The other way about: a door that nobody opens has been forgotten."""
+    text = "\n".join(yaml.safe_dump(each) for each in everywhere())
+    for name in ("grpc.health.v1.Health", "inference.GRPCInferenceService", "lame_duck_seconds", "drain_seconds"):
+        assert name in text, name
+    for port in ("grpc_port", "http_port"):
+        assert f"containerPort: {ServerConfig.model_fields[port].default}" in text
