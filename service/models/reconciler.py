@@ -223,7 +223,7 @@ class Reconciler:
                 weights=self._weights,
                 agreement=self._agree(plan),
             )
-            if not self._waiting:  # before it answers, and once for the many models of a start
+            if not self._waiting and slot.model is None:  # before it answers, and once for the many models of a start
                 garbage.settle()
             replaced = self._publish(slot, plan, loaded, begun)
         except Bf16kitError as error:

@@ -24,6 +24,7 @@ from service.models import loading
 from service.models.generation import Generation
 from service.models.plan import Wish
 from service.models.reconciler import Reconciler
+from service.process import garbage
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -563,3 +564,24 @@ def test_what_is_loaded_is_out_of_the_search_for_garbage_until_it_is_unloaded(
     del model
     repository.unload("m").result(60)
     until(lambda: seen() is None)
+
+
+def test_a_reload_stops_requests_once_and_frees_what_was_replaced(
+    tmp_path: Path, repository: Controlled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path)
+    repository.load("m").result(60)
+    replaced = weakref.ref(repository.get("m", ""))
+    stops = []
+    settle = garbage.settle
+
+    def counted() -> None:
+        stops.append(1)
+        settle()
+
+    monkeypatch.setattr(garbage, "settle", counted)
+    serving = tmp_path / "m" / "serving.yaml"
+    serving.write_text(serving.read_text("utf-8") + "max_queue_delay_ms: 3\n", "utf-8")
+    repository.load("m").result(60)
+    until(lambda: replaced() is None)
+    assert stops == [1]
