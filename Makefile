@@ -23,7 +23,7 @@ FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile test-clients test-sources conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
+.PHONY: help setup demo test test-long test-hostile test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,7 +76,7 @@ check: setup ## format, lint, types, import rules, generated code, manifests
 # A process per core, four at most (each takes 1.5 GB), file by file in the order they are in; `-n 0` in PYTEST_ARGS, for a
 # debugger, is one process. What it costs is kept in docs/decisions/0042; the slowest tests are printed to be seen.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
-ELSEWHERE := not compose and not gpu and not models and not clients and not sources and not fuzz and not hostile and not manifests
+ELSEWHERE := not compose and not gpu and not models and not clients and not sources and not ray and not fuzz and not hostile and not manifests
 
 test: setup ## every test that needs neither Docker, a GPU nor minutes: meant for five on two cores; prints the slowest
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not long and $(ELSEWHERE)' $(PYTEST_ARGS)
@@ -111,6 +111,20 @@ $(SOURCES)/%/.installed: tests/sources/%.txt | setup
 
 test-sources: $(foreach family,tensorflow jax lightning,$(SOURCES)/$(family)/.installed) ## sources written by TensorFlow, JAX and Lightning, converted, run and compared (3 GB of packages)
 	$(BIN)/pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 -m sources tests $(PYTEST_ARGS)
+
+# Laid over .venv, whose packages it uses: Ray goes together with all of them.
+RAY := build/ray
+$(RAY)/.installed: tests/ray/requirements.txt | setup
+	@echo "test-ray: installing Ray into $(RAY)"
+	@rm -rf $(RAY) && $(BIN)/python -m venv $(RAY)
+	@$(RAY)/bin/python -c "import pathlib, sysconfig; \
+		pathlib.Path(sysconfig.get_path('purelib'), 'under.pth').write_text('import site; site.addsitedir(\'' + \
+		'$(abspath $(VENV))' + sysconfig.get_path('purelib').removeprefix('$(abspath $(RAY))') + '\')\n')"
+	@$(RAY)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -r $<
+	@touch $@
+
+test-ray: $(RAY)/.installed ## replicas behind Ray Serve, and conversions, on a real cluster of two nodes: one is killed (400 MB of packages)
+	sh tests/ray/run.sh $(RAY)/bin/python -m pytest -m ray tests/ray --durations=5 $(PYTEST_ARGS)
 
 conformance: setup ## hold the demo's server to the protocol, rule by rule (docs/conformance.md); CONFORMANCE_ARGS has options
 	@[ -d build/demo/minilm/1 ] || $(MAKE) demo

@@ -44,6 +44,7 @@ MODULES = {
     "shared_memory": "serving.shared_memory",
     "latency_mixed": "serving.mixed",
     "workers": "serving.workers",
+    "ray": "serving.ray",
     "drift_overhead": "serving.drift_overhead",
     "drift_sampling": "serving.drift_sampling",
     "gpu": "gpu.gpu",

@@ -66,6 +66,20 @@ def _family(pid: int) -> list[int]:
     return family
 
 
+def proportional_bytes(server: Server) -> int:
+    """The memory of the process and of those it has started, what they share counted once (PSS)."""
+    return sum(_proportional(pid) for pid in _family(server.process.pid))
+
+
+def _proportional(pid: int) -> int:
+    """0 where the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+
+
 @contextmanager
 def bf16_serve(repository: Path, log: Path, *flags: str, tree: Path | None = None) -> Iterator[Server]:
     """`bf16-serve` on ``repository``, ready; its log goes to ``log`` and is shown when it does not get there.

@@ -12,8 +12,9 @@ from bench.core import models
 
 
 def program(name: str) -> str:
-    """An entry point of this environment, e.g. ``bf16-convert``."""
-    return str(Path(sys.executable).with_name(name))
+    """An entry point of this environment, e.g. ``bf16-convert``, or of the one that this is laid over."""
+    own = Path(sys.executable).with_name(name)
+    return str(own) if own.exists() else shutil.which(name) or str(own)
 
 
 class Workspace:

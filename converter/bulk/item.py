@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
 from bf16kit.manifest import MANIFEST
 from bf16kit.verdicts import drift_rows, share, tightest_of
+from converter.bulk.executor import Process, start_process
 from converter.bulk.worklist import Item
 from converter.process import children
 
@@ -35,7 +35,7 @@ _OVER_BUDGET = 1  # Python's own code of a program that crashed, too: the messag
 _CANNOT = 3  # the exit code of a model that cannot be converted: what a process that died counts as
 
 Status = Literal["converted", "done before", "over budget", "failed", "interrupted"]
-Start = Callable[[list[str], Path], "subprocess.Popen[bytes]"]
+Start = Callable[[list[str], Path], Process]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,6 @@ def convert(item: Item, repository: Path, *, force: bool = False, start: Start |
     elif now == before:
         _restore(record, kept)
     return _outcome(item, repository, version, code, log, time.monotonic() - began)
-
-
-def start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """``command`` started, with all that it says going to ``log``."""
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=children.variables()
-        )
 
 
 def _outcome(item: Item, repository: Path, version: int, code: int, log: Path, seconds: float) -> Outcome:

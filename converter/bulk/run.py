@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from bf16kit.text import table
-from converter.bulk.item import Outcome, convert, start_process
+from converter.bulk.executor import Executor
+from converter.bulk.item import Outcome, convert
 from converter.bulk.worklist import Item, Worklist
 
 INTERRUPTED = 130
@@ -19,40 +17,18 @@ _SHOWN = 10  # of what was passed over
 Say = Callable[[str], None]
 
 
-class _Processes:
-    """Those that run now, so that they can be told to stop."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self.stopped = False
-
-    def start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        with self._lock:
-            process = start_process(command, log)
-            self._running.add(process)
-            if self.stopped:
-                process.send_signal(signal.SIGINT)
-        return process
-
-    def stop(self) -> None:
-        """Each takes SIGINT for Ctrl-C, which a terminal sends to all of them anyway."""
-        with self._lock:
-            self.stopped = True
-            for process in self._running:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
-
-
-def run(worklist: Worklist, repository: Path, *, jobs: int, force: bool, say: Say) -> tuple[list[Outcome], bool]:
-    """Convert every item, ``jobs`` at a time, and say of each how it ended; whether it was interrupted."""
-    processes, outcomes = _Processes(), dict[str, Outcome]()
+def run(
+    worklist: Worklist, repository: Path, executor: Executor, *, jobs: int, force: bool, say: Say
+) -> tuple[list[Outcome], bool]:
+    """Convert every item where ``executor`` runs them, ``jobs`` at a time, and say of each how it ended; whether it was
+    interrupted."""
+    outcomes = dict[str, Outcome]()
     total = len(worklist.items)
 
     def one(item: Item) -> Outcome:
-        if processes.stopped:
+        if executor.stopped:
             return Outcome(item.model, item.source.name, "interrupted", INTERRUPTED)
-        return convert(item, repository, force=force, start=processes.start)
+        return convert(item, repository, force=force, start=executor.start)
 
     interrupted = False
     with ThreadPoolExecutor(jobs) as pool:
@@ -66,7 +42,7 @@ def run(worklist: Worklist, repository: Path, *, jobs: int, force: bool, say: Sa
                         say(f"[{len(outcomes)}/{total}] {line(outcome)}")
             except KeyboardInterrupt:
                 interrupted = True
-                processes.stop()
+                executor.stop()
     return [outcomes[item.model] for item in worklist.items], interrupted
 
 

@@ -35,7 +35,14 @@ _VERSION = re.compile("[1-9][0-9]*")
     help="Options of single checkpoints of many: NAME.yaml for each, keys as here without the dashes.",
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Of many checkpoints, how many at a time."
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Of many checkpoints, how many at a time.  [default: 1; with --ray one for each node]",
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Convert many on the nodes of a Ray cluster (auto, HOST:PORT), which share this file system.",
 )
 @click.option("--model", metavar="PKG.MOD:FACTORY", help="What builds the module, for bare weights; or an ONNX graph.")
 @click.option(
@@ -127,7 +134,9 @@ _VERSION = re.compile("[1-9][0-9]*")
 @click.option("--trust-pickle", is_flag=True, help="Load pickles, which can run any code, of people you trust.")
 @debug_option
 @click.pass_context
-def checkpoint(context: click.Context, /, debug: bool, per_model: Path | None, jobs: int, **given: object) -> None:
+def checkpoint(
+    context: click.Context, /, debug: bool, per_model: Path | None, jobs: int | None, ray: str | None, **given: object
+) -> None:
     """Convert SOURCE: a Hugging Face directory, safetensors, torch, Lightning, JAX, TensorFlow, Keras or ONNX.
 
     With a directory of them and --out REPOSITORY, convert each that is not converted yet; the exit code is the worst.
@@ -140,8 +149,10 @@ def checkpoint(context: click.Context, /, debug: bool, per_model: Path | None, j
 
         context.exit(convert_all(context, source, out, _check))
     _refuse_one_without_version(source, out)
-    if per_model is not None or jobs != 1:
-        raise click.UsageError(f"--per-model and --jobs are for a directory of checkpoints, and {source} is none")
+    if (per_model, jobs, ray) != (None, None, None):
+        raise click.UsageError(
+            f"--per-model, --jobs and --ray are for a directory of checkpoints, and {source} is none"
+        )
 
     from bf16kit.runtime import kernel
     from converter.pipeline import convert
@@ -188,7 +199,7 @@ def _refuse_one_without_version(source: Path, out: Path) -> None:
 def _check(arguments: Sequence[str]) -> None:
     """Find a mistake in a command line of one of many checkpoints; raises as the command itself would."""
     parsed = dict(checkpoint.make_context("checkpoint", list(arguments)).params)
-    for name in ("debug", "per_model", "jobs"):
+    for name in ("debug", "per_model", "jobs", "ray"):
         parsed.pop(name)
     options_of(**parsed)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from bf16kit.errors import UsageError
 
+if TYPE_CHECKING:
+    from converter.bulk.executor import Executor
+
 _LARGEST = 1 << 20  # bytes of a file of options
-_OWN = frozenset(("out", "force", "jobs", "per_model"))  # what is said of the collection, not of a model
+_OWN = frozenset(("out", "force", "jobs", "per_model", "ray"))  # what is said of the collection, not of a model
 _NAMING = ("map", "model", "samples")  # what may name a file
 _NAME = "name"
 
@@ -58,17 +62,39 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
         except (UsageError, click.UsageError) as error:
             raise UsageError(f"{item.source.name}: {error}") from None
     click.echo(f"bf16-convert: {len(worklist.items)} checkpoints in {source}", err=True)
-    outcomes, interrupted = run(
-        worklist,
-        repository,
-        jobs=context.params["jobs"],
-        force=context.params["force"],
-        say=lambda text: click.echo(f"bf16-convert: {text}", err=True),
-    )
+    with _place(context.params["ray"], source, repository, context.params["jobs"], _say) as (executor, jobs):
+        outcomes, interrupted = run(worklist, repository, executor, jobs=jobs, force=context.params["force"], say=_say)
     from converter.commands.common import say
 
     say(summary(outcomes, worklist))
     return worst(outcomes, interrupted=interrupted)
+
+
+def _say(text: str) -> None:
+    click.echo(f"bf16-convert: {text}", err=True)
+
+
+@contextmanager
+def _place(
+    address: str | None, source: Path, repository: Path, jobs: int | None, say: Callable[[str], None]
+) -> Iterator[tuple[Executor, int]]:
+    """Where the conversions run, and how many at a time. Raises UsageError where there is no such place."""
+    if address is None:
+        from converter.bulk.executor import Here
+
+        yield Here(), jobs or 1
+        return
+    try:
+        from converter.bulk.onray import OnRay
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "ray":
+            raise
+        raise UsageError("--ray needs Ray: pip install 'bf16kit[ray]'") from None
+    cluster = OnRay(address, source, repository, jobs, say)
+    try:
+        yield cluster, cluster.jobs
+    finally:
+        cluster.close()
 
 
 def _named(arguments: Arguments) -> tuple[Path, ...]:

@@ -12,7 +12,7 @@ from converter.commands.common import say
 from converter.recovery.settings import LOSSES, PRECISIONS
 
 # Islands are what one has instead of a recovery; and it is of one model.
-_LEFT_OUT = ("search", "search_minutes", "per_model", "jobs")
+_LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
 _OWN = (
     "data",
     "evaluation",

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +185,16 @@ class TestPerModel:
         process("checkpoint", models, "--out", out, *QUICK, "--seed", "1", "--per-model", tmp_path / "own").published()
         manifest = Artifact.open(out / "renamed" / "1").manifest
         assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
+
+
+def test_a_cluster_is_for_many(cli: Cli, models: Path, tmp_path: Path) -> None:
+    cli("checkpoint", models / "a.onnx", "--out", tmp_path / "m" / "1", "--ray", "auto").refused(
+        2, "--ray are for a directory of checkpoints"
+    )
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here: tests/ray has the rest")
+def test_without_ray_the_extra_is_named(cli: Cli, models: Path, tmp_path: Path) -> None:
+    cli("checkpoint", models, "--out", tmp_path / "repo", *QUICK, "--ray", "auto").refused(
+        2, "--ray needs Ray: pip install 'bf16kit[ray]'"
+    )

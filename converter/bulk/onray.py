@@ -1,0 +1,201 @@
+"""Conversions on the nodes of a Ray cluster, which share the file system that the checkpoints and the models are on.
+
+What is done, and what is to be done, is found here, by the same records as ever: a node runs one command, and says how
+it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayError, TaskCancelledError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import bf16kit
+from bf16kit.errors import UsageError
+from converter.bulk.executor import Process, start_process
+from converter.process import children
+
+_ATTEMPTS = 3
+_LOOK_SECONDS = 0.5
+_KNOCK_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 30.0  # for a conversion that was told to stop
+_CANNOT = 3  # the exit code of one whose node died again and again
+_INTERRUPTED = 130
+Say = Callable[[str], None]
+
+
+class OnRay:
+    """``jobs`` conversions at a time: None, one for each node. See :class:`converter.bulk.executor.Executor`.
+
+    Raises UsageError where no cluster answers, or where a node does not see the same files or runs another version.
+    """
+
+    def __init__(self, address: str, source: Path, repository: Path, jobs: int | None, say: Say) -> None:
+        _join(address)
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+        if not nodes:
+            raise UsageError(f"--ray {address}: the cluster has no node with a processor")
+        _check_nodes(nodes, source, repository)
+        self.jobs = jobs or len(nodes)
+        self.stopped = False
+        processors = sum(node["Resources"]["CPU"] for node in nodes)
+        each = max(1, min(int(processors // self.jobs), *(int(node["Resources"]["CPU"]) for node in nodes)))
+        self._remote = ray.remote(num_cpus=each, max_retries=0, scheduling_strategy="SPREAD")(_run)
+        self._say = say
+        self._lock = threading.Lock()
+        self._running: set[_Task] = set()
+
+    def start(self, command: list[str], log: Path) -> Process:
+        directory = str(Path.cwd())
+        task = _Task(lambda: self._remote.remote(command, str(log.absolute()), directory), log.stem, self._say)
+        with self._lock:
+            self._running.add(task)
+            if self.stopped:
+                task.cancel()
+        return task
+
+    def stop(self) -> None:
+        with self._lock:
+            self.stopped = True
+            for task in self._running:
+                task.cancel()
+
+    def close(self) -> None:
+        """Leave the cluster, or end the one that was begun here."""
+        ray.shutdown()
+
+
+class _Task:
+    """See :class:`converter.bulk.executor.Process`. A node that dies takes an attempt with it, and no more."""
+
+    def __init__(self, begin: Callable[[], Any], model: str, say: Say) -> None:
+        self._begin = begin
+        self._model = model
+        self._say = say
+        self._cancelled = False
+        self._reference = begin()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        with contextlib.suppress(RayError, ValueError):
+            ray.cancel(self._reference)
+
+    def wait(self) -> int:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return int(ray.get(self._reference))
+            except (TaskCancelledError, KeyboardInterrupt):
+                if not self._cancelled:
+                    raise
+                return _INTERRUPTED
+            except OutOfMemoryError:
+                return -signal.SIGKILL
+            except RayError as error:
+                if self._cancelled:
+                    return _INTERRUPTED
+                again = attempt < _ATTEMPTS
+                then = f"it is begun again, {attempt + 1} of {_ATTEMPTS}" if again else "it is given up"
+                self._say(f"{self._model}: where it was converted has died ({type(error).__name__}); {then}")
+                if again:
+                    self._reference = self._begin()
+        return _CANNOT
+
+
+def _run(command: list[str], log: str, directory: str) -> int:
+    """On a node: this program's command line, by this node's Python. Returns its exit code."""
+    following = children.command("converter.process.following", str(os.getpid()))
+    process = start_process([*following, sys.executable, *command[1:]], Path(log), Path(directory))
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_SECONDS)
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_LAST_WORDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+
+
+def _join(address: str) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        _knock(address)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"--ray {address}: no Ray cluster is reached: {first}") from None
+
+
+def _knock(address: str) -> None:
+    """Ray asks for minutes where nobody answers. Raises OSError; nothing where ``address`` is no HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():
+        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
+
+
+def _check_nodes(nodes: list[dict[str, Any]], source: Path, repository: Path) -> None:
+    """Every node is to see what this process has just written, and the checkpoints. Raises UsageError naming a node."""
+    from converter.bulk.item import RECORDS
+
+    records = (repository / RECORDS).absolute()
+    records.mkdir(parents=True, exist_ok=True)
+    token = records / f"{secrets.token_hex(8)}.tmp"
+    token.write_text(token.name)
+    seen = str(token), str(source.absolute()), str(Path.cwd())
+    try:
+        asked = {node["NodeID"]: _on(node).remote(*seen) for node in nodes}
+        here = _look(*seen)
+        for node in nodes:
+            found = ray.get(asked[node["NodeID"]])
+            for what, path in zip(("token", "source", "directory"), (str(repository), *seen[1:]), strict=True):
+                if found[what] != here[what]:
+                    raise UsageError(
+                        f"--ray: node {node['NodeManagerAddress']} does not see {path} as this machine does; put the"
+                        " checkpoints, the repository and the working directory on a file system that all nodes share"
+                    )
+            if found["version"] != here["version"]:
+                raise UsageError(
+                    f"--ray: node {node['NodeManagerAddress']} has bf16kit {found['version']}, and this machine"
+                    f" {here['version']}; install the same on all"
+                )
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _on(node: dict[str, Any]) -> Any:
+    where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(_look)
+
+
+def _look(token: str, source: str, directory: str) -> dict[str, str]:
+    """What a machine sees: the same everywhere where all see the same files."""
+    try:
+        told = Path(token).read_text()
+    except OSError:
+        told = ""
+    try:
+        names = sorted(f"{path.name} {path.stat().st_size}" for path in Path(source).iterdir())
+        listed = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    except OSError:
+        listed = ""
+    return {
+        "token": told,
+        "source": listed,
+        "directory": str(Path(directory).is_dir()),
+        "version": bf16kit.__version__,
+    }

@@ -1,0 +1,123 @@
+"""The applications that Ray is to run: the front, and one for each model, with what each of its replicas takes.
+
+``serve run deploy.ray.applications:front`` and ``…:model`` build them too, from the arguments in Ray's own
+configuration file: `python -m deploy.ray --print-config` writes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.ray.calls import FRONT, application
+from deploy.ray.front import Front
+from deploy.ray.placement import Place, place
+from deploy.ray.replica import Replica
+from deploy.ray.settings import Scaling
+from ray import serve
+from service.models.directory import Directory
+from service.models.plan import Wish
+from service.process.config import ServerConfig
+
+_FRONT_MEMORY = 256 << 20
+_FRONT_CALLS = 4096  # health watches stay for as long as their clients
+_PER_REPLICA = 4  # times the target: what one replica is given at most
+_SURGE_PERCENT = 25  # of the replicas, rounded up: new ones are ready before as many old ones go
+_ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1"}
+
+
+def front(arguments: Mapping[str, Any]) -> Any:
+    """``config``: a server's, as JSON; ``models``: versions by name."""
+    options = {"num_cpus": 0, "memory": _FRONT_MEMORY, "runtime_env": {"env_vars": _ENVIRONMENT}}
+    deployed = serve.deployment(
+        Front,
+        name="Front",
+        num_replicas=1,
+        max_ongoing_requests=_FRONT_CALLS,
+        ray_actor_options=options,
+        max_surge_percent=100,
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=2,
+    )
+    return deployed.bind(_described(arguments), dict(arguments.get("models", {})))
+
+
+def model(arguments: Mapping[str, Any]) -> Any:
+    """``config``: a server's, as JSON; ``scaling``: see :class:`Scaling`; and ``wish``, what is served, or ``model``,
+    which of the repository's."""
+    config, scaling = _described(arguments), Scaling.from_json(dict(arguments.get("scaling", {})))
+    wish = _wish(arguments, config)
+    return deployment(place(wish), scaling, config).bind(config, wish.to_json())
+
+
+def deployment(placed: Place, scaling: Scaling, config: Mapping[str, Any]) -> Any:
+    """Replicas of one model: where they fit, and how many as the requests in flight ask for."""
+    options: dict[str, Any] = {
+        "num_cpus": scaling.cpus,
+        "memory": placed.memory,
+        "runtime_env": {"env_vars": _ENVIRONMENT},
+    }
+    if scaling.gpus:
+        options["num_gpus"] = scaling.gpus
+    many = scaling.max_replicas > scaling.min_replicas
+    number: dict[str, Any] = {"num_replicas": scaling.min_replicas}
+    if many:
+        number = {
+            "autoscaling_config": {
+                "min_replicas": scaling.min_replicas,
+                "max_replicas": scaling.max_replicas,
+                "target_ongoing_requests": scaling.target,
+            }
+        }
+    if scaling.per_node:  # then there may be no node for one more than there are
+        number["max_replicas_per_node"] = scaling.per_node
+    return serve.deployment(
+        Replica,
+        name="Replica",
+        max_ongoing_requests=max(1, round(_PER_REPLICA * scaling.target)),
+        max_queued_requests=scaling.queued,
+        ray_actor_options=options,
+        max_surge_percent=0 if scaling.per_node else _SURGE_PERCENT,
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=config["drain_seconds"],
+        **number,
+    )
+
+
+def described(config: ServerConfig, cpus: float) -> dict[str, Any]:
+    """A server's configuration as it travels. Of a replica's threads there are as many as it has processors."""
+    told: dict[str, Any] = config.model_dump(mode="json")
+    told["repository"] = str(Path(config.repository).absolute())
+    told["threads"] = config.threads or max(1, int(cpus))
+    return told
+
+
+def _described(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration in ``arguments``, whole: what is left out has its default."""
+    scaling = Scaling.from_json(dict(arguments.get("scaling", {})))
+    return described(ServerConfig(**arguments["config"]), scaling.cpus)
+
+
+def _wish(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Wish:
+    if "wish" in arguments:
+        return Wish.from_json(arguments["wish"])
+    return Directory(Path(config["repository"])).wish(arguments["model"])
+
+
+def all_of(config: ServerConfig, scaling: Scaling, wishes: Mapping[str, Wish]) -> dict[str, dict[str, Any]]:
+    """The arguments of every application, by its name: the front's first."""
+    told = described(config, scaling.cpus)
+    models = {name: sorted(wish.versions) for name, wish in wishes.items()}
+    found: dict[str, dict[str, Any]] = {FRONT: {"config": told, "models": models}}
+    for name, wish in wishes.items():
+        found[application(name)] = {"config": told, "scaling": scaling.as_json(), "wish": wish.to_json()}
+    return found
+
+
+def route(name: str) -> str:
+    """The HTTP path of an application. Ray's gRPC proxy knows those alone that have one; a model has no pages there."""
+    return f"/-/{name}"

@@ -1,0 +1,66 @@
+"""The RPCs that are served, by their paths, and what of a call a replica is told beside its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport.handlers import SERVICE
+
+Kind = Literal["unary", "watch", "stream"]
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+FRONT = "bf16kit"  # the application of all that concerns no single model
+APPLICATION = "application"  # Ray's own metadatum, by which its proxy chooses one
+SECONDS_LEFT = "bf16kit-seconds-left"  # of the client's deadline: gRPC tells a server of it beside the metadata
+# Ray's own metadata: what a client says of them is not for Ray.
+_STEERING = (APPLICATION, SECONDS_LEFT, "request_id", "multiplexed_model_id", "session_id")
+
+
+class Rpc(NamedTuple):
+    """``method`` is the replica's, by Ray's rule the last part of the path."""
+
+    path: str
+    method: str
+    kind: Kind
+
+
+def _rpc(service: str, method: Any) -> Rpc:
+    kind: Kind = "stream" if method.client_streaming else "watch" if method.server_streaming else "unary"
+    return Rpc(f"/{service}/{method.name}", method.name, kind)
+
+
+def _all() -> Iterable[Rpc]:
+    health = health_pb2.DESCRIPTOR.services_by_name["Health"]
+    reflection = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+    inference = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    for name, service in ((SERVICE, inference), (health.full_name, health), (reflection.full_name, reflection)):
+        yield from (_rpc(name, method) for method in service.methods)
+
+
+RPCS: Mapping[str, Rpc] = {rpc.path: rpc for rpc in _all()}
+INFER = f"/{SERVICE}/ModelInfer"
+STREAM = f"/{SERVICE}/ModelStreamInfer"
+
+
+def application(model: str) -> str:
+    """The application that serves ``model``."""
+    return f"{FRONT}.{model}"
+
+
+def steered(metadata: Iterable[tuple[str, str | bytes]], app: str, seconds_left: float | None) -> Metadata:
+    """A client's metadata, and what Ray's proxy and the replica are to know."""
+    kept = tuple((name, value) for name, value in metadata if name not in _STEERING)
+    left = () if seconds_left is None else ((SECONDS_LEFT, f"{max(0.0, seconds_left):.6f}"),)
+    return (*kept, (APPLICATION, app), *left)
+
+
+def unsteered(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[Metadata, float | None]:
+    """The client's own, and the seconds that it still waits; None: for good."""
+    found = tuple((name, value) for name, value in metadata)
+    left = next((float(value) for name, value in found if name == SECONDS_LEFT), None)
+    return tuple(pair for pair in found if pair[0] not in _STEERING), left

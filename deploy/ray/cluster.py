@@ -1,0 +1,161 @@
+"""Telling Ray what is to run, now and as the repository changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import ray
+from bf16kit.errors import ConfigError
+from deploy.ray import applications
+from deploy.ray.calls import FRONT, application
+from deploy.ray.settings import Scaling
+from ray import serve
+from ray.serve.api import RunTarget
+from service.models.directory import Directory
+from service.models.plan import Wish
+from service.process.config import ENV_PREFIX, ServerConfig
+from service.process.stop import Stop
+
+_log = logging.getLogger(__name__)
+INGRESS = "deploy.ray.ingress.add_inference"
+_LOG = {"log_level": "WARNING", "enable_access_log": False}
+_ROOT = Path(__file__).parents[2]
+_LOOK_SECONDS = 1.0
+_KNOCK_SECONDS = 5.0
+
+
+def join(address: str | None, config: ServerConfig) -> None:
+    """Be part of the cluster at ``address``, or start one on this machine, without its dashboard and without what it
+    tells its makers. Raises ConfigError where there is none.
+
+    Ray's own processes read the environment when they start: what is set here is for those of a cluster that begins.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", str(config.max_message_bytes))
+    os.environ.setdefault(f"{ENV_PREFIX}MAX_MESSAGE_BYTES", str(config.max_message_bytes))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    try:
+        _knock(address or "")
+        ray.init(address=address, include_dashboard=None if address else False, logging_level="WARNING")
+    except (OSError, ValueError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--address {address}: no Ray cluster is reached: {first}") from None
+
+
+def _knock(address: str) -> None:
+    """Ray asks for minutes where nobody answers. Raises OSError; nothing where ``address`` is no HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():
+        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
+
+
+def open_ports(config: ServerConfig, location: str) -> None:
+    """Start Ray's proxies, unless they run: their ports stay what they were then."""
+    serve.start(
+        proxy_location=location,
+        http_options={"host": config.host, "port": config.http_port},
+        grpc_options={"port": config.grpc_port, "grpc_servicer_functions": [INGRESS], "enable_reflection": False},
+        logging_config=_LOG,
+    )
+
+
+class Deployed:
+    """The applications of one repository. :meth:`follow` deploys what has changed in it since, and nothing else."""
+
+    def __init__(self, config: ServerConfig, scaling: Scaling) -> None:
+        self._config = config
+        self._scaling = scaling
+        self._directory = Directory(config.repository)
+        self._wishes: dict[str, Wish] | None = None
+        self._notes: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the applications."""
+        return [FRONT, *map(application, self._wishes or ())]
+
+    def follow(self) -> None:
+        """Does not wait: models load side by side, and one that cannot be served holds up no other.
+
+        Raises ConfigError when the repository cannot be listed.
+        """
+        seen = self._directory.look(self._wishes)
+        for note in sorted({*seen.notes} - self._notes):
+            _log.warning("%s", note)
+        self._notes = {*seen.notes}
+        before, self._wishes = self._wishes, seen.wishes
+        if before == seen.wishes:
+            return
+        arguments = applications.all_of(self._config, self._scaling, seen.wishes)
+        front = RunTarget(applications.front(arguments[FRONT]), FRONT, "/", _LOG)
+        changed = [front] if before is None else []
+        for name, wish in seen.wishes.items():
+            if wish != (before or {}).get(name):
+                app = application(name)
+                _log.info("model %r: deploying version %s", name, ", ".join(map(str, sorted(wish.versions))))
+                changed.append(RunTarget(applications.model(arguments[app]), app, applications.route(app), _LOG))
+        if changed:
+            serve.run_many(changed, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        for name in sorted((before or {}).keys() - seen.wishes.keys()):
+            _log.info("model %r: removed", name)
+            serve.delete(application(name), _blocking=False)
+
+    def remind(self) -> None:
+        """Tell the front what there is to be: one that was started anew knows what there was."""
+        models = {name: sorted(wish.versions) for name, wish in (self._wishes or {}).items()}
+        serve.get_app_handle(FRONT).want.remote(models)
+
+    def states(self) -> dict[str, str]:
+        """What Ray says of each application, by its name: RUNNING, DEPLOYING, UNHEALTHY and so on."""
+        found = serve.status().applications
+        return {name: str(found[name].status.value) if name in found else "NOT_STARTED" for name in self.names}
+
+    def remove(self) -> None:
+        """All of them, and nothing that others run."""
+        for name in reversed(self.names):
+            serve.delete(name)
+
+
+def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
+    """Until ``stop``: say how applications come and go and, with ``model_control: poll``, look at the repository."""
+    told: dict[str, str] = {}
+    until_poll = config.poll_seconds
+    while not stop.wait(_LOOK_SECONDS):
+        until_poll -= _LOOK_SECONDS
+        try:
+            if config.model_control == "poll" and until_poll <= 0:
+                until_poll = config.poll_seconds
+                deployed.follow()
+            deployed.remind()
+            now = deployed.states()
+        except Exception as error:  # noqa: BLE001 -- of the cluster or a file system; what serves goes on serving
+            _log.warning("looking at the cluster and the repository failed; it goes on: %s", _first_line(error))
+            continue
+        for name, state in now.items():
+            if told.get(name) != state:
+                _log.info("%s: %s", name, state)
+        told = now
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def as_config(config: ServerConfig, scaling: Scaling, wishes: dict[str, Wish], location: str) -> dict[str, Any]:
+    """Ray Serve's own configuration of all that: for ``serve deploy``, or a RayService's ``serveConfigV2``."""
+    listed = []
+    for name, arguments in applications.all_of(config, scaling, wishes).items():
+        function, route = ("front", "/") if name == FRONT else ("model", applications.route(name))
+        path = f"deploy.ray.applications:{function}"
+        listed.append({"name": name, "route_prefix": route, "import_path": path, "args": arguments})
+    return {
+        "proxy_location": location,
+        "http_options": {"host": config.host, "port": config.http_port},
+        "grpc_options": {"port": config.grpc_port, "grpc_servicer_functions": [INGRESS], "enable_reflection": False},
+        "logging_config": _LOG,
+        "applications": listed,
+    }

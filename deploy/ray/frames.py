@@ -1,0 +1,42 @@
+"""What travels between a replica and Ray's proxy: an answer or a status, in bytes.
+
+Ray would carry a status only as an exception, with its traceback, or as the state of an object of its own: an answer
+that says what it is depends on neither. A frame is one byte and what it is said to be.
+"""
+
+from __future__ import annotations
+
+from grpc import StatusCode
+
+from service.transport.status import Status
+
+_ANSWER, _STATUS = b"\x00", b"\x01"
+_CODES = {int(code.value[0]): code for code in StatusCode}
+
+
+class Frame:
+    """Bytes, as Ray wants them of a gRPC replica: something with a ``SerializeToString``."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @classmethod
+    def of(cls, answer: bytes | Status) -> Frame:
+        if isinstance(answer, bytes):
+            return cls(_ANSWER + answer)
+        code: int = answer.code.value[0]
+        return cls(_STATUS + bytes((code,)) + answer.details.encode())
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 -- protobuf's name, which Ray calls
+        return self._data
+
+
+def opened(data: bytes) -> bytes | Status:
+    """What :meth:`Frame.of` was given. ValueError for bytes that are no frame."""
+    if data[:1] == _ANSWER:
+        return data[1:]
+    if data[:1] == _STATUS and len(data) > 1 and data[1] in _CODES:
+        return Status(_CODES[data[1]], data[2:].decode("utf-8", "replace"))
+    raise ValueError(f"{data[:8]!r} begins no frame")

@@ -1,0 +1,106 @@
+"""The front: what is asked of all models together, or of none; and where replicas say what they are.
+
+It runs no model. Its pages, behind Ray's HTTP proxy, are a server's, and ``/targets``: where Prometheus finds replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from grpc import StatusCode
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deploy.ray.answering import Answering
+from deploy.ray.calls import Rpc
+from deploy.ray.frames import Frame
+from deploy.ray.reports import FrontModels, FrontRegistry, Report, Reports, Wanted
+from service.grpcport import build_direct
+from service.operations import Operations
+from service.process.config import ServerConfig
+from service.process.credentials import Credentials
+from service.process.logs import configure
+from service.process.ticking import Ticking
+from service.status_http.pages import Routes, routes
+from service.status_http.views import Status as StatusPage
+from service.telemetry.history import NAMES, TICK_SECONDS, History
+from service.telemetry.metrics import Metrics
+from service.transport.status import Status
+
+_TEND_SECONDS = 1.0
+_NOT_HERE = Status(
+    StatusCode.UNIMPLEMENTED,
+    "models are not loaded and unloaded over the network here: put them into the repository, or take them out",
+)
+_CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
+
+
+class Front(Answering):
+    """One of them. ``models`` are to be served, versions by name; :meth:`want` says so anew."""
+
+    def __init__(self, config: Mapping[str, Any], models: Wanted) -> None:
+        self._config = ServerConfig(**{**config, "model_control": "none"})
+        configure(self._config.log_level, self._config.log_format)
+        metrics, self._reports = Metrics(), Reports()
+        self._reports.want(models)
+        registry = FrontRegistry(self._reports)
+        self._credentials = Credentials.of(self._config)
+        operations = Operations(models=FrontModels(registry, self._reports))
+        self.direct = build_direct(self._config, registry, metrics.refused, self._credentials, operations)
+        history = History(lambda: metrics.samples(NAMES))
+        self._pages: Routes = routes(registry, metrics, StatusPage(registry, history).look)
+        self._tickings = [
+            Ticking("history", TICK_SECONDS, history.tick),
+            Ticking("reports", _TEND_SECONDS, self._reports.tend),
+        ]
+        for ticking in self._tickings:
+            ticking.start()
+        self._stopped = threading.Event()
+
+    async def want(self, models: Wanted) -> None:
+        """These are to be served from now on."""
+        self._reports.want(models)
+
+    async def answer_one(self, rpc: Rpc, data: bytes, context: Any) -> Frame:
+        return Frame.of(_NOT_HERE) if rpc.method in _CHANGES else await super().answer_one(rpc, data, context)
+
+    async def report(self, told: Mapping[str, Any]) -> float:
+        """A replica's, which is answered the seconds until its next one."""
+        if told.get("gone"):
+            self._reports.forget(told["replica"])
+            return 0.0
+        return self._reports.hear(Report.from_json(told))
+
+    async def targets(self) -> list[str]:
+        """Where replicas are scraped, ``host:port``."""
+        return sorted(report.target for report in self._reports.reports() if report.target)
+
+    async def __call__(self, request: Request) -> Response:
+        """A page, as the HTTP port of a server has it."""
+        path = request.url.path
+        route = self._pages.get(path)
+        if not (route is not None and route.probe) and not self._may_read(request.headers.get("authorization")):
+            return Response("a token with the scope read is needed\n", 401, {"WWW-Authenticate": "Bearer"})
+        if path == "/targets":
+            told = [{"targets": await self.targets(), "labels": {"job": "bf16kit"}}]
+            return Response(json.dumps(told), media_type="application/json")
+        if route is None or request.method not in ("GET", "HEAD"):
+            return Response("not found\n", 404)
+        asked = request.url.query if route.asks else request.headers.get("accept", "")
+        page = await asyncio.get_running_loop().run_in_executor(None, route.make, asked)
+        return Response(page.body, int(page.status), dict(page.headers), page.content_type)
+
+    def __del__(self) -> None:
+        if getattr(self, "_stopped", None) is not None and not self._stopped.is_set():
+            self._stopped.set()
+            for ticking in self._tickings:
+                ticking.stop()
+            self.direct.stop(0)
+
+    def _may_read(self, given: str | None) -> bool:
+        tokens = self._credentials.tokens
+        return tokens is None or "read" in (tokens.scopes(given or "") or ())

@@ -1,0 +1,228 @@
+"""What Ray's gRPC proxies import (``deploy.ray.ingress.add_inference``): which replicas a call goes to, and its end.
+
+Around each of Ray's own handlers: a request goes to its model's application; the client's deadline travels along, of
+which Ray's proxy says nothing to a replica; what a replica answered is opened; and where Ray failed instead, clients
+are told so in a status that is theirs, and the text stays in the proxy's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from deploy.ray.calls import FRONT, INFER, RPCS, STREAM, Rpc, application, steered
+from deploy.ray.frames import opened
+from service.process.config import ENV_PREFIX, ServerConfig
+from service.transport.direct import too_large
+from service.transport.status import Status
+from service.wire.skim import named_model
+
+_log = logging.getLogger("ray.serve")  # Ray's own, which the proxy's file has
+_NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
+_GONE = Status(grpc.StatusCode.UNAVAILABLE, "the replica that had this request is gone; send it again")
+_LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the time of the call is over")
+_FULL = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "as many requests wait for the replicas as may; try again later")
+_STARTING = Status(grpc.StatusCode.UNAVAILABLE, "no replica answers now; try again later")
+_LEFT = Status(grpc.StatusCode.CANCELLED, "the client has left")
+
+
+def add_inference(servicer: Any, server: Any) -> None:
+    """Every RPC, for Ray's proxy to put its own handlers behind."""
+    server.add_generic_rpc_handlers((Ingress(),))
+
+
+def _unary(request: bytes, context: Any) -> None: ...
+
+
+class Ingress(grpc.GenericRpcHandler):
+    """``_method_handlers`` is where Ray looks for what there is, and puts what it answers it with."""
+
+    def __init__(self) -> None:
+        self._method_handlers: dict[str, Any] = {rpc.path: _handler(rpc) for rpc in RPCS.values()}
+        default = ServerConfig.model_fields["max_message_bytes"].default
+        self._max_bytes = int(os.environ.get(f"{ENV_PREFIX}MAX_MESSAGE_BYTES") or default)
+
+    def service(self, handler_call_details: Any) -> Any:
+        rpc = RPCS.get(handler_call_details.method)
+        if rpc is None:
+            return None  # gRPC answers UNIMPLEMENTED
+        rays = self._method_handlers[rpc.path]
+        if rpc.kind == "unary":
+            return rays._replace(unary_unary=self._answers_one(rpc, rays.unary_unary))
+        if rpc.kind == "watch":
+            return rays._replace(unary_stream=self._answers_many(rpc, rays.unary_stream))
+        return rays._replace(stream_stream=self._answers_many(rpc, rays.stream_stream))
+
+    def _answers_one(self, rpc: Rpc, rays: Callable[..., Any]) -> Callable[..., Any]:
+        async def answer(data: bytes, context: Any) -> bytes:
+            if len(data) > self._max_bytes:
+                return _tell(context, too_large(len(data), self._max_bytes))
+            told = await _ask(rays, data, context, _application(rpc, data))
+            if told is None:  # no such application: the front knows why
+                told = await _ask(rays, data, context, FRONT)
+            return _tell(context, _STARTING if told is None else told)
+
+        return answer
+
+    def _answers_many(self, rpc: Rpc, rays: Callable[..., Any]) -> Callable[..., Any]:
+        async def answers(request: Any, context: Any) -> AsyncIterator[bytes]:
+            app, again = await _first(rpc, request)
+            ended: Status | None = _UNKNOWN
+            for name in dict.fromkeys((app, FRONT)):
+                if ended is _UNKNOWN:  # of an application that is not there the front knows why
+                    ended = None
+                    async for told in _each(rays, again(), context, name):
+                        if isinstance(told, Status):
+                            ended = told
+                        else:
+                            yield told
+            if ended is not None:
+                _tell(context, _STARTING if ended is _UNKNOWN else ended)
+
+        return answers
+
+
+def _handler(rpc: Rpc) -> Any:
+    make = {
+        "unary": grpc.unary_unary_rpc_method_handler,
+        "watch": grpc.unary_stream_rpc_method_handler,
+        "stream": grpc.stream_stream_rpc_method_handler,
+    }[rpc.kind]
+    return make(_unary)  # Ray replaces it
+
+
+_UNKNOWN = Status(grpc.StatusCode.NOT_FOUND, "")  # Ray's proxy knows no such application
+
+
+async def _ask(rays: Callable[..., Any], data: bytes, context: Any, app: str) -> bytes | Status | None:
+    """What the replicas of ``app`` answered; None where there is no such application."""
+    asked = _Asked(context, app)
+    try:
+        answer = await rays(data, asked)
+        failure = asked.failure()
+        if failure is _UNKNOWN:
+            return None
+        return opened(answer) if failure is None else failure
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- nothing of it is for the client
+        return _unexpected(error)
+
+
+def _tell(context: Any, told: bytes | Status) -> bytes:
+    if isinstance(told, bytes):
+        return told
+    context.set_code(told.code)
+    context.set_details(told.details)
+    return b""
+
+
+def _application(rpc: Rpc, data: bytes) -> str:
+    model = named_model(data) if rpc.path == INFER else ""
+    return application(model) if model else FRONT
+
+
+async def _each(rays: Callable[..., Any], request: Any, context: Any, app: str) -> AsyncIterator[bytes | Status]:
+    """What the replica of ``app`` answers, one after the other; a status is the last."""
+    asked = _Asked(context, app)
+    try:
+        async for data in rays(request, asked):
+            told = opened(data)
+            yield told
+            if isinstance(told, Status):
+                return
+        failure = asked.failure()
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- nothing of it is for the client
+        failure = _unexpected(error)
+    if failure is not None:
+        yield failure
+
+
+async def _first(rpc: Rpc, request: Any) -> tuple[str, Callable[[], Any]]:
+    """Which application a call of many messages is for, and what makes its request or its requests."""
+    if rpc.path != STREAM:
+        return FRONT, lambda: request
+    first = await anext(request, None)
+
+    async def all_of_them() -> AsyncIterator[bytes]:
+        if first is not None:
+            yield first
+            async for data in request:
+                yield data
+
+    model = named_model(first or b"")
+    return (application(model) if model else FRONT), all_of_them
+
+
+class _Asked:
+    """The context of a call as Ray's handler sees it. What Ray would tell the client stays here."""
+
+    def __init__(self, context: Any, app: str) -> None:
+        left = context.time_remaining()
+        self._context = context
+        self._metadata = steered(
+            context.invocation_metadata() or (), app, None if left is None or left > _NEVER else left
+        )
+        self._code: Any = None
+        self._details = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def code(self) -> Any:
+        return self._code
+
+    def set_code(self, code: Any) -> None:
+        self._code = code
+
+    def details(self) -> str:
+        return self._details
+
+    def set_details(self, details: Any) -> None:
+        self._details = details if isinstance(details, str) else str(details)
+
+    def trailing_metadata(self) -> Any:
+        return ()
+
+    def set_trailing_metadata(self, metadata: Any) -> None: ...
+
+    def set_compression(self, compression: Any) -> None: ...
+
+    def failure(self) -> Status | None:
+        """Where Ray itself did not bring the answer of a replica: what the client is told of it."""
+        code = self._code
+        if code in (None, 0, grpc.StatusCode.OK):
+            return None
+        if code is grpc.StatusCode.NOT_FOUND:
+            return _UNKNOWN
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return _FULL
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return _LATE
+        if code is grpc.StatusCode.CANCELLED:
+            return _LEFT
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return _STARTING
+        # A replica raises nothing while it lives: it or its node has died, or Ray has a bug.
+        incident = secrets.token_hex(6)
+        _log.error("incident %s: %s %s", incident, code, " | ".join(self._details.splitlines())[:2000])
+        return Status(_GONE.code, f"{_GONE.details} (incident {incident})")
+
+
+def _unexpected(error: Exception) -> Status:
+    incident = secrets.token_hex(6)
+    _log.error("incident %s: while a call was handed on", incident, exc_info=error)
+    return Status(
+        grpc.StatusCode.INTERNAL, f"internal error, incident {incident}; the log of Ray's proxy has the details"
+    )

@@ -1,0 +1,139 @@
+"""A replica: one model, served as a process of `bf16-serve` serves it, with Ray's proxy in place of its gRPC port."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import ray
+from deploy.ray.answering import Answering
+from deploy.ray.calls import FRONT
+from ray import serve
+from service.grpcport import build_direct
+from service.models.plan import Wish
+from service.process.config import LOOPBACK, ServerConfig
+from service.process.heap import bound_heap
+from service.process.logs import configure
+from service.served import Served
+from service.workers.described import describe
+from service.workers.statistics import as_json
+from service.workers.view import SlotState
+
+_log = logging.getLogger(__name__)
+_TEND_SECONDS = 0.1
+_LOOK_SECONDS = 0.05
+_REPORT_SECONDS = 5.0  # that a report may take; the next one says more
+_RETRY_SECONDS = 1.0
+
+
+class Replica(Answering):
+    """``wish`` says what is served, as JSON: a replica that is started later serves the same as the others.
+
+    Ray sends it requests once this has returned: then the model has passed every gate, its golden samples too. Raises
+    RuntimeError with the reason where it has not; Ray tries again.
+    """
+
+    def __init__(self, config: Mapping[str, Any], wish: str) -> None:
+        bound_heap()
+        self._config = ServerConfig(**{**config, "http_port": 0, "model_control": "none"})
+        configure(self._config.log_level, self._config.log_format)
+        self._name = uuid.uuid4().hex[:12]
+        self._ended = threading.Event()
+        self._served = served = Served(self._config, [Wish.from_json(wish)])
+        self.direct = build_direct(
+            self._config,
+            served.repository,
+            served.metrics.refused,
+            served.credentials,
+            served.operations,
+            served.tracing,
+        )
+        served.start(0)
+        self._threads = [
+            threading.Thread(target=self._tend, name="tend", daemon=True),
+            threading.Thread(target=self._report, name="report", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._wait_until_loaded()
+
+    def _wait_until_loaded(self) -> None:
+        slots = self._served.repository.models
+        while any(slot.state == "loading" for slot in slots()):
+            self._ended.wait(_LOOK_SECONDS)
+        if any(slot.state == "ready" for slot in slots()):
+            return
+        said = "; ".join(f"version {slot.version}: {slot.reason}" for slot in slots()) or "it has no version"
+        self._tell_front()
+        self._end()
+        raise RuntimeError(f"the model cannot be served: {said}")
+
+    def check_health(self) -> None:
+        """Ray asks now and then, and replaces a replica that raises."""
+        if not any(slot.state == "ready" for slot in self._served.repository.models()):
+            raise RuntimeError("no version of the model is ready any more")
+
+    async def __call__(self, request: Request) -> Response:
+        """Ray's HTTP proxy asks: a model has no pages but its replicas' own, on their ports."""
+        return Response("models answer gRPC; /targets has the addresses of their metrics\n", 404)
+
+    def __del__(self) -> None:
+        """Ray calls it when no request is at work any more, or the time for that is over."""
+        with contextlib.suppress(AttributeError):  # it was not built to the end
+            if not self._ended.is_set():
+                self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(_REPORT_SECONDS)
+        self._say({"replica": self._name, "gone": True})
+        self._served.drain(self.direct)
+        self._served.close()
+
+    # --- on threads of their own --------------------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        while not self._ended.wait(_TEND_SECONDS):
+            self._served.tend()
+
+    def _report(self) -> None:
+        seconds = 0.0
+        while not self._ended.wait(seconds):
+            seconds = self._tell_front()
+
+    def _tell_front(self) -> float:
+        """Returns the seconds until the next time."""
+        slots = []
+        counted = {}
+        for slot in self._served.repository.models():
+            model = slot.model
+            described = None if model is None else describe(model)
+            slots.append(list(SlotState(slot.name, slot.version, slot.state, slot.reason, described)))
+            if model is not None:
+                counted[model.name, model.version] = model.statistics.snapshot()
+        told = {"replica": self._name, "target": self._target(), "slots": slots, "statistics": as_json(counted)}
+        return self._say(told) or _RETRY_SECONDS
+
+    def _say(self, told: Mapping[str, Any]) -> float | None:
+        """None where the front does not answer now: it will be told of everything when it does."""
+        try:
+            front = serve.get_app_handle(FRONT)
+            return float(front.report.remote(dict(told)).result(timeout_s=_REPORT_SECONDS))
+        except Exception as error:  # noqa: BLE001 -- Ray's, of many kinds; this thread must live on
+            if not self._ended.is_set():
+                _log.info("the front cannot be told of this replica now: %s", type(error).__name__)
+            return None
+
+    def _target(self) -> str:
+        host = self._config.host
+        if host not in LOOPBACK:
+            host = str(ray.util.get_node_ip_address())
+        return f"{host}:{self._served.http.port}"

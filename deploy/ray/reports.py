@@ -1,0 +1,215 @@
+"""What replicas say of themselves, and what the front makes of it: which models are there, and what they have done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from bf16kit.errors import NotFound, Unavailable
+from bf16kit.wording import quoted
+from service.contract import GATE_FAILED, Model, Slot, State, StatisticsSnapshot
+from service.models.repository import parse_version
+from service.operations import Counted, RegistryModels
+from service.workers.described import Described, SummedStatistics
+from service.workers.overview import OverviewSlot
+from service.workers.statistics import add, from_json
+from service.workers.view import Key, SlotState
+
+_RANK: dict[State, int] = {"ready": 0, "loading": 1, "unavailable": 2}
+_PER_SECOND = 100  # reports that the front is to be given, whatever the number of replicas
+_SILENT = 3.5  # intervals without a report, after which a replica is taken for gone
+_SLACK_SECONDS = 3.0
+Wanted = Mapping[str, Sequence[int]]  # versions by model
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One replica's. ``target`` is where it is scraped, empty where it is not."""
+
+    replica: str
+    target: str
+    slots: tuple[SlotState, ...]
+    counted: Mapping[Key, StatisticsSnapshot]
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Report:
+        slots = tuple(SlotState(*slot) for slot in told["slots"])
+        return cls(told["replica"], told["target"], slots, from_json(told["statistics"]))
+
+
+class Reports:
+    """The newest of each replica that lives, and what those that are gone had done.
+
+    A version is as its best replica has it: one that starts or ends takes nothing from the others. ``clock`` is in
+    seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._news = threading.Condition()
+        self._heard: dict[str, tuple[float, Report]] = {}
+        self._past: dict[Key, StatisticsSnapshot] = {}
+        self._wanted: Wanted = {}
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two reports of one replica."""
+        return max(1.0, len(self._heard) / _PER_SECOND)
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def want(self, wanted: Wanted) -> None:
+        """What is to be served, whether or not a replica has said anything of it."""
+        self._wanted = dict(wanted)
+        self._tell()
+
+    def hear(self, report: Report) -> float:
+        """Returns the seconds until the next is wanted."""
+        with self._news:
+            self._heard[report.replica] = (self._clock(), report)
+            self._news.notify_all()
+        self._tell()
+        return self.interval
+
+    def forget(self, replica: str) -> None:
+        """It has ended: what it did stays done."""
+        with self._news:
+            _, report = self._heard.pop(replica, (0.0, None))
+            for key, counted in ({} if report is None else report.counted).items():
+                self._past[key] = add(self._past.get(key, StatisticsSnapshot()), counted)
+            self._news.notify_all()
+        self._tell()
+
+    def tend(self) -> None:
+        """Forget those that say nothing any more."""
+        late = self._clock() - _SILENT * self.interval - _SLACK_SECONDS
+        for replica in [name for name, (heard, _) in list(self._heard.items()) if heard < late]:
+            self.forget(replica)
+
+    def reports(self) -> list[Report]:
+        with self._news:
+            return [report for _, report in self._heard.values()]
+
+    def slots(self) -> dict[Key, SlotState]:
+        """By name and version, ascending."""
+        found: dict[Key, SlotState] = {
+            (name, version): SlotState(name, version, "loading", "no replica of it has said anything yet")
+            for name, versions in self._wanted.items()
+            for version in versions
+        }
+        told: dict[Key, SlotState] = {}
+        for report in self.reports():
+            for slot in report.slots:
+                if slot.name in self._wanted and (slot.key not in told or _better(slot, told[slot.key])):
+                    told[slot.key] = slot
+        return dict(sorted({**found, **told}.items()))
+
+    def counted(self, keys: Iterable[Key]) -> dict[Key, StatisticsSnapshot]:
+        """What all replicas have done with these, as each has said after this was called, or is gone."""
+        wanted, asked = set(keys), self._clock()
+        involved = {report.replica for report in self.reports() if wanted & {slot.key for slot in report.slots}}
+
+        def all_have_said() -> bool:
+            return all(self._heard[name][0] > asked for name in involved if name in self._heard)
+
+        with self._news:
+            self._news.wait_for(all_have_said, _SILENT * self.interval)
+            total = {key: self._past.get(key, StatisticsSnapshot()) for key in wanted}
+            for _, report in self._heard.values():
+                for key in wanted & report.counted.keys():
+                    total[key] = add(total[key], report.counted[key])
+        return total
+
+    def _tell(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+
+def _better(slot: SlotState, than: SlotState) -> bool:
+    """Of two that are ready, one whose golden gate was not passed is the one to tell of."""
+    if _RANK[slot.state] != _RANK[than.state]:
+        return _RANK[slot.state] < _RANK[than.state]
+    return slot.model is not None and slot.model.get("golden", "").startswith(GATE_FAILED)
+
+
+class FrontRegistry:
+    """See :class:`service.contract.Registry`. Nothing runs here: a request that comes here has no replica."""
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+
+    @property
+    def live(self) -> bool:
+        return True
+
+    @property
+    def ready(self) -> bool:
+        slots = self._reports.slots().values()
+        names = {slot.name for slot in slots}
+        return bool(names) and names == {slot.name for slot in slots if slot.state == "ready"}
+
+    def acquire(self, name: str, version: str) -> NoReturn:
+        slot = self.find(name, version)
+        why = slot.reason or "the route to its replicas is being made"
+        raise Unavailable(
+            f"model {slot.name!r} version {slot.version} is not answered here now: {why}; try again later"
+        )
+
+    def get(self, name: str, version: str) -> Model:
+        slot = self.find(name, version)
+        if slot.model is None:
+            raise Unavailable(f"model {slot.name!r} version {slot.version} is {slot.state}; try again later")
+        return slot.model
+
+    def find(self, name: str, version: str) -> Slot:
+        wanted = parse_version(version)
+        found = [slot for slot in self.models() if slot.name == name]
+        if not found:
+            raise NotFound(f"unknown model {quoted(name)}")
+        if wanted is None:
+            return min(found, key=lambda slot: (_RANK[slot.state], -slot.version))
+        for slot in found:
+            if slot.version == wanted:
+                return slot
+        known = ", ".join(str(slot.version) for slot in found)
+        raise NotFound(f"model {name!r} has no version {wanted}; it has {known}")
+
+    def is_ready(self, name: str, version: str) -> bool:
+        try:
+            return self.find(name, version).state == "ready"
+        except NotFound:
+            return False
+
+    def models(self) -> Sequence[Slot]:
+        return [_slot(slot) for slot in self._reports.slots().values()]
+
+    def versions(self, name: str) -> list[int]:
+        return [slot.version for slot in self.models() if slot.name == name and slot.state == "ready"]
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        self._reports.subscribe(callback)
+
+
+def _slot(slot: SlotState) -> OverviewSlot:
+    model = None
+    if slot.model is not None:
+        model = Described(slot.name, slot.version, slot.model, SummedStatistics(StatisticsSnapshot))
+    return OverviewSlot(slot.name, slot.version, slot.state, slot.reason, model)
+
+
+class FrontModels(RegistryModels):
+    """See :class:`service.operations.Models`: statistics are those of all replicas together."""
+
+    def __init__(self, registry: FrontRegistry, reports: Reports) -> None:
+        super().__init__(registry)
+        self._reports = reports
+
+    def statistics(self, name: str, version: str) -> Sequence[Counted]:
+        found = super().statistics(name, version)
+        seen = self._reports.counted((each.name, each.version) for each in found)
+        return [Counted(each.name, each.version, each.device, seen[each.name, each.version]) for each in found]

@@ -1,0 +1,70 @@
+"""What is asked of Ray beside what `bf16-serve` is asked: values that travel as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from bf16kit.errors import ConfigError
+from service.process.config import ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Of each model. ``target`` is the number of requests in flight that one replica is to have, ``queued`` how many
+    may wait in each proxy for a replica to take them."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target: float = 16.0
+    queued: int = 256
+    cpus: float = 1.0
+    gpus: float = 0.0
+    per_node: int = 0  # replicas of one model on one node; 0: as many as there is room for
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigError(
+                f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; give 1 ≤ min ≤ max"
+            )
+        for name in ("target", "cpus"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}; give a number above 0")
+        if self.queued < 1 or self.per_node < 0 or self.gpus < 0:
+            raise ConfigError("queued is 1 or more, per_node and gpus are 0 or more")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Self:
+        unknown = sorted(told.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise ConfigError(f"scaling: unknown key {unknown[0]!r}")
+        return cls(**told)
+
+
+# What one process may be asked, and many cannot do: why, for people.
+_NOT_HERE = {
+    "workers": "replicas are what there is more of here: --min-replicas and --max-replicas",
+    "grpc_socket": "Ray's proxy listens on a port",
+    "tls_certificate": "Ray's gRPC proxy speaks no TLS: put a proxy that does in front",
+    "shared_memory": "a replica may be on another machine than the client",
+    "load_model": "every model of the repository is served",
+}
+
+
+def check(config: ServerConfig) -> ServerConfig:
+    """``config``, which replicas on many machines can be served with. Raises :class:`ConfigError`."""
+    for name, why in _NOT_HERE.items():
+        value = getattr(config, name)
+        if value != ServerConfig.model_fields[name].default:
+            raise ConfigError(f"{name} is {value!r}, which does not go with Ray: {why}")
+    if config.model_control == "explicit":
+        raise ConfigError(
+            "model_control is 'explicit', which does not go with Ray: a client would reach one replica of"
+            " many; give 'poll', and models are deployed and removed as the repository changes"
+        )
+    return config

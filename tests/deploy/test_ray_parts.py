@@ -1,0 +1,275 @@
+"""What of deploy/ray needs no Ray: what travels, what the front makes of reports, and which options go together."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifacts import write_mlp
+from grpc import StatusCode
+
+from bf16kit.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from deploy.ray.calls import APPLICATION, RPCS, SECONDS_LEFT, steered, unsteered
+from deploy.ray.frames import Frame, opened
+from deploy.ray.ingress import Ingress
+from deploy.ray.reports import FrontModels, FrontRegistry, Report, Reports
+from deploy.ray.settings import Scaling, check
+from service.contract import StatisticsSnapshot
+from service.process.config import ServerConfig
+from service.transport.handlers import SERVICE
+from service.transport.status import Status
+from service.workers.view import SlotState
+
+INFER = f"/{SERVICE}/ModelInfer"
+
+
+class TestFrames:
+    @pytest.mark.parametrize("answer", [b"", b"\x00\x01", Status(StatusCode.NOT_FOUND, "no model ‘m’"), b"\x01" * 9])
+    def test_what_is_put_in_comes_out(self, answer: bytes | Status) -> None:
+        assert opened(Frame.of(answer).SerializeToString()) == answer
+
+    @pytest.mark.parametrize("data", [b"", b"\x02", b"\x01", b"\x01\xff"])
+    def test_bytes_that_are_none(self, data: bytes) -> None:
+        with pytest.raises(ValueError, match="begins no frame"):
+            opened(data)
+
+
+class TestMetadata:
+    def test_a_replica_hears_the_clients_own_and_the_deadline(self) -> None:
+        sent = steered([("traceparent", "00-1"), ("application", "mine"), (SECONDS_LEFT, "9")], "bf16kit.m", 1.5)
+        assert (APPLICATION, "bf16kit.m") in sent
+        assert [name for name, _ in sent].count(APPLICATION) == 1
+        assert unsteered(sent) == ((("traceparent", "00-1"),), 1.5)
+
+    def test_a_call_without_a_deadline_has_none(self) -> None:
+        assert unsteered(steered([], "bf16kit.m", None)) == ((), None)
+
+
+def report(replica: str, *slots: SlotState, count: int = 0) -> Report:
+    counted = {slot.key: StatisticsSnapshot(inference_count=count) for slot in slots}
+    return Report(replica, f"{replica}:1", slots, counted)
+
+
+class TestReports:
+    def test_a_model_is_ready_when_one_of_its_replicas_is(self) -> None:
+        reports = Reports()
+        registry, ready = FrontRegistry(reports), list[bool]()
+
+        def look() -> None:
+            ready.append(registry.ready)
+
+        look()
+        reports.want({"m": [1]})
+        look()
+        reports.hear(report("a", SlotState("m", 1, "loading")))
+        look()
+        reports.hear(report("b", SlotState("m", 1, "ready")))
+        look()
+        assert registry.versions("m") == [1]
+        reports.forget("b")
+        look()
+        assert ready == [False, False, False, True, False]
+
+    def test_a_replica_that_says_nothing_any_more_is_forgotten(self) -> None:
+        now = [0.0]
+        reports = Reports(lambda: now[0])
+        reports.want({"m": [1]})
+        reports.hear(report("a", SlotState("m", 1, "ready")))
+        now[0] = 6.0
+        reports.tend()
+        assert FrontRegistry(reports).ready
+        now[0] = 7.0
+        reports.tend()
+        assert not FrontRegistry(reports).ready
+
+    def test_a_model_that_nobody_wants_any_more_is_unknown(self) -> None:
+        reports = Reports()
+        reports.hear(report("a", SlotState("m", 1, "ready")))
+        with pytest.raises(NotFound, match="unknown model 'm'"):
+            FrontRegistry(reports).acquire("m", "")
+
+    @pytest.mark.parametrize(("version", "error"), [("", Unavailable), ("2", NotFound), ("one", InvalidRequest)])
+    def test_what_a_request_that_has_no_replica_is_told(self, version: str, error: type[Exception]) -> None:
+        reports = Reports()
+        reports.want({"m": [1]})
+        with pytest.raises(error):
+            FrontRegistry(reports).acquire("m", version)
+
+    def test_what_was_done_is_added_up_and_stays_done(self) -> None:
+        now = iter(range(1000))
+        reports = Reports(lambda: float(next(now)))
+        reports.want({"m": [1]})
+        for name, count in (("a", 3), ("b", 4)):
+            reports.hear(report(name, SlotState("m", 1, "ready"), count=count))
+        reports.forget("a")
+        assert reports.counted([("m", 1)])["m", 1].inference_count == 7
+
+    def test_the_more_replicas_there_are_the_less_often_each_is_asked(self) -> None:
+        reports = Reports()
+        assert reports.hear(report("0", SlotState("m", 1, "ready"))) == 1.0
+        for number in range(1, 1000):
+            seconds = reports.hear(report(str(number), SlotState("m", 1, "ready")))
+        assert seconds == 10.0
+
+    def test_no_statistics_of_what_does_not_exist(self) -> None:
+        reports = Reports()
+        with pytest.raises(NotFound):
+            FrontModels(FrontRegistry(reports), reports).statistics("m", "")
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"workers": 2}, "workers is 2, which does not go with Ray: replicas"),
+            ({"shared_memory": True}, "another machine"),
+            ({"model_control": "explicit"}, "one replica of many"),
+        ],
+    )
+    def test_what_does_not_go_with_replicas(self, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            check(ServerConfig(repository=tmp_path, **settings))
+
+    @pytest.mark.parametrize("wrong", [{"min_replicas": 0}, {"min_replicas": 3}, {"cpus": 0}, {"target": float("nan")}])
+    def test_numbers_that_make_no_sense(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError):
+            Scaling(**wrong)
+
+
+class Context:
+    """A call's, as grpc.aio gives it to Ray's proxy."""
+
+    def __init__(self, left: float | None = None) -> None:
+        self.left = left
+        self.told: tuple[Any, str] = (None, "")
+
+    def time_remaining(self) -> float | None:
+        return self.left
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def set_code(self, code: Any) -> None:
+        self.told = code, self.told[1]
+
+    def set_details(self, words: str) -> None:
+        self.told = self.told[0], words
+
+
+class TestIngress:
+    """What Ray's own handlers make of calls is Ray's; what clients are told of it is this."""
+
+    def _ask(self, rays: Any, data: bytes = b"\x0a\x01m", **context: Any) -> tuple[bytes, Context, list[Any]]:
+        ingress, asked, given = Ingress(), [], Context(**context)
+
+        async def handler(request: bytes, seen: Any) -> bytes:
+            asked.append(dict(seen.invocation_metadata()))
+            return await rays(seen)  # type: ignore[no-any-return]
+
+        ingress._method_handlers[INFER] = ingress._method_handlers[INFER]._replace(unary_unary=handler)
+        found = ingress.service(type("Details", (), {"method": INFER}))
+        return asyncio.run(found.unary_unary(data, given)), given, asked
+
+    def test_an_answer_goes_out_as_it_is(self) -> None:
+        async def rays(seen: Any) -> bytes:
+            seen.set_trailing_metadata((("request_id", "x"),))
+            return Frame.of(b"answer").SerializeToString()
+
+        answer, context, asked = self._ask(rays, left=2.5)
+        assert (answer, context.told[0]) == (b"answer", None)
+        assert asked == [{APPLICATION: "bf16kit.m", SECONDS_LEFT: "2.500000"}]
+
+    def test_where_there_is_no_application_the_front_is_asked(self) -> None:
+        async def rays(seen: Any) -> bytes:
+            if dict(seen.invocation_metadata())[APPLICATION] == "bf16kit.m":
+                seen.set_code(StatusCode.NOT_FOUND)
+                seen.set_details("Application 'bf16kit.m' not found.")
+                return b""
+            return Frame.of(Status(StatusCode.NOT_FOUND, "unknown model 'm'")).SerializeToString()
+
+        _, context, asked = self._ask(rays)
+        assert [each[APPLICATION] for each in asked] == ["bf16kit.m", "bf16kit"]
+        assert context.told == (StatusCode.NOT_FOUND, "unknown model 'm'")
+
+    @pytest.mark.parametrize(
+        ("code", "told"),
+        [
+            (StatusCode.RESOURCE_EXHAUSTED, StatusCode.RESOURCE_EXHAUSTED),
+            (StatusCode.INTERNAL, StatusCode.UNAVAILABLE),
+            (StatusCode.UNAVAILABLE, StatusCode.UNAVAILABLE),
+            (StatusCode.DEADLINE_EXCEEDED, StatusCode.DEADLINE_EXCEEDED),
+        ],
+    )
+    def test_what_ray_says_of_its_failures_stays_there(self, code: StatusCode, told: StatusCode) -> None:
+        async def rays(seen: Any) -> bytes:
+            seen.set_code(code)
+            seen.set_details("Traceback (most recent call last): secret")
+            return b""
+
+        _, context, _ = self._ask(rays)
+        assert context.told[0] is told
+        assert "secret" not in context.told[1]
+
+    def test_an_exception_of_rays_is_told_by_its_number(self) -> None:
+        async def rays(seen: Any) -> bytes:
+            raise RuntimeError("secret")
+
+        _, context, _ = self._ask(rays)
+        assert context.told[0] is StatusCode.INTERNAL
+        assert "secret" not in context.told[1]
+
+    def test_a_message_that_is_too_large_goes_no_further(self) -> None:
+        async def rays(seen: Any) -> bytes:
+            raise AssertionError
+
+        _, context, asked = self._ask(rays, data=bytes((64 << 20) + 1))
+        assert context.told[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert not asked
+
+    def test_a_stream_is_its_first_requests_models(self) -> None:
+        ingress, asked, path = Ingress(), [], f"/{SERVICE}/ModelStreamInfer"
+
+        async def handler(requests: AsyncIterator[bytes], seen: Any) -> AsyncIterator[bytes]:
+            asked.append(dict(seen.invocation_metadata())[APPLICATION])
+            async for data in requests:
+                yield Frame.of(data).SerializeToString()
+            yield Frame.of(Status(StatusCode.UNAVAILABLE, "draining")).SerializeToString()
+
+        async def run() -> list[bytes]:
+            async def requests() -> AsyncIterator[bytes]:
+                for data in (b"\x0a\x01m", b"\x0a\x01n"):
+                    yield data
+
+            return [each async for each in found.stream_stream(requests(), context)]
+
+        context = Context()
+        ingress._method_handlers[path] = ingress._method_handlers[path]._replace(stream_stream=handler)
+        found = ingress.service(type("Details", (), {"method": path}))
+        assert asyncio.run(run()) == [b"\x0a\x01m", b"\x0a\x01n"]
+        assert asked == ["bf16kit.m"]
+        assert context.told == (StatusCode.UNAVAILABLE, "draining")
+
+    def test_a_path_that_is_not_known(self) -> None:
+        assert Ingress().service(type("Details", (), {"method": "/a/b"})) is None
+        assert len(RPCS) == len({rpc.method for rpc in RPCS.values()})  # Ray tells methods apart by their last part
+
+
+def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deploy.ray", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_program_says_what_is_wrong(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "m" / "1")
+    for arguments, said in (
+        (("--repository", str(tmp_path / "none")), "is not a directory"),
+        (("--repository", str(tmp_path), "--min-replicas", "0"), "min_replicas is 0"),
+    ):
+        done = _program(*arguments)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+        assert said in done.stderr

@@ -1,0 +1,102 @@
+"""A real Ray cluster of two nodes on this machine, and a repository served on it. See run.sh for where it listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from artifacts import write_mlp
+from raycluster import NODE, Served
+from waiting import until
+
+_PATIENCE = 120.0  # seconds, on a machine that is busy with other tests
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A head and one node more: three replicas fit on each, so that neither holds the four of `served`."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ray does it")
+    from ray.cluster_utils import Cluster
+
+    root, tests = Path(__file__).parents[2], Path(__file__).parents[1]
+    path = (str(root), str(tests / "support"), os.environ.get("PYTHONPATH", ""))
+    os.environ.update(PYTHONPATH=os.pathsep.join(path), RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
+    os.environ.update(RAY_enable_metrics_collection="0", RAY_AUTH_MODE="disabled")
+    os.environ.update(BF16KIT_MAX_MESSAGE_BYTES=str(1 << 20))
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    cluster.add_node(**NODE)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _filled(tmp_path_factory.mktemp("repository"))
+
+
+def _filled(root: Path) -> Path:
+    """``mlp``, and ``slow``: of its requests two may wait, and they wait for three seconds, for others to come."""
+    write_mlp(root / "mlp" / "1")
+    write_mlp(root / "slow" / "1")
+    (root / "slow" / "serving.yaml").write_text("max_queue_delay_ms: 3000\nmax_queue_size: 2\n")
+    return root
+
+
+@pytest.fixture(scope="session")
+def served(cluster: Any, repository: Path) -> Iterator[Served]:
+    """Both models in two replicas each."""
+    from deploy.ray import cluster as program
+    from deploy.ray.settings import Scaling
+    from service.process.config import ServerConfig
+
+    ports = _free_ports(2)
+    config = ServerConfig(
+        repository=repository,
+        grpc_port=ports[0],
+        http_port=ports[1],
+        device="cpu",
+        model_control="poll",
+        max_message_bytes=1 << 20,
+        drain_seconds=10,
+    )
+    program.join(cluster.address, config)
+    program.open_ports(config, "HeadOnly")
+    deployed = program.Deployed(config, Scaling(min_replicas=2, max_replicas=2, cpus=0.6))
+    deployed.follow()
+    with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
+        found = Served(channel, f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", deployed, cluster)
+        until(found.all_running, _PATIENCE, "all applications running")
+        until(lambda: len(found.targets()) == 4, _PATIENCE, "every replica known to the front")
+        yield found
+        deployed.remove()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of one process, of the same models."""
+    from inprocess import running
+
+    same = _filled(tmp_path_factory.mktemp("plain"))
+    with running(same, "mlp", "slow", max_message_bytes=1 << 20) as address, grpc.insecure_channel(address) as channel:
+        yield channel
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_proxy() -> None:
+    """What opens URLs here asks this machine."""
+    urllib.request.install_opener(urllib.request.build_opener(urllib.request.ProxyHandler({})))

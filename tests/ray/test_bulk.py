@@ -1,0 +1,68 @@
+"""Many checkpoints on the nodes of a cluster: what a run on this machine says and leaves, and a node that dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from raycluster import NODE
+from waiting import until
+
+import graphs
+from bf16kit.artifact import Artifact
+from converter.bulk.item import RECORDS
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+_QUICK = ("--format", "onnx", "--profile", "cpu", "--no-report")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    directory = tmp_path / "models"
+    directory.mkdir()
+    for name, width in (("a", 24), ("b", 32), ("c", 40)):
+        onnx.save(graphs.mlp((8, width, 8)), directory / f"{name}.onnx")
+    return directory
+
+
+def _started(models: Path, out: Path, address: str, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "converter.cli", "checkpoint", str(models), "--out", str(out), *_QUICK]
+    return subprocess.Popen(
+        [*command, "--ray", address, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
+    cluster: Any, models: Path, tmp_path: Path
+) -> None:
+    """Two nodes, a conversion on each: what the one that is killed had begun is begun again."""
+    (models / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    out = tmp_path / "repository"
+    running = _started(models, out, cluster.address)
+    until(lambda: len(list((out / RECORDS).glob("*.log"))) >= 2, 120, "a conversion on each node")
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+    cluster.add_node(**NODE)
+    told, said = running.communicate(timeout=240)
+    assert running.returncode == 2, said  # of the one that is of a foreign format
+    assert "3 of 4 checkpoints are converted" in told
+    assert "where it was converted has died" in said
+    assert "begun again, 2 of 3" in said
+    for name in "abc":
+        assert set(Artifact.open(out / name / "1").manifest.profiles) == {"cpu"}
+    assert not list((out / RECORDS).glob("*.tmp"))
+    again = _started(models, out, cluster.address)
+    _, said = again.communicate(timeout=240)
+    assert again.returncode == 2
+    assert said.count("done before") == 3
+
+
+def test_where_no_cluster_answers(models: Path, tmp_path: Path) -> None:
+    running = _started(models, tmp_path / "repository", "127.0.0.1:1")
+    _, said = running.communicate(timeout=240)
+    assert running.returncode == 2
+    assert "no Ray cluster is reached" in said
+    assert "Traceback" not in said

@@ -1,0 +1,66 @@
+"""What Ray is told that a replica takes is what it takes: else a node is given more of them than it can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from raycluster import Served
+from waiting import until
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+
+
+def _replicas(model: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"ServeReplica:bf16kit.{model}:" in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def _held(pid: int) -> int:
+    """Bytes of a process and its children, what is shared counted in part."""
+    own = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = {int(child) for each in threads for child in (each / "children").read_text().split()}
+    return (int(own.split()[1]) << 10) + sum(_held(child) for child in children)
+
+
+def _measured(served: Served) -> float:
+    return served.metric("bf16kit_drift_samples_total", model="mlp", outcome="measured")
+
+
+def test_a_replica_takes_no_more_than_it_is_placed_by(served: Served, repository: Path) -> None:
+    """With its reference at work, which is in a process of its own."""
+    from deploy.ray.placement import place
+    from service.models.directory import Directory
+
+    def sampled() -> bool:
+        for _ in range(50):
+            served.infer()
+        return _measured(served) > 0
+
+    until(sampled, 60, "a sample that is measured")
+    placed = place(Directory(repository).wish("mlp"))
+    assert not placed.refused
+    held = [_held(pid) for pid in _replicas("mlp")]
+    assert held
+    assert max(held) < placed.memory, f"{max(held) >> 20} MiB are held, {placed.memory >> 20} MiB are reserved"
+
+
+def test_a_replica_of_a_larger_artifact_takes_more(repository: Path, tmp_path: Path) -> None:
+    from artifacts import write_mlp
+
+    from deploy.ray.placement import place
+    from service.models.directory import Directory
+
+    written = write_mlp(tmp_path / "large" / "1", width=1024)
+    weights = sum(entry.bytes for name, entry in written.manifest.files.items() if name.startswith("weights."))
+    large, small = (
+        place(Directory(root).wish(name)).memory for root, name in ((tmp_path, "large"), (repository, "mlp"))
+    )
+    assert large - small >= 3 * weights  # itself, and its reference of twice the size

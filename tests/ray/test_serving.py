@@ -1,0 +1,225 @@
+"""What clients are told by replicas behind Ray's proxy: what a server of one process tells them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from raycluster import METHODS, Served, X, empty, request, told
+from waiting import until
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport.handlers import SERVICE
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+HEALTH = "/grpc.health.v1.Health"
+DIFFERENT = ("RepositoryModelLoad", "RepositoryModelUnload")  # the words say why not with Ray
+SETTINGS = ("LogSettings", "TraceSetting", "ServerMetadata")  # which a replica has, and not the front
+
+
+def test_the_same_request_is_answered_with_the_same_bytes(served: Served, plain: Any) -> None:
+    asked = request(id="7")
+    assert served.ask("ModelInfer", asked) == told(plain, "ModelInfer", asked)
+
+
+def test_an_unmodified_triton_client_is_answered_alike(served: Served) -> None:
+    client = triton.InferenceServerClient(served.address)
+    x = triton.InferInput("x", [1, 16], "FP32")
+    x.set_data_from_numpy(X)
+    assert np.isfinite(client.infer("mlp", [x]).as_numpy("y")).all()
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("mlp")
+    assert client.get_model_metadata("mlp").inputs[0].name == "x"
+    assert client.get_model_config("mlp").config.max_batch_size == 32
+    assert {(m.name, m.state) for m in client.get_model_repository_index().models} == {
+        ("mlp", "READY"),
+        ("slow", "READY"),
+    }
+    assert client.get_inference_statistics("mlp").model_stats[0].inference_stats.success.count >= 1
+    client.close()
+
+
+@pytest.mark.parametrize("method", [m.name for m in METHODS if not m.client_streaming and m.name not in DIFFERENT])
+def test_every_rpc_answers_as_a_plain_server_does(served: Served, plain: Any, method: str) -> None:
+    """Asked with nothing: with an answer, or with the same code and the same words."""
+    code, said = served.ask(method, empty(method))
+    other, words = told(plain, method, empty(method))
+    if method in SETTINGS:
+        assert code in (StatusCode.OK, StatusCode.UNIMPLEMENTED)
+        return
+    assert code is other
+    if code is not StatusCode.OK:
+        assert said == words
+
+
+@pytest.mark.parametrize("method", DIFFERENT)
+def test_models_are_not_loaded_over_the_network(served: Served, method: str) -> None:
+    code, words = served.ask(method, pb.RepositoryModelLoadRequest(model_name="mlp").SerializeToString())
+    assert code is StatusCode.UNIMPLEMENTED
+    assert "put them into the repository" in str(words)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request("nobody"),
+        request("mlp", model_version="9"),
+        request("mlp", model_version="one"),
+        request("nobody", model_version="one"),
+        pb.ModelInferRequest(model_name="mlp").SerializeToString(),
+        request("bf16kit"),
+        request("a#b/../c"),
+        b"",
+        b"\xff\xff\xff",
+        request("mlp") + b"\xff",
+    ],
+)
+def test_what_is_refused_is_refused_alike(served: Served, plain: Any, asked: bytes) -> None:
+    assert served.ask("ModelInfer", asked) == told(plain, "ModelInfer", asked)
+
+
+def test_a_client_does_not_steer_ray(served: Served) -> None:
+    """Its proxy would hand a request to whichever application the metadata name."""
+    steering = [("application", "bf16kit.slow"), ("bf16kit-seconds-left", "0"), ("request_id", "x")]
+    code, answer = served.ask("ModelInfer", request(), metadata=steering)
+    assert code is StatusCode.OK
+    assert isinstance(answer, bytes)
+    assert pb.ModelInferResponse.FromString(answer).model_name == "mlp"
+
+
+def test_nothing_of_rays_is_in_the_trailing_metadata(served: Served) -> None:
+    call: Any = served.channel.unary_unary(f"/{SERVICE}/ModelInfer")
+    assert call.with_call(request(), timeout=60)[1].trailing_metadata() == ()
+
+
+def test_a_message_that_is_too_large(served: Served) -> None:
+    code, words = served.ask("ModelInfer", request("mlp", id="x" * (1 << 20)))
+    assert code is StatusCode.RESOURCE_EXHAUSTED
+    assert "Traceback" not in str(words)
+
+
+def test_an_rpc_that_does_not_exist(served: Served) -> None:
+    assert served.ask("NoSuchMethod", b"")[0] is StatusCode.UNIMPLEMENTED
+
+
+def test_a_deadline_is_known_where_the_request_waits(served: Served) -> None:
+    """It runs before its deadline: who does not know of that goes on waiting for others, for a second and a half."""
+    begun = time.monotonic()
+    assert served.infer("slow", timeout=1.5)[0] is StatusCode.OK
+    assert time.monotonic() - begun < 1.5
+
+
+def test_a_client_that_leaves_takes_its_request_along(served: Served) -> None:
+    ran = served.metric("bf16kit_executions_total", model="slow")
+    before = served.metric("bf16kit_requests_total", model="slow", code="CANCELLED")
+    call: Any = served.channel.unary_unary(f"/{SERVICE}/ModelInfer")
+    leaving = call.future(request("slow"), timeout=60)
+    until(lambda: served.metric("bf16kit_queue_depth", model="slow") == 1, 60, "a request in the queue")
+    leaving.cancel()
+    until(
+        lambda: served.metric("bf16kit_requests_total", model="slow", code="CANCELLED") == before + 1,
+        60,
+        "the refusal in a replica's metrics",
+    )
+    assert served.metric("bf16kit_executions_total", model="slow") == ran
+
+
+def test_more_than_may_wait_is_refused(served: Served) -> None:
+    with ThreadPoolExecutor(24) as pool:
+        codes = [code for code, _ in pool.map(lambda _: served.infer("slow"), range(24))]
+    assert set(codes) == {StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED}
+
+
+class TestStreams:
+    def _answers(self, served: Served, *asked: bytes, **more: Any) -> list[pb.ModelStreamInferResponse]:
+        call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        return [pb.ModelStreamInferResponse.FromString(each) for each in call(iter(asked), timeout=60, **more)]
+
+    def test_answers_come_in_order_and_an_error_does_not_end_them(self, served: Served) -> None:
+        asked = [request(id=str(n)) for n in range(5)]
+        asked[2] = request("mlp", id="2", model_version="9")
+        found = self._answers(served, *asked)
+        assert [each.infer_response.id for each in found] == ["0", "1", "2", "3", "4"]
+        assert [bool(each.error_message) for each in found] == [False, False, True, False, False]
+
+    def test_a_stream_for_a_model_that_is_not_there(self, served: Served) -> None:
+        assert "unknown model 'nobody'" in self._answers(served, request("nobody"))[0].error_message
+
+    def test_it_ends_with_the_status_where_the_client_asks_for_it(self, served: Served) -> None:
+        with pytest.raises(grpc.RpcError) as ended:
+            self._answers(served, request("nobody"), metadata=[("triton_grpc_error", "true")])
+        assert ended.value.code() is StatusCode.NOT_FOUND
+
+    def test_an_empty_one(self, served: Served) -> None:
+        assert self._answers(served) == []
+
+    def test_one_that_its_client_leaves_gives_its_place_back(self, served: Served) -> None:
+        call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+
+        def forever() -> Any:
+            while True:
+                yield request()
+
+        for _ in range(3):
+            stream = call(forever(), timeout=60)
+            next(stream)
+            stream.cancel()
+        assert served.infer()[0] is StatusCode.OK
+
+
+class TestHealth:
+    def _check(self, served: Served, service: str) -> Any:
+        asked = health_pb2.HealthCheckRequest(service=service).SerializeToString()
+        code, answer = served.ask(f"{HEALTH}/Check", asked)
+        return health_pb2.HealthCheckResponse.FromString(answer).status if isinstance(answer, bytes) else code
+
+    @pytest.mark.parametrize("service", ["", SERVICE, "mlp"])
+    def test_what_is_ready_is_serving(self, served: Served, service: str) -> None:
+        assert self._check(served, service) == health_pb2.HealthCheckResponse.SERVING
+
+    def test_what_is_not_known(self, served: Served) -> None:
+        assert self._check(served, "nobody") is StatusCode.NOT_FOUND
+
+    def test_a_watch_says_it_at_once(self, served: Served) -> None:
+        watch: Any = served.channel.unary_stream(f"{HEALTH}/Watch")
+        answers = watch(health_pb2.HealthCheckRequest(service="mlp").SerializeToString(), timeout=60)
+        assert health_pb2.HealthCheckResponse.FromString(next(answers)).status == 1
+        answers.cancel()
+
+
+def test_reflection_lists_the_services(served: Served) -> None:
+    assert SERVICE in ProtoReflectionDescriptorDatabase(served.channel).get_services()
+
+
+class TestMetrics:
+    def test_every_replica_is_a_target_with_a_servers_metrics(self, served: Served, plain: Any) -> None:
+        before = served.metric("bf16kit_requests_total", model="mlp", code="OK")
+        assert all(served.infer()[0] is StatusCode.OK for _ in range(10))
+        assert served.metric("bf16kit_requests_total", model="mlp", code="OK") == before + 10
+
+    def test_statistics_are_those_of_all_replicas(self, served: Served) -> None:
+        """Exactly, and at once: perf_analyzer takes the difference of two."""
+        asked = pb.ModelStatisticsRequest(name="mlp").SerializeToString()
+
+        def count() -> int:
+            _, answer = served.ask("ModelStatistics", asked)
+            assert isinstance(answer, bytes)
+            return pb.ModelStatisticsResponse.FromString(answer).model_stats[0].inference_count
+
+        before = count()
+        for _ in range(7):
+            served.infer()
+        assert count() == before + 7
+
+    def test_the_front_has_pages(self, served: Served) -> None:
+        assert served.get(f"{served.http}/readyz").strip() == "ready"
+        assert "mlp" in served.get(f"{served.http}/")

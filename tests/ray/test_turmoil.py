@@ -1,0 +1,74 @@
+"""Nodes that die and come, and models that are replaced, while clients go on asking."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from artifacts import write_mlp
+from raycluster import NODE, Served, Volley
+from waiting import until
+
+from bf16kit.protocol import inference_pb2 as pb
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
+_PATIENCE = 120.0
+_log = logging.getLogger(__name__)
+
+
+def _versions(volley: Volley) -> set[str]:
+    return {pb.ModelInferResponse.FromString(answer).model_version for answer in volley.answers}
+
+
+def test_a_new_version_takes_over_without_a_call_that_fails(served: Served, repository: Path) -> None:
+    with Volley(served.infer) as volley:
+        until(lambda: volley.calls > 20, _PATIENCE, "calls")
+        write_mlp(repository / "mlp" / "2")
+        served.deployed.follow()
+        until(lambda: "2" in _versions(volley), _PATIENCE, "an answer of the new version")
+        until(lambda: served.states()["bf16kit.mlp"] == "RUNNING", _PATIENCE, "the end of the deployment")
+    assert set(volley.codes) == {"OK"}, volley.words
+    assert _versions(volley) == {"1", "2"}
+
+
+def test_a_version_that_is_damaged_takes_nobodys_place(served: Served, repository: Path) -> None:
+    """The replicas that are there go on, and Ray says that the deployment has failed."""
+    write_mlp(repository / "mlp" / "3")
+    weights = repository / "mlp" / "3" / "weights.bf16"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    with Volley(served.infer) as volley:
+        served.deployed.follow()
+        until(lambda: served.states()["bf16kit.mlp"] != "RUNNING", _PATIENCE, "the deployment to begin")
+        until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), _PATIENCE, "its failure")
+    assert set(volley.codes) == {"OK"}, volley.words
+    assert _versions(volley) == {"2"}
+    shutil.rmtree(repository / "mlp" / "3")
+    served.deployed.follow()
+    until(served.all_running, _PATIENCE, "all applications running again")
+
+
+def test_a_node_that_dies_under_load_loses_no_request_that_is_sent_again(served: Served) -> None:
+    """And the applications are well again once there is a node for the replicas that it had."""
+    until(served.all_running, _PATIENCE, "all applications running")
+    second = next(iter(served.cluster.worker_nodes))
+    with Volley(served.infer) as volley:
+        until(lambda: volley.calls > 50, _PATIENCE, "calls")
+        served.cluster.remove_node(second, allow_graceful=False)
+        until(lambda: not served.all_running(), _PATIENCE, "Ray to notice")
+        before = volley.calls
+        until(lambda: volley.calls > before + 50, _PATIENCE, "calls to the node that is left")
+        served.cluster.add_node(**NODE)
+        until(served.all_running, _PATIENCE, "all applications running again")
+    failed = volley.calls - volley.codes["OK"]
+    _log.warning(
+        "node killed: %d calls, %d failed (%s), slowest %.2f s",
+        volley.calls,
+        failed,
+        dict(volley.codes),
+        volley.slowest,
+    )
+    assert set(volley.codes) <= {"OK", "UNAVAILABLE"}, volley.words
+    assert not volley.unanswered
+    assert "Traceback" not in "".join(volley.words)

@@ -1,0 +1,140 @@
+"""What tests/ray asks of an application on a Ray cluster, without importing Ray."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message_factory import GetMessageClass
+from loopback import infer_request
+
+from bf16kit.protocol import inference_pb2 as pb
+from service.transport.handlers import SERVICE
+
+NODE = {"num_cpus": 2, "memory": 6 << 30, "object_store_memory": 80 << 20}
+METHODS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(1, 16)
+
+
+def request(model: str = "mlp", **fields: Any) -> bytes:
+    message = infer_request(model, x=X)
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return message.SerializeToString()
+
+
+def told(
+    channel: grpc.Channel, method: str, data: bytes, timeout: float = 60.0, **more: Any
+) -> tuple[Any, bytes | str]:
+    """OK and the bytes of the answer, or the code and the words."""
+    path = method if "/" in method else f"/{SERVICE}/{method}"
+    call: Any = channel.unary_unary(path)
+    try:
+        return grpc.StatusCode.OK, call(data, timeout=timeout, **more)
+    except grpc.RpcError as error:
+        return error.code(), error.details() or ""
+
+
+def empty(method: str) -> bytes:
+    rpc = next(each for each in METHODS if each.name == method)
+    found: bytes = GetMessageClass(rpc.input_type)().SerializeToString()
+    return found
+
+
+@dataclass
+class Served:
+    """The applications, and where they answer."""
+
+    channel: grpc.Channel
+    address: str
+    http: str
+    deployed: Any
+    cluster: Any
+
+    def ask(self, method: str, data: bytes, timeout: float = 60.0, **more: Any) -> tuple[Any, bytes | str]:
+        return told(self.channel, method, data, timeout, **more)
+
+    def infer(self, model: str = "mlp", timeout: float = 60.0, **fields: Any) -> tuple[Any, bytes | str]:
+        return self.ask("ModelInfer", request(model, **fields), timeout)
+
+    def get(self, url: str) -> str:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            found: str = answer.read().decode()
+        return found
+
+    def targets(self) -> list[str]:
+        found: list[str] = json.loads(self.get(f"{self.http}/targets"))[0]["targets"]
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all replicas of the series that have these labels."""
+        total = 0.0
+        for target in self.targets():
+            for line in self.get(f"http://{target}/metrics").splitlines():
+                found = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
+                if found and all(f'{key}="{value}"' in found[1] for key, value in labels.items()):
+                    total += float(found[2])
+        return total
+
+    def states(self) -> dict[str, str]:
+        found: dict[str, str] = self.deployed.states()
+        return found
+
+    def all_running(self) -> bool:
+        return set(self.states().values()) == {"RUNNING"}
+
+
+@dataclass
+class Volley:
+    """Calls on a few threads for as long as the block lasts; each that fails with UNAVAILABLE is sent again."""
+
+    send: Callable[[], tuple[Any, bytes | str]]
+    threads: int = 3
+    codes: Counter[str] = field(default_factory=Counter)
+    words: list[str] = field(default_factory=list)
+    unanswered: int = 0
+    answers: list[bytes] = field(default_factory=list)
+    slowest: float = 0.0
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _running: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Volley:
+        self._running = [threading.Thread(target=self._run) for _ in range(self.threads)]
+        for thread in self._running:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._running:
+            thread.join()
+
+    @property
+    def calls(self) -> int:
+        return self.codes.total()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            begun = time.monotonic()
+            for _ in range(100):
+                code, answer = self.send()
+                self.codes[code.name] += 1
+                if code is grpc.StatusCode.OK:
+                    assert isinstance(answer, bytes)
+                    self.answers.append(answer)
+                    break
+                self.words.append(f"{code.name}: {answer!r}")
+                time.sleep(0.05)
+            else:
+                self.unanswered += 1
+            self.slowest = max(self.slowest, time.monotonic() - begun)
+            time.sleep(0.005)
