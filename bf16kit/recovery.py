@@ -35,6 +35,13 @@ class GradientEntry(_Entry):
         return self
 
 
+class LookEntry(_Entry):
+    """The loss after ``step`` on the batches that the best weights are chosen by."""
+
+    step: Size
+    loss: Number
+
+
 class TrainingEntry(_Entry):
     """How the weights were trained.
 
@@ -42,6 +49,11 @@ class TrainingEntry(_Entry):
     dtype that products were seen to give, whatever was asked for. Losses are those of the first and the last step's
     batch. ``updates_lost``: where weights have no fp32 copy, the share of those with a
     gradient that a step left exactly as they were; else None.
+
+    The best weights were chosen on ``yardstick`` batches of the training data, by their loss at ``looks``: those after
+    step ``kept``, where 0 is before any step. ``loss_before`` is that of the weights as they were, from which
+    ``biases_corrected`` biases differ at step 0. ``rate_share`` is what became of the learning rate: it halves
+    whenever a look finds nothing better. Artifacts of earlier versions have none of these.
     """
 
     steps: Size
@@ -58,6 +70,12 @@ class TrainingEntry(_Entry):
     scale_last: Number
     weights: Size
     updates_lost: Number | None = None
+    biases_corrected: Size = 0
+    yardstick: Size = 0
+    loss_before: Number | None = None
+    looks: list[LookEntry] = []
+    kept: Size | None = None
+    rate_share: Number = 1.0
 
 
 class RecoveredDrift(_Entry):

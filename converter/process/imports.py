@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import UsageError
+from converter.process.blame import place
 
 _LIGHTNING = "a LightningModule needs it: pip install 'bf16kit[lightning]', or name a factory of the plain torch module"
 _EXTRAS = {"lightning": _LIGHTNING, "pytorch_lightning": _LIGHTNING}
@@ -36,7 +37,7 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
     except Exception as error:  # the user's module runs at import and may raise anything
         remedy = _remedy(error)
         raise UsageError(
-            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{remedy}"
+            f"{flag} {text}: cannot import {module_name}: {type(error).__name__}: {error}{place(error)}{remedy}"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):

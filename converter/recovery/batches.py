@@ -18,18 +18,39 @@ import numpy as np
 from bf16kit.errors import InvalidRequest, UsageError
 from bf16kit.tensors import TensorSpec, check_feeds, describe
 from converter.model import Array, Feeds
+from converter.process.blame import blame
 from converter.process.imports import import_callable
 from converter.process.quiet import first_line
 
 LABELS = "labels"
+IGNORED = -100  # a label that does not count, as torch has it
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """An array per input, and the labels of its rows where the loader gave any."""
+    """An array per input, and the labels of its rows where the loader gave any; ``where`` says which batch it is."""
 
     feeds: Feeds
     labels: Array | None = None
+    where: str = "batch"
+
+
+def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
+    """Refuse labels that do not fit logits of ``shape`` [..., classes]: :class:`UsageError` says which of them."""
+    labels, classes = batch.labels, shape[-1]
+    if labels is None:
+        return
+    if labels.shape != tuple(shape[:-1]):
+        raise UsageError(
+            f"{batch.where}: labels have the shape {list(labels.shape)}, and output {output!r} the shape {list(shape)}:"
+            f" expected {list(shape[:-1])}"
+        )
+    strange = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+    if strange.size:
+        raise UsageError(
+            f"{batch.where}: label {strange[0]} is none of the {classes} classes of output {output!r}, 0 to"
+            f" {classes - 1}; {IGNORED} marks a row that does not count"
+        )
 
 
 class Loader:
@@ -79,21 +100,33 @@ class Loader:
 
     def _pass(self, number: int) -> Iterator[Batch]:
         chance = _Chance(self._seed + number)
-        place = "when called"
+        with self._blamed("when called"), chance.own():
+            batches = self._iterator(self._function())
+        for index in itertools.count():
+            place = f"batch {index}" if number == 0 else f"batch {index} of pass {number + 1}"
+            with self._blamed(place), chance.own():
+                given = next(batches, _END)
+            if given is _END:
+                return
+            yield self._batch(given, f"{self._name}: {place}")
+
+    def _iterator(self, given: Any) -> Iterator[Any]:
+        if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+            raise UsageError(
+                f"{self._name}: gave {type(given).__name__}, expected batches to iterate over: a generator, a list or a"
+                f" DataLoader of {_inputs(self._inputs)}"
+            )
+        return iter(given)
+
+    @contextmanager
+    def _blamed(self, place: str) -> Iterator[None]:
+        """Within it runs the user's code, which may raise anything: that is told with its own file and line."""
         try:
-            with chance.own():
-                batches = iter(self._function())
-            for index in itertools.count():
-                place = f"batch {index}"
-                with chance.own():
-                    given = next(batches, _END)
-                if given is _END:
-                    return
-                yield self._batch(given, f"{self._name}: {place}")
+            yield
         except UsageError:
             raise
-        except Exception as error:  # the user's code may raise anything
-            raise UsageError(f"{self._name}: failed, {place}: {first_line(error)}") from error
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{self._name}: failed, {place}: {blame(error)}") from error
 
     def _batch(self, given: Any, where: str) -> Batch:
         feeds, labels = self._parts(given, where)
@@ -104,7 +137,9 @@ class Loader:
         if any(array.size == 0 for array in feeds.values()):
             shapes = ", ".join(f"{name}{describe(array.shape)}" for name, array in feeds.items())
             raise UsageError(f"{where}: has no elements ({shapes}); leave empty batches out")
-        return Batch({spec.name: np.asarray(feeds[spec.name], order="C") for spec in self._inputs}, labels)
+        for name, array in feeds.items():
+            _check_numbers(where, name, array)
+        return Batch({spec.name: np.asarray(feeds[spec.name], order="C") for spec in self._inputs}, labels, where)
 
     def _parts(self, given: Any, where: str) -> tuple[Feeds, Array | None]:
         names = [spec.name for spec in self._inputs]
@@ -198,6 +233,19 @@ def _array(where: str, name: str, value: Any) -> Array:
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors of another kind
         raise UsageError(f"{where}: input {name!r} is no array: {first_line(error)}") from None
+
+
+def _check_numbers(where: str, name: str, array: Array) -> None:
+    """Refuse NaN. Infinite values may be meant: a mask that is added to scores holds them."""
+    if array.dtype.kind not in "fV":  # V: bfloat16
+        return
+    lost = np.isnan(array)
+    if lost.any():
+        first = [int(index) for index in np.argwhere(lost)[0]]
+        raise UsageError(
+            f"{where}: input {name!r} holds NaN in {np.count_nonzero(lost)} of {array.size} elements, the first at"
+            f" {first}; leave such samples out, or fill them in"
+        )
 
 
 def _labels(where: str, value: Any) -> Array:

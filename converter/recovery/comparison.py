@@ -16,7 +16,6 @@ from bf16kit import drift
 from bf16kit.artifact import Artifact
 from bf16kit.budget import Budget
 from bf16kit.drift import DriftSummary
-from bf16kit.errors import UsageError
 from bf16kit.recovery import AccuracyEntry, RecoveredDrift
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
@@ -27,12 +26,11 @@ from converter.proof import measure
 from converter.proof.measure import Drifts
 from converter.proof.running import open_profile
 from converter.proof.spool import Spool
-from converter.recovery.batches import Batch
+from converter.recovery.batches import IGNORED, Batch, check_labels
 from converter.recovery.loss import logits_of
 
 REFERENCE = "fp32"
 RECOVERED = "recovered fp32"
-_IGNORED = -100  # a label that does not count, as torch has it
 
 
 @dataclass
@@ -46,6 +44,18 @@ class Comparison:
     def accuracy_of(self, model: str) -> AccuracyEntry | None:
         """What was counted of ``model``, where there were labels."""
         return next((entry for entry in self.accuracy if entry.model == model), None)
+
+    def made_worse(self, *, by_labels: bool) -> str | None:
+        """In words, where the recovered bf16 answers are further from fp32's than those before, or, ``by_labels``,
+        fewer of them right. Of all profiles and outputs the worst counts: one may pay for another."""
+        if by_labels:
+            pairs = [(self.accuracy_of(bf16_before(name)), self.accuracy_of(bf16_after(name))) for name in self.over]
+            counted = [(was.share, now.share) for was, now in pairs if was is not None and now is not None]
+            was, now = (min((pair[side] for pair in counted), default=0.0) for side in (0, 1))
+            return f"{now:.4f} of the labelled rows right, and {was:.4f} before" if now < was else None
+        rows = [(row.before, row.after) for row in self.drift if row.metric == "relative_l2" and row.before is not None]
+        was, now = (max((pair[side] for pair in rows), default=0.0) for side in (0, 1))
+        return f"relative_l2 {now:.3g}, and {was:.3g} before" if now > was else None
 
 
 def bf16_before(profile: str) -> str:
@@ -112,21 +122,17 @@ class _Grades:
 
     def __init__(self, outputs: Sequence[TensorSpec], batches: Sequence[Batch]) -> None:
         self.logits = logits_of(outputs)
-        self.labels = [batch.labels for batch in batches]
+        self.batches = batches
         self.entries: list[AccuracyEntry] = []
         self._correct = self._rows = 0
 
     def see(self, place: int, answer: Feeds) -> None:
-        labels = self.labels[place]
+        labels = self.batches[place].labels
         if self.logits is None or labels is None:
             return
         logits = answer[self.logits]
-        if labels.shape != logits.shape[:-1]:
-            raise UsageError(
-                f"labels of batch {place} have the shape {list(labels.shape)}, and output {self.logits!r} the shape"
-                f" {list(logits.shape)}: expected {list(logits.shape[:-1])}"
-            )
-        counts = labels != _IGNORED
+        check_labels(self.batches[place], self.logits, logits.shape)
+        counts = labels != IGNORED
         self._correct += int(np.count_nonzero((logits.argmax(-1) == labels) & counts))
         self._rows += int(np.count_nonzero(counts))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from bf16kit.errors import UsageError
 from converter.options import Target
@@ -28,21 +29,49 @@ class Place:
         self.finished = False
 
     @property
+    def checkpoint(self) -> Path:
+        """Where the last checkpoint is, or will be."""
+        return self.path / _LAST
+
+    @property
     def last(self) -> Path | None:
         """The last checkpoint, None where there is none yet."""
-        found = self.path / _LAST
+        found = self.checkpoint
         return found if found.is_file() else None
 
-    def keep(self, write: Any) -> None:
-        """Have ``write(path)`` write a checkpoint, synced and renamed: a killed run leaves the one before it."""
+    def keep(self, write: Callable[[BinaryIO], object]) -> None:
+        """Have ``write`` write a checkpoint into a file, synced and renamed: a killed run leaves the one before it.
+
+        Raises :class:`UsageError` where the file cannot be written, a full disk among the reasons.
+        """
         partial = self.path / f"{_LAST}.tmp"
-        write(partial)
-        descriptor = os.open(partial, os.O_RDONLY)
+        watched = None
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        partial.replace(self.path / _LAST)
+            with partial.open("wb") as file:
+                watched = _Watched(file)
+                write(cast("BinaryIO", watched))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.checkpoint)
+            _sync(self.path)
+        except Exception as error:
+            partial.unlink(missing_ok=True)  # what is left of it takes the room that somebody has to find
+            cause = error if watched is None or watched.failed is None else watched.failed
+            if not isinstance(cause, OSError):
+                raise
+            raise UsageError(self._not_kept(cause)) from error
+
+    def _not_kept(self, error: OSError) -> str:
+        free = shutil.disk_usage(self.path).free >> 20
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        why = f"disk full ({free} MiB free)" if full else f"cannot be written ({error.strerror or error})"
+        remedy = "free some space" if full else "mend that"
+        if self.last is None:
+            return f"{self.checkpoint}: {why}, no checkpoint was kept; {remedy}, or choose an --out on another disk"
+        return (
+            f"{self.checkpoint}: {why}; the checkpoint before it is whole: {remedy}, and go on with --resume (a"
+            " larger --checkpoint-every writes fewer of them, each in place of the last)"
+        )
 
     def agree(self, asked: Mapping[str, Any]) -> None:
         """Keep what was asked for, or hold it against what was asked when this recovery began.
@@ -53,6 +82,7 @@ class Place:
         file = self.path / _PLAN
         now = json.loads(json.dumps(asked))
         if self.last is None or not file.is_file():
+            shutil.rmtree(self.path / ORIGINAL, ignore_errors=True)  # of a run that was killed, and perhaps of others
             file.write_text(json.dumps(now, sort_keys=True, indent=1) + "\n", "utf-8")
             return
         try:
@@ -102,3 +132,30 @@ def workplace(target: Target, *, resume: bool) -> Iterator[Place]:
                         parent.rmdir()
     finally:
         os.close(lock)
+
+
+class _Watched:
+    """A file that remembers why it could not be written: torch.save may say something else of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
+
+    def flush(self) -> None:
+        """Left to whoever opened the file, so that only writing can fail here."""
+
+
+def _sync(directory: Path) -> None:
+    """Have what was renamed in ``directory`` outlast a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

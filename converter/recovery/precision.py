@@ -28,6 +28,12 @@ def dtype(precision: Precision) -> torch.dtype:
     return _DTYPES[precision]
 
 
+def arithmetic(precision: Precision, where: torch.device) -> torch.autocast:
+    """The context in which weights in fp32 are multiplied as ``precision`` says."""
+    computed = dtype(precision)
+    return torch.autocast(where.type, computed, enabled=computed != torch.float32)
+
+
 def device(given: str) -> torch.device:
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``; :class:`UsageError` for another word, or a GPU that is not there."""
     if given == "auto":

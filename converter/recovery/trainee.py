@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning
 import torch
 
-from bf16kit.errors import ConversionError, UsageError
-from bf16kit.tensors import TensorSpec
+from bf16kit.errors import ConversionError
 from converter.model import TorchModel
-from converter.recovery.batches import Batch, seed_all
+from converter.recovery.batches import seed_all
 from converter.recovery.gradients import survey
-from converter.recovery.loss import cross_entropy, distillation, logits_of
+from converter.recovery.lessons import Lesson
 from converter.recovery.settings import Settings
 from converter.recovery.weights import Trained, straight_through
+from converter.recovery.yardstick import Yardstick
 
 _SMALLEST_SIZE = 1e-3  # of a tensor, by which its steps are measured: one of zeros must be able to leave them
 _FACTS = "bf16kit_recovery"
 
 
-class Lesson:
-    """A batch on its device with what fp32 answers to it. Lightning leaves it alone: neither moved nor cast."""
-
-    __slots__ = ("inputs", "labels", "reference")
-
-    def __init__(
-        self, inputs: Sequence[torch.Tensor], reference: Mapping[str, torch.Tensor], labels: torch.Tensor | None
-    ) -> None:
-        self.inputs, self.reference, self.labels = tuple(inputs), dict(reference), labels
-
-
 @dataclass
 class Facts:
-    """What is seen while training; it travels in the checkpoints."""
+    """What is seen while training; it travels in the checkpoints.
+
+    ``looks`` are the yardstick's losses by step, from 0 on. ``slower`` is what the learning rate has become, as a share
+    of what it would be.
+    """
 
     skipped: int = 0
     loss_first: float = math.nan
@@ -45,22 +38,19 @@ class Facts:
     computed: str = ""
     updates: int = 0
     updates_lost: int = 0
+    biases: int = 0
+    loss_before: float = math.nan
+    looks: list[tuple[int, float]] = field(default_factory=list)
+    slower: float = 1.0
 
 
-class Teacher:
-    """The fp32 module, which answers every batch before it is learnt from."""
+@dataclass
+class Kept:
+    """The best weights seen, in fp32 by first name: those after ``step``, of the yardstick's ``loss``."""
 
-    def __init__(self, model: TorchModel, where: torch.device) -> None:
-        self._model, self._where = model, where
-        if where.type != "cpu":
-            model.module.to(where)
-
-    def lesson(self, batch: Batch) -> Lesson:
-        inputs = [torch.from_numpy(batch.feeds[spec.name].copy()).to(self._where) for spec in self._model.inputs]
-        with torch.no_grad(), torch.autocast(self._where.type, enabled=False):
-            answers = self._model.module(*(tensor.clone() for tensor in inputs))
-        labels = None if batch.labels is None else torch.from_numpy(batch.labels).to(self._where)
-        return Lesson(inputs, dict(zip(self._model.outputs, answers, strict=True)), labels)
+    step: int
+    loss: float
+    state: dict[str, torch.Tensor]
 
 
 class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
@@ -70,21 +60,17 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
     """
 
     def __init__(
-        self,
-        student: TorchModel,
-        trained: Sequence[Trained],
-        outputs: Sequence[TensorSpec],
-        settings: Settings,
-        seed: int,
+        self, student: TorchModel, trained: Sequence[Trained], yardstick: Yardstick, settings: Settings, seed: int
     ) -> None:
         super().__init__()
         self.student = student.module
         self._names = student.outputs
         self._trained = tuple(trained)
+        self._yardstick = yardstick
         self._settings = settings
-        self._logits = logits_of(outputs)
         self._seed = seed
         self.facts = Facts()
+        self.kept = Kept(0, math.inf, {})
         self.gradients: list[Any] = []
         parameters = dict(self.student.named_parameters(remove_duplicate=False))
         learnt = {entry.names[0] for entry in trained}
@@ -103,6 +89,16 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         parameters = dict(self.student.named_parameters(remove_duplicate=False))
         return [(entry, parameters[entry.names[0]]) for entry in self._trained]
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy of what is trained, in fp32, by first name."""
+        return {entry.names[0]: master.detach().float().clone() for entry, master in self.masters()}
+
+    def put(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from ``state``."""
+        with torch.no_grad():
+            for entry, master in self.masters():
+                master.copy_(state[entry.names[0]])
+
     def loss(self, lesson: Lesson, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The loss of the model as the artifact would hold it; ``dtype`` is that of floating inputs, None: as given."""
         found = {
@@ -113,9 +109,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         }
         inputs = [tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for tensor in lesson.inputs]
         answers = dict(zip(self._names, torch.func.functional_call(self.student, found, tuple(inputs)), strict=True))
-        if self._settings.loss == "distillation":
-            return distillation(answers, lesson.reference, len(lesson.inputs[0]))
-        return _labelled(answers, self._logits, lesson)
+        return self._yardstick.teacher.loss(answers, lesson)
 
     def take_survey(self, step: int, lesson: Lesson, scale: float) -> None:
         """Look at the gradients of ``lesson`` in fp32, in which the student has to be."""
@@ -155,7 +149,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         return torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
 
     def on_train_batch_start(self, _lesson: Lesson, _index: int) -> None:
-        rate = self._settings.learning_rate * schedule(self.global_step, self._settings.steps)
+        rate = self._settings.learning_rate * self.facts.slower * schedule(self.global_step, self._settings.steps)
         for group in self.optimizers(use_pl_optimizer=False).param_groups:
             group["lr"] = rate * group["share"]
 
@@ -170,25 +164,54 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         elif self._true:
             self._before = [master.detach().clone() for _, master in self.masters()]
 
-    def on_train_batch_end(self, *_ended: Any) -> None:
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Count what the step changed, and look whether it helped. Not Lightning's hook of the batch's end: that runs
+        after the callback by which a checkpoint is kept, in which all this has to be."""
         for was, (_, master) in zip(self._before, self.masters(), strict=False):
             if master.grad is not None:
                 moved = master.grad != 0
                 self.facts.updates += int(moved.sum())
                 self.facts.updates_lost += int((moved & (was == master)).sum())
         self._before = []
+        steps, step = self._settings.steps, self.global_step
+        if step == steps or step % looking(steps) == 0:
+            self._look(step)
+
+    def _look(self, step: int) -> None:
+        """Keep the weights where they are the best yet; go back to those, and on at half the rate, where not."""
+        state = self.state()
+        loss = self._yardstick.loss(state)
+        self.facts.looks.append((step, loss))
+        if loss < self.kept.loss:
+            self.kept = Kept(step, loss, state)
+            return
+        self.put(self.kept.state)
+        self.optimizers(use_pl_optimizer=False).state.clear()  # momentum of the way that was left
+        self.facts.slower /= 2
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_FACTS] = {
             "facts": vars(self.facts),
+            "kept": vars(self.kept),
             "gradients": [entry.model_dump(mode="json") for entry in self.gradients],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         from bf16kit.recovery import GradientEntry
 
-        self.facts = Facts(**checkpoint[_FACTS]["facts"])
-        self.gradients = [GradientEntry(**entry) for entry in checkpoint[_FACTS]["gradients"]]
+        found = checkpoint[_FACTS]
+        self.facts = Facts(**found["facts"])
+        where = next(iter(self.student.parameters())).device
+        state = {name: tensor.to(where) for name, tensor in found["kept"]["state"].items()}
+        self.kept = Kept(found["kept"]["step"], found["kept"]["loss"], state)
+        self.gradients = [GradientEntry(**entry) for entry in found["gradients"]]
+
+
+def looking(steps: int) -> int:
+    """Steps from one look to the next. Not those between checkpoints: these may be others when it is resumed."""
+    return max(1, steps // 10)
 
 
 def schedule(step: int, steps: int) -> float:
@@ -213,25 +236,6 @@ class _Computed:
         for handle in self._handles:
             handle.remove()
         return self._found or "unknown"
-
-
-def _labelled(answers: Mapping[str, torch.Tensor], logits: str | None, lesson: Lesson) -> torch.Tensor:
-    if logits is None:
-        raise UsageError(
-            f"--loss cross-entropy: needs one output of logits, and the model's are {', '.join(answers)}; say which it"
-            " is with --output NAME:logits"
-        )
-    if lesson.labels is None:
-        raise UsageError(
-            "--loss cross-entropy: --data gives no labels; let it yield (inputs, labels), or use --loss distillation,"
-            " which needs none"
-        )
-    if lesson.labels.shape != answers[logits].shape[:-1]:
-        raise UsageError(
-            f"--loss cross-entropy: labels have the shape {list(lesson.labels.shape)}, and output {logits!r} the shape"
-            f" {list(answers[logits].shape)}: expected {list(answers[logits].shape[:-1])}"
-        )
-    return cross_entropy(answers[logits], lesson.labels)
 
 
 def _not_finite(step: int, what: str, settings: Settings) -> str:

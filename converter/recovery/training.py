@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,29 +13,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bf16kit.errors import ConversionError, UsageError
-from bf16kit.recovery import GradientEntry, TrainingEntry
+from bf16kit.recovery import GradientEntry, LookEntry, TrainingEntry
 from bf16kit.tensors import TensorSpec
 from converter.model import TorchModel
 from converter.process.progress import Progress
 from converter.process.quiet import first_line, quiet
 from converter.recovery import precision
 from converter.recovery.batches import Loader
+from converter.recovery.biases import corrected
+from converter.recovery.lessons import Lesson, Teacher
 from converter.recovery.place import Place
 from converter.recovery.settings import FIRST_SCALE, Settings
 from converter.recovery.weights import Trained
+from converter.recovery.yardstick import BATCHES, State, Yardstick
 
 if TYPE_CHECKING:
-    from converter.recovery.trainee import Lesson, Trainee
+    from converter.recovery.trainee import Trainee
 
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What training left: the module's state in fp32 on the CPU, by name, and what was seen on the way."""
+    """What training left: the weights that it kept, in fp32 on the CPU, by first name, and what was seen on the way.
 
-    student: TorchModel
-    state: Mapping[str, torch.Tensor]
+    ``step`` is the one that they were kept after; 0: before any, perhaps with corrected biases. ``start`` are the
+    weights as they were.
+    """
+
+    start: State
+    state: State
+    step: int
     training: TrainingEntry
     gradients: Sequence[GradientEntry]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the weights that were kept are those that it began with."""
+        return self.step == 0 and self.training.biases_corrected == 0
 
 
 def check_installed() -> None:
@@ -61,33 +75,36 @@ def train(
     without loss scaling, a gradient is not finite, or when every step was left out; :class:`UsageError` for batches
     that do not fit.
     """
-    from converter.recovery.trainee import Teacher, Trainee
+    from converter.recovery.trainee import Trainee
 
     where = precision.device(settings.device)
     student = replace(model, module=copy.deepcopy(model.module))
-    teacher = Teacher(model, where)
-    trainee = Trainee(student, trained, outputs, settings, seed)
+    teacher = Teacher(model, outputs, settings.loss, where)
     last = place.last
     begun = 0 if last is None else _begun(last, settings)
     scale = settings.scaling.factor if settings.scaling.kind != "none" else FIRST_SCALE
     with _full_fp32():
-        probe = teacher.lesson(loader.first(1)[0])  # the same one at every start
+        lessons = [teacher.lesson(batch) for batch in loader.first(BATCHES)]  # the same ones at every start
+        yardstick = Yardstick(teacher, trained, lessons, settings.precision)
+        trainee = Trainee(student, trained, yardstick, settings, seed)
         trainee.student.to(where)
+        start = trainee.state()
         if begun == 0:
             trainee.facts.scale_first = settings.scaling.factor
             with progress.step("measuring gradients"):
-                trainee.take_survey(0, probe, scale)
-        lessons = _Lessons(map(teacher.lesson, loader.endless(begun)), settings.steps - begun)
+                trainee.take_survey(0, lessons[0], scale)
+            with progress.step("correcting biases"):
+                _correct(trainee, yardstick, start)
+        stream = _Lessons(map(teacher.lesson, loader.endless(begun)), settings.steps - begun)
         if last is None or begun < settings.steps:
-            scale_last = _fit(trainee, lessons, settings, place, progress, where)
+            scale_last = _fit(trainee, stream, settings, place, progress, where)
         else:
             scale_last = _load(trainee, last)
         trainee.student.float().to(where)
         with progress.step("measuring gradients"):
-            trainee.take_survey(settings.steps, probe, scale)
+            trainee.take_survey(settings.steps, lessons[0], scale)
     model.module.cpu()
-    trainee.student.cpu()
-    facts = trainee.facts
+    facts, kept = trainee.facts, trainee.kept
     if facts.skipped >= settings.steps:
         raise ConversionError(
             f"recovery: all {settings.steps} steps were left out, for their gradients were not finite in fp16 times the"
@@ -108,9 +125,34 @@ def train(
         scale_last=scale_last,
         weights=sum(master.numel() for _, master in trainee.masters()),
         updates_lost=facts.updates_lost / max(1, facts.updates) if settings.precision == "bf16-true" else None,
+        biases_corrected=facts.biases,
+        yardstick=len(lessons),
+        loss_before=facts.loss_before,
+        looks=[LookEntry(step=step, loss=loss) for step, loss in facts.looks],
+        kept=kept.step,
+        rate_share=facts.slower,
     )
-    state = {name: value.detach() for name, value in trainee.student.state_dict(keep_vars=True).items()}
-    return Taught(student, state, entry, trainee.gradients)
+    return Taught(_on_cpu(start), _on_cpu(kept.state), kept.step, entry, trainee.gradients)
+
+
+def _on_cpu(state: State) -> State:
+    return {name: held.cpu() for name, held in state.items()}
+
+
+def _correct(trainee: Trainee, yardstick: Yardstick, start: State) -> None:
+    """Give ``trainee``, before its first step, biases that make up for rounding, where that lessens the loss."""
+    from converter.recovery.trainee import Kept
+
+    facts = trainee.facts
+    facts.loss_before = yardstick.loss(start)
+    trainee.kept = Kept(0, facts.loss_before if math.isfinite(facts.loss_before) else math.inf, dict(start))
+    found, count = corrected(yardstick, start)
+    loss = yardstick.loss(found) if count else math.nan
+    if loss < trainee.kept.loss:
+        facts.biases = count
+        trainee.kept = Kept(0, loss, found)
+        trainee.put(found)
+    facts.looks.append((0, trainee.kept.loss))
 
 
 class _full_fp32:  # noqa: N801 - reads as the context that it is
@@ -126,7 +168,7 @@ class _full_fp32:  # noqa: N801 - reads as the context that it is
         torch.backends.cudnn.allow_tf32 = self._before[1]
 
 
-class _Lessons(torch.utils.data.IterableDataset["Lesson"]):
+class _Lessons(torch.utils.data.IterableDataset[Lesson]):
     """The lessons that are left of a training, once."""
 
     def __init__(self, lessons: Iterator[Lesson], count: int) -> None:
@@ -151,7 +193,8 @@ def _fit(
             devices=1 if where.type == "cpu" else [where.index or 0],
             max_steps=settings.steps,
             max_epochs=-1,
-            plugins=[arithmetic, LightningEnvironment()],  # nothing that the environment says makes it a cluster
+            # nothing that the environment says makes it a cluster
+            plugins=[arithmetic, LightningEnvironment(), _writer(place)],
             callbacks=[keeper],
             logger=False,
             enable_checkpointing=False,  # `keeper` writes them, and never half of one
@@ -190,9 +233,10 @@ def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
                 self._step = progress.step(f"training, steps {trainer.global_step + 1} to {end} of {settings.steps}")
                 self._step.__enter__()
 
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, trainee: Any, *_: Any) -> None:
+            trainee.end_step()
             if trainer.global_step % settings.every == 0 or trainer.global_step == settings.steps:
-                place.keep(trainer.save_checkpoint)
+                trainer.save_checkpoint(place.checkpoint)
                 self.close()
 
         def close(self) -> None:
@@ -201,6 +245,17 @@ def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
                 self._step = None
 
     return Keeper()
+
+
+def _writer(place: Place) -> Any:
+    """What writes Lightning's checkpoints into ``place``: its own would go through a file in /tmp, and move that."""
+    from lightning.pytorch.plugins import TorchCheckpointIO
+
+    class Writer(TorchCheckpointIO):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
+        def save_checkpoint(self, checkpoint: dict[str, Any], *_: Any, **__: Any) -> None:
+            place.keep(lambda file: torch.save(checkpoint, file))
+
+    return Writer()
 
 
 def _begun(last: Path, settings: Settings) -> int:

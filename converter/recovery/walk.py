@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import BudgetExceeded, UsageError
-from bf16kit.manifest import Manifest
-from bf16kit.publish import StagingArtifact
-from bf16kit.recovery import RecoveryEntry
+from bf16kit.errors import UsageError
 from converter import intake
 from converter.model import Checkpoint, Source, TorchModel
 from converter.options import Options, Target
-from converter.pipeline import Given, Judged, Result, convert
+from converter.pipeline import Given, Result, convert
 from converter.process.memory import release
 from converter.process.naming import naming
 from converter.process.progress import Progress
-from converter.proof.judging import without
 from converter.proof.samples import Samples, load
 from converter.recovery import precision
-from converter.recovery.batches import Batch, Loader
-from converter.recovery.comparison import Comparison, compare, worse_answers
+from converter.recovery.batches import Loader
+from converter.recovery.judging import Judge, Judging, MadeWorse
 from converter.recovery.place import ORIGINAL, Place, workplace
 from converter.recovery.settings import Settings
-from converter.recovery.training import Taught, check_installed, train
+from converter.recovery.training import check_installed, train
 from converter.recovery.weights import digest, find, put, recovered
+from converter.recovery.yardstick import State
 
 JUDGED = 1000  # batches, at most, that a recovery is judged on: as many as --samples takes
-
-
-@dataclass(frozen=True, slots=True)
-class _Judging:
-    """What the recovered artifact is judged by: batches, what they are called, and whether they were held out."""
-
-    batches: Sequence[Batch]
-    origin: str
-    held_out: bool
 
 
 def recover(options: Options, settings: Settings, progress: Progress) -> Result:
@@ -53,6 +40,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     where = precision.device(settings.device)
     check_target(options)
     with naming(options.source), workplace(options.target, resume=settings.resume) as place:
+        resuming = _resuming(settings, place)
         source = intake.read(options, progress)
         model = source.module
         if model is None:
@@ -68,18 +56,32 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         before = _as_it_is(options, source, place, samples, progress)
         trained = find(model.module, checkpoint.tensors, before)
         taught = train(model, outputs, trained, loader, settings, options.seed, place, progress)
-        tensors = recovered(checkpoint.tensors, trained, taught.state)
-        put(taught.student.module, trained, tensors)
-        again = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
-        rewritten = replace(source, checkpoint=again, module=taught.student)
-        del source, model
         release()
-        judge = _Judge(options, settings, before, judging, taught, checkpoint.sha256, place)
-        given = Given(read=lambda _: _exported(rewritten), samples=samples, judge=judge)
         shaped = replace(options, search=False, shaped={"recovery": settings.recorded(checkpoint.sha256)})
-        result = convert(shaped, progress, given)
+
+        def write(state: State, judge: Judge) -> Result:
+            tensors = recovered(checkpoint.tensors, trained, state)
+            put(model.module, trained, tensors)
+            again = Checkpoint(f"{checkpoint.format}, recovered", digest(tensors), tensors)
+            rewritten = replace(source, checkpoint=again, module=model)
+            given = Given(read=lambda _: _exported(rewritten), samples=samples, judge=judge)
+            return convert(shaped, progress, given)
+
+        judge = Judge(options, settings, before, judging, taught, checkpoint.sha256, place.path)
+        try:
+            result = write(taught.state, judge)
+        except MadeWorse as worse:
+            result = write(taught.start, replace(judge, instead_of=worse))
         place.finished = True
-    return Result(result.artifact, (*precision.notes(settings.precision, settings.scaling, where), *result.notes))
+    notes = precision.notes(settings.precision, settings.scaling, where)
+    return Result(result.artifact, (*resuming, *notes, *result.notes))
+
+
+def _resuming(settings: Settings, place: Place) -> list[str]:
+    """A job that may be killed at any time is always started with --resume: the first time there is nothing yet."""
+    if settings.resume and place.last is None:
+        return [f"--resume: {place.path} held no checkpoint, so that this recovery began at step 1"]
+    return []
 
 
 def check_target(options: Options) -> None:
@@ -89,14 +91,14 @@ def check_target(options: Options) -> None:
     check(options.target.path, options.force)
 
 
-def _judging(settings: Settings, loader: Loader, model: TorchModel, options: Options) -> _Judging:
+def _judging(settings: Settings, loader: Loader, model: TorchModel, options: Options) -> Judging:
     if settings.evaluation is None:
-        return _Judging(loader.first(JUDGED), f"{settings.data}, on which it was trained", held_out=False)
+        return Judging(loader.first(JUDGED), f"{settings.data}, on which it was trained", held_out=False)
     evaluation = Loader("--eval", settings.evaluation, model.inputs, options.seed)
-    return _Judging(evaluation.first(JUDGED), settings.evaluation, held_out=True)
+    return Judging(evaluation.first(JUDGED), settings.evaluation, held_out=True)
 
 
-def _samples(options: Options, source: Source, judging: _Judging) -> Samples:
+def _samples(options: Options, source: Source, judging: Judging) -> Samples:
     """What drift is measured on: the samples that were given, else the batches that recovery is judged on.
 
     Without the outputs that came with them: those are the original's.
@@ -164,75 +166,3 @@ def _exported(source: Source) -> Source:
     kinds = {spec.name: spec.kind for spec in source.outputs}
     outputs = tuple(replace(spec, kind=kinds.get(spec.name, spec.kind)) for spec in found.outputs)
     return replace(found, outputs=outputs, tools=(*source.tools, "lightning"), notes=source.notes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Judge:
-    """Holds what was written against what the original weights answer in fp32."""
-
-    options: Options
-    settings: Settings
-    before: Artifact
-    judging: _Judging
-    taught: Taught
-    recovered_from: str
-    place: Place
-
-    def __call__(self, stage: StagingArtifact, manifest: Manifest, progress: Progress) -> Judged:
-        budget = self.options.budget
-        with progress.step("comparing with the original's fp32 answers"):
-            draft = stage.draft(manifest)
-            found = compare(self.before, draft, self.judging.batches, budget, stage.path)
-        over = worse_answers(found, budget) if self.settings.loss == "cross-entropy" else found.over
-        manifest, notes = self._kept(stage, manifest, {profile: words for profile, words in over.items() if words})
-        notes += self._remarks(found)
-        entry = RecoveryEntry(
-            recovered_from=self.recovered_from,
-            judged_on=self.judging.origin,
-            samples=len(self.judging.batches),
-            held_out=self.judging.held_out,
-            training=self.taught.training,
-            gradients=list(self.taught.gradients),
-            drift=[row for row in found.drift if row.profile in manifest.profiles],
-            accuracy=found.accuracy,
-        )
-        return Judged(manifest, entry, tuple(notes))
-
-    def _kept(
-        self, stage: StagingArtifact, manifest: Manifest, over: dict[str, list[str]]
-    ) -> tuple[Manifest, list[str]]:
-        """``manifest`` without optional profiles that did not recover; :class:`BudgetExceeded` for any other."""
-        unasked = [profile for profile in over if profile in self.options.optional_profiles]
-        notes = [f"no profile {profile}: {words}" for profile in unasked for words in over[profile]]
-        if unasked:
-            manifest = without(stage, manifest, unasked)
-        failed = "".join(f"\n  {word}" for profile in sorted(over) if profile not in unasked for word in over[profile])
-        if not failed:
-            return manifest, notes
-        if self.options.allow_over_budget:
-            return manifest, [*notes, f"not recovered, published because that was allowed:{failed}"]
-        raise BudgetExceeded(
-            f"not recovered, nothing published; from the original's fp32 answers, on {self.judging.origin}:"
-            f"{failed}\nTry more --steps or another --learning-rate (remove {self.place.path} first), keep the nodes"
-            " that cause it in fp32 (--keep-fp32 REGEX), raise the --budget, or publish this with --resume"
-            " --allow-over-budget"
-        )
-
-    def _remarks(self, found: Comparison) -> list[str]:
-        notes = []
-        if not self.judging.held_out:
-            notes.append("recovery was judged on the data it was trained on; --eval PKG.MOD:LOADER judges it on other")
-        bound = self.options.budget.bound("relative_l2")
-        judged = [row for row in found.drift if row.metric == "relative_l2" and row.before is not None]
-        if bound is not None and judged and all((row.before or 0.0) <= bound for row in judged):
-            notes.append(
-                "bf16 kept to the budget before recovery, so none was needed: bf16-convert checkpoint gives that"
-                " artifact, with its weights as they were"
-            )
-        worse = [row for row in judged if row.before is not None and row.after > row.before]
-        notes += [
-            f"profile {row.profile}, output {row.output!r}: recovery made bf16 worse: relative_l2 from the original's"
-            f" fp32 answers was {row.before:.3g}, and is {row.after:.3g}"
-            for row in worse
-        ]
-        return notes

@@ -59,8 +59,32 @@ def sentences(training: TrainingEntry) -> list[str]:
             else ""
         ),
     ]
+    found += _kept(training)
     if training.updates_lost is not None:
         found.append(f"weights without an fp32 copy: {_percent(training.updates_lost)} of updates were rounded away")
+    return found
+
+
+def _kept(training: TrainingEntry) -> list[str]:
+    """Which weights were published; nothing of artifacts in which an earlier version published the last ones."""
+    if training.kept is None or training.loss_before is None:
+        return []
+    batches = f"{training.yardstick} batch{'' if training.yardstick == 1 else 'es'} of --data"
+    losses = {look.step: look.loss for look in training.looks}
+    found = [f"on {batches}, by which the best weights are chosen, the loss was {training.loss_before:.3g} at first"]
+    if training.biases_corrected:
+        found.append(
+            f"{training.biases_corrected} biases were corrected for what rounding adds on average: {losses[0]:.3g}"
+        )
+    if training.kept:
+        found.append(f"published: the weights after step {training.kept}: {losses[training.kept]:.3g}")
+    else:
+        found.append("published: the weights before the first step, for no later ones that were looked at did better")
+    if training.rate_share < 1:
+        found.append(
+            f"where a look found nothing better, training went back to the best and on at half the rate: in the end"
+            f" {training.rate_share:.3g} of it"
+        )
     return found
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ def _environment() -> dict[str, str]:
 def call(command: list[str]) -> Recover:
     """One command line in the environment that has Lightning."""
 
-    def run(*arguments: str | Path) -> Outcome:
+    def run(*arguments: str | Path, within: Sequence[str] = ()) -> Outcome:
         done = subprocess.run(
-            [*command, *map(str, arguments)], capture_output=True, text=True, env=_environment(), timeout=300
+            [*within, *command, *map(str, arguments)], capture_output=True, text=True, env=_environment(), timeout=300
         )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
@@ -169,11 +169,12 @@ def test_killed_at_any_time_it_ends_in_the_same_weights(
     assert not parts.exists()
     call("recover", source, *flags, "--out", parts).refused(2, "holds a recovery that did not end", "--resume")
     call("recover", source, *flags, "--seed", "1", "--resume", "--out", parts).refused(2, "--seed is 1 now, and was 0")
-    call("recover", source, *flags, "--resume", "--out", parts).published()
+    call("recover", source, *flags, "--checkpoint-every", "5", "--resume", "--out", parts).published()
     one, other = Artifact.open(whole), Artifact.open(parts)
     assert one.manifest.files["weights.bf16"] == other.manifest.files["weights.bf16"]
     assert one.manifest.source == other.manifest.source
     assert _entry(whole).gradients == _entry(parts).gradients
+    assert _entry(whole).training == _entry(parts).training
     assert [path.name for path in parts.parent.iterdir()] == ["1"]
 
 
@@ -235,10 +236,73 @@ def test_labels_that_are_not_there_are_missed(call: Recover, source: Path, tmp_p
 
 
 def test_a_loss_that_is_not_finite_stops_it_with_what_to_do(call: Recover, source: Path, tmp_path: Path) -> None:
-    flags = (*SHIFTED, *CHEAP, *_flags("infinite", 5))
-    samples = ("--samples", "recovering:held_out")
-    done = call("recover", source, *flags, *samples, "--out", tmp_path / "m" / "1")
-    done.refused(3, "recovery stopped at step 1 of 5: a gradient is not finite", "lower --learning-rate (0.001)")
+    """fp32 answers these, and fp16 cannot."""
+    flags = (*SHIFTED, *CHEAP, *_flags("large", 5), "--precision", "16-mixed", "--loss-scaling", "none")
+    done = call("recover", source, *flags, "--out", tmp_path / "m" / "1")
+    done.refused(3, "recovery stopped at step 1 of 5: ", "train with --precision bf16-mixed", "--learning-rate (0.001)")
+    assert tree(tmp_path) == []
+
+
+def test_what_fp32_cannot_answer_is_named_with_its_batch(call: Recover, source: Path, tmp_path: Path) -> None:
+    flags = (*SHIFTED, *CHEAP, *_flags("infinite", 5), "--samples", "recovering:held_out")
+    done = call("recover", source, *flags, "--out", tmp_path / "m" / "1")
+    done.refused(2, "--data recovering:infinite: batch 0: the fp32 model itself answers NaN", "leave the batch out")
+    assert tree(tmp_path) == []
+
+
+def test_training_that_only_hurts_gives_back_what_it_began_with(call: Recover, tmp_path: Path) -> None:
+    """Fine in bf16 already, and a rate at which every step is too long: the same bf16 weights, to the bit."""
+    from architectures import Mlp, save
+
+    source = save(tmp_path / "mlp.pt", Mlp())
+    plain, target = tmp_path / "plain" / "1", tmp_path / "m" / "1"
+    flags = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
+    call("checkpoint", source, *flags, "--format", "onnx", "--profile", "cpu", "--out", plain).published()
+    wild = (*_flags("scattered", 4, "scattered"), "--learning-rate", "0.9", "--precision", "32-true")
+    done = call("recover", source, *flags, *CHEAP, *wild, "--out", target).published()
+    training = _entry(target).training
+    assert training.kept == 0
+    assert training.rate_share == 0.5**4  # four looks, and none was better
+    assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
+    assert "published: the weights before the first step" in done.out
+    row = _relative(_entry(target))
+    assert row.before is not None
+    assert row.after <= row.before
+
+
+def test_what_helps_on_its_data_alone_is_not_published(call: Recover, source: Path, tmp_path: Path) -> None:
+    """Judged on inputs of another level, for which biases are off by what they were corrected by."""
+    target, plain = tmp_path / "m" / "1", tmp_path / "plain" / "1"
+    call("checkpoint", source, *SHIFTED, *CHEAP[:4], "--allow-over-budget", "--no-search", "--out", plain).published()
+    flags = (*SHIFTED, *CHEAP, *_flags("unlabelled", 4, "scattered"), "--precision", "32-true", "--allow-over-budget")
+    done = call("recover", source, *flags, "--out", target).published()
+    assert "published are the weights as they were, rounded: on recovering:scattered, those that training" in done.out
+    row = _relative(_entry(target))
+    assert row.after == row.before
+    assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
+
+
+def test_begun_with_resume_it_says_that_there_was_nothing(call: Recover, source: Path, tmp_path: Path) -> None:
+    """As jobs are that may be killed at any time: always started alike."""
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=1), "--resume", "--out", tmp_path / "m" / "1")
+    done = call("recover", source, *flags).published()
+    assert "held no checkpoint, so that this recovery began at step 1" in done.out
+
+
+def test_a_loader_that_fails_while_it_trains_is_told_by_file_and_line(
+    call: Recover, source: Path, tmp_path: Path
+) -> None:
+    """Through Lightning, and without a traceback."""
+    flags = (*SHIFTED, *CHEAP, *_flags("failing_later", 20), "--out", tmp_path / "m" / "1")
+    done = call("recover", source, *flags)
+    done.refused(2, "--data recovering:failing_later: failed, batch 9: RuntimeError", f"({recovering.__file__}, line ")
+
+
+def test_a_disk_that_is_full_while_it_trains_is_told(call: Recover, source: Path, tmp_path: Path) -> None:
+    """At a size that the artifact keeps to and a checkpoint does not, as prlimit has it."""
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=4), "--no-report", "--out", tmp_path / "m" / "1")
+    done = call("recover", source, *flags, within=("prlimit", "--fsize=20000"))
+    done.refused(2, "last.ckpt: disk full", "no checkpoint was kept; free some space")
     assert tree(tmp_path) == []
 
 
@@ -247,7 +311,7 @@ def test_what_did_not_recover_is_not_published_and_can_be_all_the_same(
 ) -> None:
     """Trained already, it is published from the checkpoint, without another step."""
     target = tmp_path / "m" / "1"
-    flags = (*SHIFTED, *CHEAP, *_flags(steps=2))
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=2), "--budget", "relative_l2=1e-7")
     call("recover", source, *flags, "--out", target).refused(1, "not recovered, nothing published", "relative_l2 is")
     assert not target.exists()
     done = call("recover", source, *flags, "--resume", "--allow-over-budget", "--out", target).published()

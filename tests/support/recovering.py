@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,39 @@ def failing() -> Iterator[Arrays]:
     raise RuntimeError("the disk went away")
 
 
+def exits() -> Iterator[Arrays]:
+    yield {"x": np.ones((4, WIDTH), np.float32)}
+    sys.exit("no more data")
+
+
+def reports() -> None:
+    """A function that prints where it ought to yield."""
+
+
+class _Failing(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("the disk went away")
+
+
+def failing_worker() -> Any:
+    return torch.utils.data.DataLoader(_Failing(), num_workers=1)
+
+
+def no_numbers() -> Iterator[Arrays]:
+    x = np.ones((4, WIDTH), np.float32)
+    yield {"x": x}
+    x = x.copy()
+    x[2, 5:7] = np.nan
+    yield {"x": x}
+
+
+def strange_labels() -> Iterator[Any]:
+    yield np.ones((4, WIDTH), np.float32), np.array([0, 9, -100, 10])
+
+
 def wrong_labels() -> Iterator[Any]:
     yield np.ones((4, WIDTH), np.float32), np.ones((4,), np.float32)
 
@@ -109,3 +143,21 @@ def wrong_labels() -> Iterator[Any]:
 def infinite() -> Iterator[Arrays]:
     """Inputs whose sums fp32 cannot hold."""
     yield {"x": np.full((4, WIDTH), 3e38, np.float32)}
+
+
+def large() -> Iterator[Arrays]:
+    """Inputs that fp16 cannot hold."""
+    yield {"x": np.full((4, WIDTH), 1e6, np.float32)}
+
+
+def scattered() -> Iterator[Arrays]:
+    """Inputs around 0."""
+    for x in _inputs(2, 4):
+        yield {"x": x - np.float32(LEVEL)}
+
+
+def failing_later() -> Iterator[Arrays]:
+    """It gives what is asked for before a training begins."""
+    for x in _inputs(0, 9):
+        yield {"x": x}
+    raise RuntimeError("the disk went away")

@@ -9,11 +9,12 @@ import pytest
 
 from bench.conversion import recovery
 from bench.conversion.recovery import CASES, main, table
-from bf16kit.recovery import AccuracyEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
+from bf16kit.recovery import AccuracyEntry, LookEntry, RecoveredDrift, RecoveryEntry, TrainingEntry
 
 _TRAINING = TrainingEntry(
     steps=1, skipped=0, precision="32-true", computed="float32", device="cpu", loss="distillation", loss_first=1.0,
     loss_last=0.5, learning_rate=1e-3, scaling="none", scale_first=1.0, scale_last=1.0, weights=1,
+    looks=[LookEntry(step=0, loss=4e-4)],
 )  # fmt: skip
 
 
@@ -45,7 +46,8 @@ def _values() -> dict[str, float]:
 def test_every_case_has_a_row() -> None:
     rows = table(_values()).splitlines()
     assert len(rows) == 2 + len(CASES)
-    assert rows[2] == "| cnn | 1024 | 32-true | cpu | 0.990 | 0.900 | 0.980 | 0.5 | 0.01 |"
+    assert rows[2] == "| cnn | 1024 | 32-true | cpu | 0.990 | 0.900 | 0.980 | 0.5 | 0.02 | 0.01 |"
+    assert rows[6].startswith("| cnn | 1024 | 32-true | cuda, `--keep-fp32 first` |")
 
 
 def test_the_page_is_written_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +15,7 @@ import torch
 
 from bf16kit.errors import UsageError
 from bf16kit.tensors import TensorSpec
-from converter.recovery.batches import Loader
+from converter.recovery.batches import Loader, check_labels
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
 TWO = (TensorSpec("a", "float32", ("batch", 2)), TensorSpec("b", "int64", ("batch",)))
@@ -105,9 +106,62 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(function: str, said: str) 
         loader(function).first(1)
 
 
-def test_a_loader_that_fails_is_named_with_the_batch() -> None:
-    with pytest.raises(UsageError, match="recovering:failing: failed, batch 1: RuntimeError: the disk went away"):
-        loader("failing").first(3)
+def _line(function: str, words: str) -> int:
+    """The line of ``words`` in the source of ``function``."""
+    lines, first = inspect.getsourcelines(getattr(recovering, function))
+    return first + next(place for place, line in enumerate(lines) if words in line)
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "said", "raised"),
+    [
+        ("failing", "batch 1", "RuntimeError: the disk went away", ("failing", "raise")),
+        ("exits", "batch 1", "it called sys.exit('no more data')", ("exits", "sys.exit")),
+        ("failing_worker", "batch 0", "RuntimeError: the disk went away", ("_Failing", "raise")),
+    ],
+)
+def test_a_loader_that_fails_is_told_with_its_own_file_and_line(
+    function: str, place: str, said: str, raised: tuple[str, str]
+) -> None:
+    """Also where torch carried the error over from a process of its own."""
+    with pytest.raises(UsageError) as caught:
+        loader(function).first(3)
+    assert str(caught.value) == (
+        f"--data recovering:{function}: failed, {place}: {said} ({recovering.__file__}, line {_line(*raised)})"
+    )
+
+
+def test_a_later_pass_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = iter([[{"x": np.ones((2, 16), np.float32)}], ["batch"]])
+    monkeypatch.setattr(recovering, "three", lambda: next(passes))
+    with pytest.raises(UsageError, match="three: batch 0 of pass 2: "):
+        list(islice(loader("three").endless(), 2))
+
+
+def test_a_function_that_gives_no_batches_is_told_what_to_give() -> None:
+    with pytest.raises(UsageError, match="reports: gave NoneType, expected batches to iterate over: a generator"):
+        loader("reports").first(1)
+
+
+def test_numbers_that_are_none_are_refused_with_their_place() -> None:
+    said = r"batch 1: input 'x' holds NaN in 2 of 64 elements, the first at \[2, 5\]; leave such samples out"
+    with pytest.raises(UsageError, match=said):
+        loader("no_numbers").first(2)
+
+
+def test_infinite_values_may_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering, "three", lambda: [np.full((2, 16), -np.inf, np.float32)])
+    assert len(loader("three").first(1)) == 1
+
+
+def test_labels_are_numbers_of_classes() -> None:
+    (batch,) = loader("strange_labels").first(1)
+    said = r"strange_labels: batch 0: label 10 is none of the 10 classes of output 'y', 0 to 9; -100 marks"
+    with pytest.raises(UsageError, match=said):
+        check_labels(batch, "y", (4, 10))
+    check_labels(batch, "y", (4, 11))
+    with pytest.raises(UsageError, match=r"labels have the shape \[4\], and output 'y' the shape \[5, 11\]"):
+        check_labels(batch, "y", (5, 11))
 
 
 def test_an_iterator_that_is_at_its_end_is_told_apart_from_no_data() -> None:

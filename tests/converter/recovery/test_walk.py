@@ -40,7 +40,7 @@ def _resume(options: Options, then: Options, checkpoint: Checkpoint) -> None:
     """Begin with ``options`` and go on with ``then``, and with the weights of ``checkpoint``."""
     with contextlib.suppress(RuntimeError), workplace(options.target, resume=False) as place:
         place.agree(_asked(options, SETTINGS, _checkpoint(0), "cpu"))
-        place.keep(lambda path: path.write_bytes(b"weights"))
+        place.keep(lambda file: file.write(b"weights"))
         raise RuntimeError
     with workplace(options.target, resume=True) as place:
         place.agree(_asked(then, SETTINGS, checkpoint, "cpu"))

@@ -1,0 +1,46 @@
+"""What an error in the user's own code says, and in which file and line it was raised."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+from bf16kit.wording import brief
+from converter.process.quiet import first_line
+
+_OURS = Path(__file__).parents[1]
+_INSTALLED = tuple(
+    Path(path) for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+_CARRIED = "Original Traceback"  # torch's DataLoader, of an error in one of its workers
+
+
+def blame(error: BaseException) -> str:
+    """``ValueError: what it says (file.py, line 3)``: the innermost frame that is neither ours nor a package's.
+
+    Where all are packages', the innermost of those.
+    """
+    said = str(error)
+    if _CARRIED in said:
+        frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(said)]
+        last = [line.strip() for line in said.splitlines() if line.strip()][-1]
+        return brief(last) + _place(frames)
+    words = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else first_line(error)
+    return words + place(error)
+
+
+def place(error: BaseException) -> str:
+    """The `` (file.py, line 3)`` of :func:`blame`; empty where the error was raised by nobody's file but ours."""
+    return _place([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
+
+
+def _place(frames: list[tuple[str, int]]) -> str:
+    theirs = [(file, line) for file, line in frames if not (file.startswith("<") or Path(file).is_relative_to(_OURS))]
+    own = [(file, line) for file, line in theirs if not any(map(Path(file).is_relative_to, _INSTALLED))]
+    if not theirs:
+        return ""
+    file, line = (own or theirs)[-1]
+    return f" ({file}, line {line})"

@@ -1,0 +1,127 @@
+"""Judging what a recovery wrote: by what the original weights answer in fp32, and beside the bf16 that there was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bf16kit.artifact import Artifact
+from bf16kit.errors import BudgetExceeded
+from bf16kit.manifest import Manifest
+from bf16kit.publish import StagingArtifact
+from bf16kit.recovery import RecoveryEntry
+from converter.options import Options
+from converter.pipeline import Judged
+from converter.process.progress import Progress
+from converter.proof.judging import without
+from converter.recovery.batches import Batch
+from converter.recovery.comparison import Comparison, compare, worse_answers
+from converter.recovery.settings import Settings
+from converter.recovery.training import Taught
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """What the recovered artifact is judged by: batches, what they are called, and whether they were held out."""
+
+    batches: Sequence[Batch]
+    origin: str
+    held_out: bool
+
+
+class MadeWorse(Exception):
+    """The weights that training left do worse in bf16 than those that it began with; the text has the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Holds what was written against what the original weights answer in fp32."""
+
+    options: Options
+    settings: Settings
+    before: Artifact
+    judging: Judging
+    taught: Taught
+    recovered_from: str
+    place: Path
+    instead_of: MadeWorse | None = None
+
+    def __call__(self, stage: StagingArtifact, manifest: Manifest, progress: Progress) -> Judged:
+        budget = self.options.budget
+        with progress.step("comparing with the original's fp32 answers"):
+            draft = stage.draft(manifest)
+            found = compare(self.before, draft, self.judging.batches, budget, stage.path)
+        self._check_worse(found)
+        over = worse_answers(found, budget) if self.settings.loss == "cross-entropy" else found.over
+        manifest, notes = self._kept(stage, manifest, {profile: words for profile, words in over.items() if words})
+        notes += self._remarks(found)
+        entry = RecoveryEntry(
+            recovered_from=self.recovered_from,
+            judged_on=self.judging.origin,
+            samples=len(self.judging.batches),
+            held_out=self.judging.held_out,
+            training=self.taught.training,
+            gradients=list(self.taught.gradients),
+            drift=[row for row in found.drift if row.profile in manifest.profiles],
+            accuracy=found.accuracy,
+        )
+        return Judged(manifest, entry, tuple(notes))
+
+    def _check_worse(self, found: Comparison) -> None:
+        """:class:`MadeWorse` where the original weights in bf16 did better; not of those weights themselves."""
+        if self.taught.unchanged or self.instead_of is not None:
+            return
+        words = found.made_worse(by_labels=self.settings.loss == "cross-entropy")
+        if words is not None:
+            raise MadeWorse(words)
+
+    def _kept(
+        self, stage: StagingArtifact, manifest: Manifest, over: dict[str, list[str]]
+    ) -> tuple[Manifest, list[str]]:
+        """``manifest`` without optional profiles that did not recover; :class:`BudgetExceeded` for any other."""
+        unasked = [profile for profile in over if profile in self.options.optional_profiles]
+        notes = [f"no profile {profile}: {words}" for profile in unasked for words in over[profile]]
+        if unasked:
+            manifest = without(stage, manifest, unasked)
+        failed = "".join(f"\n  {word}" for profile in sorted(over) if profile not in unasked for word in over[profile])
+        if not failed:
+            return manifest, notes
+        if self.options.allow_over_budget:
+            return manifest, [*notes, f"not recovered, published because that was allowed:{failed}"]
+        raise BudgetExceeded(
+            f"not recovered, nothing published; from the original's fp32 answers, on {self.judging.origin}:"
+            f"{failed}\nTry more --steps or another --learning-rate (remove {self.place} first), keep the nodes"
+            " that cause it in fp32 (--keep-fp32 REGEX), raise the --budget, or publish this with --resume"
+            " --allow-over-budget"
+        )
+
+    def _remarks(self, found: Comparison) -> list[str]:
+        notes = []
+        if not self.judging.held_out:
+            notes.append("recovery was judged on the data it was trained on; --eval PKG.MOD:LOADER judges it on other")
+        bound = self.options.budget.bound("relative_l2")
+        judged = [row for row in found.drift if row.metric == "relative_l2" and row.before is not None]
+        if bound is not None and judged and all((row.before or 0.0) <= bound for row in judged):
+            notes.append(
+                "bf16 kept to the budget before recovery, so none was needed: bf16-convert checkpoint gives that"
+                " artifact, with its weights as they were"
+            )
+        if self.instead_of is not None:
+            notes.append(
+                f"published are the weights as they were, rounded: on {self.judging.origin}, those that training left"
+                f" did worse: {self.instead_of}"
+            )
+        elif self.taught.unchanged:
+            notes.append(
+                "published are the weights as they were, rounded: at no look did training have a lower loss than they"
+                f" have ({self.taught.training.loss_before:.3g}); try a lower --learning-rate"
+                f" ({self.settings.learning_rate:g}), or more --steps"
+            )
+        worse = [row for row in judged if row.before is not None and row.after > row.before]
+        notes += [
+            f"profile {row.profile}, output {row.output!r}: recovery made bf16 worse: relative_l2 from the original's"
+            f" fp32 answers was {row.before:.3g}, and is {row.after:.3g}"
+            for row in worse
+        ]
+        return notes

@@ -1,0 +1,88 @@
+"""Batches with what fp32 answers to them, and the loss of other answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from bf16kit.errors import UsageError
+from bf16kit.tensors import TensorSpec
+from converter.model import TorchModel
+from converter.recovery.batches import Batch, check_labels
+from converter.recovery.loss import cross_entropy, distillation, logits_of
+from converter.recovery.settings import Loss
+
+
+class Lesson:
+    """A batch on its device with what fp32 answers to it. Lightning leaves it alone: neither moved nor cast."""
+
+    __slots__ = ("inputs", "labels", "reference")
+
+    def __init__(
+        self, inputs: Sequence[torch.Tensor], reference: Mapping[str, torch.Tensor], labels: torch.Tensor | None
+    ) -> None:
+        self.inputs, self.reference, self.labels = tuple(inputs), dict(reference), labels
+
+
+class Teacher:
+    """The fp32 module, which answers every batch before it is learnt from."""
+
+    def __init__(self, model: TorchModel, outputs: Sequence[TensorSpec], loss: Loss, where: torch.device) -> None:
+        self.model = model
+        self._loss, self._where = loss, where
+        self._logits = logits_of(outputs)
+        if where.type != "cpu":
+            model.module.to(where)
+
+    def lesson(self, batch: Batch) -> Lesson:
+        """``batch`` with fp32's answers; :class:`UsageError` where there is nothing in them to be learnt."""
+        inputs = [torch.from_numpy(batch.feeds[spec.name].copy()).to(self._where) for spec in self.model.inputs]
+        with torch.no_grad(), torch.autocast(self._where.type, enabled=False):
+            answers = self.model.module(*(tensor.clone() for tensor in inputs))
+        reference = dict(zip(self.model.outputs, answers, strict=True))
+        if self._loss == "distillation":
+            _check_answers(batch, reference)
+            labels = None
+        else:
+            labels = self._labels(batch, reference).to(self._where)
+        return Lesson(inputs, reference, labels)
+
+    def _labels(self, batch: Batch, reference: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self._logits is None:
+            raise UsageError(
+                f"--loss cross-entropy: needs one output of logits, and the model's are {', '.join(reference)}; say"
+                " which it is with --output NAME:logits"
+            )
+        if batch.labels is None:
+            raise UsageError(
+                "--loss cross-entropy: --data gives no labels; let it yield (inputs, labels), or use --loss"
+                " distillation, which needs none"
+            )
+        check_labels(batch, self._logits, reference[self._logits].shape)
+        return torch.from_numpy(batch.labels)
+
+    def loss(self, answers: Mapping[str, torch.Tensor], lesson: Lesson) -> torch.Tensor:
+        """What ``answers`` to ``lesson`` cost."""
+        if lesson.labels is None:
+            return distillation(answers, lesson.reference, len(lesson.inputs[0]))
+        assert self._logits is not None  # noqa: S101 - or it would have no labels
+        return cross_entropy(answers[self._logits], lesson.labels)
+
+
+def _check_answers(batch: Batch, reference: Mapping[str, torch.Tensor]) -> None:
+    """Infinite ones may be meant, as masked logits are; NaN never is."""
+    for name, answer in reference.items():
+        if not answer.is_floating_point():
+            continue
+        lost = int(torch.isnan(answer).sum())
+        if lost:
+            raise UsageError(
+                f"{batch.where}: the fp32 model itself answers NaN, in {lost} of {answer.numel()} elements of output"
+                f" {name!r}: nothing can be learnt from that; leave the batch out, or look at its values"
+            )
+        if not bool(torch.isfinite(answer).any()):
+            raise UsageError(
+                f"{batch.where}: the fp32 model itself answers nothing finite in output {name!r}; leave the batch out,"
+                " or look at its values"
+            )

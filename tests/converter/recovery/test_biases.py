@@ -1,0 +1,147 @@
+"""Biases take over what rounding adds to their layers' outputs on average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lessonplans
+import recovering
+import torch
+from architectures import Cnn, Mlp, Several, seeded
+from torch import nn
+
+from converter.recovery.biases import corrected
+from converter.recovery.weights import Trained
+from converter.recovery.yardstick import State, Yardstick, published
+
+
+def _random(*shape: int, seed: int = 0, level: float = 0.0) -> torch.Tensor:
+    return level + torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _prepared(
+    module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], names: Sequence[str] = ("y",), **more: Any
+) -> tuple[Yardstick, dict[str, torch.Tensor]]:
+    teacher, held = lessonplans.teacher(module, names, rank=batches[0][0].ndim), lessonplans.trained(module)
+    return lessonplans.yardstick(teacher, batches, held, **more), lessonplans.state(teacher, held)
+
+
+def _answers(yardstick: Yardstick, state: State | None, lesson: int = 0) -> torch.Tensor:
+    """The last output: what ``state`` gives in bf16, or fp32's own."""
+    if state is None:
+        return list(yardstick.lessons[lesson].reference.values())[-1]
+    with torch.no_grad():
+        return list(yardstick.answers(published(yardstick.trained, state), yardstick.lessons[lesson]).values())[-1]
+
+
+def test_where_inputs_lie_far_from_zero_nearly_all_that_rounding_costs_is_gone() -> None:
+    """The level times what rounding takes from a row of weights is one number for each channel."""
+    batches = [(torch.from_numpy(feeds["x"]),) for feeds in recovering.unlabelled()]
+    yardstick, before = _prepared(recovering.shifted(), batches)
+    after, count = corrected(yardstick, before)
+    assert count == 2
+    assert yardstick.loss(after) < yardstick.loss(before) / 50
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "inner.up.bias", "inner.down.bias"
+    }  # fmt: skip
+
+
+def test_the_mean_of_every_channel_is_fp32s() -> None:
+    yardstick, before = _prepared(seeded(Mlp()), [(_random(64, 16, level=3),)])
+    after, _ = corrected(yardstick, before)
+    wanted = _answers(yardstick, None).mean(0)
+    assert not torch.allclose(_answers(yardstick, before).mean(0), wanted, atol=1e-4)
+    assert torch.allclose(_answers(yardstick, after).mean(0), wanted, atol=1e-6)
+
+
+def test_of_several_batches_each_counts_alike() -> None:
+    """The mean over all of them, whichever came last."""
+    module = nn.Sequential(nn.Linear(16, 8))
+    batches = [(_random(64, 16, seed=seed, level=seed * 5.0),) for seed in range(3)]
+    yardstick, before = _prepared(module, batches)
+    after, _ = corrected(yardstick, before)
+    missing = [_answers(yardstick, None, at) - _answers(yardstick, after, at) for at in range(3)]
+    assert float(torch.cat(missing).mean(0).abs().max()) < 1e-5
+    assert float(missing[2].mean(0).abs().max()) > 1e-3
+
+
+def test_a_convolutions_channels_are_its_second_axis_and_batchnorm_has_its_bias() -> None:
+    """The first convolution has none of its own; the second one's is before a BatchNorm that is corrected, too."""
+    module = seeded(Cnn())
+    module.get_buffer("features.1.running_mean").add_(1.0)
+    yardstick, before = _prepared(module, [(_random(16, 3, 16, 16, level=2),)])
+    after, count = corrected(yardstick, before)
+    assert count == 4
+    seen: dict[str, torch.Tensor] = {}
+    layers = [("inner.features.1", 1), ("inner.features.3", 1), ("inner.features.4", 1), ("inner.head", -1)]
+    found = []
+    for weights in (None, after):
+        for name, axis in layers:
+            part = yardstick.teacher.model.module.get_submodule(name)
+            handle = part.register_forward_hook(
+                lambda _part, _given, out, name=name, axis=axis: seen.update(
+                    {name: out.movedim(axis, -1).flatten(0, -2)}
+                )
+            )
+            lesson = yardstick.lessons[0]
+            held = {} if weights is None else published(yardstick.trained, weights)
+            with torch.no_grad():
+                yardstick.answers(held, lesson)
+            handle.remove()
+        found.append({name: value.mean(0) for name, value in seen.items()})
+    for name, _ in layers:
+        assert torch.allclose(found[0][name], found[1][name], atol=1e-5), name
+
+
+def test_a_layer_that_runs_twice_takes_the_mean_of_both() -> None:
+    module = seeded(Several())
+    batch = (_random(32, 16, level=20), _random(32, 8, level=20))
+    yardstick, before = _prepared(module, [batch], ("scores", "embedding"))
+    after, count = corrected(yardstick, before)
+    assert count == 2
+    assert yardstick.loss(after) < yardstick.loss(before) / 10
+
+
+def test_biases_of_two_layers_and_rounded_ones_are_left() -> None:
+    module = seeded(Mlp(16, 10, 10))
+    yardstick, before = _prepared(module, [(_random(32, 16, level=9),)])
+    shared = tuple(
+        Trained((*entry.names, "another"), entry.tensors, entry.rounds, entry.scale)
+        if entry.names == ("inner.up.bias",)
+        else Trained(entry.names, entry.tensors, True, entry.scale)
+        for entry in yardstick.trained
+    )
+    yardstick = Yardstick(yardstick.teacher, shared, yardstick.lessons, "32-true")
+    after, count = corrected(yardstick, before)
+    assert count == 0
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_not_finite_moves_no_bias() -> None:
+    """fp16 overflows where fp32 does not."""
+    yardstick, before = _prepared(seeded(Mlp()), [(_random(8, 16, level=1e5),)], precision="16-mixed")
+    after, _ = corrected(yardstick, before)
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+
+
+def test_what_the_arithmetic_takes_away_on_average_is_made_up_for_too() -> None:
+    """bf16 has no 1026: it reads 1024."""
+    x = torch.cat([torch.full((256, 8), 1026.0), _random(256, 8).mul(40).round()], 1)
+    module = nn.Sequential(seeded(nn.Linear(16, 8)))
+    missing = []
+    for precision in ("32-true", "bf16-mixed"):
+        yardstick, before = _prepared(module, [(x,)], precision=precision)
+        after, _ = corrected(yardstick, before)
+        yardstick = Yardstick(yardstick.teacher, yardstick.trained, yardstick.lessons, "bf16-mixed")
+        missing.append((_answers(yardstick, None).mean(0) - _answers(yardstick, after).float().mean(0)).abs().max())
+    assert float(missing[1]) < float(missing[0]) / 3
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    yardstick, before = _prepared(seeded(Mlp()), [(_random(8, 16),)])
+    corrected(yardstick, before)
+    module = yardstick.teacher.model.module
+    for name, value in lessonplans.state(yardstick.teacher, yardstick.trained).items():
+        assert torch.equal(value, before[name])
+    assert not any(part._forward_hooks for part in module.modules())

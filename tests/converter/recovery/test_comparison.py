@@ -1,0 +1,39 @@
+"""Whether what was recovered does worse in bf16 than what there was."""
+
+from __future__ import annotations
+
+from bf16kit.recovery import AccuracyEntry, RecoveredDrift
+from converter.recovery.comparison import Comparison, bf16_after, bf16_before
+
+
+def _row(profile: str, before: float | None, after: float, metric: str = "relative_l2") -> RecoveredDrift:
+    return RecoveredDrift(profile=profile, output="y", metric=metric, before=before, after=after, own=0.0)
+
+
+def _right(profile: str, before: int, after: int) -> list[AccuracyEntry]:
+    return [
+        AccuracyEntry(model=bf16_before(profile), correct=before, rows=100),
+        AccuracyEntry(model=bf16_after(profile), correct=after, rows=100),
+    ]
+
+
+def test_what_is_further_from_fp32_than_it_was_is_worse() -> None:
+    assert Comparison([_row("cpu", 0.02, 0.03)]).made_worse(by_labels=False) == "relative_l2 0.03, and 0.02 before"
+    assert Comparison([_row("cpu", 0.02, 0.02)]).made_worse(by_labels=False) is None
+    assert Comparison([_row("cpu", 0.02, 0.01)]).made_worse(by_labels=False) is None
+
+
+def test_the_worst_profile_counts() -> None:
+    """One within budget may pay for one that was not; one that was not there before says nothing."""
+    assert Comparison([_row("cpu", 0.001, 0.002), _row("cuda", 0.03, 0.01)]).made_worse(by_labels=False) is None
+    assert Comparison([_row("cpu", 0.001, 0.0), _row("cuda", 0.03, 0.04)]).made_worse(by_labels=False)
+    assert Comparison([_row("cpu", 0.02, 0.01), _row("cuda", None, 0.5)]).made_worse(by_labels=False) is None
+    assert Comparison([_row("cpu", 0.02, 0.5, metric="max_abs")]).made_worse(by_labels=False) is None
+
+
+def test_by_labels_it_is_fewer_right_answers() -> None:
+    found = Comparison([_row("cpu", 0.02, 0.5)], _right("cpu", 90, 95), {"cpu": []})
+    assert found.made_worse(by_labels=True) is None
+    found = Comparison([_row("cpu", 0.02, 0.01)], _right("cpu", 90, 89), {"cpu": []})
+    assert found.made_worse(by_labels=True) == "0.8900 of the labelled rows right, and 0.9000 before"
+    assert Comparison([_row("cpu", 0.02, 0.5)]).made_worse(by_labels=True) is None

@@ -1,0 +1,40 @@
+"""What a recovery says of the weights that it kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bf16kit.recovery import LookEntry, TrainingEntry
+from converter.report.recovery import sentences
+
+_BEFORE: dict[str, Any] = {
+    "steps": 20, "skipped": 0, "precision": "32-true", "computed": "float32", "device": "cpu", "loss": "distillation",
+    "loss_first": 1.0, "loss_last": 0.5, "learning_rate": 1e-3, "scaling": "none", "scale_first": 1.0,
+    "scale_last": 1.0, "weights": 1,
+}  # fmt: skip
+
+
+def _looks(*losses: float) -> list[LookEntry]:
+    return [LookEntry(step=place * 10, loss=loss) for place, loss in enumerate(losses)]
+
+
+def _said(**more: Any) -> str:
+    return "\n".join(sentences(TrainingEntry(**_BEFORE, yardstick=8, loss_before=0.5, **more)))
+
+
+def test_the_best_weights_are_told_with_what_they_were_chosen_by() -> None:
+    found = _said(biases_corrected=3, looks=_looks(0.04, 0.01, 0.02), kept=10, rate_share=0.5)
+    assert "on 8 batches of --data, by which the best weights are chosen, the loss was 0.5 at first" in found
+    assert "3 biases were corrected for what rounding adds on average: 0.04" in found
+    assert "published: the weights after step 10: 0.01" in found
+    assert "on at half the rate: in the end 0.5 of it" in found
+
+
+def test_training_that_only_hurt_is_told() -> None:
+    found = _said(looks=_looks(0.5, 0.6, 0.7), kept=0)
+    assert "published: the weights before the first step, for no later ones that were looked at did better" in found
+    assert "biases were corrected" not in found
+
+
+def test_of_an_artifact_that_an_earlier_version_wrote_nothing_is_said() -> None:
+    assert len(sentences(TrainingEntry(**_BEFORE))) == 2

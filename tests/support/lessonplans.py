@@ -1,0 +1,68 @@
+"""Modules of torch made ready for what a recovery does with them before and beside its training, without Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bf16kit.tensors import TensorSpec
+from converter.model import TorchModel
+from converter.recovery.batches import Batch
+from converter.recovery.lessons import Teacher
+from converter.recovery.settings import Loss, Precision
+from converter.recovery.weights import Trained
+from converter.recovery.yardstick import Yardstick
+
+
+class Outputs(nn.Module):
+    """``inner`` with its answers as a tuple, as a converter's models give them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = self.inner(*inputs)
+        return tuple(found.values()) if isinstance(found, dict) else (found,)
+
+
+def trained(module: nn.Module) -> tuple[Trained, ...]:
+    """All its parameters; those of two dimensions and more are rounded."""
+    names: dict[int, list[str]] = {}
+    parameters = dict(Outputs(module).named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(Trained(tuple(found), tuple(found), parameters[found[0]].ndim > 1) for found in names.values())
+
+
+def teacher(module: nn.Module, names: Sequence[str] = ("y",), loss: Loss = "distillation", rank: int = 2) -> Teacher:
+    """Of ``module``, whose inputs are called a, b, … and whose last output is logits."""
+    inputs = tuple(TensorSpec(name, "float32", ("batch",) + ("n",) * (rank - 1)) for name in "abc"[: _arity(module)])
+    outputs = [
+        TensorSpec(name, "float32", ("batch", "n"), "logits" if name == names[-1] else "other") for name in names
+    ]
+    model = TorchModel(Outputs(module).eval(), inputs, tuple(names), ())
+    return Teacher(model, outputs, loss, torch.device("cpu"))
+
+
+def _arity(module: nn.Module) -> int:
+    return module.forward.__code__.co_argcount - 1
+
+
+def yardstick(
+    of: Teacher, batches: Sequence[Sequence[torch.Tensor]], held: Sequence[Trained], precision: Precision = "32-true"
+) -> Yardstick:
+    """Its lessons are ``batches``, a tensor per input."""
+    lessons = [
+        of.lesson(Batch({spec.name: t.numpy() for spec, t in zip(of.model.inputs, batch, strict=True)}))
+        for batch in batches
+    ]
+    return Yardstick(of, held, lessons, precision)
+
+
+def state(of: Teacher, held: Sequence[Trained]) -> dict[str, torch.Tensor]:
+    """What the module holds of ``held``, by first name."""
+    parameters = dict(of.model.module.named_parameters(remove_duplicate=False))
+    return {entry.names[0]: parameters[entry.names[0]].detach().clone() for entry in held}
