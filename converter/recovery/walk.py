@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import UsageError
+from bf16kit.tensors import TensorSpec
 from converter import intake
 from converter.model import Checkpoint, Source, TorchModel
 from converter.options import Options, Target
@@ -17,8 +19,9 @@ from converter.process.naming import naming
 from converter.process.progress import Progress
 from converter.proof.samples import Samples, load
 from converter.recovery import precision
-from converter.recovery.batches import Loader
+from converter.recovery.batches import Loader, check_labels
 from converter.recovery.judging import Judge, Judging, MadeWorse
+from converter.recovery.loss import logits_of
 from converter.recovery.place import ORIGINAL, Place, workplace
 from converter.recovery.settings import Settings
 from converter.recovery.training import check_installed, train
@@ -51,6 +54,7 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
         loader = Loader("--data", settings.data, model.inputs, options.seed)
         judging = _judging(settings, loader, model, options)
         checkpoint, outputs = source.checkpoint, source.outputs
+        _check_labels(outputs, judging)
         place.agree(_asked(options, settings, checkpoint, where.type))
         samples = _samples(options, source, judging)
         before = _as_it_is(options, source, place, samples, progress)
@@ -96,6 +100,17 @@ def _judging(settings: Settings, loader: Loader, model: TorchModel, options: Opt
         return Judging(loader.first(JUDGED), f"{settings.data}, on which it was trained", held_out=False)
     evaluation = Loader("--eval", settings.evaluation, model.inputs, options.seed)
     return Judging(evaluation.first(JUDGED), settings.evaluation, held_out=True)
+
+
+def _check_labels(outputs: Sequence[TensorSpec], judging: Judging) -> None:
+    """Refuse labels of no class before hours of training, as counting right answers would after them."""
+    name = logits_of(outputs)
+    *dims, classes = next((spec.shape for spec in outputs if spec.name == name and spec.shape), ("unknown",))
+    for batch in judging.batches:
+        if isinstance(classes, int) and name is not None and batch.labels is not None:
+            sizes = batch.labels.shape[: len(dims)]
+            known = [size if isinstance(dim, str) else dim for dim, size in zip(dims, sizes, strict=False)]
+            check_labels(batch, name, (*known, *(dim for dim in dims[len(known) :] if isinstance(dim, int)), classes))
 
 
 def _samples(options: Options, source: Source, judging: Judging) -> Samples:

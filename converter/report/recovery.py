@@ -66,7 +66,7 @@ def sentences(training: TrainingEntry) -> list[str]:
 
 
 def _kept(training: TrainingEntry) -> list[str]:
-    """Which weights were published; nothing of artifacts in which an earlier version published the last ones."""
+    """Which weights were kept; nothing of artifacts of an earlier version, which published the last ones."""
     if training.kept is None or training.loss_before is None:
         return []
     batches = f"{training.yardstick} batch{'' if training.yardstick == 1 else 'es'} of --data"
@@ -77,9 +77,9 @@ def _kept(training: TrainingEntry) -> list[str]:
             f"{training.biases_corrected} biases were corrected for what rounding adds on average: {losses[0]:.3g}"
         )
     if training.kept:
-        found.append(f"published: the weights after step {training.kept}: {losses[training.kept]:.3g}")
+        found.append(f"kept: the weights after step {training.kept}: {losses[training.kept]:.3g}")
     else:
-        found.append("published: the weights before the first step, for no later ones that were looked at did better")
+        found.append("kept: the weights before the first step, for no later ones that were looked at did better")
     if training.rate_share < 1:
         found.append(
             f"where a look found nothing better, training went back to the best and on at half the rate: in the end"

@@ -264,7 +264,7 @@ def test_training_that_only_hurts_gives_back_what_it_began_with(call: Recover, t
     assert training.kept == 0
     assert training.rate_share == 0.5**4  # four looks, and none was better
     assert Artifact.open(target).manifest.files["weights.bf16"] == Artifact.open(plain).manifest.files["weights.bf16"]
-    assert "published: the weights before the first step" in done.out
+    assert "kept: the weights before the first step" in done.out
     row = _relative(_entry(target))
     assert row.before is not None
     assert row.after <= row.before
@@ -284,7 +284,7 @@ def test_what_helps_on_its_data_alone_is_not_published(call: Recover, source: Pa
 
 def test_begun_with_resume_it_says_that_there_was_nothing(call: Recover, source: Path, tmp_path: Path) -> None:
     """As jobs are that may be killed at any time: always started alike."""
-    flags = (*SHIFTED, *CHEAP, *_flags(steps=1), "--resume", "--out", tmp_path / "m" / "1")
+    flags = (*SHIFTED, *CHEAP, *_flags(steps=1), "--precision", "32-true", "--resume", "--out", tmp_path / "m" / "1")
     done = call("recover", source, *flags).published()
     assert "held no checkpoint, so that this recovery began at step 1" in done.out
 
