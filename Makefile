@@ -23,7 +23,7 @@ FUZZ_ARGS ?=
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup demo test test-long test-hostile test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
+.PHONY: help setup demo test test-long test-hostile test-clients test-sources test-ray conformance soak fuzz serve check bench bench-kernel bench-drift bench-gpu cuda-kernels test-kernel test-kernel-versions test-gpu test-compose test-deploy test-models models-table proto image clean
 
 help: ## list these targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -208,6 +208,9 @@ bench-drift: setup ## what is promised of live drift: faults seen (docs/drift.md
 
 bench-gpu: setup ## bf16 against fp32 and TF32 on an NVIDIA GPU; says why it skips where there is none
 	@$(BIN)/python -m bench gpu
+
+cuda-kernels: setup ## which bf16 kernels CUDA has, asked of ten releases of ONNX Runtime, no device needed: 2.5 GB of wheels, some minutes
+	@$(BIN)/python -m bench.gpu.registry
 
 clean: ## remove what builds leave behind; .venv stays
 	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
 import pytest
 from converting import ONNX_ONLY, Cli
 
 from bf16kit.artifact import Artifact
-from converter.graph.cuda_support import KernelTable, stand_in
+from bf16kit.versions import order
+from converter.graph.cuda_support import KernelTable, releases, stand_in
 from converter.process import versions
 
 NEWEST = "1.31.1"
@@ -19,29 +19,79 @@ def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(versions, "onnxruntime", lambda: version)
 
 
-def _tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    real = resources.files("converter.graph.data").joinpath(f"cuda_kernels_{NEWEST}.json").read_text("utf-8")
-    for name in names:
-        (tmp_path / f"cuda_kernels_{name}.json").write_text(real.replace(NEWEST, name), "utf-8")
-    monkeypatch.setattr(resources, "files", lambda _package: tmp_path)
-
-
-def test_the_table_of_the_installed_version_is_used_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        ("1.25.0", "1.25.0"),
+        ("1.25.1", "1.25.0"),
+        ("1.24.0", "1.24.1"),
+        ("1.24.9", "1.24.4"),
+        ("1.40.0", NEWEST),
+        (None, NEWEST),
+    ],
+)
+def test_the_table_is_that_of_the_installed_version_or_of_the_newest_before_it(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, chosen: str
 ) -> None:
-    _tables(tmp_path, monkeypatch, NEWEST, "1.24.0", "1.9.0")
-    for installed, chosen in (("1.24.0", "1.24.0"), ("1.25.0", NEWEST), (None, NEWEST)):
-        _install(monkeypatch, installed)
-        assert KernelTable.load().onnxruntime == chosen
+    _install(monkeypatch, installed)
+    assert KernelTable.load().onnxruntime == chosen
+
+
+def test_every_minor_release_that_bf16kit_installs_with_has_a_table() -> None:
+    """The newest release for CUDA that there was; CPU builds went to 1.32.0 meanwhile."""
+    known = releases()
+    assert [order(each)[:2] for each in known if each not in ("1.24.4", "1.31.1")] == [(1, n) for n in range(24, 32)]
+    assert known[-1] == NEWEST
+
+
+def test_what_releases_gained_is_told_apart() -> None:
+    """Seen in their registries; each would fail a load, or go to the CPU, one release earlier."""
+    gained = {
+        ("ReduceMean", 18): "1.30.0",
+        ("Sin", 22): "1.27.0",
+        ("Attention", 23): "1.25.0",
+        ("Flatten", 21): "1.25.0",
+        ("MatMul", 13): "1.24.1",
+    }
+    for (op, since), release in gained.items():
+        having = [each for each in releases() if KernelTable.load(each).has("", op, since)]
+        assert having == list(releases())[releases().index(release) :], op
+
+
+def test_an_open_kernel_is_for_its_first_version_alone() -> None:
+    """So ONNX Runtime matches them, who knows nothing of later versions."""
+    before, after = (KernelTable.load(release) for release in ("1.24.4", "1.25.0"))
+    assert before.has("", "Flatten", 13)
+    assert not before.has("", "Flatten", 21)
+    assert after.has("", "Flatten", 21)
+    assert [(kernel.first, kernel.last) for kernel in before.kernels["", "Flatten"]][-1] == (13, 0)
+
+
+def test_a_kernel_takes_the_dtypes_of_its_constraints_together() -> None:
+    table = KernelTable.load(NEWEST)
+    assert table.takes("", "Where", 16, {"B": "bool", "T": "bfloat16"})
+    assert not table.takes("", "Where", 16, {"B": "bfloat16", "T": "bfloat16"})
+    assert table.takes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "float"})
+    assert not table.takes("", "LayerNormalization", 17, {"T": "bfloat16", "U": "bfloat16"})
+    assert table.takes("", "Cast", 13, {"T1": "bfloat16", "T2": "float"})
+    assert table.takes(
+        "", "Gather", 13, {"T": "bfloat16", "tensor(int64)": "int64"}
+    )  # of no constraint of the kernel's
+
+
+def test_what_has_a_kernel_and_is_not_for_a_plan_is_not_planned() -> None:
+    table = KernelTable.load(NEWEST)
+    assert table.takes("", "ConstantOfShape", 21, {"T2": "bfloat16"})
+    assert not table.has("", "ConstantOfShape", 21)  # its dtype is an attribute's
 
 
 def test_another_versions_table_is_said_in_a_note(
     cli: Cli, onnx_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stand_in() is None
-    _install(monkeypatch, "1.26.0")
+    _install(monkeypatch, "1.25.1")
     out = cli("checkpoint", onnx_file, "--out", target, *ONNX_ONLY).published().out
-    assert f"was read for ONNX Runtime {NEWEST}, and 1.26.0 is installed" in out
+    assert "was read for ONNX Runtime 1.25.0, and 1.25.1 is installed" in out
     profiles = Artifact.open(target).manifest.profiles
-    assert profiles["cuda"].requires == {"onnxruntime": NEWEST}
+    assert profiles["cuda"].requires == {"onnxruntime": "1.24.1"}
     assert profiles["cpu"].requires == {"onnxruntime": "1.24"}

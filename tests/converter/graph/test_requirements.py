@@ -7,6 +7,7 @@ from pathlib import Path
 import onnx
 import pytest
 from converting import Cli
+from onnx import TensorProto, helper
 
 import graphs
 from bf16kit.artifact import Artifact
@@ -14,11 +15,11 @@ from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import session
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.quietort import ort
-from converter.graph.cuda_support import KernelTable
+from converter.graph.cuda_support import releases
 from converter.graph.requirements import required
 from converter.process import versions
 
-TABLE = "1.31.1"
+OLDEST = "1.24.1"  # of those whose kernels were asked for
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -45,24 +46,39 @@ def test_it_is_the_oldest_that_loads_the_graphs_or_the_one_that_did(
     assert required("cpu", [graph, older]) == {"onnxruntime": least}
 
 
-def test_cuda_needs_the_release_whose_kernels_were_looked_up_or_an_older_one_that_ran_it(
+def test_cuda_needs_the_first_release_with_its_kernels_or_an_older_one_that_ran_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = _graph(tmp_path / "a.onnx", 22)
-    assert KernelTable.load().onnxruntime == TABLE
+    everywhere = _graph(tmp_path / "a.onnx", 22)
+    assert required("cuda", [everywhere]) == {"onnxruntime": OLDEST}
+    late = tmp_path / "b.onnx"
+    nodes = [helper.make_node("Sin", ["x"], ["y"], name="sin")]
+    x, y = (graphs.edge(name, [4], TensorProto.BFLOAT16) for name in "xy")
+    onnx.save(graphs.model(nodes, [x], [y]), late)
+    assert required("cuda", [everywhere, late]) == {"onnxruntime": "1.27.0"}
     _install(monkeypatch, "1.26.0")
-    assert required("cuda", [graph]) == {"onnxruntime": TABLE}
-    assert required("cuda", [graph], on_device=True) == {"onnxruntime": "1.26.0"}
+    assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
+    assert required("cuda", [late], on_device=True) == {"onnxruntime": "1.26.0"}
     _install(monkeypatch, "1.40.0.dev20270101")
-    assert required("cuda", [graph], on_device=True) == {"onnxruntime": TABLE}
+    assert required("cuda", [late], on_device=True) == {"onnxruntime": "1.27.0"}
     _install(monkeypatch, None)
-    assert required("cuda", [graph]) == {"onnxruntime": TABLE}
+    assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
+
+
+def test_where_no_release_has_a_kernel_it_is_the_newest(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MaxPool", ["x"], ["y"], name="pool", kernel_shape=[2, 2])]
+    narrow = TensorProto.BFLOAT16
+    onnx.save(
+        graphs.model(nodes, [graphs.edge("x", [1, 1, 4, 4], narrow)], [graphs.edge("y", [1, 1, 3, 3], narrow)]),
+        tmp_path / "a.onnx",
+    )
+    assert required("cuda", [tmp_path / "a.onnx"]) == {"onnxruntime": releases()[-1]}
 
 
 def test_a_conversion_says_it_of_every_profile_and_the_page_and_inspect_do(mlp: Artifact, cli: Cli) -> None:
     needed = {name: entry.requires for name, entry in mlp.manifest.profiles.items()}
     on_cpu = {"onnxruntime": "1.24"}
-    assert needed == {"cpu": on_cpu, "cpu-bf16": on_cpu, "cuda": {"onnxruntime": TABLE}, "torchscript": {}}
+    assert needed == {"cpu": on_cpu, "cpu-bf16": on_cpu, "cuda": {"onnxruntime": OLDEST}, "torchscript": {}}
     assert "onnxruntime 1.24 or later" in mlp.file("report.html").read_text("utf-8")
     assert "runs with   onnxruntime 1.24 or later (cpu)" in cli("inspect", mlp.path).published().out
 

@@ -248,12 +248,12 @@ def test_a_useless_override_is_an_error(options: dict[str, list[str]], text: str
         _plan(graphs.mlp(), **options)
 
 
-def test_the_kernel_table_knows_first_versions_and_where_it_ends() -> None:
+def test_the_kernel_table_knows_versions_and_where_they_end() -> None:
     kernels = KernelTable.load()
     assert kernels.has("", "Conv", 22)
     assert not kernels.has("", "Conv", 11)
     assert not kernels.has("", "MaxPool", 22)
-    assert not kernels.has("", "Reshape", kernels.newest_opset + 1)
+    assert not kernels.has("", "Reshape", 99)
     assert kernels.has("com.microsoft", "FastGelu", 1)
     with pytest.raises(UsageError, match=r"no CUDA kernel table for ONNX Runtime 0\.1"):
         KernelTable.load("0.1")

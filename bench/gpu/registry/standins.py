@@ -1,0 +1,48 @@
+"""Libraries of the names that a release wants of CUDA, whose every function answers 0: success, and nothing done.
+
+The provider is loaded and made with them. It registers its kernels before it does anything with a device.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+_NEEDED = re.compile(r"\(NEEDED\)\s+Shared library: \[(lib(?:cu|nv)[^\]]+)\]")
+_PROVIDER = Path(__file__).with_name("provider.cpp")
+
+
+def stand_in(capi: Path, into: Path) -> None:
+    """Make them for the release whose libraries are in ``capi``: CUDA's into ``into``, TensorRT's beside the others."""
+    into.mkdir(exist_ok=True)
+    provider = capi / "libonnxruntime_providers_cuda.so"
+    needed = _NEEDED.findall(_run("readelf", "-d", provider))
+    wanted = _wanted(provider)
+    # What has no version is anybody's: the first library has it.
+    loose = {name for version, names in wanted.items() if version not in needed for name in names}
+    for index, library in enumerate(needed):
+        names = wanted.get(library, set())
+        source, script = into / "names.c", into / "names.map"
+        source.write_text(
+            "".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names | (loose if index == 0 else set())))
+        )
+        script.write_text(f"{library} {{ global: {' '.join(f'{name};' for name in sorted(names))} }};\n")
+        versioned = [f"-Wl,--version-script={script}"] if names else []
+        _run("gcc", "-shared", "-fPIC", "-o", into / library, source, f"-Wl,-soname,{library}", *versioned)
+    _run("g++", "-O1", "-shared", "-fPIC", "-o", capi / "libonnxruntime_providers_tensorrt.so", _PROVIDER, "-ldl")
+
+
+def _wanted(provider: Path) -> dict[str, set[str]]:
+    """The names that are NVIDIA's, by the version that they are wanted in."""
+    wanted: dict[str, set[str]] = defaultdict(set)
+    for line in _run("nm", "-D", "--undefined-only", provider).splitlines():
+        name, _, version = line.split()[-1].partition("@")
+        if re.match(r"_*(cu|nv)", name):
+            wanted[version.lstrip("@")].add(name)
+    return wanted
+
+
+def _run(*command: str | Path) -> str:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout

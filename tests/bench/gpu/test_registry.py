@@ -1,0 +1,60 @@
+"""The table of CUDA's kernels: made of what releases say, and nothing of it lost."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+from bench.gpu.registry.__main__ import RELEASES, TARGET, written
+from bench.gpu.registry.rows import BF16, merged, narrow, table
+
+OPEN = 2**31 - 1
+T = ["tensor(bfloat16)"]
+
+
+def combinations(kernels: Any) -> set[Any]:
+    """Every combination of types that one of them takes."""
+    return {
+        frozenset(zip(kernel, types, strict=True))
+        for kernel in kernels
+        for types in product(*map(sorted, kernel.values()))
+    }
+
+
+def test_merging_keeps_every_combination_and_adds_none() -> None:
+    kernels = [{"T1": frozenset({one}), "T2": frozenset({"float", BF16})} for one in ("float", "int64", BF16)] + [
+        {"T1": frozenset({"bool"}), "T2": frozenset({"float"})}
+    ]
+    fewer = merged(kernels)
+    assert len(fewer) == 2
+    assert combinations(fewer) == combinations(kernels)
+
+
+def test_only_what_takes_bf16_is_kept_and_an_open_end_is_zero() -> None:
+    rows = [
+        ("", "MatMul", 13, OPEN, {"T": T}),
+        ("", "MatMul", 13, OPEN, {"T": ["tensor(float)"]}),
+        ("", "Abs", 6, 12, {"T": ["tensor(double)"]}),
+        ("", "Identity", 14, 15, {"V": ["tensor(bfloat16)", "seq(tensor(bfloat16))"]}),
+    ]
+    assert set(narrow(rows)) == {("", "MatMul", 13, 0), ("", "Identity", 14, 15)}
+    assert narrow(rows)["", "Identity", 14, 15] == [{"V": frozenset({BF16, "seq(tensor(bfloat16))"})}]
+
+
+def test_a_kernel_that_comes_goes_and_comes_back_has_its_releases() -> None:
+    here, nothing = [("", "Sin", 22, OPEN, {"T": T})], list[Any]()
+    made = table({"1.1": nothing, "1.2": here, "1.10": here, "1.11": nothing, "1.12": here})
+    assert made["kernels"][""]["Sin"] == [[22, 0, {"T": 0}, "1.2", "1.10"], [22, 0, {"T": 0}, "1.12", ""]]
+    assert made["sets"] == [["bfloat16"]]
+
+
+def test_what_is_written_is_what_was_made() -> None:
+    of = {"1.9": [("", "Sin", 22, OPEN, {"T": T})], "1.10": [("com.microsoft", "Gelu", 1, OPEN, {"T": T})]}
+    read = json.loads(written(dict(of)))
+    assert read["releases"] == ["1.9", "1.10"]
+    assert {key: read[key] for key in ("sets", "kernels")} == table(of)
+
+
+def test_the_file_is_of_the_releases_that_are_asked() -> None:
+    assert tuple(json.loads(TARGET.read_text("utf-8"))["releases"]) == RELEASES
