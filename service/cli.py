@@ -18,6 +18,7 @@ from bf16kit.errors import Bf16kitError
 from service.commands.bench import bench
 from service.commands.check import check
 from service.commands.evidence import evidence
+from service.commands.health import health
 from service.commands.list import list_models
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _refuse_misplaced(context: click.Context) -> None:
 
 # What a server may be started with may be checked.
 check.params.extend(main.params)
-for _command in (check, list_models, bench, evidence):
+for _command in (check, list_models, bench, evidence, health):
     main.add_command(_command)
 
 

@@ -1,9 +1,11 @@
-"""Until when a server's certificate is valid, as a client finds out: by a handshake, in memory."""
+"""What a handshake, in memory, tells a client of a server's certificate: until when it is valid, and for whom."""
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from bf16kit.errors import ConfigError
 from service.process.certificates import Certificates
@@ -16,6 +18,21 @@ def valid_until(certificates: Certificates) -> datetime:
 
     The client trusts this very certificate: whether others trust who signed it is theirs to say.
     """
+    return datetime.fromtimestamp(ssl.cert_time_to_seconds(_shown(certificates)["notAfter"]), UTC)
+
+
+def name_of(certificates: Certificates) -> str:
+    """A name or address that the certificate is for. Raises ConfigError as :func:`valid_until` does, or for none."""
+    shown = _shown(certificates)
+    names = [name for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    common = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
+    if not names and not common:
+        raise ConfigError("tls_certificate: is for no name, and no client would take it; replace it")
+    return str((names or common)[0]).replace("*", "any", 1)
+
+
+def _shown(certificates: Certificates) -> Mapping[str, Any]:
+    """The certificate as :meth:`ssl.SSLSocket.getpeercert` tells it to a client that trusts it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -30,10 +47,10 @@ def valid_until(certificates: Certificates) -> datetime:
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason or "the handshake failed"
         raise ConfigError(f"tls_certificate: no client would take it: {reason}; replace it") from None
-    ends = (client.getpeercert() or {}).get("notAfter")
-    if not isinstance(ends, str):
+    shown = client.getpeercert()
+    if not shown or "notAfter" not in shown:
         raise ConfigError("tls_certificate: a handshake with it does not come to an end; replace it")
-    return datetime.fromtimestamp(ssl.cert_time_to_seconds(ends), UTC)
+    return shown
 
 
 def _step(side: ssl.SSLObject) -> bool:

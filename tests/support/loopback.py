@@ -25,7 +25,9 @@ from service.batching.policy import BatchPolicy
 from service.batching.queue import LevelPolicy
 from service.contract import Answering, Array, Bounds, Duration, Meaning, Scheduling, State, StatisticsSnapshot
 from service.operations import Operations
+from service.process.certificates import CertificateFiles
 from service.request import Claim, Observation, Reply, Request, Timings, Tracer
+from service.transport.credentials import Access
 from service.transport.handlers import SERVICE
 from service.transport.server import Transport, TransportOptions
 from service.wire.tensors import encode_raw
@@ -266,6 +268,8 @@ def serving(
     *models: LoopbackModel,
     tracer: Tracer | None = None,
     operations: Operations = Operations(),  # noqa: B008 - frozen
+    access: Access = Access(),  # noqa: B008 - frozen
+    certificates: CertificateFiles | None = None,
     **options: Any,
 ) -> Iterator[Served]:
     """The transport over ``models``, on a free port; ``options`` are :class:`TransportOptions`."""
@@ -275,7 +279,7 @@ def serving(
         del model
     del models  # they may be replaced: what is left of them then is for the tests to see
     transport = Transport(
-        registry, log.refused, TransportOptions(port=0, **options), operations=operations, tracer=tracer
+        registry, log.refused, TransportOptions(port=0, **options), access, certificates, operations, tracer
     )
     _each(registry, Batcher.start)
     port = transport.start()

@@ -1,0 +1,52 @@
+"""``bf16-serve health``: whether this machine's server answers that it is ready. For health checks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from service.commands import answer
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("model", default="")
+@click.option("--timeout", "seconds", type=click.FloatRange(0.05, 3600), default=2.0, show_default=True, metavar="S")
+@click.option("--host", help="As the server's.  [default: 127.0.0.1]")
+@click.option("--grpc-port", type=int, help="As the server's.  [default: 8001]")
+@click.option("--tls-certificate", type=_FILE, metavar="FILE", help="As the server's: it is what is trusted.")
+@click.option("--tls-key", type=_FILE, metavar="FILE", help="As the server's.")
+@click.option("--tls-client-ca", type=_FILE, metavar="FILE", help="As the server's.")
+@click.option("--token-file", type=_FILE, metavar="FILE", help="As the server's.")
+@click.option(
+    "--certificate",
+    type=_FILE,
+    envvar="BF16KIT_HEALTH_CERTIFICATE",
+    metavar="FILE",
+    help="PEM, to show where the server asks clients for one; with --key.  [default: the server's own]",
+)
+@click.option("--key", type=_FILE, envvar="BF16KIT_HEALTH_KEY", metavar="FILE", help="Its key.")
+@answer.config_file
+def health(
+    model: str, seconds: float, certificate: Path | None, key: Path | None, file: Path | None, **flags: object
+) -> None:
+    """Ask this machine's server by grpc.health.v1 whether it is ready; with MODEL, whether that model is.
+
+    The server is found by what it was started with itself: the environment (BF16KIT_GRPC_PORT and so on), server.yaml,
+    or the same flags. Exit codes: 0 it serves; 1 it does not, or does not answer, and the line says why.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC has to say is in the one line
+    from bf16kit.errors import Bf16kitError
+    from service.commands.nearby import Nearby
+    from service.transport.healthclient import check
+
+    try:
+        if (certificate is None) != (key is None):
+            raise Bf16kitError("--certificate and --key are given together")
+        status = check(Nearby(flags, file).door(certificate, key), model, seconds)
+    except Bf16kitError as error:
+        answer.end("health", str(error), answer.FAILED)
+    answer.say(status)

@@ -1,0 +1,99 @@
+"""Where this machine's server listens, by the flags, environment and server.yaml that it was started with.
+
+Read without :mod:`service.process.config`: a health check runs every few seconds, and the library that checks a whole
+configuration takes longer to import than the check takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bf16kit.errors import ConfigError
+from service.transport.healthclient import Door, Trust
+
+_PREFIX = "BF16KIT_"
+_TOKEN = "BF16KIT_TOKEN"  # noqa: S105 -- the name of a variable
+_PORT = 8001
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- listened on, not by us
+_LARGEST_PORT = 65535
+
+
+class Nearby:
+    """The server's settings, of which each is a flag, else a variable, else a key of ``file``, else not given."""
+
+    def __init__(self, flags: Mapping[str, Any], file: Path | None) -> None:
+        """Raises ConfigError for a file that cannot be read."""
+        self._flags = flags
+        self._written = _mapping(file) if file is not None else {}
+
+    def door(self, certificate: Path | None = None, key: Path | None = None) -> Door:
+        """Where to ask, and with what. ``certificate`` and ``key``: to show where clients are asked for them.
+
+        Raises ConfigError for what cannot be used.
+        """
+        socket = self._text("grpc_socket")
+        if socket:  # which speaks no TLS
+            return Door(f"unix:{socket}", token=self._token())
+        host = self._text("host") or "127.0.0.1"
+        host = _EVERYWHERE.get(host, host)
+        target = f"[{host}]:{self._port()}" if ":" in host else f"{host}:{self._port()}"
+        return Door(target, self._trust(certificate, key), self._token())
+
+    def _given(self, name: str) -> Any:
+        for value in (self._flags.get(name), os.environ.get(_PREFIX + name.upper()), self._written.get(name)):
+            if value not in (None, ""):
+                return value
+        return None
+
+    def _text(self, name: str) -> str:
+        value = self._given(name)
+        return "" if value is None else str(value)
+
+    def _path(self, name: str) -> Path | None:
+        return Path(text) if (text := self._text(name)) else None
+
+    def _port(self) -> int:
+        text = self._text("grpc_port") or str(_PORT)
+        if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _LARGEST_PORT):
+            raise ConfigError(f"grpc_port {text!r}: give the port that the server listens on, 1 to {_LARGEST_PORT}")
+        return int(text)
+
+    def _trust(self, certificate: Path | None, key: Path | None) -> Trust | None:
+        own, own_key, authority = (self._path(f"tls_{name}") for name in ("certificate", "key", "client_ca"))
+        if own is None or own_key is None:
+            return None
+        from service.process.certificates import CertificateFiles
+        from service.process.validity import name_of
+
+        pair = CertificateFiles(own, own_key, authority).current()
+        name = name_of(pair)
+        if authority is None:
+            return Trust(pair.certificate, name)
+        if certificate is None or key is None:
+            return Trust(pair.certificate, name, pair.certificate, pair.key)
+        shown = CertificateFiles(certificate, key).current()
+        return Trust(pair.certificate, name, shown.certificate, shown.key)
+
+    def _token(self) -> str:
+        """For a server that wants one for this, too: that of the environment, or one of its own file."""
+        free = self._given("token_free")
+        if free is None or "health" in str(free):
+            return ""
+        from service.process.tokens import is_token, read_tokens
+
+        token = os.environ.get(_TOKEN, "").strip()
+        if token and not is_token(token):
+            raise ConfigError(f"{_TOKEN} is no bearer token")
+        file = self._path("token_file")
+        if token or file is None:
+            return token
+        return next((token for token, scopes in read_tokens(file) if "read" in scopes), "")
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    from service.process.config import read_mapping  # takes its time: only who has such a file waits for it
+
+    return read_mapping(file)

@@ -1,0 +1,89 @@
+"""The client side of grpc.health.v1: one Check of a server on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from bf16kit.errors import Bf16kitError
+from bf16kit.wording import brief, quoted
+
+_CHECK = "/grpc.health.v1.Health/Check"
+_Status = health_pb2.HealthCheckResponse.ServingStatus
+
+
+class NotServing(Bf16kitError):
+    """What was asked for is not served, or nobody answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How to speak TLS to the server: the ``certificates`` that are believed (PEM), a ``name`` that its own is for, and
+    the ``chain`` and ``key`` to show it (PEM), where it asks for such."""
+
+    certificates: bytes
+    name: str
+    chain: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where the server listens, as gRPC writes targets, and what it wants to be shown."""
+
+    target: str
+    trust: Trust | None = None
+    token: str = field(default="", repr=False)
+
+
+def check(door: Door, service: str, seconds: float) -> str:
+    """Waits for ``seconds`` at most; returns SERVING.
+
+    ``service`` is a model's name, or "" for the server, which serves when every model is ready. Raises
+    :class:`NotServing`, in words, for every other answer and for none.
+    """
+    metadata = (("authorization", f"Bearer {door.token}"),) if door.token else None
+    with _channel(door) as channel:
+        call: grpc.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse] = (
+            channel.unary_unary(
+                _CHECK,
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+        )
+        try:
+            reply = call(health_pb2.HealthCheckRequest(service=service), timeout=seconds, metadata=metadata)
+        except grpc.RpcError as error:
+            raise NotServing(f"{door.target}: {_why(error, service, seconds)}") from None
+    status = _Status.Name(reply.status)
+    if reply.status != health_pb2.HealthCheckResponse.SERVING:
+        raise NotServing(f"{door.target}: {status}: {_what(service)} is not ready; the server's log says why")
+    return status
+
+
+def _channel(door: Door) -> grpc.Channel:
+    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]  # it is this machine that is asked
+    if door.trust is None:
+        return grpc.insecure_channel(door.target, options)
+    trust = door.trust
+    options.append(("grpc.ssl_target_name_override", trust.name))
+    return grpc.secure_channel(
+        door.target, grpc.ssl_channel_credentials(trust.certificates, trust.key, trust.chain), options
+    )
+
+
+def _why(error: grpc.RpcError, service: str, seconds: float) -> str:
+    code, details = error.code(), brief(error.details() or "")
+    if code is grpc.StatusCode.NOT_FOUND:
+        return f"serves no {_what(service)}"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer within {seconds:g} s"
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return f"no server can be reached there: {details}"
+    return f"{code.name}: {details}"
+
+
+def _what(service: str) -> str:
+    return f"model {quoted(service)}" if service else "server"
