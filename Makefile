@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   which Python .venv is built from (3.11 or newer)
 #   VENV=.venv          where it is built
 #   PYTEST_ARGS=…       more arguments for the test targets, e.g. PYTEST_ARGS='-k drift -x'
+#   VARIANT=cpu         of the server's image: cpu, cpu-torch or gpu; SOURCE_URL=… says where its sources are
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,6 +18,11 @@ KERNEL := bf16kit/runtime/_bf16kernel.so
 EXTRAS := cpu,convert,hf,demo,dev
 REPOSITORY ?= build/demo
 IMAGE ?= bf16kit
+VARIANT ?= cpu
+OF_VARIANT = $(if $(filter-out cpu,$(VARIANT)),-$(VARIANT))
+REVISION ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
+BUILD = DOCKER_BUILDKIT=1 docker build --build-arg VARIANT=$(VARIANT) --build-arg REVISION=$(REVISION) \
+	--build-arg SOURCE=$(SOURCE_URL) --build-arg PIP_EXTRA_INDEX_URL=$(PIP_EXTRA_INDEX_URL)
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
 FUZZ_ARGS ?=
@@ -57,9 +63,13 @@ serve: setup ## serve REPOSITORY (build/demo, which `make demo` fills) on 127.0.
 	@[ -d $(REPOSITORY) ] || { echo "serve: there is no $(REPOSITORY): run 'make demo' first, or say where: make serve REPOSITORY=DIR" >&2; exit 1; }
 	@exec $(BIN)/bf16-serve --repository $(REPOSITORY)
 
-image: ## build the images bf16kit:server (no torch) and bf16kit:converter
-	docker build --target server -t $(IMAGE):server .
-	docker build --target converter -t $(IMAGE):converter .
+# BuildKit, for it builds only the stages that are asked for. The server that is not the CPU's has its variant in its tag.
+image: ## build the images bf16kit:server (VARIANT=cpu, cpu-torch or gpu) and bf16kit:converter, and list what is in them: build/image
+	@mkdir -p build/image
+	$(BUILD) --target server -t $(IMAGE):server$(OF_VARIANT) .
+	$(BUILD) --target bill-of-server --output build/image .
+	$(BUILD) --target converter -t $(IMAGE):converter .
+	$(BUILD) --target bill-of-converter --output build/image .
 
 # --- checks and tests -------------------------------------------------------------------------------------------------
 

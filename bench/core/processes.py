@@ -36,12 +36,17 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """User and system time that the process and those it has started have used so far."""
-        return sum(_ticks(pid) for pid in _family(self.process.pid)) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.process.pid)
 
     def own_cpu_seconds(self) -> float:
         """The same of the process alone, without those it has started, to the nanosecond."""
         clock = (~self.process.pid << 3) | 2  # Linux' name for a process' CPU clock: MAKE_PROCESS_CPUCLOCK(pid, SCHED)
         return time.clock_gettime(clock)
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of process ``pid`` and those it has started so far; 0 where it cannot be seen."""
+    return sum(_ticks(member) for member in _family(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,0 +1,1 @@
+"""Benchmarks of what is deployed: images and containers."""

@@ -1,0 +1,118 @@
+"""Makes an installed environment fit to be a layer of an image: small, quick to start, and the same bytes each time.
+
+``python finish.py ENVIRONMENT [--under ROOT]``, in the Dockerfile's build stages. ENVIRONMENT is its path in the image;
+it lies under ROOT now. What a server never reads is removed, everything else compiled, and every time stamp set.
+
+Compiled files lie in ``ENVIRONMENT/bytecode`` (``PYTHONPYCACHEPREFIX`` has the image look there), those of Python's
+standard library, too: the official images come without, and would compile what they import at every start. Whose
+source is in a layer of ours is not compared with it; the base's may be replaced by an update, and is, by its hash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import py_compile
+import shutil
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+BYTECODE = "bytecode"
+# Directories and files of packages that are for who builds or tests them. Licences, in *.dist-info, stay.
+_TESTED = ("google", "mpmath", "numpy", "onnx", "sympy")  # of which the directories called `tests` go
+_DIRECTORIES = (
+    "onnx/backend/test",
+    "onnx/test",
+    "onnxruntime/quantization",
+    "onnxruntime/tools",
+    "onnxruntime/transformers",
+    "numpy/_core/include",
+    "torch/include",
+    "torch/share",
+)
+_SUFFIXES = frozenset({".a", ".c", ".cc", ".cpp", ".h", ".hpp", ".pxd", ".pyx"})
+# Of the standard library: what no server imports, and what is not meant to be compiled.
+_LEFT_OUT = frozenset(
+    {"dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "tkinter", "turtledemo"}
+)
+
+
+def prune(packages: Path) -> int:
+    """Remove what only tests and compilers read from ``packages``, a site-packages; how many bytes that was."""
+    doomed = [packages / name for name in _DIRECTORIES]
+    doomed += [found for name in _TESTED for found in sorted((packages / name).rglob("tests"))]
+    doomed += [found for found in sorted(packages.rglob("*")) if found.suffix in _SUFFIXES and found.is_file()]
+    doomed += sorted(packages.rglob("__pycache__"))
+    removed = 0
+    for path in doomed:
+        if path.is_dir():
+            removed += sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+            shutil.rmtree(path)
+        elif path.exists():  # not gone with its directory
+            removed += path.lstat().st_size
+            path.unlink()
+    return removed
+
+
+def compile_tree(sources: Iterator[Path], root: Path, bytecode: Path, mode: py_compile.PycInvalidationMode) -> int:
+    """Compile ``sources``, files under ``root``, which are under / in the image, to where the image looks for them.
+
+    How many. One that is no Python of this version, as templates are, is passed over: it is not imported either.
+    """
+    count = 0
+    for source in sorted(sources):
+        seen = Path("/") / source.relative_to(root)
+        name = Path(importlib.util.cache_from_source(str(seen))).name
+        target = bytecode / seen.parent.relative_to("/") / name
+        try:
+            py_compile.compile(str(source), str(target), str(seen), doraise=True, invalidation_mode=mode)
+        except (py_compile.PyCompileError, ValueError):
+            continue
+        count += 1
+    return count
+
+
+def settle(tree: Path, epoch: int) -> None:
+    """Set every time stamp in ``tree``, itself included, to ``epoch``, seconds since 1970."""
+    for directory, _, files in os.walk(tree, topdown=False):
+        for name in (*files, ""):
+            os.utime(Path(directory, name), (epoch, epoch), follow_symlinks=False)
+        for entry in os.scandir(directory):
+            if entry.is_symlink():
+                os.utime(entry.path, (epoch, epoch), follow_symlinks=False)
+
+
+def _python(tree: Path) -> Iterator[Path]:
+    return (path for path in tree.rglob("*.py") if path.is_file())
+
+
+def _standard_library() -> Iterator[Path]:
+    library = Path(sysconfig.get_path("stdlib"))
+    return (path for path in _python(library) if not _LEFT_OUT & set(path.relative_to(library).parts))
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description="Makes an installed environment fit to be a layer of an image.")
+    parser.add_argument("environment", type=Path)
+    parser.add_argument("--under", type=Path, default=Path("/"), metavar="ROOT")
+    parser.add_argument("--standard-library", action="store_true", help="compile Python's own modules, too")
+    parser.add_argument("--uncompiled", action="append", default=[], metavar="PACKAGE", help="which nobody imports")
+    chosen = parser.parse_args()
+    tree = chosen.under / chosen.environment.relative_to("/")
+    epoch, begun = int(os.environ["SOURCE_DATE_EPOCH"]), time.monotonic()
+    removed = sum(prune(packages) for packages in sorted(tree.glob("lib/python3*/site-packages")))
+    modes = py_compile.PycInvalidationMode
+    own = (path for path in _python(tree / "lib") if not set(chosen.uncompiled) & set(path.parts))
+    count = compile_tree(own, chosen.under, tree / BYTECODE, modes.UNCHECKED_HASH)
+    if chosen.standard_library:
+        count += compile_tree(_standard_library(), Path("/"), tree / BYTECODE, modes.CHECKED_HASH)
+    settle(chosen.under if chosen.under != Path("/") else tree, epoch)
+    print(f"{tree}: {removed / 1e6:.0f} MB removed, {count} modules compiled, {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
