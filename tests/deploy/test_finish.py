@@ -35,6 +35,7 @@ def install(root: Path) -> Path:
         (packages / name).write_text(text, "utf-8")
     (root / "opt/e/bin").mkdir()
     (root / "opt/e/bin/python").symlink_to("/nowhere/python3")
+    (root / "opt/e/lib64").symlink_to("lib")
     return packages
 
 

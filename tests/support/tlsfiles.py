@@ -35,11 +35,11 @@ class Authority:
     def certificate(self) -> Path:
         return self.pair.certificate
 
-    def sign(self, name: str, *, days: int = 30) -> Pair:
-        """A pair for ``localhost`` and 127.0.0.1, or for a client."""
+    def sign(self, name: str, *, days: int = 30, names: str = "DNS:localhost,IP:127.0.0.1") -> Pair:
+        """A pair for ``localhost`` and 127.0.0.1, or other ``names``, or for a client."""
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         asked, extensions = self._directory / f"{name}.csr", self._directory / f"{name}.ext"
-        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        extensions.write_text(f"subjectAltName={names}\n")
         _openssl(*_request(pair.key, name), "-out", str(asked))
         _openssl(
             "x509", "-req", "-in", str(asked), "-CA", str(self.pair.certificate), "-CAkey", str(self.pair.key),

@@ -98,8 +98,9 @@ def test_a_server_that_listens_everywhere_is_asked_on_the_loopback_interface(
 
 
 def test_tls_is_spoken_where_the_server_speaks_it_whatever_name_its_certificate_has(
-    run: Run, monkeypatch: pytest.MonkeyPatch, pair: Pair
+    run: Run, monkeypatch: pytest.MonkeyPatch, authority: Authority
 ) -> None:
+    pair = authority.sign("elsewhere", names="DNS:models.example")
     with serving(LoopbackModel(), certificates=CertificateFiles(pair.certificate, pair.key)) as served:
         monkeypatch.setenv("BF16KIT_TLS_CERTIFICATE", str(pair.certificate))
         monkeypatch.setenv("BF16KIT_TLS_KEY", str(pair.key))
