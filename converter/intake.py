@@ -27,6 +27,7 @@ from converter.proof.samples import Samples
 from converter.sources.mapping.choice import refuted
 from converter.sources.onnx_file import name_inputs
 
+_NO_MODULE = "it is made from a torch module, and this source is read as an ONNX graph"
 _DECLARING = ("onnx", "saved-model", "keras")  # sources that say themselves what their dimensions are
 
 
@@ -107,9 +108,7 @@ def trace(
         traced = TRACED[name]
         try:
             if module is None:
-                raise ConversionError(
-                    f"{traced.title} is not written from {source.checkpoint.format}, which torch cannot trace"
-                )
+                raise ConversionError(f"--format {name}: {_NO_MODULE}" if options.insists_on(name) else _NO_MODULE)
             with progress.step(traced.doing):
                 traced.write(module, stage.path / traced.file)
         except ConversionError as error:

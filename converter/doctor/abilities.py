@@ -30,11 +30,16 @@ FORMATS: Mapping[str, Sequence[str]] = {
     "safetensors": ("onnxruntime", "onnxscript"),
     "hf": (*_TORCH, "transformers"),
 }
+# What is neither, and needs a part of its own.
+OTHERS: Mapping[str, Sequence[str]] = {
+    "bf16-convert recover": (*_TORCH, "lightning"),
+    "a LightningModule as --model": (*_TORCH, "lightning"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """A source or a format: whether it can be converted here, and the parts that are missing."""
+    """A source, a format or something else: whether it can be had here, and the parts that are missing."""
 
     name: str
     possible: bool

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bf16kit.text import table
-from converter.doctor.abilities import FORMATS, SOURCES, Ability, abilities
+from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, Ability, abilities
 from converter.doctor.parts import Part, parts
 
 
@@ -18,17 +18,19 @@ def record() -> dict[str, Any]:
         "installed": [{"name": part.name, "found": part.found, "remedy": part.remedy} for part in found.values()],
         "sources": [_entry(ability) for ability in abilities(SOURCES, found)],
         "formats": [_entry(ability) for ability in abilities(FORMATS, found)],
+        "others": [_entry(ability) for ability in abilities(OTHERS, found)],
     }
 
 
 def describe() -> str:
     """Tables of what is installed, read and written, and the commands that bring what is missing."""
     found = parts()
-    sources, formats = abilities(SOURCES, found), abilities(FORMATS, found)
+    sources, formats, others = (abilities(needs, found) for needs in (SOURCES, FORMATS, OTHERS))
     sections = [
         table("Installed", ("part", "found"), [(part.name, part.found or "missing") for part in found.values()]),
         table("Sources that can be converted now", ("source", "now"), _rows(sources)),
         table("Formats that can be written now", ("format", "now"), _rows(formats)),
+        table("What else can be done now", ("what", "now"), _rows(others)),
         *_remedies(found.values()),
     ]
     return "\n\n".join(sections)

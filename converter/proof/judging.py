@@ -12,6 +12,7 @@ from bf16kit.errors import BudgetExceeded, UsageError
 from bf16kit.manifest import Manifest
 from bf16kit.publish import StagingArtifact
 from bf16kit.tensors import Kind, TensorSpec
+from bf16kit.wording import first_few, quoted
 from converter.formats.traced import TRACED
 from converter.options import Options
 from converter.proof import measure
@@ -39,14 +40,16 @@ def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
     """
     if budget.bound(_LOGITS_ONLY) is None or any(spec.kind == "logits" for spec in outputs):
         return []
-    kinds = ", ".join(f"{spec.name} is {spec.kind}" for spec in outputs)
-    remedy = "say which output holds logits with --output NAME:logits"
+    kinds = first_few([f"{quoted(spec.name)} is of kind {spec.kind}" for spec in outputs])
+    unknown = [spec.name for spec in outputs if spec.kind == "other"]
+    remedy = f"say so with --output {unknown[0] if len(unknown) == 1 else 'NAME'}:logits"
     if _LOGITS_ONLY in budget.stated:
         raise UsageError(
-            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: nothing to judge ({kinds}); {remedy}"
+            f"--budget {_LOGITS_ONLY}={budget.bound(_LOGITS_ONLY):g}: nothing to judge ({kinds}); if one holds logits,"
+            f" {remedy}"
         )
     if any(spec.kind == "other" for spec in outputs):
-        return [f"{_LOGITS_ONLY} was not judged ({kinds}); if one of them is a classifier's, {remedy}"]
+        return [f"{_LOGITS_ONLY} was not judged: no output is known to hold logits ({kinds}); if one does, {remedy}"]
     return []
 
 

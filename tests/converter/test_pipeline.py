@@ -201,8 +201,8 @@ def test_torchscript_of_an_onnx_file_is_a_note_or_an_error_if_it_was_asked_for(
     cli: Cli, onnx_file: Path, target: Path
 ) -> None:
     command = ("checkpoint", onnx_file, "--out", target)
-    cli(*command, "--format", "torchscript").refused(3, "TorchScript is not written from onnx")
-    assert "note: no TorchScript" in cli(*command).published().out
+    cli(*command, "--format", "torchscript").refused(3, "--format torchscript: it is made from a torch module")
+    assert "note: no TorchScript: it is made from a torch module" in cli(*command).published().out
 
 
 def test_samples_of_a_function_are_measured_and_named(

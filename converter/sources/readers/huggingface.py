@@ -12,8 +12,8 @@ from converter.sources.readers.common import Advance, exported
 
 _INDEX = "model.safetensors.index.json"
 _LOADED = (
-    "the export's drift is that of its files in fp32 arithmetic; transformers loads them in bf16, rounds vectors and"
-    " activations as well, and is farther off (dtype=torch.float32 is not)"
+    "the export's drift is that of its files in fp32 arithmetic; transformers computes in bf16 unless it is given"
+    " dtype=torch.float32, and then rounding vectors and activations adds to the drift"
 )
 _SENTENCE = (
     "the export is the transformer alone, as AutoModel loads it: what sentence-transformers puts behind it (pooling,"

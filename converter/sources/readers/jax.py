@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bf16kit.errors import SourceError, UsageError
+from bf16kit.wording import quoted
 from converter.model import Array, Checkpoint, Source, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
@@ -24,27 +25,37 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
             f"{options.source}: holds weights but no architecture; name it with --model pkg.mod:factory (a function or"
             " class that returns the torch module) or --model graph.onnx"
         )
-    leaves, left_out, files = _leaves(options, kind)
+    leaves, left_out, files, chosen = _leaves(options, kind)
     if not leaves:
         raise SourceError(f"{options.source}: holds no arrays but those of an optimizer")
     precisions.check_range(options.source, leaves)
-    notes = [*precisions.notes(leaves, residual=options.residual)]
+    notes = [*chosen, *precisions.notes(leaves, residual=options.residual)]
     if left_out:
         keys = ", ".join(sorted({name.partition(".")[0] for name in left_out}))
-        notes.append(f"left out: {len(left_out)} arrays of training under {keys}; restore does not give them back")
+        count = f"{len(left_out)} array{'' if len(left_out) == 1 else 's'}"
+        notes.append(f"left out: {count} of training under {keys}; restore does not give them back")
     form = "orbax" if kind is Kind.ORBAX else "flax-msgpack"
     return mapped.read(options, Checkpoint(form, digest_files(files, advance), leaves), notes)
 
 
-def _leaves(options: Options, kind: Kind) -> tuple[dict[str, Array], tuple[str, ...], list[Path]]:
-    """The arrays of the model by name, the names of the others, and the files they are in."""
+def _leaves(options: Options, kind: Kind) -> tuple[dict[str, Array], tuple[str, ...], list[Path], list[str]]:
+    """The arrays of the model by name, the names of the others, the files they are in, and which item was chosen."""
     from converter.sources import flax_file
     from converter.sources.orbax import arrays, layout
 
     scratch = options.target.path.parent
     if kind is Kind.ORBAX:
-        return arrays.read_item(layout.locate(options.source, options.step, options.item), _of_the_model, scratch)
-    return *flax_file.read_file(options.source, _of_the_model, scratch), [options.source]
+        item = layout.locate(options.source, options.step, options.item)
+        return *arrays.read_item(item, _of_the_model, scratch), _chosen(options, item)
+    return *flax_file.read_file(options.source, _of_the_model, scratch), [options.source], []
+
+
+def _chosen(options: Options, item: Path) -> list[str]:
+    """A note on which item was read, where the source is a directory of steps or of items."""
+    if item == options.source:
+        return []
+    where = quoted(str(item.relative_to(options.source)))
+    return [f"the weights are those of {where} in {options.source.name}; --step and --item choose others"]
 
 
 def _of_the_model(name: str) -> bool:

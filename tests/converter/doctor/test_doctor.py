@@ -11,7 +11,7 @@ from converting import Cli, process
 from savedmodels import stand_in
 
 from bf16kit.runtime import kernel
-from converter.doctor.abilities import FORMATS, SOURCES, abilities
+from converter.doctor.abilities import FORMATS, OTHERS, SOURCES, abilities
 from converter.doctor.parts import LOOK, Part, parts
 from converter.sources.tensorflow import environment
 
@@ -55,7 +55,7 @@ def test_it_ends_well_whatever_is_wrong_with_the_machine(cli: Cli, monkeypatch: 
 
 
 def test_every_part_that_a_line_needs_is_looked_for() -> None:
-    assert {part for needs in (*SOURCES.values(), *FORMATS.values()) for part in needs} <= set(LOOK)
+    assert {part for needs in (*SOURCES.values(), *FORMATS.values(), *OTHERS.values()) for part in needs} <= set(LOOK)
 
 
 def test_every_part_that_is_missing_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,13 +51,17 @@ def test_an_output_that_is_not_there(cli: Cli, onnx_file: Path, target: Path) ->
 
 def test_a_stated_bound_that_nothing_can_judge_is_an_error(cli: Cli, onnx_file: Path, target: Path) -> None:
     done = cli("checkpoint", onnx_file, "--out", target, "--budget", "top1_agreement=1.0")
-    done.refused(2, "--budget top1_agreement=1: nothing to judge (y is other)", "--output NAME:logits")
+    done.refused(2, "--budget top1_agreement=1: nothing to judge ('y' is of kind other)", "--output y:logits")
     assert not target.parent.exists()
 
 
 def test_a_default_bound_that_nothing_judged_is_noted_where_an_output_could_be_a_classifiers() -> None:
     (note,) = check_budget(Budget(), [OUTPUT])
-    assert note.startswith("top1_agreement was not judged (y is other)")
+    assert note.startswith("top1_agreement was not judged: no output is known to hold logits ('y' is of kind other)")
+    assert note.endswith("--output y:logits")
+    (note,) = check_budget(Budget(), [OUTPUT, replace(OUTPUT, name="z")])
+    assert "('y' is of kind other, 'z' is of kind other)" in note
+    assert note.endswith("--output NAME:logits")
     assert check_budget(Budget(), with_kinds([OUTPUT], {"y": "embedding"})) == []
     assert check_budget(Budget.parse(["top1_agreement=none"]), [OUTPUT]) == []
     assert check_budget(Budget.parse(["top1_agreement=1"]), with_kinds([OUTPUT], {"y": "logits"})) == []

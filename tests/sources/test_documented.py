@@ -1,0 +1,36 @@
+"""The commands of docs/converting.md for models of TensorFlow and Keras, run as they are written on the page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from converting import process
+from documented import Answers, assert_answers, command, row
+
+from bf16kit.artifact import Artifact
+from converter.sources.tensorflow import environment as tensorflow
+
+pytestmark = pytest.mark.sources
+# What models_of_tensorflow.py makes for a row, and what it calls what the row calls otherwise.
+_MADE = {row("TensorFlow SavedModel"): ("keras_cnn", "model", "DIRECTORY"), row("Keras 3 file"): ("keras_file", "", "")}
+
+
+@pytest.mark.parametrize("source", _MADE)
+def test_a_rows_command_is_run_as_it_is_written(
+    environment: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    python, (name, theirs, ours) = environment("tensorflow"), _MADE[source]
+    program = Path(__file__).with_name("models_of_tensorflow.py")
+    made = subprocess.run([str(python), "-I", str(program), name, str(tmp_path)], capture_output=True, timeout=300)
+    assert made.returncode == 0, made.stderr[-2000:]
+    if theirs:
+        (tmp_path / theirs).rename(tmp_path / ours)
+    monkeypatch.setenv(tensorflow.VARIABLE, os.fspath(python))
+    process(*command(source), cwd=tmp_path).published()
+    with np.load(tmp_path / "feeds.npz") as feeds, np.load(tmp_path / "answers-serving_default.npz") as answers:
+        assert_answers(Artifact.open(tmp_path / "REPOSITORY" / "MODEL" / "1"), Answers(dict(feeds), dict(answers)))
