@@ -134,8 +134,8 @@ def _distances(
 
 def _unit(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divide each row by its largest magnitude, in place, so that squares neither overflow nor vanish; that
-    magnitude."""
-    peak: NDArray[np.float64] = np.maximum(np.max(x, axis=1, initial=0.0), -np.min(x, axis=1, initial=0.0))
+    magnitude, which is never -0 (as the negative of a smallest value of 0 is)."""
+    peak: NDArray[np.float64] = np.maximum(np.max(x, axis=1, initial=0.0), 0.0 - np.min(x, axis=1, initial=0.0))
     x /= np.where(peak == 0, 1.0, peak)[:, None]
     return peak
 

@@ -61,7 +61,9 @@ def convert_all(context: click.Context, source: Path, repository: Path, check: C
             check([str(item.source), "--out", str(target), *item.arguments])
         except (UsageError, click.UsageError) as error:
             raise UsageError(f"{item.source.name}: {error}") from None
-    click.echo(f"bf16-convert: {len(worklist.items)} checkpoints in {source}", err=True)
+    click.echo(
+        f"bf16-convert: {len(worklist.items)} checkpoint{'' if len(worklist.items) == 1 else 's'} in {source}", err=True
+    )
     with _place(context.params["ray"], source, repository, context.params["jobs"], _say) as (executor, jobs):
         outcomes, interrupted = run(worklist, repository, executor, jobs=jobs, force=context.params["force"], say=_say)
     from converter.commands.common import say
@@ -160,14 +162,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _arguments(context: click.Context, fields: Mapping[str, Any], where: str) -> Arguments:
-    """The command line that ``fields`` of a YAML file stand for."""
+    """The command line that ``fields`` of a YAML file stand for; null takes back what was said of all models."""
     options, found = _options(context), dict[str, list[str]]()
     for key, value in fields.items():
         option = options.get(str(key))
         if option is None:
             known = ", ".join(sorted([*options, _NAME]))
             raise UsageError(f"{where}: unknown option {str(key)!r}; known: {known}")
-        found[option.name or ""] = _texts(option, _value(option, key, value, where))
+        found[option.name or ""] = [] if value is None else _texts(option, _value(option, key, value, where))
     return found
 
 
@@ -182,6 +184,6 @@ def _value(option: click.Option, key: str, value: Any, where: str) -> Any:
         return value if isinstance(value, list) else [value]
     if isinstance(value, dict):  # model-args
         return json.dumps(value)
-    if value is None or isinstance(value, list):
+    if isinstance(value, list):
         raise UsageError(f"{where}: {key} is {value!r}, expected one value")
     return value

@@ -66,6 +66,21 @@ def test_code_beside_the_checkpoints_is_run_only_where_it_is_named(models: Path,
 
 
 @pytest.mark.long
+def test_what_holds_for_all_is_taken_back_for_one(models: Path, tmp_path: Path) -> None:
+    """A model that brings its own architecture, among weights that do not."""
+    (models / "b.onnx").unlink()
+    (tmp_path / "options").mkdir()
+    given = ("--out", tmp_path / "r", *QUICK, "--model", "architectures:Mlp", "--per-model", tmp_path / "options")
+    refused = process("checkpoint", models, *given)
+    assert refused.code == 2
+    assert "bf16-convert: 1 checkpoint in" in refused.err
+    assert "--model: an ONNX file brings its own architecture" in refused.err
+    (tmp_path / "options" / "a.yaml").write_text("model: null\nformat: null\nprofile: [cuda]\n")
+    process("checkpoint", models, *given).published()
+    assert set(Artifact.open(tmp_path / "r" / "a" / "1").manifest.profiles) == {"cuda"}
+
+
+@pytest.mark.long
 def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_path: Path) -> None:
     onnx.save(graphs.mlp((8, 40, 8)), models / "c.onnx")
     out = tmp_path / "repo"

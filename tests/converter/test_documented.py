@@ -52,10 +52,11 @@ def _onnx(directory: Path) -> Answers:
 def _hugging_face(directory: Path) -> Answers:
     import transformers
 
-    config = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     with quiet(), torch.no_grad():
         torch.manual_seed(0)
-        model = transformers.BertForSequenceClassification(transformers.BertConfig(**config)).eval()
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**config))
+        model.train(False)
         model.save_pretrained(directory / "DIRECTORY")
         feeds = {name: torch.ones((2, 7), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
         feeds["token_type_ids"] = torch.zeros((2, 7), dtype=torch.int64)

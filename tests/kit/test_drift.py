@@ -121,6 +121,12 @@ class TestEdges:
     def test_equal_outputs_have_no_drift(self) -> None:
         assert one([1, 2], [1, 2]) == SampleDrift(0, 0, 0, INF, 0, 0, 0)
 
+    def test_no_drift_is_zero_and_not_minus_zero(self) -> None:
+        """Which a table would show as -0."""
+        drift = one([1.0, -2.0], [1.0, -2.0])
+        found = (drift.relative_l2, drift.cosine_distance, drift.max_abs)
+        assert [(value, math.copysign(1, value)) for value in found] == [(0, 1)] * 3
+
     def test_something_out_of_a_zero_reference_is_infinitely_far(self) -> None:
         assert one([0, 0], [0, 2]) == SampleDrift(INF, 1, 2, -INF, 0, 0, 0)
 
