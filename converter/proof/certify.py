@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from bf16kit.artifact import Artifact
 from bf16kit.errors import RuntimeFailure
 from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry
 from bf16kit.publish import StagingArtifact
-from bf16kit.runtime import Runtime, RuntimeInfo
+from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
 from bf16kit.wording import brief
 from converter.formats.traced import TRACED
@@ -20,20 +18,18 @@ from converter.options import Options
 from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
-from converter.proof.exported import Reference, open_export
+from converter.proof.exported import Reference
 from converter.proof.judging import over, without
 from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
 from converter.proof.oracle import Asked
-from converter.proof.running import open_profile, open_source, open_traced
+from converter.proof.running import open_source
+from converter.proof.runs import Run, run_as_served, run_export
 from converter.proof.samples import Samples, how_to_give
 from converter.proof.seen import as_seen, edges, with_axis
 from converter.proof.spool import Spool
 
 _QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
-_BOTH = 8  # samples that modules of torch answer in both arithmetics, this CPU's and the other
-
-_ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 
 
 @dataclass(slots=True)
@@ -50,25 +46,6 @@ class Certified:
     def drifts(self) -> dict[str, Drifts]:
         """The drift of every sample that was run, by profile."""
         return {profile: measure.joined(run.drifts) for profile, run in self.runs.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """How far a profile's answers are from the reference's, one entry per answer, and how it ran.
-
-    Every ``step``-th sample was answered, the first among them. ``note`` is what people should know of it; "" where it
-    is what ``info`` says.
-    """
-
-    drifts: list[Drifts]
-    info: RuntimeInfo
-    emulated: bool
-    note: str = ""
-    step: int = 1
-
-    def by_sample(self) -> dict[int, Drifts]:
-        """The drift of each answer by the number of its sample."""
-        return {self.step * place: found for place, found in enumerate(self.drifts)}
 
 
 def certify(
@@ -146,7 +123,7 @@ def _certify_profile(
 ) -> None:
     manifest = certified.manifest
     try:
-        run = _run(stage.draft(manifest), profile, samples.feeds, expected)
+        run = run_as_served(stage.draft(manifest), profile, samples.feeds, expected)
     except RuntimeFailure as error:
         if profile in options.optional_profiles:
             note = f"no profile {profile}: what was written does not run on the samples: {error}"
@@ -192,81 +169,6 @@ def _record(certified: Certified, name: str, called: str, run: Run, samples: Sam
     manifest = certified.manifest
     certified.manifest = manifest.model_copy(update={"drift": manifest.drift | {name: entry}})
     certified.over[name] = [f"{called}, {breach}" for breach in over(options.budget, run.drifts)]
-
-
-def _run(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    if profile in TRACED and (worse := _worse_arithmetic(artifact, profile, feeds, expected)) is not None:
-        return worse
-    return run_profile(artifact, profile, feeds, expected)
-
-
-def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    """Run ``profile`` on ``feeds`` as a server would, or emulated where there is no device for it.
-
-    ``expected`` are the reference's answers to ``feeds``. Each answer is reduced to its drift at once.
-    """
-    manifest = artifact.manifest
-    outputs = edges(manifest)[1]
-    runtime, emulated = open_profile(artifact, profile)
-    try:
-        found = measure.drifts(expected, measure.answers(runtime, feeds), outputs, manifest.batch_axis)
-        return Run(found, runtime.info, emulated)
-    finally:
-        runtime.close()
-
-
-def run_export(
-    artifact: Artifact,
-    export: str,
-    feeds: Sequence[Feeds],
-    expected: Sequence[Feeds],
-    source: Reference | None = None,
-    scratch: Path | None = None,
-) -> Run:
-    """Run the reference on ``feeds`` with the tensors of ``export`` in it; ``source`` is it where none is kept."""
-    runtime, note = open_export(artifact, export, source, scratch)
-    try:
-        outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
-        return Run(measure.drifts(expected, measure.answers(runtime, feeds), outputs, axis), runtime.info, False, note)
-    finally:
-        runtime.close()
-
-
-def _worse_arithmetic(
-    artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]
-) -> Run | None:
-    """A module of torch's in the worse of bf16 and fp32, to which a CPU without bf16 instructions widens it; None
-    where it has nothing in bf16.
-
-    A server may have either. Both run on the same :data:`_BOTH` of ``feeds`` at most, so that what is found does not
-    depend on which of them is this CPU's: where bf16 is not, it takes ten times as long.
-    """
-    outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
-    step = -(-len(feeds) // _BOTH)
-    asked, answers = feeds[::step], expected[::step]
-    own = run_profile(artifact, profile, asked, answers)
-    if own.info.precision == "fp32":
-        return None
-    runtime = open_traced(artifact, profile, native_bf16=own.info.precision != "bf16")
-    try:
-        other = measure.drifts(answers, measure.answers(runtime, asked), outputs, axis)
-        found = {own.info.precision: own.drifts, runtime.info.precision: other}
-    finally:
-        runtime.close()
-    worse = max(sorted(found), key=lambda precision: _mean(found[precision]))
-    some = f" on {len(asked)} of {len(feeds)} samples" if step > 1 else ""
-    note = f"when verified: run in both arithmetics{some}; the drift is that of {_ARITHMETICS[worse]}, the worse"
-    return Run(found[worse], own.info, own.emulated, note, step)
-
-
-def _mean(found: Sequence[Drifts]) -> float:
-    """The largest mean relative_l2 of an output."""
-    return max(summary.stats["relative_l2"]["mean"] for summary in measure.summarise(found).values())
-
-
-def how(info: RuntimeInfo) -> str:
-    """What was special about a run that was not emulated, for people; "" when nothing was."""
-    return f"on the CPU kernel, path {info.kernel}" if info.kernel else info.note
 
 
 def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run) -> ProfileEntry:

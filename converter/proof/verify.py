@@ -17,8 +17,8 @@ from bf16kit.verdicts import DriftRow, rows_of
 from converter.model import Feeds
 from converter.process.memory import release
 from converter.proof import measure, samples
-from converter.proof.certify import how, run_export, run_profile
 from converter.proof.judging import breaches
+from converter.proof.runs import how, run_export, run_profile
 from converter.report.inspect import DRIFT, drift_cells
 
 VERSION = 1  # of what `verify --json` writes

@@ -20,7 +20,7 @@ from bf16kit.publish import staging
 from bf16kit.runtime import Runtime
 from bf16kit.tensors import TensorSpec
 from converter.options import Options, parse_target
-from converter.proof import certify
+from converter.proof import runs
 from converter.proof.judging import check_budget, judge, with_kinds
 from converter.proof.running import open_profile
 
@@ -152,7 +152,7 @@ def test_one_that_does_not_run_is_left_out(
             raise RuntimeFailure("no such operator")
         return open_profile(artifact, profile)
 
-    monkeypatch.setattr(certify, "open_profile", fails)
+    monkeypatch.setattr(runs, "open_profile", fails)
     flags = ("checkpoint", wide_file, "--out", target, *ONNX_ONLY)
     cli(*flags, "--profile", "cpu-bf16").refused(3, "no such operator")
     assert "no profile cpu-bf16: what was written does not run" in cli(*flags).published().out
