@@ -7,11 +7,9 @@ Records that are not needed, sample inputs among them, are not read at all.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.exported.records import Record, read_records
 from bf16kit.runtime.exported.values import DTYPES, SYMBOLIC_LARGEST, field, integer, listed, mapping, text
 from bf16kit.tensors import BY_NAME, Array
 
@@ -33,17 +32,6 @@ _FQN = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _LONGEST = 1000  # characters of a name
 _MOST_AXES = 64  # of numpy's arrays
 _STRIDED = 7  # torch's number for a tensor that is neither sparse nor of a backend's own layout
-_NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
-_ONE_FILE = "serialized_exported_program.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Where a record's bytes lie in the archive, and their CRC-32."""
-
-    offset: int
-    nbytes: int
-    crc: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +84,7 @@ def read_archive(data: memoryview, *, trust_pickle: bool = False, check_crc: boo
     changed.
     """
     try:
-        records = _records(data)
+        records = read_records(data)
         model = _model_name(records)
         program = _json(records, f"{MODELS}{model}.json", data)
         archive = Archive(program, dict(_tensors(records, model, data, trust_pickle)), data)
@@ -107,72 +95,6 @@ def read_archive(data: memoryview, *, trust_pickle: bool = False, check_crc: boo
     except Exception as error:  # damaged archives raise nearly anything
         raise RuntimeFailure(f"is a truncated or damaged zip archive ({str(error) or type(error).__name__})") from error
     return archive
-
-
-def _records(data: memoryview) -> dict[str, Record]:
-    """The archive's records by the name that torch gives them, without the folder that holds them all."""
-    found: dict[str, Record] = {}
-    with zipfile.ZipFile(io.BufferedReader(_View(data))) as archive:
-        infos = archive.infolist()
-    if any(info.filename.rpartition("/")[2] == _ONE_FILE for info in infos):
-        raise RuntimeFailure(
-            "is of the format that torch.export.save wrote before torch 2.8: load it with a torch that can, and save it"
-            " again with torch 2.8 or newer"
-        )
-    roots = {info.filename.partition("/")[0] for info in infos}
-    if len(roots) != 1:
-        raise RuntimeFailure(f"has {len(roots)} folders at its top, and torch writes one")
-    for info in infos:
-        name = info.filename.partition("/")[2]
-        if name in found:
-            raise RuntimeFailure(f"has two records called {name!r}")
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise RuntimeFailure(f"record {name!r} is compressed or encrypted, which torch never does")
-        if info.compress_size != info.file_size:
-            raise RuntimeFailure(f"record {name!r} has {info.file_size} bytes, and {info.compress_size} as stored")
-        found[name] = _located(info, data)
-    return found
-
-
-class _View(io.RawIOBase):
-    """A file over memory, which `io.BytesIO` would copy."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        if start + offset < 0:
-            raise OSError("a position before the beginning")  # as a file does, which zipfile expects
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-
-def _located(info: zipfile.ZipInfo, data: memoryview) -> Record:
-    header = data[info.header_offset : info.header_offset + _LOCAL_HEADER]
-    if bytes(header[:4]) != b"PK\x03\x04":
-        raise RuntimeFailure(f"record {info.filename!r} does not begin where the archive says")
-    named, extra = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH, _EXTRA_LENGTH))
-    name = bytes(data[info.header_offset + _LOCAL_HEADER :][:named])
-    if name not in (info.orig_filename.encode(), info.orig_filename.encode("cp437", "replace")):
-        raise RuntimeFailure(f"record {info.filename!r} has another name where it lies")
-    offset = info.header_offset + _LOCAL_HEADER + named + extra
-    if offset + info.file_size > len(data):
-        raise RuntimeFailure(f"record {info.filename!r} ends behind the end of the file")
-    return Record(offset, info.file_size, info.CRC)
 
 
 def _model_name(records: Mapping[str, Record]) -> str:
