@@ -64,7 +64,8 @@ class TorchExportRuntime(TorchRuntime):
         try:
             archive = read_file(path)
             program = parse_program(archive.program, archive.tensors)
-            tensors = {name: to_tensor(archive.tensor(name)) for name in sorted(set(program.tensors.values()))}
+            arrays = {name: archive.tensor(name) for name in sorted(set(program.tensors.values()))}
+            tensors = {id(array): to_tensor(array) for array in arrays.values()}  # one for all names of an array
             is_bf16 = any(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
             native = self._computes_in_bf16(is_bf16, native_bf16)
             halves = ("bfloat16",) if is_bf16 and not native else ()
@@ -72,8 +73,8 @@ class TorchExportRuntime(TorchRuntime):
         except RuntimeFailure as error:
             raise RuntimeFailure(f"{path.name}: {error}") from None
         _check_edges(path, program, self._inputs, self._outputs)
-        held = {name: _placed(tensor, self._device, widen=bool(halves)) for name, tensor in tensors.items()}
-        self._values: Values = {value: held[fqn] for value, fqn in program.tensors.items()}
+        held = {place: _placed(tensor, self._device, widen=bool(halves)) for place, tensor in tensors.items()}
+        self._values: Values = {value: held[id(arrays[fqn])] for value, fqn in program.tensors.items()}
         self._info = self._described("torchexport", "pt2", is_bf16, native)
 
     def run(

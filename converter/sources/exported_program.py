@@ -64,13 +64,23 @@ def read_file(path: Path, *, trust_pickle: bool) -> Exported:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         archive = read_archive(data, trust_pickle=trust_pickle, check_crc=True)
         program = parse_program(archive.program, archive.tensors)
-        tensors = {name: _tensor(archive, stored) for name, stored in archive.tensors.items()}
+        tensors = _tensors(archive)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except RuntimeFailure as error:
         raise SourceError(f"{path}: {error}") from None
     parameters = frozenset(name for name, stored in archive.tensors.items() if stored.is_parameter)
     return Exported(program, tensors, parameters, _notes(program, archive.program))
+
+
+def _tensors(archive: Archive) -> dict[str, Array]:
+    """Contiguous arrays by name, one for all names of the same elements."""
+    found: dict[object, Array] = {}
+    for name, stored in archive.tensors.items():
+        key = name if stored.pickled else stored.place
+        if key not in found:
+            found[key] = _tensor(archive, stored)
+    return {name: found[name if stored.pickled else stored.place] for name, stored in archive.tensors.items()}
 
 
 def _tensor(archive: Archive, stored: Stored) -> Array:

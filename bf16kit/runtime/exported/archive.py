@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import field as made
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ _FQN = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _LONGEST = 1000  # characters of a name
 _MOST_AXES = 64  # of numpy's arrays
 _STRIDED = 7  # torch's number for a tensor that is neither sparse nor of a backend's own layout
+_MOST_VIEWS = 4  # times the bytes of the file: torch writes a record for each storage, of which tensors are parts
+
+Place = tuple[Record, str, tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,28 @@ class Stored:
     offset: int = 0
     pickled: bool = False
 
+    @property
+    def place(self) -> Place:
+        """The same for names that mean the same elements of one record."""
+        return self.record, self.dtype, self.shape, self.strides, self.offset
+
+    @property
+    def nbytes(self) -> int:
+        """What its elements take once they are copied."""
+        return 0 if self.pickled else math.prod(self.shape) * BY_NAME[self.dtype].numpy.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What an archive holds: the program's JSON, and its weights and constants by name. ``data`` is the whole file."""
+    """What an archive holds: the program's JSON, and its weights and constants by name. ``data`` is the whole file.
+
+    Names that mean the same elements of one record get one array: whoever copies it need do so once.
+    """
 
     program: Mapping[str, Any]
     tensors: Mapping[str, Stored]
     data: memoryview
+    _views: dict[Place, Array] = made(default_factory=dict, repr=False)
 
     def record(self, record: Record) -> memoryview:
         """The bytes of ``record``."""
@@ -63,14 +81,21 @@ class Archive:
     def tensor(self, name: str) -> Array:
         """A view of the archive's memory, writable where that is; not always contiguous."""
         stored = self.tensors[name]
+        if stored.place not in self._views:
+            self._views[stored.place] = self._view(stored)
+        return self._views[stored.place]
+
+    def _view(self, stored: Stored) -> Array:
         dtype = BY_NAME[stored.dtype].numpy
         if not stored.record.nbytes:
             return np.zeros(stored.shape, dtype)
         found = self.record(stored.record)
-        if stored.record.offset % dtype.itemsize:  # torch aligns records to 64 bytes
-            found = memoryview(bytearray(found))
-        flat = np.frombuffer(found, dtype, stored.record.nbytes // dtype.itemsize)[stored.offset :]
         strides = [stride * dtype.itemsize for stride in stored.strides]
+        if stored.record.offset % dtype.itemsize:  # torch aligns records to 64 bytes
+            single = np.frombuffer(found, np.uint8)[stored.offset * dtype.itemsize :]
+            each = np.lib.stride_tricks.as_strided(single, (*stored.shape, dtype.itemsize), (*strides, 1))
+            return each.copy().view(dtype).reshape(stored.shape)  # its elements alone, not what lies between them
+        flat = np.frombuffer(found, dtype, stored.record.nbytes // dtype.itemsize)[stored.offset :]
         return np.lib.stride_tricks.as_strided(flat, stored.shape, strides)
 
 
@@ -88,6 +113,7 @@ def read_archive(data: memoryview, *, trust_pickle: bool = False, check_crc: boo
         model = _model_name(records)
         program = _json(records, f"{MODELS}{model}.json", data)
         archive = Archive(program, dict(_tensors(records, model, data, trust_pickle)), data)
+        _check_views(archive)
         if check_crc:
             _check_crc(archive)
     except RuntimeFailure:
@@ -207,6 +233,17 @@ def _sizes(values: Any, what: str) -> tuple[int, ...]:
             raise RuntimeFailure(f"{what} has a size, stride or offset of {size}")
         found.append(size)
     return tuple(found)
+
+
+def _check_views(archive: Archive) -> None:
+    """Each way to look at a record is copied where it is not contiguous, or widened: the same few bytes as often as there
+    are ways, or records that lie over each other."""
+    total = sum({stored.place: stored.nbytes for stored in archive.tensors.values()}.values())
+    if total > _MOST_VIEWS * len(archive.data):
+        raise RuntimeFailure(
+            f"takes {total} bytes of tensors from a file of {len(archive.data)}, more than {_MOST_VIEWS} times as many;"
+            " save the module with memory of its own for each tensor"
+        )
 
 
 def _check_crc(archive: Archive) -> None:

@@ -1,4 +1,4 @@
-"""The records of a torch.export archive: where each lies in the file, once it is known to lie there as torch puts it."""
+"""The records of a torch.export archive: where each lies in the file, once that is known to be as torch puts it."""
 
 from __future__ import annotations
 

@@ -45,11 +45,12 @@ class ProgramModule(torch.nn.Module):
         super().__init__()
         self.held = torch.nn.Module()
         self._paths = {value: fqn.split(".") for value, fqn in program.tensors.items()}
+        made: dict[tuple[int, bool], torch.Tensor] = {}  # one for all names of an array
         for fqn, array in tensors.items():
-            tensor = to_torch(array)
-            if array.dtype.name in widened:
-                tensor = tensor.to(torch.float32)
-            _register(self.held, fqn, tensor, is_parameter=fqn in parameters and tensor.is_floating_point())
+            key = id(array), fqn in parameters and array.dtype.kind not in "biu"
+            if key not in made:
+                made[key] = _made(array, is_parameter=key[1], widen=array.dtype.name in widened)
+            _register(self.held, fqn, made[key])
         self._bound = bind(program, torch.device("cpu"), widened=widened, wrap=_careful)
 
     def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -60,7 +61,14 @@ class ProgramModule(torch.nn.Module):
         return found
 
 
-def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor, *, is_parameter: bool) -> None:
+def _made(array: Array, *, is_parameter: bool, widen: bool) -> torch.Tensor:
+    tensor = to_torch(array)
+    if widen:
+        tensor = tensor.to(torch.float32)
+    return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor) -> None:
     """Put ``tensor`` under ``fqn``, in modules made on the way; :class:`SourceError` where that is no tensor's name."""
     *path, name = fqn.split(".")
     module = root
@@ -69,8 +77,8 @@ def _register(root: torch.nn.Module, fqn: str, tensor: torch.Tensor, *, is_param
             if part not in module._modules:
                 module.add_module(part, torch.nn.Module())
             module = module.get_submodule(part)
-        if is_parameter:
-            module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        if isinstance(tensor, torch.nn.Parameter):
+            module.register_parameter(name, tensor)
         else:
             module.register_buffer(name, tensor)
     except KeyError as error:

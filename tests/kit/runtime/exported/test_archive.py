@@ -249,3 +249,51 @@ def test_sample_inputs_are_not_read(mlp_archive: bytes, tmp_path: Path, monkeypa
     torch.save((Canary(),), buffer)
     assert read(added("data/sample_inputs/model.pt", buffer.getvalue())(mlp_archive)).tensors
     assert list(tmp_path.iterdir()) == []
+
+
+class Turned(torch.nn.Module):
+    """Holds a megabyte that does not lie end to end."""
+
+    turned: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turned", torch.ones(512, 512).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.turned.sum()
+
+
+def _with_names(names: int, rows: Callable[[int], int]) -> bytes:
+    """An archive in which so many names more look at one record, each at so many of its 512 rows."""
+
+    def edit(config: Any) -> None:
+        for number in range(names):
+            more = json.loads(json.dumps(config["config"]["turned"]))
+            more["tensor_meta"]["sizes"][1] = {"as_int": rows(number)}
+            config["config"][f"more.{number}"] = more
+
+    return files.changed(files.exported(Turned(), torch.ones(2)), files.WEIGHTS, edit)
+
+
+def test_many_names_of_the_same_elements_are_one_array() -> None:
+    archive = read(_with_names(1000, lambda _: 512))
+    assert len({id(archive.tensor(f"more.{number}")) for number in range(1000)}) == 1
+    assert archive.tensor("more.7") is archive.tensor("turned")
+
+
+def test_more_ways_to_look_at_a_record_than_the_file_is_large_are_refused() -> None:
+    """Each would be copied: of 1,000 names for a non-contiguous record memory would be taken 1,000 times."""
+    assert read(_with_names(3, lambda number: 511 - number)).tensor("more.1").shape == (512, 510)
+    with pytest.raises(RuntimeFailure, match=r"takes 5\d{6} bytes of tensors from a file of 1\d{6}, more than 4 times"):
+        read(_with_names(5, lambda number: 511 - number))
+
+
+def test_an_unaligned_record_is_read_as_an_aligned_one() -> None:
+    """zipfile, which the tests pack with, aligns nothing; only the elements of a view are copied then."""
+    expected = dict(Odd().named_buffers())
+    plain = files.exported(Odd(), torch.ones(2))
+    shifted = files.packed({"padding/x": b"1", **files.records(plain)})
+    for archive in (read(shifted), read(plain)):
+        for name, tensor in expected.items():
+            assert np.array_equal(archive.tensor(name).astype(np.float32), tensor.float().numpy()), name
