@@ -67,7 +67,7 @@ class Attempt:
         stored, exported, planned = _write(options, source, prepared, planned, stage, progress)
         with progress.step("writing graphs"):
             profiles = {**self.traced, **_write_graphs(options, prepared, planned, stored, stage)}
-        manifest = _describe(options, source, planned.plan, stored, profiles)
+        manifest = describe(options, source, planned.plan, stored, profiles)
         if exported is not None:
             manifest = manifest.amended(exports=_describe_export(options, source, exported, stage))
         _check_lossless(options, source, prepared, stored, stage.draft(manifest), exported, progress)
@@ -178,8 +178,8 @@ def _write_graphs(
     }
 
 
-def _describe(
-    options: Options, source: Source, plan: Plan, stored: StoredWeights, profiles: dict[str, ProfileEntry]
+def describe(
+    options: Options, source: Source, plan: Plan, stored: StoredWeights, profiles: Mapping[str, ProfileEntry]
 ) -> Manifest:
     """The manifest as far as it is known before anything ran."""
     checkpoint = source.checkpoint
@@ -187,8 +187,8 @@ def _describe(
         model=options.target.model,
         inputs=[SpecEntry.of(spec) for spec in source.inputs],
         outputs=[SpecEntry.of(spec) for spec in source.outputs],
-        profiles=profiles,
-        reference="reference.onnx" if options.residual else None,
+        profiles=dict(profiles),
+        reference="reference.onnx" if options.residual and source.graph is not None else None,
         tensors=sorted(stored.tensors.values(), key=lambda entry: entry.name),
         checkpoint=list(stored.checkpoint),
         plan=plan,

@@ -61,15 +61,18 @@ def draw_samples(options: Options, source: Source, progress: Progress) -> Sample
         found = samples.load(options.samples, source.inputs, runs if strange else None, outputs=names)
     if found.inputs:
         source.inputs = found.inputs
-        name_inputs(source.graph, found.inputs)
+        if source.graph is not None:
+            name_inputs(source.graph, found.inputs)
     return found
 
 
 def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> Asked:
-    """What the source itself answers, before narrowing and folding change it; its oracle is let go of afterwards."""
+    """What the source itself answers, before narrowing and folding change it; its oracle is let go of afterwards,
+    unless it is the only reference there will be."""
     with progress.step("asking the source itself"):
         asked = ask(source, calibration.feeds, stage.path)
-    source.oracle = None
+    if source.graph is not None:
+        source.oracle = None
     return asked
 
 
@@ -101,7 +104,10 @@ def check_answers(
 def trace(
     options: Options, source: Source, stage: StagingArtifact, progress: Progress, notes: list[str]
 ) -> dict[str, ProfileEntry]:
-    """Write the formats that are made of the torch module, those that are to be, and let go of it."""
+    """Write the formats that are made of the torch module, those that are to be, and let go of it.
+
+    Raises :class:`ConversionError` where one that was asked for cannot be, and where nothing else would be left.
+    """
     module, source.module = source.module, None
     written: dict[str, ProfileEntry] = {}
     for name in options.traced:
@@ -110,8 +116,10 @@ def trace(
             if module is None:
                 raise ConversionError(f"--format {name}: {_NO_MODULE}" if options.insists_on(name) else _NO_MODULE)
             with progress.step(traced.doing):
-                traced.write(module, stage.path / traced.file)
+                traced.write(module, stage.path / traced.file, strictly=source.graph is None)
         except ConversionError as error:
+            if source.graph is None and not written:
+                raise ConversionError(f"no ONNX: {source.ungraphed}; no {traced.title}: {error}") from error
             if options.insists_on(name):
                 raise
             notes.append(f"no {traced.title}: {error}")

@@ -81,7 +81,9 @@ class Oracle:
 class Source:
     """A checkpoint made runnable, and the model itself to ask what it answers.
 
-    ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes.
+    ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes. It is
+    None where torch has none that ONNX could say: ``ungraphed`` says why, and ``rowwise`` whether what a row is given
+    may depend on that row alone.
     ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, and
     ``oracle`` with it, which frees their files and memory. A source that cannot answer has no oracle, and ``unasked``
     says why. ``notes`` are sentences for whoever converts it. ``tools`` are the packages whose versions shape the
@@ -91,7 +93,7 @@ class Source:
     """
 
     checkpoint: Checkpoint
-    graph: ir.Model
+    graph: ir.Model | None
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     module: TorchModel | None = None
@@ -103,6 +105,8 @@ class Source:
     beside: Mapping[str, bytes] = field(default_factory=dict)
     proposed: str | None = None
     foreign: Mapping[str, str] = field(default_factory=dict)
+    ungraphed: str = ""
+    rowwise: bool = True
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:

@@ -3,14 +3,15 @@ rename into place → report. The parts are in ``intake``, ``attempt`` and ``pub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from bf16kit.artifact import Artifact
-from bf16kit.manifest import Manifest
+from bf16kit.manifest import Manifest, ProfileEntry
+from bf16kit.numerics import Census
 from bf16kit.publish import StagingArtifact, staging
 from bf16kit.recovery import RecoveryEntry
-from converter import intake
+from converter import alone, intake
 from converter.attempt import Attempt
 from converter.formats.exportweights import unfolded
 from converter.model import Source
@@ -20,11 +21,14 @@ from converter.plan.decisions import Islands
 from converter.process.memory import Garbage
 from converter.process.naming import naming
 from converter.process.progress import Progress, Silent
+from converter.proof.certify import Certified
 from converter.proof.explanation import tables
 from converter.proof.judging import check_judged, judge
+from converter.proof.oracle import Asked
 from converter.proof.samples import Samples
 from converter.publishing import measured, publish
 from converter.search.mending import Mending
+from converter.search.result import SearchResult
 from converter.search.trials import Deadline
 
 
@@ -72,6 +76,8 @@ def convert(options: Options, progress: Progress | None = None, given: Given | N
         with garbage.uncollected():
             source = intake.read(options, progress, None if given is None else given.read)
         notes += source.notes
+        if source.graph is None:
+            notes.append(alone.check_wanted(options, source))
         own = None if given is None else given.samples
         calibration = own or intake.draw_samples(options, source, progress)
         if not (options.samples or own):
@@ -80,20 +86,11 @@ def convert(options: Options, progress: Progress | None = None, given: Given | N
         notes += intake.check_answers(options, source, calibration, asked, stage, progress)
         profiles = intake.trace(options, source, stage, progress, notes)
         garbage.settle()
-        with progress.step("planning"):
-            prepared = prepare(source.graph, source.checkpoint.tensors, orders=source.checkpoint.orders)
-            if options.stores_export:
-                prepared = unfolded(prepared, source.checkpoint.tensors)
-        notes += intake.unknown(options, prepared)
-        intake.check_base(options, source, prepared, asked, calibration, stage, progress)
-        attempt = Attempt(options, source, prepared, profiles, calibration, asked, stage, progress)
-        mending = Mending(prepared, options, calibration, progress, stage.path)
-        certified, census = attempt.prove(Islands())
-        while (islands := mending.islands(certified)) is not None:
-            certified, census = attempt.prove(islands)
-        del source, prepared, attempt
+        proven = _prove(options, source, profiles, calibration, asked, stage, progress)
+        del source
         garbage.settle()
-        notes += certified.notes
+        certified = proven.certified
+        notes += [*proven.notes, *certified.notes]
         notes += _remarks(options, certified.manifest)
         check_judged(options.budget, certified.manifest)
         manifest, left_out = judge(certified.over, certified.manifest, options, stage)
@@ -109,12 +106,53 @@ def convert(options: Options, progress: Progress | None = None, given: Given | N
         # Each profile's layers take a tenth of a conversion: of what nobody asked for, `explain` tells them later.
         unasked = options.optional_profiles
         layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late, without=unasked)
-        measurements = measured(manifest, certified, layers, census, mending, calibration.feeds)
+        measurements = measured(manifest, certified, layers, proven.census, proven.searches, calibration.feeds)
         if judged is not None:
             measurements = measurements.model_copy(update={"recovery": judged.recovery})
         # Not `sentences`: the page takes what a search did from the measurements, and shows it beside the islands.
-        artifact = publish(options, stage, manifest, measurements, [*notes, *mending.remarks()], progress)
-    return Result(artifact, (*notes, *mending.sentences()))
+        artifact = publish(options, stage, manifest, measurements, [*notes, *proven.remarks], progress)
+    return Result(artifact, (*notes, *proven.sentences))
+
+
+@dataclass(frozen=True, slots=True)
+class _Proven:
+    """What was written and run: what that showed, what rounding met, and what searches for fp32 islands found.
+
+    ``sentences`` tell the user of the islands; ``remarks`` are those of them that the measurements do not say.
+    """
+
+    certified: Certified
+    census: Mapping[str, Census]
+    notes: Sequence[str] = ()
+    searches: Mapping[str, SearchResult] = field(default_factory=dict)
+    sentences: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+
+def _prove(
+    options: Options,
+    source: Source,
+    profiles: Mapping[str, ProfileEntry],
+    calibration: Samples,
+    asked: Asked,
+    stage: StagingArtifact,
+    progress: Progress,
+) -> _Proven:
+    """Plan, narrow, write and run, until what was written is within budget, or nothing more can be done about it."""
+    if source.graph is None:
+        return _Proven(*alone.prove(options, source, profiles, calibration, asked, stage, progress))
+    with progress.step("planning"):
+        prepared = prepare(source.graph, source.checkpoint.tensors, orders=source.checkpoint.orders)
+        if options.stores_export:
+            prepared = unfolded(prepared, source.checkpoint.tensors)
+    notes = list(intake.unknown(options, prepared))
+    intake.check_base(options, source, prepared, asked, calibration, stage, progress)
+    attempt = Attempt(options, source, prepared, profiles, calibration, asked, stage, progress)
+    mending = Mending(prepared, options, calibration, progress, stage.path)
+    certified, census = attempt.prove(Islands())
+    while (islands := mending.islands(certified)) is not None:
+        certified, census = attempt.prove(islands)
+    return _Proven(certified, census, notes, mending.results, mending.sentences(), mending.remarks())
 
 
 def _remarks(options: Options, manifest: Manifest) -> Iterator[str]:

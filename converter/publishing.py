@@ -15,7 +15,7 @@ from converter.options import Options
 from converter.process.progress import Progress
 from converter.proof.certify import Certified
 from converter.report import page
-from converter.search.mending import Mending
+from converter.search.result import SearchResult
 
 
 def measured(
@@ -23,12 +23,12 @@ def measured(
     certified: Certified,
     layers: Mapping[str, Layers],
     census: Mapping[str, Census],
-    mending: Mending,
+    searched: Mapping[str, SearchResult],
     feeds: Sequence[Feeds],
 ) -> Measurements:
     """What ``measurements.json`` keeps of the profiles that are published."""
     columns = sample_columns(certified.drifts)
-    searches = {profile: result.entry() for profile, result in mending.results.items()}
+    searches = {profile: result.entry() for profile, result in searched.items()}
     profiles = {
         profile: ProfileMeasurements(outputs=columns[profile], layers=layers.get(profile), search=searches.get(profile))
         for profile in manifest.drift

@@ -117,7 +117,9 @@ def load_reference(
 
     name = artifact.manifest.reference
     if name is None:
-        raise ArtifactError(f"{artifact.path} has no fp32 reference; convert the checkpoint again with the residual")
+        alone = "no ONNX graph could be made of its source" if artifact.manifest.checkpoint else ""
+        remedy = alone or "convert the checkpoint again with the residual"
+        raise ArtifactError(f"{artifact.path} has no fp32 reference; {remedy}")
     graph = artifact.file(name)
     check_locations(graph, {*artifact.manifest.files, REBUILT})
     inputs, outputs = _edges(artifact)

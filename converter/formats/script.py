@@ -1,7 +1,9 @@
 """The bf16 TorchScript module of a source that is TorchScript itself: its own graph, products with weights in bf16.
 
 Nothing is traced again: branches, loops and free sizes stay. A product takes bf16 in, gives bf16 out, and is widened at
-once, so that whatever else the graph says of dtypes holds; sums inside a product are fp32's.
+once, so that whatever else the graph says of dtypes holds; sums inside a product are fp32's. Operators that do more
+than a product, of which nobody knows what they would round inside, compute in fp32 as they did: their matrices are
+stored in bf16 and widened at the head of the graph.
 """
 
 from __future__ import annotations
@@ -30,10 +32,18 @@ _PRODUCTS = {
     "aten::conv_transpose3d": (1, (0, 2)),
     "aten::embedding": (0, ()),
 }
+# What takes its weights together with others.
+_FUSED = frozenset(
+    {
+        *("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),
+        *("aten::gru", "aten::gru_cell", "aten::lstm", "aten::lstm_cell", "aten::rnn_relu", "aten::rnn_tanh"),
+        *("aten::rnn_relu_cell", "aten::rnn_tanh_cell"),
+    }
+)
 
 
 def narrow_script(script: Any, path: Path) -> int:
-    """Write ``script``, a ScriptModule, to ``path`` with its products in bf16; returns how many there are.
+    """Write ``script``, a ScriptModule, to ``path`` with its products in bf16; returns how many have such weights.
 
     Its own tensors stay as they are. Raises :class:`ConversionError` when torch cannot rewrite it, or when no product
     has an fp32 weight.
@@ -69,18 +79,19 @@ class _Narrowing:
     def __init__(self, module: Any, graph: Any) -> None:
         self._module, self._graph = module, graph
         self._weights: dict[tuple[Any, ...], Any] = {}
+        self._widened: dict[tuple[Any, ...], Any] = {}
+        self._head = next(iter(graph.nodes()))  # what stands before it is computed before everything else
 
     def rewrite(self) -> int:
-        """Narrow every product; how many there were."""
-        found = [node for node in scriptgraph.nodes(self._graph) if node.kind() in _PRODUCTS]
-        return sum(self._narrow(node) for node in found)
+        """Narrow every product and every fused operator; how many there were."""
+        found = list(scriptgraph.nodes(self._graph))
+        products = sum(self._narrow(node) for node in found if node.kind() in _PRODUCTS)
+        return products + sum(self._store(node) for node in found if node.kind() in _FUSED)
 
     def _narrow(self, node: Any) -> bool:
-        import torch
-
         place, others = _PRODUCTS[node.kind()]
         weight = self._tensor(node.inputsAt(place))
-        if weight is None or weight.dtype is not torch.float32 or weight.ndim < 2:
+        if weight is None or not _is_matrix(weight):
             return False
         node.replaceInput(place, self._rounded(weight))
         for other in (place for place in others if place < node.inputsSize()):
@@ -97,6 +108,29 @@ class _Narrowing:
         node.output().replaceAllUsesAfterNodeWith(wide, wide.output())
         return True
 
+    def _store(self, node: Any) -> bool:
+        """Have the matrices that ``node`` is given, also those in a list, in bf16, and widened for it."""
+        stored = False
+        for place in range(node.inputsSize()):
+            value = node.inputsAt(place)
+            if value.type().kind() == "ListType" and value.node().kind() == "prim::ListConstruct":
+                stored = self._store(value.node()) or stored
+                continue
+            weight = self._tensor(value)
+            if weight is not None and _is_matrix(weight):
+                node.replaceInput(place, self._wide(weight))
+                stored = True
+        return stored
+
+    def _wide(self, weight: Any) -> Any:
+        """``weight`` in bf16 and widened again, at the head of the graph."""
+        key = _place(weight)
+        if key not in self._widened:
+            wide = self._cast(self._rounded(weight), scriptgraph.FLOAT32, self._head)
+            wide.insertBefore(self._head)
+            self._widened[key] = wide.output()
+        return self._widened[key]
+
     def _tensor(self, value: Any) -> Any:
         """The tensor that ``value`` always is, a constant or an attribute; None for one that is computed."""
         return next(scriptgraph.tensors_of(self._module, value.node()), None)
@@ -105,9 +139,9 @@ class _Narrowing:
         """A constant at the head of the graph: ``tensor`` in bf16."""
         import torch
 
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        key = _place(tensor)
         if key not in self._weights:
-            self._graph.setInsertPoint(next(iter(self._graph.nodes())))
+            self._graph.setInsertPoint(self._head)
             self._weights[key] = self._graph.insertConstant(tensor.detach().to(torch.bfloat16))
         return self._weights[key]
 
@@ -116,3 +150,13 @@ class _Narrowing:
         self._graph.setInsertPoint(before)
         constants = [self._graph.insertConstant(one) for one in (dtype, False, False, None)]
         return self._graph.create("aten::to", [value, *constants], 1)
+
+
+def _is_matrix(tensor: Any) -> bool:
+    import torch
+
+    return tensor.dtype is torch.float32 and tensor.ndim > 1
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

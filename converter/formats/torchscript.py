@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bf16kit.errors import ConversionError
+from bf16kit.wording import brief
 from converter.model import TorchModel
 from converter.process.quiet import first_line, quiet
 
@@ -22,10 +24,11 @@ _DEBUG = ".debug_pkl"
 _MARK = "_jit_is_scripting"
 
 
-def narrow_and_trace(model: TorchModel, path: Path) -> None:
+def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -> None:
     """Write ``model`` in bf16 to ``path`` as a legacy TorchScript file; the same model gives the same bytes.
 
-    Raises :class:`ConversionError` when torch cannot trace it. Either way the module is afterwards what it was.
+    Raises :class:`ConversionError` when torch cannot trace it, and with ``strictly`` when torch warns that the trace
+    holds what the example alone decided. Either way the module is afterwards what it was.
     """
     import torch
 
@@ -35,9 +38,12 @@ def narrow_and_trace(model: TorchModel, path: Path) -> None:
     try:
         with quiet(), torch.no_grad():
             _forget_classes()
-            with narrowed(model.module, path.parent) as module, _without_trainers(module):
+            with narrowed(model.module, path.parent) as module, _without_trainers(module), _warned(strictly):
                 traced = torch.jit.trace(Edges(module).eval(), model.example, check_trace=False)
                 torch.jit.save(traced, str(raw))
+    except ConversionError:
+        raw.unlink(missing_ok=True)
+        raise
     except Exception as error:  # tracing runs the user's model, which may raise anything
         raw.unlink(missing_ok=True)
         raise ConversionError(f"torch cannot trace the model in bf16: {first_line(error)}") from error
@@ -56,6 +62,22 @@ def _forget_classes() -> None:
     torch._C._jit_clear_class_registry()
     torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
     torch.jit._state._clear_class_state()
+
+
+@contextmanager
+def _warned(strictly: bool) -> Iterator[None]:
+    """Where ``strictly``, what torch warns of while it traces is an error."""
+    from torch.jit._trace import TracerWarning
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", TracerWarning)
+        yield
+    said = next((one.message for one in found if issubclass(one.category, TracerWarning)), None)
+    if strictly and said is not None:
+        raise ConversionError(
+            "a trace would keep what its example decided (a branch, a size); script the module instead, with"
+            f" torch.jit.script(module).save('model.pt'), and convert that file: {brief(said)}"
+        )
 
 
 @contextmanager

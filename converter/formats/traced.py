@@ -22,8 +22,11 @@ class Traced:
     title: str
     doing: str
 
-    def write(self, model: TorchModel, path: Path) -> None:
-        """Write ``model`` in bf16 to ``path``; :class:`~bf16kit.errors.ConversionError` where torch cannot."""
+    def write(self, model: TorchModel, path: Path, *, strictly: bool = False) -> None:
+        """Write ``model`` in bf16 to ``path``; :class:`~bf16kit.errors.ConversionError` where torch cannot.
+
+        ``strictly`` refuses what a trace would keep of its example alone: no graph of it was made, which would not.
+        """
         if self.format == "torchscript" and model.script is not None:
             from converter.formats.script import narrow_script
 
@@ -31,7 +34,7 @@ class Traced:
         elif self.format == "torchscript":
             from converter.formats.torchscript import narrow_and_trace
 
-            narrow_and_trace(model, path)
+            narrow_and_trace(model, path, strictly=strictly)
         else:
             from converter.formats.torchexport import narrow_and_export
 

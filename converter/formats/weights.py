@@ -125,23 +125,19 @@ class _Store:
 
     def source(self, checkpoint: Mapping[str, NDArray[Any]], residual: WeightWriter) -> tuple[CheckpointEntry, ...]:
         """Say where each tensor of the checkpoint is; write those that are nowhere yet, equal ones once."""
-        names = FreshNames(self.tensors)
-        passengers: dict[Fingerprint, list[tuple[NDArray[Any], str]]] = {}
+        passengers = Passengers(FreshNames(self.tensors))
         entries = []
         for name, array in checkpoint.items():
             match = self.prepared.matches.get(name)
             if match is not None:
                 dtype = np.dtype(np.float32) if match.narrowed else array.dtype
-                entries.append(_checkpoint_entry(name, array, match.initializer, match.permutation, dtype))
+                entries.append(checkpoint_entry(name, array, match.initializer, match.permutation, dtype))
                 continue
-            twins = passengers.setdefault(fingerprint(array), [])
-            stored = next((other for twin, other in twins if same_bits(twin, array)), None)
-            if stored is None:
-                stored = names.make(name)
+            stored, is_new = passengers.take(name, array)
+            if is_new:
                 self._add(stored, array, residual, RESIDUAL)
-                twins.append((array, stored))
                 self.done(array.nbytes)
-            entries.append(_checkpoint_entry(name, array, stored, None))
+            entries.append(checkpoint_entry(name, array, stored, None))
         return tuple(entries)
 
     def result(self, checkpoint: Iterable[CheckpointEntry], narrow: frozenset[str]) -> StoredWeights:
@@ -202,6 +198,23 @@ class _Store:
         self.tensors[name] = tensor_entry(name, array, file_name, file.append(array))
 
 
+class Passengers:
+    """The names that tensors of a checkpoint are stored by, equal ones by one."""
+
+    def __init__(self, names: FreshNames) -> None:
+        self._names = names
+        self._known: dict[Fingerprint, list[tuple[NDArray[Any], str]]] = {}
+
+    def take(self, name: str, array: NDArray[Any]) -> tuple[str, bool]:
+        """What ``array``, which the checkpoint calls ``name``, is stored as, and whether it has yet to be stored."""
+        twins = self._known.setdefault(fingerprint(array), [])
+        stored = next((other for twin, other in twins if same_bits(twin, array)), None)
+        if stored is not None:
+            return stored, False
+        twins.append((array, self._names.make(name)))
+        return twins[-1][1], True
+
+
 def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, int]:
     """How many bits of its low halves an initializer needs that is a tensor of the checkpoint, widened."""
     return {match.initializer: lowbits.needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
@@ -239,13 +252,14 @@ def tensor_entry(
     )
 
 
-def _checkpoint_entry(
+def checkpoint_entry(
     name: str,
     array: NDArray[Any],
     tensor: str,
     permutation: tuple[int, ...] | None,
     dtype: np.dtype[Any] | None = None,
 ) -> CheckpointEntry:
+    """What the manifest says of the checkpoint's ``array``, restored from ``tensor``."""
     return CheckpointEntry(
         name=name,
         dtype=_dtype(name, array if dtype is None else np.empty(0, dtype)),

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
+import numpy as np
+
+from bf16kit.artifact import Artifact
 from bf16kit.errors import RuntimeFailure
 from bf16kit.manifest import DriftEntry, Manifest, ProfileEntry
 from bf16kit.publish import StagingArtifact
 from bf16kit.runtime import Runtime
 from bf16kit.runtime.loading import load_reference
+from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 from converter.formats.traced import TRACED
 from converter.graph.requirements import required
@@ -19,6 +25,7 @@ from converter.process.memory import release
 from converter.process.progress import Progress
 from converter.proof import golden, measure, oracle
 from converter.proof.exported import Reference
+from converter.proof.itself import Itself
 from converter.proof.judging import over, without
 from converter.proof.measure import Drifts
 from converter.proof.nudge import open_nudged
@@ -30,6 +37,11 @@ from converter.proof.seen import as_seen, edges, with_axis
 from converter.proof.spool import Spool
 
 _QUOTED = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
+_NOT_SEEN = "no batch axis: two samples run together were not seen to give what they give apart"
+_BY_NUMBERS = (
+    "no batch axis: the model decides by the numbers it is given, so that one sample may change what is computed of"
+    " another"
+)
 
 
 @dataclass(slots=True)
@@ -55,33 +67,28 @@ def certify(
     options: Options,
     progress: Progress,
     asked: Asked,
-    source: Reference | None = None,
+    source: Reference | Itself | None = None,
 ) -> Certified:
     """Run what is in ``stage`` on ``samples``, certify the reference, write golden samples, and measure drift.
 
-    ``asked`` is what the source itself answered; ``source`` is the reference when the artifact keeps none of its own.
+    ``asked`` is what the source itself answered; ``source`` is the reference when the artifact keeps none of its own:
+    its graph, or the source itself.
     Raises :class:`RuntimeFailure` when a graph does not load or run, :class:`~bf16kit.errors.ConversionError` when the
     reference is not the source. A module of torch's that was not insisted on is dropped instead.
     """
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
-        ends = edges(manifest)
-        reference = (
-            load_reference(draft, scratch=stage.path)
-            if source is None
-            else open_source(source.model, *ends, stage.path)
-        )
+        reference = _open_reference(draft, *edges(manifest), source, stage.path)
         expected = _expected(reference, samples, stage)
-        axis = measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
+        apart = isinstance(source, Itself) and not source.rowwise
+        axis = None if apart else measure.batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)
         reference.close()
         release()
         checked = oracle.certify(
             asked,
             samples.feeds,
             expected,
-            lambda random: open_nudged(
-                draft, None if source is None else source.model, random, asked.roundoff, stage.path
-            ),
+            None if isinstance(source, Itself) else partial(_nudged, draft, source, asked, stage.path),
             stage.path,
         )
         release()
@@ -89,18 +96,39 @@ def certify(
     manifest, notes = as_seen(manifest, samples.feeds, expected)
     certified = Certified(with_axis(manifest, axis), notes=[*oracle.remarks(checked), *notes])
     if axis is None:
-        certified.notes.append("no batch axis: two samples run together were not seen to give what they give apart")
+        certified.notes.append(_BY_NUMBERS if apart else _NOT_SEEN)
     for profile in sorted(manifest.profiles):
         with progress.step(f"measuring the drift of {profile}"):
             _certify_profile(certified, stage, profile, samples, expected, options)
         release()
     for export in sorted(manifest.exports):
         with progress.step(f"measuring the drift of the export {export}"):
-            _certify_export(certified, stage, export, samples, expected, options, source)
+            graph = None if isinstance(source, Itself) else source
+            _certify_export(certified, stage, export, samples, expected, options, graph)
         release()
     _keep_golden(certified, stage, samples.feeds, expected, options)
     expected.close()
     return certified
+
+
+def _open_reference(
+    draft: Artifact,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    source: Reference | Itself | None,
+    scratch: Path,
+) -> Runtime:
+    if source is None:
+        return load_reference(draft, scratch=scratch)
+    if isinstance(source, Itself):
+        return source.open(inputs, outputs)
+    return open_source(source.model, inputs, outputs, scratch)
+
+
+def _nudged(
+    draft: Artifact, source: Reference | None, asked: Asked, scratch: Path, random: np.random.Generator
+) -> Runtime:
+    return open_nudged(draft, None if source is None else source.model, random, asked.roundoff, scratch)
 
 
 def _expected(reference: Runtime, samples: Samples, stage: StagingArtifact) -> Spool:

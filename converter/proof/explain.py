@@ -82,6 +82,10 @@ def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = 
 def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
     """The fp32 graph of ``artifact``, its weights rebuilt for as long as the block lasts; ArtifactError without one."""
     name = artifact.manifest.reference
+    if name is None and artifact.manifest.checkpoint:
+        raise ArtifactError(
+            f"{artifact.path}: no ONNX graph could be made of its source, so no layer can be looked into"
+        )
     if name is None:
         raise ArtifactError(
             f"{artifact.path}: was converted with --no-residual and keeps no fp32 reference to compare with;"

@@ -133,10 +133,12 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
     if len(scripts) < len(failing):
         leave = "leave profiles out (--profile, --format, or --drop-failing-profiles for all that fail)"
         return f"{_KEEP}, {leave}, {others}"
+    titles = " or ".join(TRACED[name].title for name in scripts)
     leave = "leave it out with --format onnx or --drop-failing-profiles"
+    if not manifest.plan.tensors:  # nor was there a graph
+        return f"No search mends {titles}, and no ONNX graph, which one could, was made: {others}"
     if manifest.profiles.keys() == set(failing):
         leave = "convert to ONNX instead (--format onnx), whose fp32 islands are searched for"
-    titles = " or ".join(TRACED[name].title for name in scripts)
     return f"No search mends {titles}, which rounds where torch.autocast does: {leave}, {others}"
 
 

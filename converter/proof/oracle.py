@@ -71,14 +71,15 @@ def certify(
     asked: Asked,
     feeds: Sequence[Feeds],
     expected: Sequence[Feeds],
-    nudged: OpenNudged,
+    nudged: OpenNudged | None,
     scratch: Path | None = None,
     what: str = "the fp32 reference",
 ) -> OracleEntry:
     """Compare the answers ``expected`` of the reference, or ``what`` else, with the source's own, by output.
 
     ``nudged`` opens the reference with its weights nudged, and is asked only when an answer is beyond :data:`FLOOR`;
-    what it answers lies in an unnamed file in ``scratch`` (None: the system's directory).
+    what it answers lies in an unnamed file in ``scratch`` (None: the system's directory). None where its weights cannot
+    be: then nothing beyond that is explained.
     Raises :class:`ConversionError` naming the outputs that differ more than this model's fp32 noise explains.
     """
     if not asked.answers:
@@ -92,7 +93,7 @@ def measure(
     asked: Asked,
     feeds: Sequence[Feeds],
     expected: Sequence[Feeds],
-    nudged: OpenNudged,
+    nudged: OpenNudged | None,
     scratch: Path | None = None,
 ) -> OracleEntry:
     """How far the answers ``expected`` are from those ``asked``, by output, and what noise explains; judges nothing.
@@ -102,7 +103,7 @@ def measure(
     floor = FLOOR if asked.roundoff <= FP32_ROUNDOFF else _COARSE_FLOOR * asked.roundoff
     found = {name: _worst(asked.answers, expected, name) for name in expected[0]}
     bounds = {name: floor if is_float(expected[0][name]) else 0.0 for name in found}
-    if any(found[name].relative_l2 > bounds[name] for name in found):
+    if nudged is not None and any(found[name].relative_l2 > bounds[name] for name in found):
         noise = _Noise.of(asked, feeds, expected, nudged, scratch)
         for name in found:
             if bounds[name]:

@@ -54,9 +54,10 @@ _ATTEMPTS = (
 
 
 def generate(
-    inputs: Sequence[TensorSpec], graph: ir.Model, sampler: Sampler | None, seed: int, runs: Runs | None = None
+    inputs: Sequence[TensorSpec], graph: ir.Model | None, sampler: Sampler | None, seed: int, runs: Runs | None = None
 ) -> Samples:
-    """:data:`COUNT` feeds: from ``sampler`` when the source brought one, else random within the graph's bounds.
+    """:data:`COUNT` feeds: from ``sampler`` when the source brought one, else random within the bounds that ``graph``
+    tells, where there is one.
 
     ``runs`` is the source answering feeds; None where it cannot. Where it runs on none of the sizes tried, the first
     are taken: whoever runs the model next says what is wrong, with the model or with them.
@@ -65,7 +66,7 @@ def generate(
         speaks = any(spec.name == "input_ids" for spec in inputs)
         what = "random token sequences" if speaks else "random inputs of the kind that the model takes"
         return Samples(tuple(sampler(seed, COUNT)), f"{what} (seed {seed})")
-    within = {value.name or "": _Within.of(value) for value in graph.graph.inputs}
+    within = {} if graph is None else {value.name or "": _Within.of(value) for value in graph.graph.inputs}
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
     for sizes in _ATTEMPTS if free and runs is not None else ():
         feeds = _random(inputs, within, seed, sizes)

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from bf16kit.artifact import Artifact
-from bf16kit.errors import UsageError
+from bf16kit.errors import ConversionError, UsageError
 from bf16kit.tensors import TensorSpec
 from converter import intake
 from converter.model import Checkpoint, Source, TorchModel
@@ -50,6 +50,10 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
             raise UsageError(
                 f"{options.source}: is {source.checkpoint.format}, which torch cannot train; give the torch checkpoint"
                 " that it was exported from, with --model pkg.mod:factory"
+            )
+        if source.graph is None:
+            raise ConversionError(
+                f"{options.source}: cannot be recovered, for want of an ONNX graph: {source.ungraphed}"
             )
         loader = Loader("--data", settings.data, model.inputs, options.seed)
         judging = _judging(settings, loader, model, options)

@@ -155,3 +155,37 @@ def arrays(path: Path, found: dict[str, torch.Tensor]) -> dict[str, Array]:
     from converter.sources import torch_file
 
     return torch_file.to_numpy(path, found)
+
+
+_ASKING = frozenset(
+    {
+        *("aten::Bool", "aten::Float", "aten::FloatImplicit", "aten::Int", "aten::IntImplicit", "aten::ScalarImplicit"),
+        *("aten::equal", "aten::is_nonzero", "aten::item", "prim::tolist"),
+    }
+)
+
+
+def decides_by_numbers(module: Any) -> bool:
+    """Whether ``module`` does one thing or another by the numbers in a tensor that is not made of sizes alone.
+
+    Of a module that does, one row may change what is computed of another.
+    """
+    graph = module.graph
+    return any(node.kind() in _ASKING and not _of_sizes(node.inputsAt(0)) for node in scriptgraph.nodes(graph))
+
+
+def _of_sizes(value: Any) -> bool:
+    """Whether a tensor is made of sizes, as a trace has them, and of constants."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if value.debugName() in seen or value.type().kind() != "TensorType":
+            continue
+        seen.add(value.debugName())
+        node = value.node()
+        if node.kind() in ("prim::NumToTensor", "prim::Constant"):
+            continue
+        if not node.kind().startswith("aten::"):
+            return False
+        waiting += list(node.inputs())
+    return True

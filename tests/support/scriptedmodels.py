@@ -57,6 +57,20 @@ class Deciding(nn.Module):
         return result
 
 
+class Reflected(nn.Module):
+    """x [batch, 16] → a product with a weight that is orthogonal by construction, which ONNX has no operator for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.axes = nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.linalg.householder_product(self.axes.weight, torch.full((8,), 0.5))
+        result: torch.Tensor = self.layer(x) + (x @ turned).sum(1, keepdim=True)
+        return result
+
+
 class Recurrent(nn.Module):
     """x [batch, seq, 16] → an LSTM, of which every state's first three numbers come."""
 

@@ -236,7 +236,7 @@ def _sizes(values: Any, what: str) -> tuple[int, ...]:
 
 
 def _check_views(archive: Archive) -> None:
-    """Each way to look at a record is copied where it is not contiguous, or widened: the same few bytes as often as there
+    """Each way to look at a record is copied where it is not contiguous, or widened: the same bytes as often as there
     are ways, or records that lie over each other."""
     total = sum({stored.place: stored.nbytes for stored in archive.tensors.values()}.values())
     if total > _MOST_VIEWS * len(archive.data):

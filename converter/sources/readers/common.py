@@ -36,14 +36,19 @@ def exported(
 ) -> Source:
     """``model`` exported; its oracle answers until the module is dropped, and asks that exporting left it alone.
 
-    ``bound`` are the checkpoint's tensors as the model has them, where that has other names or layouts.
+    ``bound`` are the checkpoint's tensors as the model has them, where that has other names or layouts. What ONNX
+    cannot say is a source without a graph.
     """
     from converter.sources import oracles
     from converter.sources.edges import output_specs
-    from converter.sources.torch.onnx_export import to_onnx
+    from converter.sources.torch.onnx_export import Untranslatable, to_onnx
 
     untouched = oracles.Untouched(model.module)
-    graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
+    try:
+        graph = to_onnx(model, checkpoint.tensors if bound is None else bound)
+    except Untranslatable as error:
+        untouched.check("torch.onnx.export")
+        return ungraphed(checkpoint, model, sampler, tools, why=str(error))
     untouched.check("torch.onnx.export")
     return Source(
         checkpoint,
@@ -54,4 +59,24 @@ def exported(
         sampler,
         ("torch", "onnxscript", *tools),
         oracles.of_module(model),
+    )
+
+
+def ungraphed(
+    checkpoint: Checkpoint, model: TorchModel, sampler: Sampler | None, tools: tuple[str, ...] = (), *, why: str
+) -> Source:
+    """``model`` without a graph, for formats that torch itself runs; ``why`` says what stopped ONNX."""
+    from converter.sources import oracles
+    from converter.sources.torch.shown import output_specs
+
+    return Source(
+        checkpoint,
+        None,
+        model.inputs,
+        output_specs(model),
+        model,
+        sampler,
+        ("torch", *tools),
+        oracles.of_module(model),
+        ungraphed=why,
     )

@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import ConversionError, UsageError
 from bf16kit.tensors import TensorSpec
-from converter.model import Checkpoint, Source, digest_files
+from converter.model import Checkpoint, Source, TorchModel, digest_files
 from converter.options import Options
 from converter.sources.detect import Kind
-from converter.sources.readers.common import Advance, exported, inputs_of
+from converter.sources.readers.common import Advance, exported, inputs_of, ungraphed
 
 if TYPE_CHECKING:
     import torch
 
+# Where a graph asks for the numbers in a tensor, and does one thing or another.
+_DECIDING = ("prim::If", "prim::Loop", "aten::Bool", "aten::Float", "aten::Int", "aten::item", "prim::tolist")
+
 
 def read(options: Options, _kind: Kind, advance: Advance) -> Source:
-    """The file as a source; :class:`ConversionError` where its graph cannot be followed or holds no fp32 weights."""
+    """The file as a source, without a graph where that cannot be followed; :class:`ConversionError` where it holds no
+    fp32 weights, or does not run."""
     from converter.sources import oracles, precisions, script_file
-    from converter.sources.torch.interpreted import Interpreted, input_names
+    from converter.sources.torch.interpreted import input_names
     from converter.sources.torch.onnx_export import adapt
 
     if options.model is not None:
@@ -33,13 +37,37 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     precisions.check_range(options.source, tensors)
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), tensors)
     inputs = _in_order(inputs_of(options), list(input_names(script)))
-    itself = adapt(script, inputs, call=_positional)
-    followed = adapt(Interpreted(script, found), inputs, call=_positional)
-    if followed.outputs != itself.outputs:
-        raise ConversionError(f"{options.source}: its graph gives {followed.outputs}, itself it gives {itself.outputs}")
-    source = exported(checkpoint, replace(followed, script=script), None)
+    itself = replace(adapt(script, inputs, call=_positional), script=script)
+    source = _followed(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
-    return replace(source, oracle=oracle, notes=precisions.notes(tensors, residual=options.residual))
+    notes = precisions.notes(tensors, residual=options.residual)
+    rowwise = source.graph is not None or not script_file.decides_by_numbers(script)
+    return replace(source, oracle=oracle, notes=notes, rowwise=rowwise)
+
+
+def _followed(itself: TorchModel, found: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Source:
+    """``itself`` as a source, with a graph where its operators can be followed into one."""
+    from converter.sources.torch.interpreted import Interpreted
+    from converter.sources.torch.onnx_export import adapt
+
+    script = itself.script
+    followed = Interpreted(script, found)
+    try:
+        model = adapt(followed, itself.inputs, call=_positional)
+    except ConversionError as error:
+        return ungraphed(checkpoint, itself, None, why=_why(followed.stopped, str(error)))
+    if model.outputs != itself.outputs:
+        why = f"the file gives {', '.join(itself.outputs)}, and followed by its operators {', '.join(model.outputs)}"
+        return ungraphed(checkpoint, itself, None, why=why)
+    source = exported(checkpoint, replace(model, script=script), None)
+    return replace(source, ungraphed=_why(followed.stopped, source.ungraphed)) if source.ungraphed else source
+
+
+def _why(operator: str, reason: str) -> str:
+    """What stopped ONNX, by the name of the file's own operator where one is known."""
+    if operator in _DECIDING:
+        return f"{operator} decides by the numbers in a tensor (a branch, a loop, a size), and no ONNX graph here does"
+    return f"{operator}: {reason}" if operator and operator not in reason else reason
 
 
 def _positional(module: torch.nn.Module, feeds: Mapping[str, torch.Tensor]) -> Any:

@@ -26,6 +26,12 @@ class _Ref:
         self.name = name
 
 
+class _Place:
+    """Where a run failed; an object of its own, because exporters put a module's attributes back."""
+
+    stopped = ""
+
+
 class Interpreted(torch.nn.Module):
     """Computes what the graph of ``script`` computes, with ``tensors`` of it by name as its parameters and buffers."""
 
@@ -34,6 +40,7 @@ class Interpreted(torch.nn.Module):
         self._graph = script.graph
         self._defaults = [argument.default_value for argument in script.forward.schema.arguments[1:]]
         self._attributes: dict[str, Any] = {}
+        self._place = _Place()
         self.own = torch.nn.Module()
         known: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
@@ -47,6 +54,11 @@ class Interpreted(torch.nn.Module):
             elif node.kind() == "prim::Constant":
                 self._attributes[output] = _referred(node.output().toIValue(), known)
 
+    @property
+    def stopped(self) -> str:
+        """The innermost operator that could not be followed: exporters wrap the reason in pages of context."""
+        return self._place.stopped
+
     def forward(self, *inputs: torch.Tensor) -> Any:
         given = [*inputs, *self._defaults[len(inputs) :]]
         values = dict(zip([value.debugName() for value in self._graph.inputs()], [None, *given], strict=True))
@@ -54,7 +66,11 @@ class Interpreted(torch.nn.Module):
 
     def _run(self, block: Any, values: dict[str, Any]) -> list[Any]:
         for node in block.nodes():
-            results = self._results(node, values)
+            try:
+                results = self._results(node, values)
+            except Exception:
+                self._place.stopped = self._place.stopped or node.kind()
+                raise
             values.update(zip([value.debugName() for value in node.outputs()], results, strict=True))
         return [values[value.debugName()] for value in block.outputs()]
 

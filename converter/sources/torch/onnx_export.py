@@ -22,6 +22,10 @@ OPSET = 22  # the first in which Conv may be bf16; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: different from each other, and never 0 or 1
 
 
+class Untranslatable(ConversionError):
+    """ONNX cannot say what a module computes. Other formats may."""
+
+
 def adapt(
     module: torch.nn.Module, inputs: Sequence[TensorSpec], *, call: Call | None = None, example: Feeds | None = None
 ) -> TorchModel:
@@ -58,7 +62,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     """The module as an fp32 graph at opset 22.
 
     An initializer that holds the bytes of one of ``tensors``, or of a transposed one, becomes a view of it and takes
-    its name, so that the module's own memory can be freed.
+    its name, so that the module's own memory can be freed. Raises :class:`Untranslatable` where torch's exporter does.
     """
     import torch
 
@@ -77,7 +81,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
                 verbose=False,
             )
     except Exception as error:  # the exporter lets errors of any kind through
-        raise ConversionError(f"torch.onnx.export cannot translate the model: {reason(error)}") from error
+        raise Untranslatable(f"torch.onnx.export cannot translate the model: {reason(error)}") from error
     if program is None:
         raise ConversionError("torch.onnx.export returned no program")
     graph: ir.Model = program.model

@@ -161,7 +161,7 @@ def test_an_output_that_the_source_does_not_have_is_refused() -> None:
 def _source(answers: Any) -> Source:
     return Source(
         checkpoint=None,  # type: ignore[arg-type]  # nothing but the oracle is looked at
-        graph=None,  # type: ignore[arg-type]
+        graph=None,
         inputs=(),
         outputs=(),
         oracle=None if answers is None else Oracle(answers, "a test"),

@@ -1,0 +1,97 @@
+"""What a source without a graph becomes: what torch runs, alone, held against the source itself.
+
+No ONNX graph means no plan, no fp32 islands and no reference in the artifact. What is left is proved as everything is:
+the file that serves is run on the samples, and its answers are compared with those of the source in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+from bf16kit.errors import ConversionError, UsageError
+from bf16kit.manifest import RESIDUAL, Plan, ProfileEntry
+from bf16kit.numerics import Census
+from bf16kit.publish import StagingArtifact
+from converter.attempt import describe
+from converter.formats.alone import Held, records, write_alone
+from converter.formats.lossless import check_alone
+from converter.formats.weights import StoredWeights
+from converter.model import Source
+from converter.options import Options
+from converter.process.memory import release
+from converter.process.progress import Progress
+from converter.proof.certify import Certified, certify
+from converter.proof.itself import Itself
+from converter.proof.oracle import Asked
+from converter.proof.samples import Samples
+
+
+def check_wanted(options: Options, source: Source) -> str:
+    """A sentence on what is not written of ``source``, which has no graph.
+
+    Raises :class:`ConversionError` with the reason where something that needs one was asked for, and
+    :class:`UsageError` for how weights are rounded, of which torch knows one way.
+    """
+    why = source.ungraphed
+    if "onnx" in options.formats:
+        raise ConversionError(f"{options.source}: no ONNX graph can be made of it: {why}; {_REMEDY}")
+    if options.export is not None:
+        raise ConversionError(
+            f"{options.source}: --format {options.export}: an export is proved in an ONNX graph, and none can be made:"
+            f" {why}; {_REMEDY}"
+        )
+    for flag, given in (("--subnormals flush", options.subnormals == "flush"), ("--saturate", options.saturate)):
+        if given:
+            raise UsageError(f"{flag}: is for ONNX, and no ONNX graph can be made of {options.source}: {why}")
+    return (
+        f"no ONNX: {why}; the artifact has what torch runs alone, without fp32 islands, and without a reference for"
+        " live drift and fallback"
+    )
+
+
+_REMEDY = "leave --format out, or give --format torchscript, for what torch runs alone"
+
+
+def prove(
+    options: Options,
+    source: Source,
+    traced: Mapping[str, ProfileEntry],
+    calibration: Samples,
+    asked: Asked,
+    stage: StagingArtifact,
+    progress: Progress,
+) -> tuple[Certified, Mapping[str, Census]]:
+    """Write what restores the weights beside the profiles that were ``traced``, and run those; also what rounding met.
+
+    Raises :class:`ConversionError` where the source cannot be asked, so that nothing could be proved, and where nothing
+    is left that runs.
+    """
+    oracle = source.oracle
+    if oracle is None or not asked.answers:
+        raise ConversionError(
+            f"{options.source}: {source.ungraphed}; and what torch runs cannot be proved: {asked.how}"
+        )
+    stored = _write(options, source, _held_in(traced, stage), stage, progress)
+    manifest = describe(options, source, Plan(), stored, traced)
+    with progress.step("comparing with the source", source.checkpoint.nbytes) as advance:
+        check_alone(stage.draft(manifest), source.checkpoint.tensors, advance)
+    release()
+    told = replace(asked, how=f"{asked.how}, which is the reference")
+    certified = certify(stage, manifest, calibration, options, progress, told, Itself(oracle, source.rowwise))
+    if not certified.manifest.profiles:
+        raise ConversionError("; ".join([f"{options.source}: no ONNX: {source.ungraphed}", *certified.notes]))
+    return certified, stored.census
+
+
+def _held_in(traced: Mapping[str, ProfileEntry], stage: StagingArtifact) -> Held:
+    """What the first of the files that were ``traced`` holds."""
+    return records(stage.path / next(iter(traced.values())).graph)
+
+
+def _write(options: Options, source: Source, held: Held, stage: StagingArtifact, progress: Progress) -> StoredWeights:
+    checkpoint = source.checkpoint
+    with progress.step("writing weights", checkpoint.nbytes) as advance, ExitStack() as files:
+        residual = files.enter_context(stage.writer(RESIDUAL)) if options.residual else None
+        return write_alone(checkpoint.tensors, held, residual, advance)

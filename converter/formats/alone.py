@@ -1,0 +1,118 @@
+"""The weights of an artifact that has no graph: where they lie in what torch runs, and what restores the checkpoint.
+
+A program of torch's holds its weights in records of a zip file, uncompressed and aligned to 64 bytes. A tensor of the
+checkpoint whose bf16 values are the bytes of such a record is that record and a residual, one whose own bytes are is
+that record, and every other one is kept as it came. Which record is which tensor's nobody says: their bytes do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bf16kit.errors import RangeError
+from bf16kit.manifest import RESIDUAL, CheckpointEntry, Segment, TensorEntry
+from bf16kit.numerics import Census, census, to_bf16
+from bf16kit.residual import encode_chunks
+from bf16kit.runtime.exported.records import located
+from bf16kit.tensors import Array as Array
+from bf16kit.weightfile import ALIGNMENT, WeightWriter, raw
+from converter.formats.weights import Passengers, StoredWeights, checkpoint_entry, tensor_entry
+from converter.graph.names import FreshNames
+from converter.plan.ranges import complaint
+
+_SHOWN = 5  # complaints
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The records of ``file`` by their sha256."""
+
+    file: str
+    records: Mapping[bytes, Segment]
+
+    def find(self, array: Array) -> Segment | None:
+        """The record with the bytes of ``array``, in C order."""
+        return self.records.get(hashlib.sha256(raw(array)).digest()) if array.size else None
+
+
+def records(path: Path) -> Held:
+    """What the zip file at ``path``, written by torch a moment ago, holds as it is."""
+    found: dict[bytes, Segment] = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        for info in archive.infolist():
+            if info.compress_type == zipfile.ZIP_STORED and info.file_size:
+                record = located(info, data)
+                if record.offset % ALIGNMENT == 0:
+                    digest = hashlib.sha256(data[record.offset : record.offset + record.nbytes]).digest()
+                    found.setdefault(digest, Segment(offset=record.offset, bytes=record.nbytes))
+    return Held(path.name, found)
+
+
+def write_alone(
+    checkpoint: Mapping[str, Array],
+    held: Held,
+    residual: WeightWriter | None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> StoredWeights:
+    """Say where each tensor of ``checkpoint`` is, and write what is not ``held`` to ``residual``.
+
+    Without one nothing can be restored, and only what is held is told. ``progress`` is told of bytes of the checkpoint.
+    Raises :class:`RangeError` for what bf16 cannot hold.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    entries: list[CheckpointEntry] = []
+    counted: dict[str, Census] = {}
+    complaints: list[str] = []
+    passengers = Passengers(FreshNames())
+    for name, array in checkpoint.items():
+        stored, is_new = passengers.take(name, array)
+        if is_new:
+            entry = _entry(stored, array, held, residual)
+            if entry is not None:
+                tensors[stored] = entry
+            if array.dtype == np.float32:
+                counts, rounded = census(np.ascontiguousarray(array)), entry is not None and entry.dtype == "bfloat16"
+                complaints += [f"tensor {name!r}: {said}" for said in _complaints(counts, rounded=rounded)]
+                counted |= {stored: counts} if rounded else {}
+        if residual is not None:
+            entries.append(checkpoint_entry(name, array, stored, None))
+        progress(array.nbytes)
+    if complaints:
+        raise RangeError("\n".join(complaints[:_SHOWN]))
+    return StoredWeights(tensors, tuple(entries), {}, counted)
+
+
+def _entry(name: str, array: Array, held: Held, residual: WeightWriter | None) -> TensorEntry | None:
+    """Where ``array`` is, once what is missing of it is written; None where that may not be."""
+    if array.dtype == np.float32 and array.ndim:
+        values = np.ascontiguousarray(array)
+        bf16 = to_bf16(values)
+        place = held.find(bf16)
+        if place is not None:
+            entry = tensor_entry(name, bf16, held.file, place)
+            if residual is None:
+                return entry
+            return entry.model_copy(update={"residual": residual.append_chunks(encode_chunks(values, bf16))})
+    place = held.find(array)
+    if place is not None:
+        return tensor_entry(name, array, held.file, place)
+    return None if residual is None else tensor_entry(name, array, RESIDUAL, residual.append(array))
+
+
+def _complaints(counts: Census, *, rounded: bool) -> list[str]:
+    """What is wrong with a tensor; unlike a graph's it cannot be clamped or left in fp32."""
+    said = complaint(counts, finite=rounded, in_range=False)
+    if said is None and rounded and counts.overflow:
+        said = (
+            f"{counts.overflow} of {counts.count} values overflow bfloat16 (largest magnitude {counts.max_abs:.6g}),"
+            " and --saturate and --keep-fp32 are for ONNX; clamp them in the module"
+        )
+    return [] if said is None else [said]

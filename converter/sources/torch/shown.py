@@ -1,0 +1,89 @@
+"""What a torch module shows of itself by running, where no graph says it: the shapes of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from bf16kit.errors import ConversionError
+from bf16kit.tensors import BY_NAME, TensorSpec
+from bf16kit.wording import quoted
+from converter.graph.dimensions import UNKNOWN, name_all
+from converter.process.quiet import first_line, quiet
+from converter.sources.edges import kind_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from converter.model import TorchModel
+
+_MORE = 3  # what every free dimension is larger by, the second time
+
+
+def output_specs(model: TorchModel) -> tuple[TensorSpec, ...]:
+    """The outputs of ``model`` by running it twice, its free dimensions of other sizes the second time.
+
+    A dimension that has the size of a free one of the inputs both times has its name; one that changes otherwise is
+    free, and called after its output; any other is fixed. Raises :class:`ConversionError` for a dtype that is not
+    served, and for outputs that are of another rank the second time.
+    """
+    first = _run(model, model.example)
+    larger = tuple(_larger(spec, tensor) for spec, tensor in zip(model.inputs, model.example, strict=True))
+    try:
+        second = _run(model, larger)
+    except ConversionError:  # a size that looks free and is not: what the samples show is believed later
+        second, larger = first, model.example
+    sizes = _named_sizes(model.inputs, model.example, larger)
+    found = []
+    for name, one, other in zip(model.outputs, first, second, strict=True):
+        if one.ndim != other.ndim:
+            raise ConversionError(f"output {quoted(name)} has {one.ndim} dimensions, and {other.ndim} of other inputs")
+        dims = tuple(_dim(sizes, pair) for pair in zip(one.shape, other.shape, strict=True))
+        found.append(TensorSpec(name, _dtype(name, one), dims, kind_of(name)))
+    return name_all(found, model.inputs)
+
+
+def _run(model: TorchModel, example: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    try:
+        with quiet(), torch.no_grad():
+            found: tuple[torch.Tensor, ...] = model.module(*(tensor.clone() for tensor in example))
+    except Exception as error:  # the user's model may raise anything
+        raise ConversionError(f"the model failed on an example input: {first_line(error)}") from error
+    return found
+
+
+def _larger(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, one of ones or zeros, with its free dimensions longer."""
+    for axis, dim in enumerate(spec.shape):
+        if isinstance(dim, str):
+            shape = list(tensor.shape)
+            shape[axis] += _MORE
+            tensor = tensor.narrow(axis, 0, 1).expand(shape).contiguous()
+    return tensor
+
+
+def _named_sizes(
+    inputs: tuple[TensorSpec, ...], first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]
+) -> Mapping[tuple[int, int], str]:
+    """The name of a free dimension by its sizes in both runs; the first where two have the same."""
+    found: dict[tuple[int, int], str] = {}
+    for spec, one, other in zip(inputs, first, second, strict=True):
+        for dim, sizes in zip(spec.shape, zip(one.shape, other.shape, strict=True), strict=True):
+            if isinstance(dim, str):
+                found.setdefault(sizes, dim)
+    return found
+
+
+def _dim(sizes: Mapping[tuple[int, int], str], pair: tuple[int, int]) -> int | str:
+    return sizes.get(pair, pair[0] if pair[0] == pair[1] and pair[0] else UNKNOWN)
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> str:
+    import torch
+
+    dtype = "float32" if tensor.dtype is torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
+    if dtype not in BY_NAME:
+        raise ConversionError(f"output {quoted(name)} is {dtype}, and bf16kit serves tensors of plain dtypes only")
+    return dtype

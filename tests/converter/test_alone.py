@@ -1,0 +1,173 @@
+"""Sources of which no ONNX graph can be made: what torch runs is written alone, proved and restored, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import seeded
+from converting import Cli, tree
+from restored import assert_restored
+from scriptedmodels import Deciding, Encoder, Reflected, save
+from torch import nn
+
+from bf16kit.artifact import Artifact
+from bf16kit.runtime.loading import load
+from converter.sources import script_file
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+
+X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+_INPUT = ("--input", "x:float32:batch,16")
+
+
+class Unsteady(nn.Module):
+    """Answers differently each time, and branches on its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x + torch.rand_like(x))
+        if bool(x.sum() > 0):
+            result = -result
+        return result
+
+
+def _weights_doubled(artifact: Path) -> list[str]:
+    """The tensors whose values lie in residual.bin as they came."""
+    return [entry.name for entry in Artifact.open(artifact).manifest.tensors if entry.file == "residual.bin"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--format", "torchscript")])
+def test_a_branch_on_the_numbers_is_written_as_torchscript_alone(
+    cli: Cli, tmp_path: Path, target: Path, flags: tuple[str, ...]
+) -> None:
+    path = save(tmp_path / "m.pt", Deciding(), X[:2])
+    said = cli("checkpoint", path, *_INPUT, "--out", target, *flags).published().out
+    assert "note: no ONNX: prim::If decides by the numbers in a tensor" in " ".join(said.split())
+    artifact = Artifact.open(target)
+    assert set(artifact.manifest.profiles) == {"torchscript"}
+    assert artifact.manifest.reference is None
+    assert artifact.manifest.oracle is not None
+    assert artifact.manifest.oracle.checked
+    runtime = load(artifact, "torchscript")
+    for x in (X.abs(), -X.abs()):
+        with torch.no_grad():
+            expected = seeded(Deciding())(x).numpy()
+        answered = runtime.run({"x": x.numpy()})["output"]
+        assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
+    assert artifact.manifest.batch_axis is None  # a sample could change the way that others go
+    assert artifact.manifest.outputs[0].shape == ["batch", 16]
+
+
+def test_its_checkpoint_is_restored_from_the_module_and_its_residual(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Deciding(), X[:2])
+    cli("checkpoint", path, *_INPUT, "--out", target).published()
+    assert _weights_doubled(target) == []
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
+    assert_restored(
+        tmp_path / "fp32.safetensors", script_file.arrays(path, script_file.tensors(script_file.load(path)))
+    )
+    cli("verify", target).published()
+    cli("verify", target, "--samples", "feeders:three").refused(2, "no fp32 reference", "no ONNX graph could be made")
+    cli("inspect", target).published()
+    cli("explain", target).refused(2, "no ONNX graph could be made of its source")
+
+
+def test_without_a_residual_it_says_that_nothing_can_be_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Deciding(), X[:2])
+    said = cli("checkpoint", path, *_INPUT, "--out", target, "--no-residual").published().out
+    assert "the checkpoint cannot be restored" in " ".join(said.split())
+    assert "no weight became bf16" not in said
+    cli("restore", target, "--out", tmp_path / "fp32.safetensors").refused(2, "keeps no residual")
+
+
+def test_a_fused_transformer_keeps_its_batch_axis_and_stores_half(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """torch traces a transformer layer as one operator, which ONNX has not: its matrices are bf16, its arithmetic is
+    fp32."""
+    ids = torch.arange(21).reshape(3, 7)
+    with torch.no_grad():  # as a model is traced that is to be served
+        path = save(tmp_path / "m.pt", Encoder().eval(), ids[:2], "traced")
+        expected = torch.jit.load(str(path))(ids).numpy()  # type: ignore[no-untyped-call]  # torch's own
+    said = cli("checkpoint", path, "--input", "ids:int64:batch,seq", "--out", target).published().out
+    assert "_transformer_encoder_layer_fwd" in said
+    artifact = Artifact.open(target)
+    assert set(artifact.manifest.profiles) == {"torchscript"}
+    assert artifact.manifest.batch_axis == 0
+    narrow = {entry.name for entry in artifact.manifest.tensors if entry.dtype == "bfloat16"}
+    assert {name for name in narrow if "layer" in name} >= {"layer.linear1.weight", "layer.self_attn.in_proj_weight"}
+    answered = load(artifact, "torchscript").run({"ids": ids.numpy()})["output"]
+    assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
+
+
+def test_a_torch_module_that_onnx_cannot_say_is_traced_alone(cli: Cli, tmp_path: Path, target: Path) -> None:
+    torch.save(seeded(Reflected()).state_dict(), tmp_path / "m.pt")
+    given = ("--model", "scriptedmodels:Reflected", *_INPUT)
+    said = cli("checkpoint", tmp_path / "m.pt", *given, "--out", target).published().out
+    assert "householder" in said
+    with torch.no_grad():
+        expected = seeded(Reflected())(X).numpy()
+    answered = load(Artifact.open(target), "torchscript").run({"x": X.numpy()})["output"]
+    assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
+
+
+def test_a_torch_module_that_branches_is_to_be_scripted(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """A trace would keep one of the two ways, whatever it is given later."""
+    torch.save(seeded(Deciding()).state_dict(), tmp_path / "m.pt")
+    given = ("--model", "scriptedmodels:Deciding", *_INPUT)
+    cli("checkpoint", tmp_path / "m.pt", *given, "--out", target).refused(3, "no ONNX: ", "torch.jit.script(module)")
+    assert tree(tmp_path) == ["m.pt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("--format", "onnx"), 3, "no ONNX graph can be made of it: prim::If decides"),
+        (("--format", "onnx", "--format", "torchscript"), 3, "no ONNX graph can be made of it"),
+        (("--format", "safetensors"), 3, "an export is proved in an ONNX graph, and none can be made: prim::If"),
+        (("--subnormals", "flush"), 2, "--subnormals flush: is for ONNX"),
+        (("--saturate",), 2, "--saturate: is for ONNX"),
+        (("--budget", "relative_l2=1e-6"), 1, "no ONNX graph, which one could, was made"),
+        (("--format", "pt2"), 3, "no torch.export program"),
+    ],
+)  # fmt: skip
+def test_what_needs_a_graph_is_refused_with_the_operator_that_stopped_it(
+    cli: Cli, tmp_path: Path, target: Path, flags: tuple[str, ...], code: int, said: str
+) -> None:
+    path = save(tmp_path / "m.pt", Deciding(), X[:2])
+    cli("checkpoint", path, *_INPUT, "--out", target, *flags).refused(code, said)
+    assert tree(tmp_path) == ["m.pt"]
+
+
+def test_what_answers_differently_each_time_proves_nothing(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Unsteady(), X[:2])
+    cli("checkpoint", path, *_INPUT, "--out", target).refused(
+        3, "prim::If", "cannot be proved", "differently each time"
+    )
+    assert tree(tmp_path) == ["m.pt"]
+
+
+def test_a_weight_that_bf16_cannot_hold_is_named(cli: Cli, tmp_path: Path, target: Path) -> None:
+    module = seeded(Deciding())
+    with torch.no_grad():
+        module.get_parameter("layer.weight")[0, 0] = 3.4e38
+    made: Any = torch.jit.script(module)
+    torch.jit.save(made, tmp_path / "m.pt")
+    cli("checkpoint", tmp_path / "m.pt", *_INPUT, "--out", target).refused(
+        3, "'layer.weight': 1 of 256 values overflow"
+    )
+    assert tree(tmp_path) == ["m.pt"]
+
+
+def test_the_same_file_gives_the_same_bytes(cli: Cli, tmp_path: Path, target: Path) -> None:
+    path = save(tmp_path / "m.pt", Deciding(), X[:2])
+    written = []
+    for _ in range(2):
+        cli("checkpoint", path, *_INPUT, "--out", target, "--no-report", "--force").published()
+        written.append({file.name: file.read_bytes() for file in target.iterdir()})
+    assert written[0] == written[1]
