@@ -39,6 +39,7 @@ from bf16kit.entries import (
 )
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.measured import DriftEntry, Number, OracleEntry, OracleFigure
+from bf16kit.schema import NEWS, SCHEMA_VERSION, SINCE_3, SINCE_5, needed
 from bf16kit.tensors import Kind, TensorSpec
 
 __all__ = [
@@ -65,8 +66,6 @@ __all__ = [
     "plain_name",
 ]
 
-# The newest; what came with each: `_NEWS`.
-SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 RESIDUAL = "residual.bin"
 MEASUREMENTS = "measurements.json"
@@ -163,42 +162,9 @@ def _check_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
         raise ValueError(f"unknown {what} {name!r}; {what}s are {', '.join(known)}")
 
 
-def _is_packed(tensor: TensorEntry) -> bool:
-    """Whether the residual of ``tensor`` has less than whole low halves."""
-    return tensor.residual is not None and tensor.residual.bytes < tensor.bytes
-
-
-def _needed(fields: dict[str, Any]) -> int:
-    """The oldest schema version that can say what ``fields`` say: old readers refuse only what they would misread."""
-    plan: Plan = fields.get("plan") or Plan()
-    coded = any(entry.code for entries in (plan.tensors, *plan.nodes.values()) for entry in entries)
-    quantiles = any("." in bound for bound in fields.get("budget", {}))
-    packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
-    profiles: dict[str, ProfileEntry] = fields.get("profiles", {})
-    if any(fields.get(name) for name in _SINCE_5) or any(entry.format == "pt2" for entry in profiles.values()):
-        return 5
-    if not _SINCE_4.isdisjoint(profiles) or any(entry.golden for entry in profiles.values()):
-        return 4
-    needing = any(entry.requires for entry in profiles.values())
-    if coded or quantiles or packed or needing or any(fields.get(name) for name in _SINCE_3):
-        return 3
-    return 2 if any(tensor.panels is not None for tensor in fields.get("tensors", [])) else 1
-
-
 def _without_empty(fields: dict[str, Any], *names: str) -> dict[str, Any]:
     """``fields`` without those of ``names`` that say nothing: the bytes that older versions know."""
     return {name: value for name, value in fields.items() if value or name not in names}
-
-
-_NEWS = {
-    2: "panels",
-    3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
-    4: "profile cpu-bf16 or golden samples of a profile's own",
-    5: "exports, or profiles of format pt2",
-}
-_SINCE_3 = ("measurements", "oracle")
-_SINCE_4 = frozenset({"cpu-bf16"})  # profiles
-_SINCE_5 = ("exports",)
 
 
 class Manifest(_Entry):
@@ -224,11 +190,11 @@ class Manifest(_Entry):
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
-    schema_version: int = Field(default_factory=_needed)  # last: it follows from what stands before it
+    schema_version: int = Field(default_factory=needed)  # last: it follows from what stands before it
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), *_SINCE_3, *_SINCE_5)
+        return _without_empty(handler(self), *SINCE_3, *SINCE_5)
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -237,9 +203,9 @@ class Manifest(_Entry):
         tensors = {t.name: t for t in self.tensors}
         if len(tensors) != len(self.tensors):
             raise ValueError("two tensors have the same name")
-        needed = _needed(dict(self))
-        if self.schema_version < needed:
-            raise ValueError(f"schema version {self.schema_version} has no {_NEWS[needed]}; version {needed} has")
+        least = needed(dict(self))
+        if self.schema_version < least:
+            raise ValueError(f"schema version {self.schema_version} has no {NEWS[least]}; version {least} has")
         for tensor in self.tensors:
             check_scale(tensor, tensors)
         for entry in self.checkpoint:
@@ -249,7 +215,7 @@ class Manifest(_Entry):
     def amended(self, **changes: object) -> Manifest:
         """A copy with ``changes``, which are not checked, of the lowest schema version that can say what it says."""
         changed = self.model_copy(update=changes)
-        return changed.model_copy(update={"schema_version": _needed(dict(changed))})
+        return changed.model_copy(update={"schema_version": needed(dict(changed))})
 
     def golden_of(self, profile: str | None) -> str | None:
         """The file of the golden samples by which ``profile`` is judged; for None, those of all but a few."""

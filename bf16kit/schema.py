@@ -1,0 +1,43 @@
+"""The versions of the manifest's schema: what came with each, and the oldest that can say what a manifest says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bf16kit.entries import TensorEntry
+    from bf16kit.manifest import Plan, ProfileEntry
+
+SCHEMA_VERSION = 5  # the newest
+NEWS = {
+    2: "panels",
+    3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
+    4: "profile cpu-bf16 or golden samples of a profile's own",
+    5: "exports, or profiles of format pt2",
+}
+SINCE_3 = ("measurements", "oracle")
+_SINCE_4 = frozenset({"cpu-bf16"})  # profiles
+SINCE_5 = ("exports",)
+
+
+def needed(fields: dict[str, Any]) -> int:
+    """The oldest schema version that can say what ``fields`` say: old readers refuse only what they would misread."""
+    plan: Plan | None = fields.get("plan")
+    plans = () if plan is None else (plan.tensors, *plan.nodes.values())
+    coded = any(entry.code for entries in plans for entry in entries)
+    quantiles = any("." in bound for bound in fields.get("budget", {}))
+    packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
+    profiles: dict[str, ProfileEntry] = fields.get("profiles", {})
+    if any(fields.get(name) for name in SINCE_5) or any(entry.format == "pt2" for entry in profiles.values()):
+        return 5
+    if not _SINCE_4.isdisjoint(profiles) or any(entry.golden for entry in profiles.values()):
+        return 4
+    needing = any(entry.requires for entry in profiles.values())
+    if coded or quantiles or packed or needing or any(fields.get(name) for name in SINCE_3):
+        return 3
+    return 2 if any(tensor.panels is not None for tensor in fields.get("tensors", [])) else 1
+
+
+def _is_packed(tensor: TensorEntry) -> bool:
+    """Whether the residual of ``tensor`` has less than whole low halves."""
+    return tensor.residual is not None and tensor.residual.bytes < tensor.bytes
