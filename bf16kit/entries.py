@@ -1,4 +1,5 @@
-"""What a manifest says of one stored tensor, of one tensor of the checkpoint that it restores, and of an export."""
+"""What a manifest says of one stored tensor, of one tensor of the checkpoint that it restores, of an export, and of a
+file that was given beside the checkpoint."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ _RESTORES = {
     "bfloat16": ("float32",),
 }
 Size = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # What a manifest holds: frozen, and of no keys but those declared.
 STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -98,6 +100,15 @@ class TensorEntry(_Entry):
                 " of a bfloat16 matrix"
             )
         return self
+
+
+class GivenEntry(_Entry):
+    """A file besides the checkpoint that shaped the model: its ``name`` without directories, given by ``option``."""
+
+    option: Literal["--map", "--model"]
+    name: FileName
+    sha256: Sha256
+    bytes: Size
 
 
 class ExportEntry(_Entry):

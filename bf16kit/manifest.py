@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -30,7 +30,9 @@ from bf16kit.entries import (
     DTypeName,
     ExportEntry,
     FileName,
+    GivenEntry,
     Segment,
+    Sha256,
     Size,
     TensorEntry,
     check_scale,
@@ -39,7 +41,7 @@ from bf16kit.entries import (
 )
 from bf16kit.errors import ArtifactDamaged, ArtifactError, ManifestVersionError
 from bf16kit.measured import DriftEntry, Number, OracleEntry, OracleFigure
-from bf16kit.schema import NEWS, SCHEMA_VERSION, SINCE_3, SINCE_5, needed
+from bf16kit.schema import NEWS, SCHEMA_VERSION, SINCE_3, SINCE_5, SINCE_6, needed
 from bf16kit.tensors import Kind, TensorSpec
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "DriftEntry",
     "ExportEntry",
     "FileEntry",
+    "GivenEntry",
     "Manifest",
     "OracleEntry",
     "OracleFigure",
@@ -71,9 +74,6 @@ RESIDUAL = "residual.bin"
 MEASUREMENTS = "measurements.json"
 PROFILES = ("cpu", "cpu-bf16", "cuda", "torchscript", "pt2")
 EXPORTS = ("safetensors", "hf")
-
-
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class _Entry(BaseModel):
@@ -187,6 +187,7 @@ class Manifest(_Entry):
     drift: dict[str, DriftEntry] = {}
     files: dict[FileName, FileEntry] = {}
     source: Source
+    given: list[GivenEntry] = []
     tools: dict[str, str] = {}
     seed: int = 0
     options: dict[str, JsonValue] = {}
@@ -194,7 +195,7 @@ class Manifest(_Entry):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(handler(self), *SINCE_3, *SINCE_5)
+        return _without_empty(handler(self), *SINCE_3, *SINCE_5, *SINCE_6)
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

@@ -8,16 +8,18 @@ if TYPE_CHECKING:
     from bf16kit.entries import TensorEntry
     from bf16kit.manifest import Plan, ProfileEntry
 
-SCHEMA_VERSION = 5  # the newest
+SCHEMA_VERSION = 6  # the newest
 NEWS = {
     2: "panels",
     3: "oracle, measurements, requirements, reason codes or bounds of quantiles",
     4: "profile cpu-bf16 or golden samples of a profile's own",
     5: "exports, or profiles of format pt2",
+    6: "files that were given beside the checkpoint",
 }
 SINCE_3 = ("measurements", "oracle")
 _SINCE_4 = frozenset({"cpu-bf16"})  # profiles
 SINCE_5 = ("exports",)
+SINCE_6 = ("given",)
 
 
 def needed(fields: dict[str, Any]) -> int:
@@ -28,6 +30,8 @@ def needed(fields: dict[str, Any]) -> int:
     quantiles = any("." in bound for bound in fields.get("budget", {}))
     packed = any(_is_packed(tensor) for tensor in fields.get("tensors", []))
     profiles: dict[str, ProfileEntry] = fields.get("profiles", {})
+    if any(fields.get(name) for name in SINCE_6):
+        return 6
     if any(fields.get(name) for name in SINCE_5) or any(entry.format == "pt2" for entry in profiles.values()):
         return 5
     if not _SINCE_4.isdisjoint(profiles) or any(entry.golden for entry in profiles.values()):

@@ -199,6 +199,7 @@ def describe(
             bytes=checkpoint.nbytes,
             tensors=len(checkpoint.tensors),
         ),
+        given=list(source.given),
         tools={**versions.versions(source.tools), **source.foreign},
         seed=options.seed,
         options=options.recorded(),

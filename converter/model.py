@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from bf16kit.entries import GivenEntry
 from bf16kit.errors import SourceError
 from bf16kit.tensors import Array as Array
 from bf16kit.tensors import TensorSpec
@@ -21,6 +23,7 @@ Sampler = Callable[[int, int], Iterator[Feeds]]  # (seed, count) → plausible f
 FP32_ROUNDOFF = 2.0**-24
 
 _CHUNK = 1 << 20
+_UNPLAIN = re.compile(r"[\x00-\x1f/\\]")  # what no name in a manifest has
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Source:
     says why. ``notes`` are sentences for whoever converts it. ``tools`` are the packages whose versions shape the
     graph, ``foreign`` the versions of those that another Python has. ``beside`` are files that an export in the
     source's own format has beside its weights. ``proposed`` is the map by which weights were placed, as a file of
-    rules, until samples have confirmed it.
+    rules, until samples have confirmed it. ``given`` are files that shaped it besides the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -107,6 +110,7 @@ class Source:
     foreign: Mapping[str, str] = field(default_factory=dict)
     ungraphed: str = ""
     rowwise: bool = True
+    given: tuple[GivenEntry, ...] = ()
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
@@ -116,6 +120,13 @@ def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
         return digests[0]
     lines = "".join(f"{digest}  {path.name}\n" for path, digest in zip(paths, digests, strict=True))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def given_file(option: Literal["--map", "--model"], path: Path) -> GivenEntry:
+    """What the manifest says of the file at ``path``, which ``option`` named."""
+    digest = _digest(path, lambda _: None)
+    name = _UNPLAIN.sub("_", path.name.encode("utf-8", "replace").decode())
+    return GivenEntry(option=option, name=name, sha256=digest, bytes=path.stat().st_size)
 
 
 def _digest(path: Path, advance: Callable[[int], None]) -> str:

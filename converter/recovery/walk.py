@@ -184,4 +184,4 @@ def _exported(source: Source) -> Source:
     found = exported(source.checkpoint, source.module, source.sampler)
     kinds = {spec.name: spec.kind for spec in source.outputs}
     outputs = tuple(replace(spec, kind=kinds.get(spec.name, spec.kind)) for spec in found.outputs)
-    return replace(found, outputs=outputs, tools=(*source.tools, "lightning"), notes=source.notes)
+    return replace(found, outputs=outputs, tools=(*source.tools, "lightning"), notes=source.notes, given=source.given)

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bf16kit.inputranges import InputRange
-from bf16kit.manifest import RESIDUAL, ExportEntry, FileEntry, Manifest, OracleEntry, ProfileEntry, Source, SpecEntry
+from bf16kit.manifest import (
+    RESIDUAL,
+    ExportEntry,
+    FileEntry,
+    GivenEntry,
+    Manifest,
+    OracleEntry,
+    ProfileEntry,
+    Source,
+    SpecEntry,
+)
 from bf16kit.measurements import Measurements
 from bf16kit.panels import WIDTH
 from bf16kit.recovery import RecoveryEntry
@@ -91,6 +101,7 @@ class Figures:
     tools: Mapping[str, str]
     seed: int
     notes: tuple[str, ...]
+    given: tuple[GivenEntry, ...] = ()
     recovery: RecoveryEntry | None = None
 
     @property
@@ -150,6 +161,7 @@ def figures(
         tools=dict(sorted(manifest.tools.items())),
         seed=manifest.seed,
         notes=tuple(notes),
+        given=tuple(manifest.given),
         recovery=measured.recovery,
     )
 

@@ -86,6 +86,7 @@ def _head(artifact: Artifact, found: Figures) -> str:
         f"reference   {found.reference.sentence}",
         f"source      {found.source.format}, {found.source.tensors} tensors, {size(found.sizes.checkpoint)},"
         f" sha256 {found.source.sha256}",
+        *(f"{file.option:<11} {file.name}, {size(file.bytes)}, sha256 {file.sha256}" for file in found.given),
         f"size        {size(found.sizes.graphs_and_weights)} = {found.sizes.ratio:.3f} × the checkpoint;"
         f" with the residual {found.sizes.ratio_with_residual:.3f} ×",
         f"layout      {found.layout}",

@@ -18,6 +18,7 @@ from bf16kit.manifest import (
     DriftEntry,
     ExportEntry,
     FileEntry,
+    GivenEntry,
     Manifest,
     OracleEntry,
     Plan,
@@ -195,6 +196,21 @@ class TestVersions:
         with pytest.raises(ArtifactError, match="schema version 4 has no exports, or profiles of format pt2"):
             Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 4}), "manifest.json")
 
+    def test_a_file_that_was_given_makes_it_version_6(self) -> None:
+        made = manifest(given=[GivenEntry(option="--map", name="rules.yaml", sha256="1" * 64, bytes=3)])
+        assert made.schema_version == 6
+        assert Manifest.loads(made.dumps(), "") == made
+        assert b"given" not in manifest().dumps()
+        with pytest.raises(ArtifactError, match="schema version 5 has no files that were given beside the checkpoint"):
+            Manifest.loads(sealed(fields_of(made.dumps()) | {"schema_version": 5}), "manifest.json")
+
+    @pytest.mark.parametrize("wrong", [{"name": "../rules.yaml"}, {"sha256": "0"}, {"option": "--out"}, {"bytes": -1}])
+    def test_a_file_that_was_given_has_a_plain_name_and_a_digest(self, wrong: dict[str, Any]) -> None:
+        given = [{"option": "--map", "name": "rules.yaml", "sha256": "1" * 64, "bytes": 3} | wrong]
+        fields = fields_of(manifest().dumps()) | {"given": given, "schema_version": 6}
+        with pytest.raises(ArtifactError, match=f"given.0.{next(iter(wrong))}"):
+            Manifest.loads(sealed(fields), "manifest.json")
+
     def test_an_amended_manifest_is_of_the_lowest_version_again(self) -> None:
         entry = ProfileEntry(format="onnx", graph="cpu.onnx", precision="bf16", verified="host")
         made = manifest().amended(profiles={"cpu-bf16": entry})
@@ -241,7 +257,7 @@ class TestRefused:
             (b"{}", "schema_version is None"),
             (b'{"schema_version": "1"}', "schema_version is '1'"),
             (b'{"schema_version": true}', "schema_version is True"),
-            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 5"),
+            (b'{"schema_version": 0}', "schema_version is 0, expected 1 to 6"),
             (b'{"schema_version": 1}', "its digest differs"),
             (b'{"schema_version": 3}', "its digest differs"),
         ],
@@ -251,8 +267,8 @@ class TestRefused:
             Manifest.loads(data, "manifest.json")
 
     def test_a_newer_schema_whatever_else_it_holds(self) -> None:
-        with pytest.raises(ManifestVersionError, match=r"schema version 6 is newer than 5.*upgrade bf16kit"):
-            Manifest.loads(b'{"schema_version": 6, "novelty": []}', "manifest.json")
+        with pytest.raises(ManifestVersionError, match=r"schema version 7 is newer than 6.*upgrade bf16kit"):
+            Manifest.loads(b'{"schema_version": 7, "novelty": []}', "manifest.json")
 
     def test_an_edited_budget(self) -> None:
         data = manifest().dumps().replace(b"0.015", b"0.150")

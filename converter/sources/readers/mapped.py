@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bf16kit.errors import UsageError
 from converter.graph.equality import OTHER_FLOATS, in_fp32
-from converter.model import Array, Checkpoint, Feeds, Oracle, Source
+from converter.model import Array, Checkpoint, Feeds, Oracle, Source, given_file
 from converter.options import Options
 from converter.process.imports import is_import_spec
 from converter.sources.mapping import slots
@@ -27,8 +27,12 @@ def is_graph(options: Options) -> bool:
 
 def read(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
     """The tensors of ``checkpoint`` in the model that ``--model`` names, as a source."""
-    if is_graph(options):
-        return _into_graph(options, checkpoint, notes)
+    source = (_into_graph if is_graph(options) else _into_module)(options, checkpoint, notes)
+    rules = () if options.map is None else (given_file("--map", options.map),)
+    return replace(source, given=(*source.given, *rules))
+
+
+def _into_module(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) -> Source:
     from converter.sources import statedict
     from converter.sources.torch.onnx_export import adapt, not_served
 
@@ -50,7 +54,7 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
     kind = recognise(path)
     if kind is not Kind.ONNX:
         raise UsageError(f"--model {path}: is {kind.value}; expected pkg.mod:factory, or an ONNX graph")
-    graph, _ = onnx_file.read_graph(path)
+    graph, files = onnx_file.read_graph(path)
     inputs, outputs = onnx_file.settle_edges(graph, options.inputs)
     chosen = choose(options, checkpoint.tensors, slots.of_graph(graph))
     for name, array in chosen.mapped.tensors.items():
@@ -64,6 +68,7 @@ def _into_graph(options: Options, checkpoint: Checkpoint, notes: Sequence[str]) 
         oracle=_oracle(graph, path.name, options.target.path.parent),
         notes=(*notes, *chosen.notes),
         proposed=chosen.proposed,
+        given=tuple(given_file("--model", file) for file in files),
     )
 
 

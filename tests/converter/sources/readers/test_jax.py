@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,11 @@ def test_bf16_leaves_pass_through_exactly(cli: Cli, tmp_path: Path, target: Path
     assert_restored(tmp_path / "fp32.safetensors", _flat(half))
 
 
+def _given(target: Path) -> list[tuple[str, str, str]]:
+    """What the artifact says that it was made of besides the checkpoint."""
+    return [(file.option, file.name, file.sha256) for file in Artifact.open(target).manifest.given]
+
+
 def test_an_onnx_graph_is_an_architecture(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Its MatMuls take [in, out], as JAX does; its own weights are replaced, every one."""
     model = graphs.mlp()
@@ -200,6 +207,7 @@ def test_an_onnx_graph_is_an_architecture(cli: Cli, tmp_path: Path, target: Path
     np.savez(tmp_path / "s.npz", x=x, y=expected)
     arguments = ("--model", tmp_path / "graph.onnx", "--samples", tmp_path / "s.npz", *ONNX_ONLY)
     cli("checkpoint", source, *arguments, "--out", target).published()
+    assert _given(target) == [("--model", "graph.onnx", sha256((tmp_path / "graph.onnx").read_bytes()).hexdigest())]
     found = load_reference(Artifact.open(target)).run({"x": x})["y"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
@@ -214,6 +222,13 @@ def test_rules_rename_a_torch_state_dict_too(cli: Cli, tmp_path: Path, target: P
     )
     arguments = (*MLP, "--map", tmp_path / "rules.yaml")
     cli("checkpoint", tmp_path / "m.pt", *arguments, "--out", target).published()
+    rules = (tmp_path / "rules.yaml").read_bytes()
+    digest, size = sha256(rules).hexdigest(), len(rules)
+    assert _given(target) == [("--map", "rules.yaml", digest)]
+    assert Artifact.open(target).manifest.schema_version == 6
+    assert f"--map       rules.yaml, {size} bytes, sha256 {digest}" in cli("inspect", target).published().out
+    told = json.loads(cli("inspect", target, "--json").published().out)["given"]
+    assert told == [{"option": "--map", "name": "rules.yaml", "sha256": digest, "bytes": size}]
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
     wanted = {f"net.{name.replace('up', 'first')}": tensor.numpy() for name, tensor in state.items()}
     assert_restored(tmp_path / "fp32.safetensors", wanted)
