@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from numpy.typing import NDArray
 from bf16kit import panels
 from bf16kit.digests import Digests
 from bf16kit.errors import ArtifactDamaged, ArtifactError
-from bf16kit.manifest import MANIFEST, RESIDUAL, CheckpointEntry, FileEntry, Manifest, Segment, TensorEntry, plain_name
+from bf16kit.guards import check_file, check_references, read_manifest
+from bf16kit.manifest import RESIDUAL, CheckpointEntry, Manifest, Segment, TensorEntry
 from bf16kit.measurements import MAX_BYTES, Measurements
 from bf16kit.panels import unpack
 from bf16kit.reading import read_segment, readable
@@ -26,7 +26,6 @@ from bf16kit.tensors import BY_NAME
 from bf16kit.tensors import Array as Array
 
 _BLOCK = 4 << 20  # bytes of bf16 that are put together from panels at a time
-_MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,11 @@ class Artifact:
         program, :class:`ArtifactDamaged`, naming the file, when a file is missing or changed.
         """
         path = Path(path)
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         artifact = cls(path, manifest, copies)
         for name, entry in manifest.files.items():
-            _check_file(path, name, entry)
-        _check_references(manifest, path)
+            check_file(path, name, entry)
+        check_references(manifest, path)
         if verify:
             artifact.verify()
         return artifact
@@ -236,65 +235,6 @@ def _as_it_was(restored: NDArray[np.float32], dtype: str) -> Array:
         upper = (np.ascontiguousarray(restored).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return upper.view(BY_NAME["bfloat16"].numpy)
     return restored.astype(BY_NAME[dtype].numpy, copy=False)
-
-
-def _read_manifest(path: Path) -> Manifest:
-    if not path.is_dir():
-        what = "not a directory, as an artifact is" if path.exists() else "no such directory"
-        raise ArtifactError(f"{path}: {what}")
-    where = path / MANIFEST
-    if not where.is_file():
-        raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
-    _check_inside(path, MANIFEST)
-    with readable(where), where.open("rb") as file:
-        data = file.read(_MAX_MANIFEST + 1)
-    if len(data) > _MAX_MANIFEST:
-        raise ArtifactError(f"{where}: larger than {_MAX_MANIFEST >> 20} MiB, not a manifest")
-    return Manifest.loads(data, where)
-
-
-def _check_file(path: Path, name: str, entry: FileEntry) -> None:
-    """Guards before a file is read: a plain name, there, not a link out, a regular file, of the size said."""
-    _check_inside(path, name)
-    with readable(path / name):
-        found = (path / name).stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ArtifactError(f"{path / name}: not a regular file")
-    if found.st_size != entry.bytes:
-        raise ArtifactDamaged(f"{path / name}: {found.st_size} bytes, the manifest says {entry.bytes}")
-
-
-def _check_inside(path: Path, name: str) -> None:
-    """A link may point to another name in the same directory (as a Kubernetes volume's do), never out of it."""
-    try:
-        plain_name(name)
-    except ValueError as error:
-        raise ArtifactError(f"{path}: {error}") from None
-    if (path / name).is_symlink() and not Path(os.path.realpath(path / name)).is_relative_to(os.path.realpath(path)):
-        raise ArtifactError(f"{path / name}: a link out of the artifact")
-
-
-def _check_references(manifest: Manifest, path: Path) -> None:
-    """Every file that the manifest speaks of is listed in it, and every tensor lies within its file."""
-    names = [p.graph for p in manifest.profiles.values()]
-    names += [name for export in manifest.exports.values() for name in export.files]
-    own = (p.golden for p in manifest.profiles.values())
-    names += [n for n in (manifest.reference, manifest.golden, manifest.measurements, *own) if n is not None]
-    for name in names:
-        if name not in manifest.files:
-            raise ArtifactError(f"{path / MANIFEST}: {name!r} is not among its files")
-    for tensor in manifest.tensors:
-        _check_segment(manifest, path, tensor.name, tensor.file, tensor.offset + tensor.bytes)
-        if tensor.residual is not None:
-            end = tensor.residual.offset + tensor.residual.bytes
-            _check_segment(manifest, path, tensor.name, RESIDUAL, end)
-
-
-def _check_segment(manifest: Manifest, path: Path, tensor: str, file: str, end: int) -> None:
-    if file not in manifest.files:
-        raise ArtifactError(f"{path / MANIFEST}: tensor {tensor!r} is in {file!r}, which is not among its files")
-    if end > manifest.files[file].bytes:
-        raise ArtifactError(f"{path / MANIFEST}: tensor {tensor!r} ends at byte {end}, beyond the end of {file!r}")
 
 
 def _with_prefix(arrays: dict[str, Array], prefix: str) -> dict[str, Array]:

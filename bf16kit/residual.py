@@ -12,31 +12,25 @@ Whatever is farther away still (flushed subnormals, some NaNs) is kept *verbatim
 
 A segment, little-endian: the low halves, of which tensors widened from fp16 or bf16 keep the bits that can be other
 than zero (:mod:`bf16kit.lowbits`); the crossed elements, as indices or as a compressed bitmap, whichever is
-smaller; the verbatim indices, then their bits; a footer of :data:`_FOOTER`. All of it streams: encoding and decoding
-need little memory beyond their result.
+smaller; the verbatim indices, then their bits; a footer (:mod:`bf16kit.residualparts`). All of it streams: encoding and
+decoding need little memory beyond their result.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit import lowbits
-from bf16kit.errors import ArtifactDamaged
 from bf16kit.native import loops
 from bf16kit.numerics import BF16, Bf16Array
+from bf16kit.residualparts import BITMAP, FOOTER, INDICES, MAGIC, MAGIC_PACKED, WHOLE, Parts, index_dtype
 
-# elements, bytes of the crossed part, verbatim elements, form of crossed, bits kept of each low half, magic
-_FOOTER = struct.Struct("<QQQBB2x4s")
-_WHOLE, _MAGIC, _MAGIC_PACKED = 16, b"RES1", b"RES2"  # RES1 has whole low halves, and 0 for their number of bits
-_INDICES, _BITMAP = 0, 1
 _CHUNK = 1 << 18  # elements: what is computed of them stays in the cache
 _NAN = 0x7FC00000
 
@@ -81,7 +75,7 @@ class Encoder:
     ValueError when ``scale`` does not fit ``shape``, and from :meth:`rows` when more bits than that are set.
     """
 
-    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = _WHOLE) -> None:
+    def __init__(self, shape: tuple[int, ...], scale: Scale | None = None, low_bits: int = WHOLE) -> None:
         _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
         self._low_bits = low_bits
@@ -117,7 +111,7 @@ class Encoder:
         return self._packed(low)
 
     def _packed(self, low: NDArray[np.uint16]) -> Piece:
-        if self._low_bits == _WHOLE:
+        if self._low_bits == WHOLE:
             return low.astype("<u2", copy=False).view(np.uint8).data
         low = np.concatenate([self._rest, low])
         whole = low.size // 8 * 8
@@ -137,8 +131,8 @@ class Encoder:
         verbatim = np.concatenate([np.empty(0, np.int64), *self._verbatim])
         yield verbatim.astype("<u8").tobytes()
         yield np.concatenate([np.empty(0, np.uint32), *self._bits]).astype("<u4").tobytes()
-        bits, magic = (0, _MAGIC) if self._low_bits == _WHOLE else (self._low_bits, _MAGIC_PACKED)
-        yield _FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
+        bits, magic = (0, MAGIC) if self._low_bits == WHOLE else (self._low_bits, MAGIC_PACKED)
+        yield FOOTER.pack(self._count, len(crossing), verbatim.size, form, bits, magic)
 
 
 def decode(segment: bytes | memoryview, bf16: Bf16Array, scale: Scale | None = None) -> NDArray[np.float32]:
@@ -162,7 +156,7 @@ class Decoder:
     """
 
     def __init__(self, segment: bytes | memoryview, shape: tuple[int, ...], scale: Scale | None = None) -> None:
-        self._parts = _Parts.read(memoryview(segment).cast("B"), math.prod(shape))
+        self._parts = Parts.read(memoryview(segment).cast("B"), math.prod(shape))
         _check_scale(scale, shape)
         self._shape, self._scale = shape, scale
         self._crossed = self._parts.crossed()
@@ -225,7 +219,7 @@ def _crossed(near: NDArray[np.uint32], low: NDArray[np.uint16]) -> NDArray[np.ui
 
 def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple[int, bytes]:
     """The crossed elements, of which each block gives its own, in the form that takes fewer bytes."""
-    width = _index_dtype(count)
+    width = index_dtype(count)
     listed = sum(indices.size for _, indices in crossed) * width.itemsize
     if listed > count // 64:  # a bitmap of fewer ones does not compress below its indices
         flags = np.zeros(count, np.bool_)
@@ -233,72 +227,5 @@ def _smaller(crossed: list[tuple[int, NDArray[np.uint32]]], count: int) -> tuple
             flags[start + indices.astype(np.int64)] = True
         bitmap = zlib.compress(np.packbits(flags, bitorder="little").tobytes(), 6)
         if len(bitmap) < listed:
-            return _BITMAP, bitmap
-    return _INDICES, b"".join((start + indices.astype(np.int64)).astype(width).tobytes() for start, indices in crossed)
-
-
-def _index_dtype(count: int) -> np.dtype[Any]:
-    return np.dtype("<u4" if count <= 1 << 32 else "<u8")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """A segment taken apart and found whole."""
-
-    low: NDArray[np.uint16]
-    form: int
-    crossing: memoryview
-    verbatim: NDArray[np.uint64]
-    bits: NDArray[np.uint32]
-
-    @classmethod
-    def read(cls, segment: memoryview, count: int) -> _Parts:
-        if len(segment) < _FOOTER.size:
-            raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes is shorter than its footer")
-        elements, crossing, verbatim, form, bits, magic = _FOOTER.unpack(segment[-_FOOTER.size :])
-        packed = magic == _MAGIC_PACKED and bits < _WHOLE
-        if not (packed or (magic == _MAGIC and bits == 0)) or form not in (_INDICES, _BITMAP):
-            raise ArtifactDamaged("residual: a segment does not end in a residual footer")
-        if elements != count:
-            raise ArtifactDamaged(f"residual: a segment holds {elements} elements, its tensor has {count}")
-        size = lowbits.packed_size(elements, bits) if packed else 2 * elements
-        ends = np.cumsum([size, crossing, 8 * verbatim, 4 * verbatim], dtype=object)
-        if ends[-1] != len(segment) - _FOOTER.size:
-            raise ArtifactDamaged(f"residual: a segment of {len(segment)} bytes does not hold what its footer says")
-        parts = cls(
-            low=lowbits.unpack(segment[:size], count, bits) if packed else np.frombuffer(segment[:size], "<u2"),
-            form=form,
-            crossing=segment[ends[0] : ends[1]],
-            verbatim=np.frombuffer(segment[ends[1] : ends[2]], "<u8"),
-            bits=np.frombuffer(segment[ends[2] : ends[3]], "<u4"),
-        )
-        _check_indices(parts.verbatim, count)
-        return parts
-
-    def crossed(self) -> NDArray[np.int64]:
-        """Sorted flat indices of the crossed elements."""
-        count = self.low.size
-        if self.form == _INDICES:
-            dtype = _index_dtype(count)
-            if len(self.crossing) % dtype.itemsize:
-                raise ArtifactDamaged("residual: a list of indices is cut short")
-            indices = np.frombuffer(self.crossing, dtype)
-            _check_indices(indices, count)
-            return indices.astype(np.int64)
-        return np.flatnonzero(np.unpackbits(_inflate(self.crossing, count), count=count, bitorder="little"))
-
-
-def _inflate(compressed: memoryview, count: int) -> NDArray[np.uint8]:
-    size = (count + 7) // 8
-    try:
-        bitmap = zlib.decompressobj().decompress(compressed, size + 1)  # never more than it may be
-    except zlib.error:
-        raise ArtifactDamaged("residual: a bitmap cannot be decompressed") from None
-    if len(bitmap) != size:
-        raise ArtifactDamaged(f"residual: a bitmap of {len(bitmap)} bytes, expected {size}")
-    return np.frombuffer(bitmap, np.uint8)
-
-
-def _check_indices(indices: NDArray[Any], count: int) -> None:
-    if indices.size and (int(indices[-1]) >= count or not bool(np.all(indices[:-1] < indices[1:]))):
-        raise ArtifactDamaged(f"residual: indices are not ascending below {count}")
+            return BITMAP, bitmap
+    return INDICES, b"".join((start + indices.astype(np.int64)).astype(width).tobytes() for start, indices in crossed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from converter.search.choice import Choice, Units, cost
 from converter.search.costs import Costs
 from converter.search.judged import Judged, ratio
 from converter.search.learnt import Learnt
+from converter.search.phases import Phases
 from converter.search.ranking import Group, Unit, rank
 from converter.search.result import Island, SearchResult
 from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Where, typical
@@ -59,7 +59,7 @@ class Task:
 
 def search(task: Task, progress: Progress) -> SearchResult:
     """The smallest set of islands found for ``task``, or why there is none."""
-    with _Phases(task.profile.name, progress) as phases:
+    with Phases(task.profile.name, progress) as phases:
         try:
             finder = _Search(task, phases)
         except OutOfTime:
@@ -78,7 +78,7 @@ _NO_TIME = "the search for fp32 islands ran out of time before it knew a set tha
 class _Search:
     """One search under way."""
 
-    def __init__(self, task: Task, phases: _Phases) -> None:
+    def __init__(self, task: Task, phases: Phases) -> None:
         self._task = task
         self._phases = phases
         self._base = task.profile.base(task.prepared)
@@ -280,22 +280,3 @@ _NOT_MINIMAL = (
     " had not come to do without those that have no worth, and another run may find others; give it more"
     " --search-minutes"
 )
-
-
-class _Phases:
-    """Tells the progress which phase a search is in."""
-
-    def __init__(self, profile: str, progress: Progress) -> None:
-        self._profile = profile
-        self._progress = progress
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Phases:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def tell(self, phase: str) -> None:
-        self._stack.close()
-        self._stack.enter_context(self._progress.step(f"searching fp32 islands of {self._profile}: {phase}"))
