@@ -126,6 +126,7 @@ _KEYS = {
         "lossy_tensors",
         "exports",
         "files",
+        "given",
         "tools",
         "seed",
         "measurements",
