@@ -1,0 +1,162 @@
+"""The roofline: FLOPs and bytes by hand, times by hand, and what it cannot know said by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import graphs
+from bench.core.workspace import Workspace
+from bench.gpu import predicted, roofline
+from bench.gpu.costs import Cost, Costs, NotCosted, costs
+from bench.gpu.devices import DEVICES, Device
+from bench.gpu.sizes import size
+from converter.cli import run
+
+NARROW = TensorProto.BFLOAT16
+
+
+def _costs(tmp_path: Path, proto: onnx.ModelProto, **dims: int) -> Costs:
+    onnx.save(proto, tmp_path / "graph.onnx")
+    return costs(tmp_path / "graph.onnx", dims)
+
+
+def _one(tmp_path: Path, node: onnx.NodeProto, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...]) -> Cost:
+    proto = graphs.model(
+        [node], [graphs.edge("x", x)], [graphs.edge("y", y)], [graphs.initializer("w", graphs.values(*w))]
+    )
+    (cost,) = _costs(tmp_path, proto).nodes
+    return cost
+
+
+def test_an_mlp_by_hand(tmp_path: Path) -> None:
+    found = _costs(tmp_path, graphs.mlp((16, 32, 8)), batch=4)
+    by_name = {node.name: (node.flops, node.bytes) for node in found.nodes}
+    assert by_name["matmul0"] == (2 * 4 * 16 * 32, 4 * (4 * 16 + 16 * 32 + 4 * 32))
+    assert by_name["matmul1"] == (2 * 4 * 32 * 8, 4 * (4 * 32 + 32 * 8 + 4 * 8))
+    assert by_name["add0"] == (0, 4 * (4 * 32 + 32 + 4 * 32))
+    assert found.least_bytes == 4 * (16 * 32 + 32 + 32 * 8 + 8 + 4 * 16 + 4 * 8)
+    assert found.flops("fp32") == 2 * 4 * (16 * 32 + 32 * 8)
+
+
+def test_products_by_hand(tmp_path: Path) -> None:
+    conv = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1], group=2)
+    assert _one(tmp_path, conv, (2, 8, 6, 6), (4, 4, 3, 3), (2, 4, 6, 6)).flops == 2 * (2 * 4 * 6 * 6) * (4 * 3 * 3)
+    gemm = helper.make_node("Gemm", ["x", "w"], ["y"], transA=1)
+    assert _one(tmp_path, gemm, (16, 4), (16, 8), (4, 8)).flops == 2 * 4 * 8 * 16
+    stacked = helper.make_node("MatMul", ["x", "w"], ["y"])
+    assert _one(tmp_path, stacked, (3, 5, 16), (16, 8), (3, 5, 8)).flops == 2 * (3 * 5 * 8) * 16
+
+
+def test_bf16_is_two_bytes_and_its_products_are_told_apart(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["a", "b"], ["c"], name="narrow"),
+        helper.make_node("MatMul", ["x", "x"], ["y"]),
+    ]
+    wide = [graphs.edge(name, [8, 8]) for name in "xy"]
+    narrow = [graphs.edge(name, [8, 8], NARROW) for name in "abc"]
+    found = _costs(tmp_path, graphs.model(nodes, [wide[0], *narrow[:2]], [wide[1], narrow[2]]))
+    assert [(node.precision, node.bytes) for node in found.nodes] == [("bf16", 2 * 3 * 64), ("fp32", 4 * 3 * 64)]
+    assert found.flops("bf16") == found.flops("fp32") == 2 * 8 * 8 * 8
+
+
+def test_views_move_nothing_parts_move_what_they_give_and_constants_are_worked_out_once(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["table"], ["turned"], name="constant"),
+        helper.make_node("Gather", ["turned", "ids"], ["rows"], name="rows"),
+        helper.make_node("Identity", ["rows"], ["same"], name="view"),
+        helper.make_node("Relu", ["same"], ["y"], name="relu"),
+    ]
+    proto = graphs.model(
+        nodes,
+        [graphs.edge("ids", [5], TensorProto.INT64)],
+        [graphs.edge("y", [5, 16])],
+        [graphs.initializer("table", graphs.values(16, 1000))],
+    )
+    found = {node.name: node.bytes for node in _costs(tmp_path, proto).nodes}
+    assert found == {"rows": 2 * 4 * 5 * 16 + 8 * 5, "view": 0, "relu": 2 * 4 * 5 * 16}
+
+
+def test_a_dimension_may_be_an_expression() -> None:
+    dims = {"seq": 128, "batch": 4, "a.b": 3}
+    told = {"seq": 128, "Min(512, seq)": 128, "2*seq + 1": 257, "Max(1, seq//100)": 1, "a.b": 3, "batch - 1": 3}
+    assert {expression: size(expression, dims) for expression in told} == told
+    strange = ("other", "seq ** 9", "__import__('os')", "seq/2", "", "Min(512", "seq // 0", "Min(a=1)", "seq.real")
+    assert [expression for expression in strange if size(expression, dims) is not None] == []
+
+
+def test_what_is_not_known_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NotCosted, match="input 'x': dimension batch has no size; give it: --dim batch=SIZE"):
+        _costs(tmp_path, graphs.mlp())
+    with pytest.raises(NotCosted, match="nobody has said what Loop computes"):
+        _costs(tmp_path, graphs.loop(), batch=2)
+
+
+def test_times_by_hand() -> None:
+    device = Device("D", {"bf16": 100.0, "tf32": 50.0, "fp32": 10.0}, 1000.0, "")
+    product, moved = Cost("p", "MatMul", 400, 1000, "bf16"), Cost("m", "Add", 0, 3000, "bf16")
+    wide, view = Cost("w", "MatMul", 100, 100, "fp32"), Cost("v", "Reshape", 0, 0, "fp32")
+    of = Costs((product, moved, wide, view), least_bytes=500)
+    found = roofline.predict(of, device)
+    assert found == roofline.Prediction(least=4 + 10, by_node=4 + 3 + 10, bound=14 / 17, launches=3)
+    assert roofline.predict(of, device, "tf32").by_node == 4 + 3 + 2
+    assert roofline.predict(Costs((moved,), 9000), device).least == 9  # once through memory is longer
+
+
+def test_rates_are_those_of_dense_matrices() -> None:
+    """Data sheets print twice as much, for matrices of which half is zero."""
+    assert {name: device.flops["bf16"] / 1e12 for name, device in DEVICES.items()} == {
+        "H200": 989.5, "A100": 312.0, "L4": 121.0
+    }  # fmt: skip
+    for device in DEVICES.values():
+        assert device.flops["bf16"] > 1.9 * device.flops["tf32"] > device.flops["fp32"]
+    page = predicted.PAGE.read_text("utf-8")
+    for rate in ("989.5", "494.5", "| 67 ", "4.8 TB/s", "| 312 | 156 | 19.5 | 2.039", "| 121 | 60 | 30.3 | 0.3"):
+        assert rate in page
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLP with a cuda profile."""
+    where = tmp_path_factory.mktemp("mlp")
+    onnx.save(graphs.mlp((256, 512, 256)), where / "mlp.onnx")
+    flags = ("--profile", "cuda", "--format", "onnx", "--no-report")
+    assert run(["checkpoint", str(where / "mlp.onnx"), "--out", str(where / "mlp" / "1"), *flags]) == 0
+    return where / "mlp" / "1"
+
+
+def test_the_command_tells_it_of_an_artifact(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert roofline.main([str(artifact), "--dim", "batch=8", "--layers"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("predicted from data sheets, never measured\n")
+    assert f"{2 * 8 * 2 * 256 * 512 / 1e9:.3f} GFLOP" in told
+    assert all(name in told for name in DEVICES)
+    assert "matmul0" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "input 'x': dimension batch has no size"),
+        (("--dim", "batch"), "invalid literal"),
+        (("--dim", "batch=x"), "invalid"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_tell(
+    artifact: Path, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert roofline.main([str(artifact), *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_command_refuses_what_is_no_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert roofline.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("roofline: ")
+
+
+@pytest.mark.long  # converts MiniLM
+def test_the_page_has_what_the_graphs_give(tmp_path: Path) -> None:
+    assert predicted.shown() == predicted.tables(Workspace(tmp_path)), "run python -m bench.gpu.predicted"
