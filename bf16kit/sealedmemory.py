@@ -12,6 +12,8 @@ import mmap
 import os
 from collections.abc import Iterator
 
+from bf16kit import controlgroup
+
 _NAME = "bf16kit-weights"  # in /proc/PID/maps
 _MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; a system may refuse memory that could become a program (vm.memfd_noexec)
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
@@ -29,11 +31,20 @@ class UnfitMemory(Exception):
     """A descriptor is not of sealed memory of the size expected; the message says what it lacks."""
 
 
+def check_room(size: int) -> None:
+    """Raises :class:`MemoryError` where the container may not take ``size`` bytes of weights more: the system would let
+    it try, and end it."""
+    memory = controlgroup.memory()
+    if memory is not None and size > memory.left:
+        raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {memory}")
+
+
 def create(size: int) -> int:
     """The descriptor of new memory of ``size`` bytes, zeros, whose room is yet to be taken: :func:`reserve`.
 
     Raises :class:`MemoryError` where there is no room, :class:`OSError` where the system has no such memory.
     """
+    check_room(size)
     try:
         # What is plainly more than the machine has is refused here; later the system would try, and end processes.
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()

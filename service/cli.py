@@ -109,20 +109,24 @@ for _command in (check, list_models, bench, evidence, health):
 
 
 def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
+    from bf16kit import controlgroup
     from bf16kit.runtime import kernel
     from service.process.config import load_config
     from service.process.files import allow_open_files
     from service.process.heap import bound_heap
     from service.process.logs import configure
+    from service.process.memory import announce, bounded
     from service.process.stop import Stop
 
     bound_heap()  # before there are threads
     stop = Stop()
     stop.on_signals()  # before the slow imports: a signal during them is kept, not lost
-    config = load_config(flags, file)
+    memory = controlgroup.memory()
+    config = bounded(load_config(flags, file), memory)
     allow_open_files()
     kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when the first model has been read
     configure(config.log_level, config.log_format)
+    announce(config, memory)
     from service.app import run
 
     return run(config, stop)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+from bf16kit import controlgroup
 
 # x86 dot products (AVX512_BF16), x86 tiles (AMX), and the Arm extension, as the kernel spells them.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -26,15 +29,11 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return False
 
 
-def available_cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Processors this process may use: its affinity, or the control group's CPU quota where that is smaller.
+def available_cpus(quota: Callable[[], float | None] = controlgroup.cpus) -> int:
+    """Processors this process may use: its affinity, or the control group's ``quota`` where that is smaller.
 
     A container limited to two CPUs on a machine of 64 sees 64; a thread for each would only wait for the others.
     """
     cpus = len(os.sched_getaffinity(0))
-    try:
-        limit, period = quota.read_text(encoding="ascii").split()
-        allowed = int(limit) / int(period)
-    except (OSError, ValueError):  # no such file, or "max 100000": no quota
-        return cpus
-    return max(1, min(cpus, round(allowed)))
+    allowed = quota()
+    return cpus if allowed is None else max(1, min(cpus, round(allowed)))

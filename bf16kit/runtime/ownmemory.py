@@ -12,7 +12,7 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
-from bf16kit.sealedmemory import no_room
+from bf16kit.sealedmemory import check_room, no_room
 
 LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most of arm64
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone
@@ -21,8 +21,9 @@ _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone
 def own_memory(size: int) -> NDArray[np.uint8]:
     """``size`` bytes of zeros that begin a large page. The last, part of a page, takes no more memory than it needs.
 
-    Raises :class:`MemoryError` where there is no room in the address space.
+    Raises :class:`MemoryError` where there is no room in the address space, or in the container.
     """
+    check_room(size)
     try:
         # Python's default is memory that is shared, which has large pages only where the administrator says so.
         mapping = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -35,6 +35,7 @@ from service.models.agreement import OWN_CHOICE, Agreement
 from service.models.choosing import Clock
 from service.models.opening import Opened, open_artifact
 from service.models.policy import AUTO, Serving
+from service.models.room import check_room
 from service.models.spreading import ROWS, Spread, spread_out
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ def load(
     profiles, where = loading.choose_profiles(opened.artifact, serving.profile, device)
     agreed = agreement.known() if len(profiles) > 1 else ""
     first, *others = (agreed,) if agreed in profiles else profiles
+    if weights is OWN:  # what processes share may be there already
+        check_room(opened, first)
     ready: dict[str, _Ready] = {}
     try:
         if serving.instances == AUTO:
@@ -134,7 +137,12 @@ def _ready(opened: Opened, serving: Serving, profile: str, place: _Place) -> _Re
     """``profile`` loaded, warmed up and judged by its golden samples."""
     from bf16kit.runtime import loading
 
-    runtime = loading.load(opened.artifact, profile, device=place.device, threads=place.threads, weights=place.weights)
+    try:
+        runtime = loading.load(
+            opened.artifact, profile, device=place.device, threads=place.threads, weights=place.weights
+        )
+    except MemoryError as error:
+        raise RuntimeFailure(f"profile {profile} cannot be loaded: {error or 'there is no more memory'}") from error
     try:
         golden = golden_of(opened.artifact, profile)
         warm_up(runtime, opened, serving.warmup, golden)

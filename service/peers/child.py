@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bf16kit import controlgroup
 from service.peers.channel import Channel
 from service.peers.peer import Handler, Peer
 
@@ -45,6 +46,7 @@ class Child:
         silent_seconds: float = SILENT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         worked: Callable[[int], float] | None = None,
+        memory: Callable[[], controlgroup.Memory | None] = controlgroup.memory,
     ) -> None:
         self.name = name
         self.peer: Peer | None = None  # of the process that runs
@@ -57,6 +59,8 @@ class Child:
         self._clock = clock
         self._worked = worked or cpu_seconds  # of a process, by its number
         self._worked_before = 0.0  # when it was heard last
+        self._memory = memory  # of the container that all processes are in
+        self._ended_for_memory = 0  # processes of it, when this one was started
         self._process: subprocess.Popen[bytes] | None = None
         self._over = False  # its peer has ended
         self._due = clock()  # when to start the next one
@@ -141,6 +145,7 @@ class Child:
                 # -P: what lies in the working directory is not to be imported. The process ends itself when this one
                 # has died (service/peers/orphans.py); signals are this one's to take.
                 command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
+                self._ended_for_memory = 0 if (memory := self._memory()) is None else memory.ended
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -172,8 +177,16 @@ class Child:
         settled = now - self._started >= _SETTLED_SECONDS
         pause = self._pause(now, 0 if settled else self._failures + 1)
         if self._wanted:
-            _log.error("%s (pid %d) has ended: %s; it is started again in %.2g s", self.name, pid, _why(code), pause)
+            why = _why(code) + self._for_memory(code)
+            _log.error("%s (pid %d) has ended: %s; it is started again in %.2g s", self.name, pid, why, pause)
         self._lost()
+
+    def _for_memory(self, code: int) -> str:
+        """Whether the system has ended a process of the container since this one began, which was killed now."""
+        memory = self._memory()
+        if code != -signal.SIGKILL or memory is None or memory.ended <= self._ended_for_memory:
+            return ""
+        return f" for want of memory, of which this container may take {memory.limit / 1e6:.0f} MB"
 
     def _give_up(self, now: float, error: Exception) -> None:
         """It could not be started: whoever leads it goes on without, and tries again."""

@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from bf16kit import controlgroup
 from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
 from bf16kit.heap import give_back
 from bf16kit.manifest import Manifest
 from bf16kit.runtime import Runtime
 from service.contract import Array
+from service.process.memory import for_requests
 
 _log = logging.getLogger(__name__)
 # A loaded reference was seen to take 1.08 to 1.33 times its fp32 weights from 34 MB on, and 11 MB beside; what a run
@@ -58,9 +60,11 @@ def fp32_bytes(manifest: Manifest) -> int:
     )
 
 
-def default_bound(weights: int) -> int:
-    """For a reference whose fp32 weights have so many bytes."""
-    return _DEFAULT_FACTOR * weights + _DEFAULT_BESIDE
+def default_bound(weights: int, room: controlgroup.Memory | None = None) -> int:
+    """For a reference whose fp32 weights have so many bytes. In a container it may take what ``room`` leaves beside
+    what is kept for requests."""
+    wanted = _DEFAULT_FACTOR * weights + _DEFAULT_BESIDE
+    return wanted if room is None else max(0, min(wanted, room.left - for_requests(room)))
 
 
 class Memory:

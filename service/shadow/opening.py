@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from bf16kit import controlgroup
 from bf16kit.errors import ConfigError
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
@@ -32,8 +33,13 @@ def open_reference(name: str, policy: ShadowPolicy, opened: Opened, memory: Memo
     from bf16kit.runtime import rebuilt as _rebuilt  # noqa: F401 -- as above
     from bf16kit.runtime.loading import load_reference
 
-    weights = fp32_bytes(opened.artifact.manifest)
-    bound = policy.reference_memory_bytes or default_bound(weights)
+    weights, room = fp32_bytes(opened.artifact.manifest), controlgroup.memory()
+    if room is not None and weights > room.left:
+        raise ConfigError(
+            f"its weights are {weights} bytes in fp32, and {room}; raise the container's limit, or have another server"
+            " run the reference (shadow.reference: grpc://…)"
+        )
+    bound = policy.reference_memory_bytes or default_bound(weights, room)
     if weights > bound:
         raise ConfigError(
             f"its weights are {weights} bytes in fp32, over shadow.reference_memory_bytes {bound}; raise that in"

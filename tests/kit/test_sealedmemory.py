@@ -7,12 +7,14 @@ import fcntl
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from bf16kit import sealedmemory
+from bf16kit import controlgroup, sealedmemory
+from bf16kit.controlgroup import Memory
+from bf16kit.runtime.ownmemory import own_memory
 from bf16kit.sealedmemory import UnfitMemory
 
 SIZE = 8192
@@ -108,3 +110,16 @@ def test_more_than_the_machine_has_is_a_memory_error_and_leaves_no_descriptor() 
     with pytest.raises(MemoryError, match=r"no room for \d+ MB of weights"):
         sealedmemory.create(1 << 60)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("make", [sealedmemory.create, own_memory])
+def test_more_than_the_container_may_take_is_a_memory_error(
+    make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux would let it try, and end the container."""
+    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit=8 << 20, left=3 << 20))
+    expected = "no room for 4 MB of weights: 3 MB are left of the 8 MB that this container may take"
+    with pytest.raises(MemoryError, match=expected):
+        make(4 << 20)
+    if isinstance(made := make(3 << 20), int):
+        os.close(made)

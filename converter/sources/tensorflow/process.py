@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from bf16kit import controlgroup
 from bf16kit.errors import RuntimeFailure, UsageError
 from bf16kit.runtime.scratch import on_disk
 from bf16kit.wording import brief
@@ -170,8 +171,11 @@ def _bound() -> float:
 
 
 def _memory() -> int:
-    """Bytes of memory that the machine has: what asks for more is refused it, before the system kills something."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that the machine, or the container, has: what asks for more is refused it, before the system
+    kills something."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    container = controlgroup.memory()
+    return machine if container is None else min(machine, container.limit)
 
 
 def _tail(file: Path) -> str:

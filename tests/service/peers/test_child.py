@@ -13,6 +13,7 @@ import pytest
 from openfiles import no_more_files
 from waiting import until
 
+from bf16kit.controlgroup import Memory
 from service.peers.child import PING_SECONDS, SILENT_SECONDS, Child, cpu_seconds
 from service.peers.peer import Handler
 
@@ -53,7 +54,10 @@ def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
     children: list[Child] = []
 
     def begin(
-        program: str, handlers: Mapping[str, Handler] | None = None, worked: Callable[[int], float] | None = None
+        program: str,
+        handlers: Mapping[str, Handler] | None = None,
+        worked: Callable[[int], float] | None = None,
+        memory: Callable[[], Memory | None] = lambda: None,
     ) -> Child:
         (tmp_path / "program_of_the_test.py").write_text(_HEAD + program)
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *map(str, [Path.cwd()])])
@@ -66,6 +70,7 @@ def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
             environment={**os.environ, "PYTHONPATH": path},
             clock=clock,
             worked=worked,
+            memory=memory,
         )
         children.append(child)
         return child
@@ -248,3 +253,24 @@ def test_one_that_is_not_wanted_any_more_is_not_started_again(keep: Keep, clock:
     clock.now += 100
     child.tend()
     assert child.pid is None
+
+
+@pytest.mark.parametrize(
+    ("program", "ended", "expected"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            1,
+            "killed by SIGKILL for want of memory, of which this container may",
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "killed by SIGKILL; it is started again"),
+    ],
+)
+def test_one_that_the_system_ended_for_want_of_memory_is_said_to_be(
+    program: str, ended: int, expected: str, keep: Keep, lost: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By what the container's control group counts: another of its processes may have been ended before."""
+    counts = iter([7, 7 + ended])
+    child = keep(program, memory=lambda: Memory(limit=1 << 30, left=0, ended=next(counts)))
+    buried(child, lost, 1)
+    assert expected in caplog.messages[-1]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
+from bf16kit import controlgroup
 from bf16kit.errors import ConfigError, RuntimeFailure, Unavailable
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.loading import load_reference
@@ -240,3 +241,11 @@ except MemoryError:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("refused\n", "")
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY, "here there is none"
+
+
+def test_in_a_container_a_reference_may_take_what_is_left_beside_requests() -> None:
+    gib = 1 << 30
+    assert default_bound(gib) == 3 * gib
+    assert default_bound(gib, controlgroup.Memory(limit=64 * gib, left=60 * gib)) == 3 * gib
+    assert default_bound(gib, controlgroup.Memory(limit=4 * gib, left=2 * gib)) == gib
+    assert default_bound(gib, controlgroup.Memory(limit=4 * gib, left=gib // 2)) == 0

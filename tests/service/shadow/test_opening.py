@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from artifacts import write_mlp
 
+from bf16kit import controlgroup
+from bf16kit.errors import ConfigError
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
 from service.models.opening import open_artifact
@@ -68,3 +70,14 @@ def test_while_it_is_loaded_the_board_says_so(tmp_path: Path, monkeypatch: pytes
     assert board.read([NAME]) == {}
     assert reference.run({"x": np.ones((1, 16), np.float32)}, ("y",), seconds=20.0)["y"].shape == (1, 16)
     reference.close()
+
+
+def test_a_reference_that_the_container_has_no_room_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mlp(tmp_path / "m" / "1")
+    opened = open_artifact(tmp_path / "m" / "1", Serving())
+    monkeypatch.setattr(controlgroup, "memory", lambda: controlgroup.Memory(limit=1 << 20, left=100))
+    expected = r"its weights are \d+ bytes in fp32, and 0 MB are left of the 1 MB that this container may take; raise"
+    with pytest.raises(ConfigError, match=expected):
+        open_reference(NAME, ShadowPolicy(), opened, Memory(), Board())

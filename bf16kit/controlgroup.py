@@ -1,0 +1,117 @@
+"""What the control group of this process allows it: a container's limits, which the machine's own figures do not show.
+
+Linux' control groups of version 2, and of version 1. A group's limits bind all groups within it, so the least on the
+way to the root counts. Where there are no groups, or none that limits anything, nothing is limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory where there is no limit
+# What the system takes back by itself before anybody is refused memory. Memory files are not in it: nobody takes those.
+_FILE_CACHE = ("active_file", "inactive_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes: what all processes of the group may take together, and what of it nobody has taken.
+
+    ``ended`` is how many of them the system has ended so far because there was no more.
+    """
+
+    limit: int
+    left: int
+    ended: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.left / 1e6:.0f} MB are left of the {self.limit / 1e6:.0f} MB that this container may take"
+
+
+def memory(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Memory | None:
+    """The memory of this process' group now; None where it is not limited."""
+    found = [memory for each in _groups("memory", root, membership) if (memory := _memory_of(each)) is not None]
+    if not found:
+        return None
+    return Memory(min(m.limit for m in found), min(m.left for m in found), max(m.ended for m in found))
+
+
+def cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
+    """The processors that the group may keep busy, not always a whole number; None where that is not limited."""
+    found = [quota for each in _groups("cpu", root, membership) if (quota := _quota_of(each)) is not None]
+    return min(found, default=None)
+
+
+def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+    """The directories of this process' group and of those that it is in, the innermost first.
+
+    A container mostly sees its own group as the root, whatever its path is called outside.
+    """
+    try:
+        lines = membership.read_text("ascii").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if not names:  # version 2 has one hierarchy
+            top = root
+        elif controller in names.split(","):
+            top = root / controller
+        else:
+            continue
+        parts = PurePosixPath(path).parts[1:]
+        parts = () if ".." in parts else parts  # a group outside of what is seen here
+        for length in range(len(parts), -1, -1):
+            directory = top.joinpath(*parts[:length])
+            if directory.is_dir():
+                yield directory
+
+
+def _memory_of(group: Path) -> Memory | None:
+    limit = _number(group / "memory.max")
+    if limit is not None:
+        used, prefix = _number(group / "memory.current"), ""
+    else:
+        limit = _number(group / "memory.limit_in_bytes")
+        used, prefix = _number(group / "memory.usage_in_bytes"), "total_"
+    if limit is None or limit >= _NO_LIMIT or used is None:
+        return None
+    counted = _table(group / "memory.stat")
+    cache = sum(counted.get(prefix + name, 0) for name in _FILE_CACHE)
+    events = _table(group / ("memory.oom_control" if prefix else "memory.events"))
+    return Memory(limit, max(0, limit - max(0, used - cache)), events.get("oom_kill", 0))
+
+
+def _quota_of(group: Path) -> float | None:
+    try:
+        quota, period = (group / "cpu.max").read_text("ascii").split()
+    except (OSError, ValueError):
+        quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+    try:
+        allowed = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max 100000": no quota
+        return None
+    return allowed if allowed > 0 else None  # version 1 writes -1
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no such file, or it holds no number: "max"."""
+    text = _text(file)
+    return int(text) if text.isdecimal() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _table(file: Path) -> Mapping[str, int]:
+    """Lines of a name and a number."""
+    pairs = (line.split() for line in _text(file).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}

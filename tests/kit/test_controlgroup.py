@@ -1,0 +1,99 @@
+"""Limits as a container's files show them, of both versions; the group itself is made in tests/compose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bf16kit import controlgroup
+from bf16kit.controlgroup import Memory
+
+_STAT = "anon 300\nfile 500\nshmem 100\nactive_file 150\ninactive_file 250\n"
+
+
+def tree(tmp_path: Path, files: dict[str, str]) -> Path:
+    root = tmp_path / "cgroup"
+    root.mkdir()
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def member(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "membership"
+    file.write_text(text)
+    return file
+
+
+def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
+    """The file cache counts as free, memory files do not: nobody takes those back."""
+    root = tree(tmp_path, {"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": _STAT})
+    found = controlgroup.memory(root, member(tmp_path, "0::/\n"))
+    assert found == Memory(limit=1000, left=500)
+
+
+def test_the_least_limit_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
+    files = {
+        "pod/memory.max": "1000",
+        "pod/memory.current": "990",
+        "pod/memory.stat": "",
+        "pod/inner/memory.max": "600",
+        "pod/inner/memory.current": "100",
+        "pod/inner/memory.stat": "",
+        "pod/inner/memory.events": "low 0\noom 3\noom_kill 2\n",
+    }
+    found = controlgroup.memory(tree(tmp_path, files), member(tmp_path, "0::/pod/inner\n"))
+    assert found == Memory(limit=600, left=10, ended=2)
+
+
+def test_version_1_is_read_too(tmp_path: Path) -> None:
+    files = {
+        "memory/memory.limit_in_bytes": "1000",
+        "memory/memory.usage_in_bytes": "700",
+        "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 200\n",
+        "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+        "cpu/cpu.cfs_quota_us": "150000",
+        "cpu/cpu.cfs_period_us": "100000",
+    }
+    root = tree(tmp_path, files)
+    membership = member(tmp_path, "9:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/system.slice\n")
+    assert controlgroup.memory(root, membership) == Memory(limit=1000, left=500, ended=1)
+    assert controlgroup.cpus(root, membership) == 1.5
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"memory.max": "max", "memory.current": "5"},
+        {"memory.max": "junk", "memory.current": "5"},
+        {"memory.max": "5"},
+        {"memory/memory.limit_in_bytes": str(0x7FFFFFFFFFFFF000), "memory/memory.usage_in_bytes": "5"},
+    ],
+)
+def test_what_is_not_limited_has_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
+    membership = member(tmp_path, "0::/\n9:memory:/\n")
+    assert controlgroup.memory(tree(tmp_path, files), membership) is None
+
+
+@pytest.mark.parametrize("text", ["", "junk", "0::/../../outside\n", "::\n"])
+def test_whatever_a_system_says_of_the_membership_nothing_fails(tmp_path: Path, text: str) -> None:
+    root = tree(tmp_path, {"memory.max": "max", "cpu.max": "max 100000"})
+    assert controlgroup.memory(root, member(tmp_path, text)) is None
+    assert controlgroup.cpus(root, member(tmp_path, text)) is None
+    assert controlgroup.memory(root, tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("200000 100000", 2.0), ("50000 100000", 0.5), ("max 100000", None), ("1 0", None)]
+)
+def test_a_quota_is_a_number_of_processors(tmp_path: Path, quota: str, expected: float | None) -> None:
+    assert controlgroup.cpus(tree(tmp_path, {"cpu.max": quota}), member(tmp_path, "0::/\n")) == expected
+
+
+def test_a_group_that_has_taken_more_than_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    """A limit that was lowered is below what was taken before."""
+    root = tree(tmp_path, {"memory.max": "100", "memory.current": "300", "memory.stat": ""})
+    assert controlgroup.memory(root, member(tmp_path, "0::/\n")) == Memory(100, 0)

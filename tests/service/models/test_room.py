@@ -1,0 +1,79 @@
+"""Whether a container has room for a model; its memory is what the test says, real containers are in tests/compose."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from artifacts import write_mlp
+
+from bf16kit import controlgroup
+from bf16kit.controlgroup import Memory
+from bf16kit.errors import ConfigError, RuntimeFailure
+from service.models import loading
+from service.models.opening import open_artifact
+from service.models.policy import Serving
+from service.models.room import check_room, least_bytes
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    path = tmp_path / "m" / "1"
+    write_mlp(path)
+    return path
+
+
+def let(monkeypatch: pytest.MonkeyPatch, left: int, limit: int = 10_000_000) -> None:
+    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit, left))
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_it_takes_what_there_is_and_what_to_do(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_artifact(artifact, Serving())
+    let(monkeypatch, opened.weight_bytes - 1)
+    expected = r"^it takes 0 MB of memory at least, and 0 MB are left of the 10 MB that this container may take; raise"
+    with pytest.raises(ConfigError, match=expected):
+        loading.load(artifact, Serving(), device="cpu", threads=1)
+
+
+def test_the_log_says_what_is_loaded_and_what_is_left_before_it_is(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last word, should that end the container."""
+    caplog.set_level(logging.INFO)
+    opened = open_artifact(artifact, Serving())
+    let(monkeypatch, opened.weight_bytes)
+    check_room(opened, "cpu")
+    assert caplog.messages == [
+        f"{artifact}: 0 MB of weights are loaded now; 0 MB are left of the 10 MB that this container may take"
+    ]
+
+
+def test_without_a_limit_nothing_is_said(artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    check_room(open_artifact(artifact, Serving()), "cpu")
+    assert not caplog.messages
+
+
+def test_mapped_weights_need_no_room(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are the system's to take back."""
+    opened = open_artifact(artifact, Serving(weights="mapped"))
+    let(monkeypatch, 0)
+    check_room(opened, "cpu")
+    assert least_bytes(opened, "cpu") == 0
+    assert least_bytes(open_artifact(artifact, Serving()), "cpu") == opened.weight_bytes > 0
+
+
+def test_memory_that_is_refused_while_a_model_is_loaded_is_no_bug(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bf16kit.runtime import loading as runtimes
+
+    def refused(*arguments: object, **named: object) -> None:
+        raise MemoryError("no room for 45 MB of weights: 1 MB are left of the 10 MB that this container may take")
+
+    monkeypatch.setattr(runtimes, "load", refused)
+    with pytest.raises(RuntimeFailure, match=r"profile cpu cannot be loaded: no room for 45 MB of weights: 1 MB are"):
+        loading.load(artifact, Serving(profile="cpu"), device="cpu", threads=1)

@@ -1,0 +1,59 @@
+"""A server's bounds in containers of several sizes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from bf16kit.controlgroup import Memory
+from service.process.config import ServerConfig, load_config
+from service.process.memory import announce, bounded
+
+MIB = 1 << 20
+
+
+def config(tmp_path: Path, **flags: object) -> ServerConfig:
+    return load_config({"repository": str(tmp_path), **flags})
+
+
+def test_requests_get_a_quarter_of_a_small_container(tmp_path: Path) -> None:
+    found = bounded(config(tmp_path), Memory(limit=1024 * MIB, left=900 * MIB))
+    assert (found.max_request_bytes, found.max_message_bytes) == (256 * MIB, 64 * MIB)
+    found = bounded(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
+    assert (found.max_request_bytes, found.max_message_bytes) == (32 * MIB, 32 * MIB)
+
+
+def test_workers_share_what_is_for_requests(tmp_path: Path) -> None:
+    found = bounded(config(tmp_path, workers=4), Memory(limit=1024 * MIB, left=900 * MIB))
+    assert found.max_request_bytes == 64 * MIB
+
+
+def test_without_a_limit_and_in_a_large_container_the_defaults_hold(tmp_path: Path) -> None:
+    asked = config(tmp_path)
+    assert bounded(asked, None) == asked
+    assert bounded(asked, Memory(limit=64 << 30, left=1 << 30)) == asked
+
+
+def test_what_was_asked_for_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BF16KIT_MAX_REQUEST_BYTES", str(300 * MIB))
+    found = bounded(config(tmp_path), Memory(limit=128 * MIB, left=100 * MIB))
+    assert (found.max_request_bytes, found.max_message_bytes) == (300 * MIB, 32 * MIB)
+
+
+def test_however_small_the_container_a_request_can_be_sent(tmp_path: Path) -> None:
+    found = bounded(config(tmp_path, workers=2), Memory(limit=MIB, left=0))
+    assert found.max_message_bytes == MIB
+
+
+def test_the_log_says_what_the_limit_is_and_what_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    small = Memory(limit=512 * MIB, left=500 * MIB)
+    announce(bounded(config(tmp_path), small), small)
+    assert caplog.messages == [
+        "memory: 524 MB are left of the 537 MB that this container may take; requests may hold 134217728 bytes of it,"
+        " one message 67108864"
+    ]
+    announce(config(tmp_path), None)
+    assert len(caplog.messages) == 1
