@@ -1,0 +1,65 @@
+"""What is up is left as it was by a second ``up``, and restarted without losing a request that it had accepted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from composing import SERVICES, Stack
+from steadyload import SteadyLoad
+from waiting import until
+
+pytestmark = pytest.mark.compose
+_REQUEST = re.compile(r"request (?:not )?answered .*?\brequest_id=\"?([\w/-]+)\"? code=(\w+)")
+_FILES = """
+import pathlib
+for file in sorted(pathlib.Path('/models').rglob('*')):
+    seen = file.stat()
+    print(file, seen.st_ino, seen.st_size, seen.st_mtime_ns)
+"""
+
+
+def began(stack: Stack) -> dict[str, tuple[str, str]]:
+    """The containers that go on running, and since when."""
+    running = (service for service in SERVICES if service != "convert")
+    return {
+        service: (found["Id"], found["State"]["StartedAt"])
+        for service in running
+        if (found := stack.container(service))
+    }
+
+
+def test_a_second_up_converts_nothing_and_restarts_nothing(stack: Stack) -> None:
+    before, files = began(stack), stack.python(_FILES)
+    assert "/models/minilm/1/manifest.json" in files
+    stack.up(*SERVICES)
+    assert began(stack) == before
+    assert stack.python(_FILES) == files
+    assert "is there already" in stack.log("convert").splitlines()[-1]
+
+
+def test_a_restart_under_load_loses_no_request_that_was_accepted(stack: Stack) -> None:
+    """Who was refused was told UNAVAILABLE; who has gRPC wait and try again sees nothing of it."""
+    with SteadyLoad(stack.target, plain=3, patient=3) as load:
+        until(load.more(), 60, "20 answers for each client")
+        stack.compose("restart", "server")
+        until(load.more(), 60, "20 answers more for each client after the restart")
+    log = stack.log("server")
+    told = dict(_REQUEST.findall(log))
+    ran = {request for request, code in told.items() if code == "OK"}
+    assert ran >= load.answered != set()
+    assert ran - load.answered == set(), "the server ran these, and nobody got the answer"
+    assert set(load.failed.values()) <= {"StatusCode.UNAVAILABLE"}
+    assert [request for request in load.failed if request.startswith("patient")] == []
+    assert {told[request] for request in load.failed if request in told} <= {"UNAVAILABLE"}
+    assert "requests were cut off" not in log
+    assert re.search(r"stopped after \d", log)
+
+
+def test_the_server_ends_cleanly_when_asked_to_and_comes_back(stack: Stack) -> None:
+    """SIGTERM drains and exits 0; 137 would mean that Docker lost patience."""
+    stack.compose("stop", "server")
+    state = stack.container("server")["State"]
+    assert (state["ExitCode"], state["OOMKilled"]) == (0, False)
+    stack.compose("start", "server")
+    until(lambda: stack.get("/readyz")[0] == 200, 60, "readiness")

@@ -1,0 +1,130 @@
+"""What a server's container says of what it cannot work with: each a line in its log, and Docker's own verdict.
+
+The containers are started together, for each takes some seconds to be judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from composing import IMAGE, ROOT, Container, Stack, docker, told
+from waiting import until
+
+pytestmark = pytest.mark.compose
+_SMALL = "112m"  # less than a server and MiniLM take together
+_NEWER = """
+import json, pathlib
+for name, version in (('newer', 99), ('nonsense', 0)):
+    target = pathlib.Path('/models', name, '1')
+    target.mkdir(parents=True)
+    manifest = json.loads(pathlib.Path('/from/minilm/1/manifest.json').read_text())
+    (target / 'manifest.json').write_text(json.dumps(manifest | {'schema_version': version}))
+"""
+Refused = dict[str, Container]
+
+
+@pytest.fixture(scope="module")
+def refused(stack: Stack) -> Iterator[Refused]:
+    """By what is wrong with it."""
+    models = f"{stack.project}_models"
+    other = f"{stack.project}_other"
+    shared = ("--volume", f"{models}:/models:ro")
+    serve = ("--repository", "/models", "--host", "0.0.0.0")
+    told(docker("volume", "create", "--label", f"com.docker.compose.project={stack.project}", other))
+    try:
+        from_to = ("--volume", f"{models}:/from:ro", "--volume", f"{other}:/models")
+        told(docker("run", "--rm", "--entrypoint", "python", *from_to, f"{IMAGE}:converter", "-c", _NEWER))
+        with contextlib.ExitStack() as containers:
+            yield {
+                name: containers.enter_context(Container(*arguments, options=options))
+                for name, arguments, options in (
+                    ("no volume", serve, ()),
+                    ("no directory", ("--repository", "/nowhere"), ()),
+                    ("no GPU", (*serve, "--device", "cuda:0"), shared),
+                    ("other schemas", serve, ("--volume", f"{other}:/models:ro")),
+                    ("too little memory", serve, (*shared, "--memory", _SMALL, "--memory-swap", _SMALL)),
+                    ("port taken", serve, ("--network", f"container:{stack.container('server')['Id']}")),
+                )
+            }
+    finally:
+        docker("volume", "rm", "--force", other)
+
+
+def judged(container: Container, *words: str) -> None:
+    """It runs, is unhealthy by Docker's verdict, and its log has a line with all ``words``."""
+    until(lambda: container.health == "unhealthy", 60, "Docker's verdict")
+    assert container.state["Running"]
+    assert not container.state["OOMKilled"]
+    assert any(all(word in line for word in words) for line in container.log.splitlines()), container.log
+    assert "Traceback" not in container.log
+
+
+def ended(container: Container, code: int, *words: str) -> None:
+    until(lambda: not container.state["Running"], 60, "its end")
+    assert container.state["ExitCode"] == code
+    (line,) = [line for line in container.log.splitlines() if line.startswith("bf16-serve: ")]
+    assert all(word in line for word in words), line
+    assert "Traceback" not in container.log
+
+
+def test_without_a_volume_the_repository_is_empty(refused: Refused) -> None:
+    judged(
+        refused["no volume"], "WARNING", "repository /models is empty: serving, but not ready", "put artifacts under"
+    )
+
+
+def test_a_repository_that_does_not_exist_ends_the_server(refused: Refused) -> None:
+    ended(refused["no directory"], 2, "'/nowhere' is not a directory", "--repository")
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_not_replaced_by_the_cpu(refused: Refused) -> None:
+    judged(refused["no GPU"], "ERROR", "cuda:0", "minilm")
+
+
+def test_artifacts_of_schemas_that_this_server_does_not_know_are_refused(refused: Refused) -> None:
+    container = refused["other schemas"]
+    judged(container, "ERROR", "/models/newer/1/manifest.json: schema version 99 is newer than", "upgrade bf16kit")
+    judged(container, "ERROR", "/models/nonsense/1/manifest.json: schema_version is 0, expected 1 to")
+
+
+def test_a_model_larger_than_the_containers_memory_is_refused_before_it_is_loaded(refused: Refused) -> None:
+    container = refused["too little memory"]
+    judged(container, "ERROR", "minilm", "MB of memory at least", "that this container may take; raise the container's")
+    assert container.state["Running"]
+
+
+def test_a_port_that_is_taken_ends_the_server(refused: Refused) -> None:
+    ended(refused["port taken"], 2, "8001", "in use")
+
+
+def test_compose_says_which_port_is_taken(stack: Stack) -> None:
+    """A second project on the same ports."""
+    second = Stack.new(f"{stack.project}-second", GRPC_PORT=stack.environment["GRPC_PORT"])
+    try:
+        done = second.run("up", "--detach", "--no-deps", "server")
+        assert done.returncode != 0
+        assert f"127.0.0.1:{stack.environment['GRPC_PORT']}" in done.stderr
+        assert "already allocated" in done.stderr or "already in use" in done.stderr
+    finally:
+        second.down()
+    assert not second.left()
+
+
+def test_compose_says_that_there_is_no_gpu(stack: Stack, tmp_path: Path) -> None:
+    """Docker refuses before the server is started, for it has no driver for what is reserved."""
+    if docker("run", "--rm", "--gpus", "1", "--entrypoint", "python", f"{IMAGE}:server", "-V").returncode == 0:
+        pytest.skip("this machine has a GPU")
+    second = Stack.new(f"{stack.project}-gpu", IMAGE=f"{IMAGE}-of-the-test").and_file(ROOT / "compose.gpu.yaml")
+    told(docker("tag", f"{IMAGE}:server", f"{IMAGE}-of-the-test:server-gpu"))
+    try:
+        done = second.run("up", "--detach", "--no-build", "--no-deps", "server")
+        assert done.returncode != 0
+        assert "could not select device driver" in done.stderr
+        assert "gpu" in done.stderr
+    finally:
+        second.down()
+        docker("rmi", f"{IMAGE}-of-the-test:server-gpu")
+    assert not second.left()

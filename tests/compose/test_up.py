@@ -1,0 +1,144 @@
+"""``docker compose up``: convert, serve, scrape; then asked from outside, as a user would."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import minilm
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import yaml
+from composing import ROOT, SERVICES, Stack
+from numpy.typing import NDArray
+from sentences import sentences
+from waiting import until
+
+from bf16kit.runtime.kernel import PATHS
+
+pytestmark = pytest.mark.compose
+_QUICKSTART = re.compile(r"^## Ask a served model$.*?^```python$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def embed(client: triton.InferenceServerClient, text: str) -> NDArray[np.float64]:
+    """The sentence embedding [384] of ``text``, pooled here as any client would."""
+    feeds = minilm.tokenize(minilm.tokenizer(), [text])
+    tensors = []
+    for tensor in client.get_model_metadata("minilm").inputs:
+        tensors.append(triton.InferInput(tensor.name, list(feeds[tensor.name].shape), tensor.datatype))
+        tensors[-1].set_data_from_numpy(feeds[tensor.name])
+    reply = client.infer("minilm", tensors)
+    return np.asarray(minilm.mean_pool(reply.as_numpy("last_hidden_state"), feeds["attention_mask"])[0])
+
+
+def test_the_readmes_client_is_answered(stack: Stack) -> None:
+    """As it stands there, but for the port."""
+    found = _QUICKSTART.search((ROOT / "README.md").read_text("utf-8"))
+    assert found is not None
+    assert '"127.0.0.1:8001"' in found[1]
+    program = found[1].replace("127.0.0.1:8001", stack.target)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("(1, 4, 384)", 0), done.stderr
+
+
+def test_an_unmodified_client_outside_gets_meaningful_answers(client: triton.InferenceServerClient) -> None:
+    eating, meal, concert = (
+        embed(client, text)
+        for text in (
+            "A man is eating a piece of bread.",
+            "Someone is having a meal.",
+            "There is a concert in the city this evening.",
+        )
+    )
+    assert eating @ meal > 0.4 > eating @ concert
+
+
+def test_the_image_has_the_cpu_kernel_and_the_model_runs_on_it(client: triton.InferenceServerClient) -> None:
+    config = client.get_model_config("minilm").config
+    assert config.parameters["kernel"].string_value in PATHS
+
+
+def test_live_drift_of_real_sentences_is_read_back_through_promql(
+    stack: Stack, client: triton.InferenceServerClient
+) -> None:
+    measured = 'sum(bf16kit_drift_samples_total{model="minilm", outcome="measured"})'
+
+    def enough_after_another_round() -> bool:
+        """The shadow drops what it has no time for, so a round of sentences may not be enough."""
+        for sentence in sentences(20):
+            embed(client, sentence)
+        return sum(stack.query(measured)) >= 20
+
+    until(enough_after_another_round, 120, "20 measured samples in Prometheus")
+    total, count = (f'bf16kit_drift_relative_l2_{part}{{output="last_hidden_state"}}' for part in ("sum", "count"))
+    (drift,) = stack.query(f"{total} / {count}")
+    assert 0 < drift < 1.5e-2
+    ratios = stack.query('bf16kit_drift_budget_ratio{model="minilm"}')
+    assert ratios
+    assert max(ratios) < 1
+
+
+def test_what_was_asked_is_counted_in_prometheus(stack: Stack, client: triton.InferenceServerClient) -> None:
+    answered = 'sum(bf16kit_requests_total{model="minilm", code="OK"})'
+
+    def counted() -> float:
+        return sum(stack.query(answered))
+
+    before = counted()
+    for _ in range(7):
+        embed(client, "Seven sentences are seven requests.")
+    until(lambda: counted() >= before + 7, 30, "seven more requests in Prometheus")
+    assert stack.query('up{job="bf16kit"}') == [1.0]
+
+
+def test_prometheus_has_the_rules_and_none_of_them_fires_on_a_healthy_stack(stack: Stack) -> None:
+    written = [
+        rule.get("alert") or rule["record"]
+        for path in (ROOT / "deploy" / "prometheus" / "rules").glob("*.yml")
+        for group in yaml.safe_load(path.read_text("utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
+
+    def rules() -> list[dict[str, Any]]:
+        return [rule for group in stack.ask("rules")["groups"] for rule in group["rules"]]
+
+    until(lambda: {rule["health"] for rule in rules()} == {"ok"}, 60, "an evaluation of each rule")
+    assert sorted(rule["name"] for rule in rules()) == sorted(written)
+    assert stack.firing() == set()
+
+
+def test_the_server_runs_without_privileges_on_a_file_system_it_cannot_write(stack: Stack) -> None:
+    script = "import os; print(os.getuid(), os.access('/', os.W_OK), os.access('/models', os.W_OK))"
+    assert stack.compose("exec", "-T", "server", "python", "-c", script) == "10001 False False"
+
+
+def test_the_server_image_holds_no_torch(stack: Stack) -> None:
+    script = "from importlib.util import find_spec; print(find_spec('torch'), find_spec('transformers'))"
+    assert stack.compose("exec", "-T", "server", "python", "-c", script) == "None None"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_engine_bounds_what_a_service_may_take_and_write(stack: Stack, service: str) -> None:
+    host = stack.container(service)["HostConfig"]
+    assert host["Memory"] >= 512 << 20
+    assert host["NanoCpus"] > 0
+    assert host["PidsLimit"] > 0
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert host["LogConfig"]["Config"] == {"max-size": "10m", "max-file": "3"}
+
+
+def test_ports_are_those_of_loopback(stack: Stack) -> None:
+    for service in ("server", "prometheus"):
+        bindings = stack.container(service)["NetworkSettings"]["Ports"]
+        hosts = {each["HostIp"] for published in bindings.values() for each in published or ()}
+        assert hosts == {"127.0.0.1"}
+
+
+def test_the_server_knows_its_containers_memory(stack: Stack) -> None:
+    """And not the machine's."""
+    limit = stack.container("server")["HostConfig"]["Memory"]
+    assert f"of the {limit / 1e6:.0f} MB that this container may take" in stack.log("server")

@@ -1,0 +1,161 @@
+"""compose.yaml and compose.gpu.yaml, without an engine: what must be so of each service."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.process.config import ENV_PREFIX, ServerConfig
+
+ROOT = Path(__file__).parents[2]
+GRAFANA = ROOT / "deploy" / "grafana"
+_DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
+
+
+def read(name: str) -> dict[str, Any]:
+    """The file with the default in the place of each variable."""
+    text = _DEFAULT.sub(lambda found: found[1], (ROOT / name).read_text("utf-8"))
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+COMPOSE, GPU = read("compose.yaml"), read("compose.gpu.yaml")
+SERVICES: dict[str, Any] = COMPOSE["services"]
+LASTING = sorted(SERVICES.keys() - {"convert"})
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_service_is_hardened_and_bounded_and_its_log_rotates(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service.get("privileged") is None
+    limits = service["deploy"]["resources"]["limits"]
+    assert float(limits["cpus"]) > 0
+    assert limits["pids"] > 0
+    options = service["logging"]["options"]
+    assert {"max-size", "max-file"} == set(options)
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_what_a_service_writes_to_its_tmpfs_cannot_fill_its_memory(name: str) -> None:
+    limit = _bytes(SERVICES[name]["deploy"]["resources"]["limits"]["memory"])
+    sizes = [re.search(r"size=(\w+)", mount) for mount in SERVICES[name]["tmpfs"]]
+    assert all(size is not None and _bytes(size[1]) < limit for size in sizes)
+
+
+def _bytes(text: str) -> int:
+    return int(text[:-1]) << {"m": 20, "g": 30}[text[-1]]
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_a_service_that_lasts_is_restarted_and_publishes_to_this_machine_alone(name: str) -> None:
+    assert SERVICES[name]["restart"] == "unless-stopped"
+    assert SERVICES[name]["ports"]
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
+
+
+def test_each_waits_until_the_one_before_it_is_done_or_healthy() -> None:
+    waits = {
+        (name, before): how["condition"]
+        for name, service in SERVICES.items()
+        for before, how in service.get("depends_on", {}).items()
+    }
+    assert waits == {
+        ("server", "convert"): "service_completed_successfully",
+        ("prometheus", "server"): "service_healthy",
+        ("grafana", "prometheus"): "service_healthy",
+    }
+
+
+def test_images_that_are_pulled_are_of_a_version() -> None:
+    for name in ("prometheus", "grafana"):
+        assert re.search(r":v?\d+\.\d+\.\d+$", SERVICES[name]["image"])
+
+
+@pytest.mark.parametrize("variables", [SERVICES["server"]["environment"], GPU["services"]["server"]["environment"]])
+def test_variables_of_the_server_are_settings_that_it_has(variables: dict[str, str]) -> None:
+    """An unknown one would be passed over in silence."""
+    given = {key.removeprefix(ENV_PREFIX).lower(): value for key, value in variables.items()}
+    assert given.keys() <= ServerConfig.model_fields.keys()
+    ServerConfig.model_validate({"repository": "/models", **given})
+
+
+def test_docker_waits_longer_than_the_server_drains() -> None:
+    drain = ServerConfig.model_fields["drain_seconds"].default
+    assert int(SERVICES["server"]["stop_grace_period"].removesuffix("s")) > drain
+
+
+def test_the_server_reads_the_volume_that_the_conversion_writes() -> None:
+    assert SERVICES["convert"]["volumes"] == ["models:/models"]
+    assert SERVICES["server"]["volumes"] == ["models:/models:ro"]
+    assert set(COMPOSE["volumes"]) == {"models", "prometheus"}
+
+
+def test_whoever_sees_grafana_may_look_and_nobody_may_log_in() -> None:
+    settings = SERVICES["grafana"]["environment"]
+    assert settings["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert settings["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert settings["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert not [key for key in settings if "PASSWORD" in key or "INSTALL_PLUGINS" in key]
+
+
+def test_grafana_is_provisioned_with_the_stacks_prometheus_and_the_dashboard() -> None:
+    """By files that are where the mounts say, under the paths that they name."""
+    mounts = dict(mount.removesuffix(":ro").split(":") for mount in SERVICES["grafana"]["volumes"])
+    assert all((ROOT / source).exists() for source in mounts)
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text("utf-8"))["datasources"]
+    assert source["type"] == "prometheus"
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/bf16kit.yml").read_text("utf-8"))["providers"]
+    assert mounts["./deploy/grafana/bf16kit.json"] == f"{provider['options']['path']}/bf16kit.json"
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == mounts["./deploy/grafana/bf16kit.json"]
+    shared = set(SERVICES["grafana"]["networks"]) & set(SERVICES["prometheus"]["networks"])
+    assert shared
+    assert not set(SERVICES["grafana"]["networks"]) & set(SERVICES["server"]["networks"])
+
+
+def test_the_dashboards_variable_finds_the_data_source() -> None:
+    """It is one of that type; the only one is taken."""
+    board = json.loads((GRAFANA / "bf16kit.json").read_text("utf-8"))
+    (variable,) = [each for each in board["templating"]["list"] if each["type"] == "datasource"]
+    assert variable["query"] == "prometheus"
+
+
+def test_a_gpu_is_reserved_and_asked_for() -> None:
+    server = GPU["services"]["server"]
+    (device,) = server["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert server["build"]["args"] == {"VARIANT": "gpu"}
+    assert server["image"] != SERVICES["server"]["image"]
+    assert server["environment"]["BF16KIT_DEVICE"] == "cuda:0"
+
+
+def has_compose() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not has_compose(), reason="docker compose is not installed")
+@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.gpu.yaml")], ids=["cpu", "gpu"])
+def test_compose_reads_the_files_as_they_are_meant(files: tuple[str, ...]) -> None:
+    """Without an engine."""
+    chosen = [word for file in files for word in ("--file", file)]
+    command = ["docker", "compose", *chosen, "config", "--format", "json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    server = json.loads(done.stdout)["services"]["server"]
+    reserved = server["deploy"]["resources"].get("reservations", {}).get("devices", [])
+    assert bool(reserved) == ("compose.gpu.yaml" in files)
+    assert server["deploy"]["resources"]["limits"]["pids"] > 0
