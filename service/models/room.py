@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from bf16kit import controlgroup
+from bf16kit.controlgroup import RESERVE
 from bf16kit.errors import ConfigError
 from service.models.opening import Opened
 
@@ -16,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_room(opened: Opened, profile: str) -> None:
-    """Raises ConfigError where the weights of ``profile`` alone are more than the container may still take.
+    """Raises ConfigError where the container may not take the weights of ``profile`` and a little to run them with.
 
     What loading takes beside them, and runs, is not known before: where that is too much the last word of the log is
     what is being loaded, and how much there was.
@@ -25,9 +26,9 @@ def check_room(opened: Opened, profile: str) -> None:
     least = least_bytes(opened, profile)
     if memory is None or not least:
         return
-    if least > memory.left:
+    if not memory.has_room(least):
         raise ConfigError(
-            f"it takes {least / 1e6:.0f} MB of memory at least, and {memory}; raise the container's limit"
+            f"it takes {(least + RESERVE) / 1e6:.0f} MB of memory at least, and {memory}; raise the container's limit"
             " (docker run --memory, resources.limits.memory), or serve fewer models in it"
         )
     _log.info("%s: %.0f MB of weights are loaded now; %s", opened.artifact.path, least / 1e6, memory)

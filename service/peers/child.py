@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -31,7 +32,8 @@ class Child:
     """:meth:`tend` is to be called again and again, by one thread that lives as long as the child shall.
 
     ``begin`` is told the peer of each process that was started, before anything of it is heard; ``lost`` that one has
-    died. Both run on the thread that tends, ``handlers`` on the peer's.
+    died. Both run on the thread that tends, ``handlers`` on the peer's. An ``expendable`` one is the first that the
+    system ends where memory runs out, in the container or on the machine.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Child:
         clock: Callable[[], float] = time.monotonic,
         worked: Callable[[int], float] | None = None,
         memory: Callable[[], controlgroup.Memory | None] = controlgroup.memory,
+        expendable: bool = False,
     ) -> None:
         self.name = name
         self.peer: Peer | None = None  # of the process that runs
@@ -60,6 +63,7 @@ class Child:
         self._worked = worked or cpu_seconds  # of a process, by its number
         self._worked_before = 0.0  # when it was heard last
         self._memory = memory  # of the container that all processes are in
+        self._expendable = expendable
         self._ended_for_memory = 0  # processes of it, when this one was started
         self._process: subprocess.Popen[bytes] | None = None
         self._over = False  # its peer has ended
@@ -152,6 +156,9 @@ class Child:
                     pass_fds=[theirs.fileno()],
                     env=None if self._environment is None else dict(self._environment),
                 )
+            if self._expendable:
+                with contextlib.suppress(OSError):  # not Linux, or it has ended
+                    Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
             self._over, self._worked_before = False, 0.0
             self._started = self._heard = self._pinged = self._tended = now
             self.peer = peer

@@ -34,7 +34,7 @@ def open_reference(name: str, policy: ShadowPolicy, opened: Opened, memory: Memo
     from bf16kit.runtime.loading import load_reference
 
     weights, room = fp32_bytes(opened.artifact.manifest), controlgroup.memory()
-    if room is not None and weights > room.left:
+    if room is not None and not room.has_room(weights):
         raise ConfigError(
             f"its weights are {weights} bytes in fp32, and {room}; raise the container's limit, or have another server"
             " run the reference (shadow.reference: grpc://…)"

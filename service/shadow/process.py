@@ -89,7 +89,9 @@ class ShadowProcess:
             "counts": self._hear,
             "verdict": lambda message: verdicts(DriftVerdict.from_json(message.body)),
         }
-        self._child = Child(NAME, REFERENCES, handlers, self._begin, self._bury, silent_seconds=SILENT_SECONDS)
+        self._child = Child(
+            NAME, REFERENCES, handlers, self._begin, self._bury, silent_seconds=SILENT_SECONDS, expendable=True
+        )
 
     @property
     def peer(self) -> Peer | None:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
 from service.drift.evidence import Witness
@@ -241,19 +240,11 @@ def run_when_idle() -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def end_first() -> None:
-    """Should memory run out, in the container or on the machine, this process is ended, which only measures, and not
-    one that answers."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 def main() -> None:
     """``python -m service.shadow.references DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
     end_with(int(sys.argv[2]))
     run_when_idle()
-    end_first()
     bound_heap()
     References(socket.socket(fileno=int(sys.argv[1]))).run()
 

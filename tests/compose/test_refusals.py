@@ -55,10 +55,15 @@ def refused(stack: Stack) -> Iterator[Refused]:
 
 def judged(container: Container, *words: str) -> None:
     """It runs, is unhealthy by Docker's verdict, and its log has a line with all ``words``."""
+
+    def said() -> bool:
+        assert container.state["Running"], container.log
+        return any(all(word in line for word in words) for line in container.log.splitlines())
+
+    until(said, 60, f"a line with {words}")
     until(lambda: container.health == "unhealthy", 60, "Docker's verdict")
     assert container.state["Running"]
     assert not container.state["OOMKilled"]
-    assert any(all(word in line for word in words) for line in container.log.splitlines()), container.log
     assert "Traceback" not in container.log
 
 
@@ -97,7 +102,7 @@ def test_a_model_larger_than_the_containers_memory_is_refused_before_it_is_loade
 
 
 def test_a_port_that_is_taken_ends_the_server(refused: Refused) -> None:
-    ended(refused["port taken"], 2, "8001", "in use")
+    ended(refused["port taken"], 2, "port 8002", "is in use by another program", "choose another --http-port")
 
 
 def test_compose_says_which_port_is_taken(stack: Stack) -> None:

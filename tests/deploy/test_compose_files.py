@@ -14,7 +14,9 @@ import yaml
 
 from service.process.config import ENV_PREFIX, ServerConfig
 
+pytestmark = pytest.mark.manifests
 ROOT = Path(__file__).parents[2]
+SCHEMA_CHECK = ROOT / "build" / "compose-schema" / "bin" / "check-jsonschema"
 GRAFANA = ROOT / "deploy" / "grafana"
 _DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
 
@@ -139,6 +141,14 @@ def test_a_gpu_is_reserved_and_asked_for() -> None:
     assert server["build"]["args"] == {"VARIANT": "gpu"}
     assert server["image"] != SERVICES["server"]["image"]
     assert server["environment"]["BF16KIT_DEVICE"] == "cuda:0"
+
+
+@pytest.mark.skipif(not SCHEMA_CHECK.exists(), reason="check-jsonschema is not there (make test-deploy fetches it)")
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_a_file_is_one_by_the_schema_of_compose_files(name: str) -> None:
+    command = [str(SCHEMA_CHECK), "--builtin-schema", "vendor.compose-spec", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def has_compose() -> bool:

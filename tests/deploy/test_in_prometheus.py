@@ -119,6 +119,6 @@ def test_rules_and_dashboard_name_only_what_the_server_exposes(server: ServerPro
 
 def test_an_alert_fires_and_ends_in_prometheus(server: ServerProcess, tmp_path: Path) -> None:
     with Prometheus(server.ports()[1], tmp_path / "own", at_once=True) as prometheus:
-        assert prometheus.firing() == set()
+        until(lambda: prometheus.firing() == set(), 30, "silence: before the first scrape there is nothing to look at")
         server.terminate()
         until(lambda: "Bf16ServerDown" in prometheus.firing(), 60, "the alert")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bf16kit import controlgroup, sealedmemory
-from bf16kit.controlgroup import Memory
+from bf16kit.controlgroup import RESERVE, Memory
 from bf16kit.runtime.ownmemory import own_memory
 from bf16kit.sealedmemory import UnfitMemory
 
@@ -117,8 +117,8 @@ def test_more_than_the_container_may_take_is_a_memory_error(
     make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux would let it try, and end the container."""
-    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit=8 << 20, left=3 << 20))
-    expected = "no room for 4 MB of weights: 3 MB are left of the 8 MB that this container may take"
+    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit=64 << 20, left=RESERVE + (3 << 20)))
+    expected = "no room for 4 MB of weights: 37 MB are left of the 67 MB that this container may take"
     with pytest.raises(MemoryError, match=expected):
         make(4 << 20)
     if isinstance(made := make(3 << 20), int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
@@ -26,7 +27,9 @@ PATIENT = {
                 "initialBackoff": "0.5s",
                 "maxBackoff": "8s",
                 "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
+                # gRPC cancels what arrives at the moment it is stopped, and the server never hears of it. Inference
+                # changes nothing: whatever became of a request, it may be sent again.
+                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             },
         }
     ]
@@ -55,7 +58,9 @@ class SteadyLoad:
         self._lock = threading.Lock()
         self.answered: set[str] = set()
         self.failed: dict[str, str] = {}  # the status
-        names = [f"plain-{n}" for n in range(plain)] + [f"patient-{n}" for n in range(patient)]
+        run = uuid.uuid4().hex[:8]
+        kinds = ["plain"] * plain + ["patient"] * patient
+        names = [f"{kind}-{run}-{number}" for number, kind in enumerate(kinds)]
         self._threads = [threading.Thread(target=self._ask, args=(name,), name=name) for name in names]
 
     def __enter__(self) -> Self:

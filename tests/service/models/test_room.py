@@ -9,7 +9,7 @@ import pytest
 from artifacts import write_mlp
 
 from bf16kit import controlgroup
-from bf16kit.controlgroup import Memory
+from bf16kit.controlgroup import RESERVE, Memory
 from bf16kit.errors import ConfigError, RuntimeFailure
 from service.models import loading
 from service.models.opening import open_artifact
@@ -24,7 +24,7 @@ def artifact(tmp_path: Path) -> Path:
     return path
 
 
-def let(monkeypatch: pytest.MonkeyPatch, left: int, limit: int = 10_000_000) -> None:
+def let(monkeypatch: pytest.MonkeyPatch, left: int, limit: int = 100_000_000) -> None:
     monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit, left))
 
 
@@ -32,8 +32,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_takes_what_there_is_a
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = open_artifact(artifact, Serving())
-    let(monkeypatch, opened.weight_bytes - 1)
-    expected = r"^it takes 0 MB of memory at least, and 0 MB are left of the 10 MB that this container may take; raise"
+    let(monkeypatch, RESERVE + opened.weight_bytes - 1)
+    expected = (
+        r"^it takes 34 MB of memory at least, and 34 MB are left of the 100 MB that this container may take; raise"
+    )
     with pytest.raises(ConfigError, match=expected):
         loading.load(artifact, Serving(), device="cpu", threads=1)
 
@@ -44,10 +46,10 @@ def test_the_log_says_what_is_loaded_and_what_is_left_before_it_is(
     """The last word, should that end the container."""
     caplog.set_level(logging.INFO)
     opened = open_artifact(artifact, Serving())
-    let(monkeypatch, opened.weight_bytes)
+    let(monkeypatch, RESERVE + opened.weight_bytes)
     check_room(opened, "cpu")
     assert caplog.messages == [
-        f"{artifact}: 0 MB of weights are loaded now; 0 MB are left of the 10 MB that this container may take"
+        f"{artifact}: 0 MB of weights are loaded now; 34 MB are left of the 100 MB that this container may take"
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +59,7 @@ def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
         handlers: Mapping[str, Handler] | None = None,
         worked: Callable[[int], float] | None = None,
         memory: Callable[[], Memory | None] = lambda: None,
+        expendable: bool = False,
     ) -> Child:
         (tmp_path / "program_of_the_test.py").write_text(_HEAD + program)
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *map(str, [Path.cwd()])])
@@ -71,6 +73,7 @@ def keep(tmp_path: Path, clock: Clock, lost: list[float]) -> Iterator[Keep]:
             clock=clock,
             worked=worked,
             memory=memory,
+            expendable=expendable,
         )
         children.append(child)
         return child
@@ -274,3 +277,12 @@ def test_one_that_the_system_ended_for_want_of_memory_is_said_to_be(
     child = keep(program, memory=lambda: Memory(limit=1 << 30, left=0, ended=next(counts)))
     buried(child, lost, 1)
     assert expected in caplog.messages[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")
+@pytest.mark.parametrize("expendable", [False, True])
+def test_where_memory_runs_out_one_that_is_expendable_goes_first(expendable: bool, keep: Keep) -> None:
+    own = Path("/proc/self/oom_score_adj").read_text()
+    child = keep("time.sleep(600)", expendable=expendable)
+    child.tend()
+    assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == ("1000\n" if expendable else own)

@@ -38,12 +38,3 @@ def test_the_process_and_its_threads_run_when_nobody_else_wants_the_processor() 
     scheduler, nice = map(int, done.stdout.split())
     assert scheduler == os.SCHED_IDLE
     assert nice >= NICENESS
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")
-def test_where_memory_runs_out_this_process_goes_first() -> None:
-    script = (
-        "from service.shadow.references import end_first; end_first(); print(open('/proc/self/oom_score_adj').read())"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == 1000
