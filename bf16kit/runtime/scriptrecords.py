@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime import torchzip
 
 _DEEPEST = 200  # modules in modules, lists in lists
 _LARGEST = 256 << 20  # bytes of a pickle, which may be compressed
@@ -28,16 +29,16 @@ def check(path: Path) -> None:
     cannot be read so far."""
     try:
         with zipfile.ZipFile(path) as archive:
-            sizes: dict[str, int] = {}
-            for info in archive.infolist():  # of two of one name, torch takes either
-                sizes[info.filename] = min(info.file_size, sizes.get(info.filename, info.file_size))
-            for name in sizes:
+            records = torchzip.records(archive)
+            sizes = {info.filename.lower(): info.file_size for info in records}
+            for info in records:
+                name = info.filename.lower()  # as torch looks for it
                 if name.endswith("/model.json"):
                     raise RuntimeFailure("it is of a format that torch left in 2019; save it again")
-                if name.endswith(_READ) and sizes[name] > _LARGEST:
-                    raise RuntimeFailure(f"{name} has {sizes[name]} bytes, of which a module has a few thousand")
+                if name.endswith(_READ) and info.file_size > _LARGEST:
+                    raise RuntimeFailure(f"{name} has {info.file_size} bytes, of which a module has a few thousand")
                 if name.endswith(_READ):  # it takes from data/0, data/1 …, constants/0 …
-                    _check_pickle(name, archive.read(name), sizes)
+                    _check_pickle(name, archive.read(info), sizes)
     except RuntimeFailure as error:
         raise RuntimeFailure(f"TorchScript cannot load {path.name}: {error}") from None
     except Exception as error:  # damaged archives and pickles raise nearly anything
@@ -50,7 +51,7 @@ def _check_pickle(name: str, data: bytes, sizes: dict[str, int]) -> None:
         raise RuntimeFailure(f"{name} holds a {type(read.root).__name__}, expected a module")
     _check_depth(name, read.root)
     for kind, key, count in read.found:
-        record = f"{name.removesuffix('.pkl')}/{key}"
+        record = f"{name.removesuffix('.pkl')}/{key}".lower()
         needed = count * _ITEM_BYTES.get(kind.removesuffix("Storage"), 1)
         if record not in sizes:
             raise RuntimeFailure(f"{name} takes a tensor from record {record!r}, which is not there")

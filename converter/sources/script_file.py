@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import RuntimeFailure, SourceError
-from bf16kit.runtime import scriptgraph, scriptrecords
+from bf16kit.runtime import scriptgraph, scriptrecords, torchzip
 from converter.model import Array
 from converter.process.quiet import first_line, quiet
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONSTANT = "constants."  # what the names of tensors begin with that are constants of the code
 _CODE_BYTES = 64 << 20  # of code and what belongs to it, unpacked; the code of a large traced transformer is 2 MB
+_CODE = re.compile(r"[^/]*/code/.*\.py", re.IGNORECASE | re.DOTALL)  # torch looks for them in any case of letters
 _PACKED = re.compile(r"[^/]+/(code/.*|[^/]*debug_pkl|attributes\.pkl)")  # what torch itself compresses
 # Words of the code that a model of plain tensors does without, each with what it would do. As words, wherever they
 # stand: what the code computes is not known before it is compiled, and defaults are run by then.
@@ -72,10 +73,10 @@ def check(path: Path) -> None:
     try:
         scriptrecords.check(path)
         with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
+            records = torchzip.records(archive)
             _check_sizes(path, records)
             for info in records:
-                if re.fullmatch(r"[^/]+/code/.*\.py", info.filename):
+                if _CODE.fullmatch(info.filename):
                     _check_code(path, info.filename, archive.read(info).decode("utf-8"))
     except RuntimeFailure as error:
         raise SourceError(f"{path}: {str(error).partition(f'cannot load {path.name}: ')[2] or error}") from None

@@ -11,7 +11,8 @@ import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from bf16kit.errors import SourceError
+from bf16kit.errors import RuntimeFailure, SourceError
+from bf16kit.runtime import torchzip
 
 _NAME_LENGTH, _EXTRA_LENGTH, _LOCAL_HEADER = 26, 28, 30  # of a record's local header in a zip file
 _LONGEST_NAME = 1000
@@ -25,15 +26,17 @@ _NO_ARCHIVE = (
 
 def check_stored(path: Path) -> None:
     """:class:`SourceError` where a record is compressed: torch never does that, and unpacks what gigabytes it is told;
-    and where a record that is not has two sizes.
+    where a record that is not has two sizes; and where torch would find other records than are looked at here.
 
     An archive that cannot be read is left to torch to complain of.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
+            records = torchzip.records(archive)
     except _NO_ARCHIVE:
         return
+    except RuntimeFailure as error:
+        raise SourceError(f"{path}: damaged: {error}") from None
     for info in records:
         if info.compress_type != zipfile.ZIP_STORED:
             raise SourceError(f"{path}: record {info.filename!r} is compressed, which torch never does")
@@ -50,7 +53,8 @@ def check_names(path: Path) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+            infos = archive.infolist()
+            pickles = [archive.read(info) for info in infos if info.filename.lower().endswith("/data.pkl")]
     except _NO_ARCHIVE:
         return
     for data in pickles:

@@ -120,6 +120,25 @@ def test_loading_runs_what_stands_in_default_values(mlp: Path, monkeypatch: pyte
     assert (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize("renamed", [str.upper, lambda name: name.replace(".py", ".Py"), lambda name: name[1:]])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_code_is_found_as_torch_finds_it_in_any_case_and_below_no_name(
+    mlp: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, renamed: Callable[[str], str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = _with_code(mlp, "x: Tensor) ->", 'x: Tensor, y: Tensor=torch.from_file("executed", True, 4)) ->')
+    with zipfile.ZipFile(path) as archive:
+        read = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in read.items():
+            archive.writestr(renamed(name), data)
+    with pytest.raises(SourceError, match="has the word 'from_file', which reads files"):
+        script_file.load(path)
+    assert not (tmp_path / "executed").exists()
+    torch.jit.load(str(path))  # type: ignore[no-untyped-call]  # torch's own
+    assert (tmp_path / "executed").exists()
+
+
 def test_names_that_are_no_identifiers_are_looked_up_as_torch_writes_them(tmp_path: Path) -> None:
     path = save(tmp_path / "m.pt", Cnn(), torch.ones(2, 3, 16, 16))
     with zipfile.ZipFile(path) as archive:

@@ -62,6 +62,18 @@ def test_what_torch_wrote_passes_and_one_byte_less_does_not(module: Path) -> Non
         check(weight)
 
 
+def test_a_pickle_and_records_are_found_as_torch_finds_them_in_any_case(module: Path) -> None:
+    with zipfile.ZipFile(module) as archive:
+        read = {name.upper(): archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(module, "w") as archive:
+        for name, data in read.items():
+            archive.writestr(name, data)
+    check(module)
+    rewritten(module, lambda name, data: data[:-1] if len(data) == 128 else data)
+    with pytest.raises(RuntimeFailure, match=r"takes 128 bytes from record .*, which has 127"):
+        check(module)
+
+
 def test_a_record_that_is_gone_is_named(module: Path) -> None:
     rewritten(module, lambda name, data: None if len(data) == 128 else data)
     with pytest.raises(RuntimeFailure, match=r"takes a tensor from record .*, which is not there"):

@@ -1,0 +1,56 @@
+"""Whether torch finds the records in a zip file that Python finds there: else what is checked is not what is loaded.
+
+torch reads zip files by miniz, which takes a record under any case of its name, and the directory from where the end of
+the file says that it is; Python takes it from right before that end, and of names what stands before a zero byte.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from typing import IO
+
+from bf16kit.errors import RuntimeFailure
+
+_END = struct.Struct("<4s8xIIH")  # a signature, the directory's bytes and offset, the length of a comment
+_LOCATOR = struct.Struct("<4s4xQ4x")  # a signature, and where the end of a directory with 64 bits is
+_END64 = struct.Struct("<4s36xQQ")  # as of _END
+
+
+def records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """The records of ``archive``, which is open: no two of them are one to torch.
+
+    Raises :class:`RuntimeFailure` where torch would find others.
+    """
+    assert archive.fp is not None  # noqa: S101 - for the type checker: it is open
+    _check_end(archive.fp)
+    found = archive.infolist()
+    seen: dict[str, str] = {}
+    for info in found:
+        if info.filename != info.orig_filename:
+            raise RuntimeFailure(f"record {info.filename!r} has another name besides")
+        if (twin := seen.get(info.filename.lower())) is not None:
+            raise RuntimeFailure(f"torch takes its records {twin!r} and {info.filename!r} for one")
+        seen[info.filename.lower()] = info.filename
+    return found
+
+
+def _check_end(file: IO[bytes]) -> None:
+    length = file.seek(0, io.SEEK_END)
+    file.seek(max(0, length - _END64.size - _LOCATOR.size - _END.size))
+    tail = file.read()
+    signature, nbytes, offset, comment = _END.unpack(tail[-_END.size :])
+    if signature != b"PK\x05\x06" or comment:
+        raise RuntimeFailure("it does not end as an archive of torch's does: something was written behind it")
+    end, tail = length - _END.size, tail[: -_END.size]
+    if tail[-_LOCATOR.size :].startswith(b"PK\x06\x07"):
+        _, at = _LOCATOR.unpack(tail[-_LOCATOR.size :])
+        end -= _LOCATOR.size + _END64.size
+        signature, nbytes, offset = _END64.unpack(tail[: -_LOCATOR.size])
+        if signature != b"PK\x06\x06" or at != end:
+            raise RuntimeFailure("it has its directory's end elsewhere than torch writes it")
+    if offset + nbytes != end:
+        raise RuntimeFailure(
+            f"it says that its directory is at byte {offset}, and what ends there is at {end - nbytes}"
+        )
