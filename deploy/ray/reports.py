@@ -131,7 +131,7 @@ class Reports:
 
 
 def _better(slot: SlotState, than: SlotState) -> bool:
-    """Of two that are ready, one whose golden gate was not passed is the one to tell of."""
+    """Of two that are alike, one whose golden gate was not passed is the one to tell of."""
     if _RANK[slot.state] != _RANK[than.state]:
         return _RANK[slot.state] < _RANK[than.state]
     return slot.model is not None and slot.model.get("golden", "").startswith(GATE_FAILED)

@@ -100,6 +100,15 @@ class TestReports:
         with pytest.raises(error):
             FrontRegistry(reports).acquire("m", version)
 
+    def test_of_replicas_that_are_ready_the_one_to_worry_about_is_shown(self) -> None:
+        reports = Reports()
+        reports.want({"m": [1]})
+        for name, golden in (("a", "fine"), ("b", "FAILED: over budget"), ("c", "fine")):
+            reports.hear(report(name, SlotState("m", 1, "ready", "", {"golden": golden})))
+        found = reports.slots()["m", 1].model
+        assert found is not None
+        assert found["golden"].startswith("FAILED")
+
     def test_what_was_done_is_added_up_and_stays_done(self) -> None:
         now = iter(range(1000))
         reports = Reports(lambda: float(next(now)))

@@ -5,21 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from raycluster import Served
+from raycluster import Served, replicas
 from waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
-
-
-def _replicas(model: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"ServeReplica:bf16kit.{model}:" in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 def _held(pid: int) -> int:
@@ -47,7 +36,7 @@ def test_a_replica_takes_no_more_than_it_is_placed_by(served: Served, repository
     until(sampled, 60, "a sample that is measured")
     placed = place(Directory(repository).wish("mlp"))
     assert not placed.refused
-    held = [_held(pid) for pid in _replicas("mlp")]
+    held = [_held(pid) for pid in replicas("mlp")]
     assert held
     assert max(held) < placed.memory, f"{max(held) >> 20} MiB are held, {placed.memory >> 20} MiB are reserved"
 

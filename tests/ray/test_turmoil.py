@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import write_mlp
-from raycluster import NODE, Served, Volley
+from raycluster import NODE, Served, Volley, of_node, replicas
 from waiting import until
 
 from bf16kit.protocol import inference_pb2 as pb
@@ -53,12 +53,13 @@ def test_a_node_that_dies_under_load_loses_no_request_that_is_sent_again(served:
     """And the applications are well again once there is a node for the replicas that it had."""
     until(served.all_running, _PATIENCE, "all applications running")
     second = next(iter(served.cluster.worker_nodes))
-    with Volley(served.infer) as volley:
-        until(lambda: volley.calls > 50, _PATIENCE, "calls")
+    asked = next(model for model in ("mlp", "slow") if replicas(model, of_node(second)))
+    with Volley(lambda: served.infer(asked)) as volley:
+        until(lambda: volley.calls > 10, _PATIENCE, "calls")
         served.cluster.remove_node(second, allow_graceful=False)
         until(lambda: not served.all_running(), _PATIENCE, "Ray to notice")
         before = volley.calls
-        until(lambda: volley.calls > before + 50, _PATIENCE, "calls to the node that is left")
+        until(lambda: volley.calls > before + 10, _PATIENCE, "calls to the node that is left")
         served.cluster.add_node(**NODE)
         until(served.all_running, _PATIENCE, "all applications running again")
     failed = volley.calls - volley.codes["OK"]

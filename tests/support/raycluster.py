@@ -10,6 +10,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -48,6 +49,25 @@ def empty(method: str) -> bytes:
     rpc = next(each for each in METHODS if each.name == method)
     found: bytes = GetMessageClass(rpc.input_type)().SerializeToString()
     return found
+
+
+def replicas(model: str, raylet: int | None = None) -> list[int]:
+    """The processes that serve ``model``; of those that ``raylet``, a node's own process, has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"ServeReplica:bf16kit.{model}:" in (entry / "cmdline").read_text():
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                found += [int(entry.name)] if raylet in (None, parent) else []
+        except OSError:
+            continue
+    return found
+
+
+def of_node(node: Any) -> int:
+    """The process that is ``node`` of :class:`ray.cluster_utils.Cluster`."""
+    pid: int = node.all_processes["raylet"][0].process.pid
+    return pid
 
 
 @dataclass

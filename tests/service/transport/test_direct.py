@@ -106,6 +106,8 @@ def test_a_deadline_that_has_passed(desk: Desk) -> None:
     code, _ = told(desk.ask(INFER, infer_request(x=X).SerializeToString(), time.monotonic() - 1))
     assert code is StatusCode.DEADLINE_EXCEEDED
     assert not desk.models[0].calls
+    asked = pb.ModelMetadataRequest(name="echo").SerializeToString()
+    assert told(desk.ask(f"/{SERVICE}/ModelMetadata", asked, time.monotonic() - 1))[0] is StatusCode.DEADLINE_EXCEEDED
 
 
 def test_a_bug_is_told_by_its_number(desk: Desk) -> None:
