@@ -14,7 +14,8 @@ from bench.core import models
 def program(name: str) -> str:
     """An entry point of this environment, e.g. ``bf16-convert``, or of the one that this is laid over."""
     own = Path(sys.executable).with_name(name)
-    return str(own) if own.exists() else shutil.which(name) or str(own)
+    under = (Path(path).parents[2] / "bin" / name for path in sys.path if path.endswith("site-packages"))
+    return str(next((found for found in (own, *under) if found.exists()), own))
 
 
 class Workspace:

@@ -52,7 +52,8 @@ def measured() -> One:
 
     def per_core(case: str) -> float:
         client = _value(throughput, f"{case}: processor time of the client") / 100
-        return _value(throughput, f"{case}: served") / (cores * (1 - client))
+        rate: float = _value(throughput, f"{case}: served") / (cores * (1 - client))
+        return rate
 
     weights = _value(memory, "weights that all workers share")
     return One(
