@@ -32,18 +32,36 @@ _SOURCE = (
 )
 
 
-def ask(release: str, where: Path) -> list[Row]:
-    """The kernels that the release's CUDA provider registers. CalledProcessError where it cannot be had, or ends."""
+def fetched(release: str, where: Path) -> Path:
+    """The release and its stand-ins under ``where``, fetched unless they are there, or CalledProcessError."""
+    site = where / release
+    if (site / ".complete").exists():
+        return site
     pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(where)]
     subprocess.run([*pip, f"onnxruntime-gpu=={release}"], check=True)
     (wheel,) = where.glob(f"onnxruntime_gpu-{release}-*.whl")
-    site = where / release
     with zipfile.ZipFile(wheel) as held:
         held.extractall(site, [name for name in held.namelist() if "providers_tensorrt" not in name])
     wheel.unlink()
     standins.stand_in(site / "onnxruntime" / "capi", site / "standins")
-    found = os.environ | {"PYTHONPATH": str(site), "LD_LIBRARY_PATH": str(site / "standins")}
-    done = subprocess.run([sys.executable, str(_ASKED)], env=found, stdout=subprocess.PIPE, text=True, check=True)
+    (site / ".complete").touch()
+    return site
+
+
+def surroundings(site: Path) -> dict[str, str]:
+    """The environment in which Python finds that release, and it the stand-ins."""
+    return os.environ | {
+        "PYTHONPATH": str(site),
+        "LD_LIBRARY_PATH": str(site / "standins"),
+        "ORT_DISABLE_TELEMETRY": "1",
+    }
+
+
+def ask(release: str, where: Path) -> list[Row]:
+    """The kernels that the release's CUDA provider registers. CalledProcessError where it cannot be had, or ends."""
+    command = [sys.executable, str(_ASKED)]
+    environment = surroundings(fetched(release, where))
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     version, rows = json.loads(done.stdout)
     assert version == release
     return [(domain, op, first, last, types) for domain, op, first, last, types in rows]

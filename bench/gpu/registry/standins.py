@@ -1,6 +1,7 @@
-"""Libraries of the names that a release wants of CUDA, whose every function answers 0: success, and nothing done.
+"""Libraries of the names that a release wants of CUDA: some functions work on the host's memory, all others answer 0.
 
-The provider is loaded and made with them. It registers its kernels before it does anything with a device.
+The provider is loaded and made with them. It registers its kernels before it does anything with a device, and a session
+is made, its graph optimised and its nodes given to providers before anything runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 _NEEDED = re.compile(r"\(NEEDED\)\s+Shared library: \[(lib(?:cu|nv)[^\]]+)\]")
 _PROVIDER = Path(__file__).with_name("provider.cpp")
+_CUDA = Path(__file__).with_name("cuda.c")
 
 
 def stand_in(capi: Path, into: Path) -> None:
@@ -20,17 +22,19 @@ def stand_in(capi: Path, into: Path) -> None:
     provider = capi / "libonnxruntime_providers_cuda.so"
     needed = _NEEDED.findall(_run("readelf", "-d", provider))
     wanted = _wanted(provider)
+    working = into / "cuda.o"
+    _run("gcc", "-c", "-fPIC", "-o", working, _CUDA)
+    ours = {line.split()[-1] for line in _run("nm", "--defined-only", "-g", working).splitlines()}
     # What has no version is anybody's: the first library has it.
     loose = {name for version, names in wanted.items() if version not in needed for name in names}
     for index, library in enumerate(needed):
-        names = wanted.get(library, set())
+        names = wanted.get(library, set()) | (loose if index == 0 else set())
         source, script = into / "names.c", into / "names.map"
-        source.write_text(
-            "".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names | (loose if index == 0 else set())))
-        )
-        script.write_text(f"{library} {{ global: {' '.join(f'{name};' for name in sorted(names))} }};\n")
-        versioned = [f"-Wl,--version-script={script}"] if names else []
-        _run("gcc", "-shared", "-fPIC", "-o", into / library, source, f"-Wl,-soname,{library}", *versioned)
+        source.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names - ours)))
+        told = "".join(f" {name};" for name in sorted(names))
+        script.write_text(f"{library} {{ {f'global:{told}' if told else ''} local: *; }};\n")
+        flags = (f"-Wl,-soname,{library}", f"-Wl,--version-script={script}")
+        _run("gcc", "-shared", "-fPIC", "-o", into / library, source, working, *flags)
     _run("g++", "-O1", "-shared", "-fPIC", "-o", capi / "libonnxruntime_providers_tensorrt.so", _PROVIDER, "-ldl")
 
 

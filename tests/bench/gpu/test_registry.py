@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from bench.gpu.registry.__main__ import RELEASES, TARGET, written
+from bench.gpu.registry.placed import line, told
 from bench.gpu.registry.rows import BF16, merged, narrow, table
 
 OPEN = 2**31 - 1
@@ -58,3 +61,27 @@ def test_what_is_written_is_what_was_made() -> None:
 
 def test_the_file_is_of_the_releases_that_are_asked() -> None:
     assert tuple(json.loads(TARGET.read_text("utf-8"))["releases"]) == RELEASES
+
+
+LOG = """\
+2026-11-22 22:29:00.31 [V:onnxruntime:, session_state.cc:1578 VerifyEachNodeIsAssignedToAnEp] Node placements
+2026-11-22 22:29:00.31 [V:onnxruntime:, session_state.cc:1584 VerifyEachNodeIsAssignedToAnEp]  Node(s) placed on [CPUExecutionProvider]. Number of nodes: 1
+2026-11-22 22:29:00.31 [V:onnxruntime:, session_state.cc:1586 VerifyEachNodeIsAssignedToAnEp]   Concat (node_Concat_93)
+2026-11-22 22:29:00.31 [V:onnxruntime:, session_state.cc:1584 VerifyEachNodeIsAssignedToAnEp]  Node(s) placed on [CUDAExecutionProvider]. Number of nodes: 3
+2026-11-22 22:29:00.31 [V:onnxruntime:, session_state.cc:1586 VerifyEachNodeIsAssignedToAnEp]   Add (node_add_10)
+2026-11-22 22:29:00.31 [I:onnxruntime:, fallback_cpu_capability.cc:89 operator()] Candidate for fallback CPU execution: node_Concat_93
+2026-11-22 22:29:00.31 [V:onnxruntime:, session_state.cc:1586 VerifyEachNodeIsAssignedToAnEp]   Add (node_add_18)
+2026-11-22 22:29:00.31 [V:onnxruntime:, session_state.cc:1586 VerifyEachNodeIsAssignedToAnEp]   MatMul (node_MatMul_1)
+"""  # noqa: E501 -- as ONNX Runtime 1.31.1 writes it
+
+
+def test_a_sessions_log_says_where_its_nodes_are() -> None:
+    found = told(LOG)
+    assert found == {"CPUExecutionProvider": {"Concat": 1}, "CUDAExecutionProvider": {"Add": 2, "MatMul": 1}}
+    assert line("1.31.1", Path("g"), found) == "1.31.1  g: 3 nodes on CUDA, 1 on the CPU (1 Concat)"
+
+
+def test_where_all_are_one_providers_no_node_is_named() -> None:
+    head = LOG.splitlines()[1].replace("Node(s) placed", "All nodes placed").replace("CPU", "CUDA")
+    assert told(head) == {"CUDAExecutionProvider": Counter({"": 1})}
+    assert line("1.31.1", Path("g"), told(head)) == "1.31.1  g: 1 nodes on CUDA, 0 on the CPU (none)"
