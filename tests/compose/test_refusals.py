@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as triton
 from composing import IMAGE, ROOT, Container, Stack, docker, told
+from steadyload import sentence
 from waiting import until
 
 pytestmark = pytest.mark.compose
 _SMALL = "112m"  # less than a server and MiniLM take together
+_NARROW = "176m"  # enough for them, and too little for the fp32 reference beside them
 _NEWER = """
 import json, pathlib
 for name, version in (('newer', 99), ('nonsense', 0)):
@@ -46,6 +49,11 @@ def refused(stack: Stack) -> Iterator[Refused]:
                     ("no GPU", (*serve, "--device", "cuda:0"), shared),
                     ("other schemas", serve, ("--volume", f"{other}:/models:ro")),
                     ("too little memory", serve, (*shared, "--memory", _SMALL, "--memory-swap", _SMALL)),
+                    (
+                        "no room for the reference",
+                        serve,
+                        (*shared, "--memory", _NARROW, "--memory-swap", _NARROW, "--publish", "127.0.0.1:0:8001"),
+                    ),
                     ("port taken", serve, ("--network", f"container:{stack.container('server')['Id']}")),
                 )
             }
@@ -99,6 +107,23 @@ def test_a_model_larger_than_the_containers_memory_is_refused_before_it_is_loade
     container = refused["too little memory"]
     judged(container, "ERROR", "minilm", "MB of memory at least", "that this container may take; raise the container's")
     assert container.state["Running"]
+
+
+def test_where_there_is_no_room_for_the_reference_the_model_answers_and_the_log_says_that_it_is_not_measured(
+    refused: Refused,
+) -> None:
+    container = refused["no room for the reference"]
+    until(lambda: container.health == "healthy", 60, "readiness")
+    address = told(docker("port", container.id, "8001")).splitlines()[0]
+    with triton.InferenceServerClient(address) as client:
+
+        def asked() -> bool:
+            client.infer("minilm", sentence())
+            return "no live drift" in container.log
+
+        until(asked, 120, "the reason")
+    assert container.state["Running"]
+    assert not container.state["OOMKilled"]
 
 
 def test_a_port_that_is_taken_ends_the_server(refused: Refused) -> None:
