@@ -97,3 +97,12 @@ def test_a_group_that_has_taken_more_than_its_limit_has_nothing_left(tmp_path: P
     """A limit that was lowered is below what was taken before."""
     root = tree(tmp_path, {"memory.max": "100", "memory.current": "300", "memory.stat": ""})
     assert controlgroup.memory(root, member(tmp_path, "0::/\n")) == Memory(100, 0)
+
+
+def test_nothing_outside_of_what_the_process_sees_is_read(tmp_path: Path) -> None:
+    """A process that was moved out of its namespace has a path that leads above the root."""
+    root = tree(tmp_path, {"memory.max": "max"})
+    (tmp_path / "outside").mkdir()
+    for name, text in {"memory.max": "100", "memory.current": "1"}.items():
+        (tmp_path / "outside" / name).write_text(text)
+    assert controlgroup.memory(root, member(tmp_path, "0::/../outside\n")) is None
