@@ -125,6 +125,14 @@ def test_with_tls_probes_go_over_https_for_grpc_probes_speak_none() -> None:
     assert {"name": "secret", "mountPath": "/etc/bf16kit-secret", "readOnly": True} in server["volumeMounts"]
 
 
+def test_with_tls_metrics_are_scraped_over_https_with_what_else_that_takes() -> None:
+    everything = "monitoring.enabled=true,existingSecret=mine,config.tls_certificate=/c,config.tls_key=/k"
+    token = 'monitoring.endpoint={"authorization": {"credentials": {"name": "mine", "key": "token"}}}'
+    (endpoint,) = one(charted("--set", everything, "--set-json", token), "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["authorization"] == {"credentials": {"name": "mine", "key": "token"}}
+
+
 def test_the_charts_version_is_the_programs() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
     assert chart["version"] == chart["appVersion"] == __version__

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.manifests
 EVERYTHING = "monitoring.enabled=true,autoscaling.enabled=true"
 SECRET = "/etc/bf16kit-secret"
 GUARDED = f"existingSecret=bf16kit,config.tls_certificate={SECRET}/tls.crt,config.tls_key={SECRET}/tls.key"
+SCRAPED = """monitoring.endpoint={
+ "tlsConfig": {"ca": {"secret": {"name": "s", "key": "ca.crt"}}, "serverName": "bf16kit"},
+ "authorization": {"credentials": {"name": "s", "key": "token"}}}"""
 RENDERED: dict[str, Callable[[], list[Manifest]]] = {
     "base": lambda: kustomized(BASE),
     "cpu": lambda: kustomized(OVERLAYS / "cpu"),
@@ -36,7 +39,7 @@ RENDERED: dict[str, Callable[[], list[Manifest]]] = {
     "demo": lambda: kustomized(OVERLAYS / "demo"),
     "chart": charted,
     "chart, everything": lambda: charted("--set", EVERYTHING),
-    "chart, TLS": lambda: charted("--set", GUARDED),
+    "chart, TLS": lambda: charted("--set", GUARDED, "--set", EVERYTHING, "--set-json", SCRAPED),
 }
 
 

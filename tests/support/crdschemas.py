@@ -50,8 +50,16 @@ _RULE = _object(
 )  # fmt: skip
 _GROUP = _object(("name",), name=TEXT, interval=DURATION, rules=_list(_RULE))
 
+_KEY = _object(("name", "key"), name=TEXT, key=TEXT)  # of a Secret or a ConfigMap
+_TLS = _object(ca=_object(secret=_KEY, configMap=_KEY), serverName=TEXT)
 _ENDPOINT = _object(
-    port=TEXT, path=TEXT, scheme={"enum": ["http", "https", "HTTP", "HTTPS"]}, interval=DURATION, scrapeTimeout=DURATION
+    tlsConfig=_TLS,
+    authorization=_object(type=TEXT, credentials=_KEY),
+    port=TEXT,
+    path=TEXT,
+    scheme={"enum": ["http", "https", "HTTP", "HTTPS"]},
+    interval=DURATION,
+    scrapeTimeout=DURATION,
 )
 _MONITOR = _object(
     ("endpoints", "selector"),
