@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import minilm
+
+from bf16kit import controlgroup
+from bf16kit.controlgroup import Memory
 
 HERE = Path(__file__).parent
 MODEL = "minilm"
 
 
 class PublishFailed(Exception):
-    """``bf16-convert`` ended with another exit code than 0; its own message is already on the terminal."""
+    """``bf16-convert`` ended with another exit code than 0; a message of its own is on the terminal."""
 
 
 def publish(repository: Path) -> Path:
@@ -30,9 +35,20 @@ def publish(repository: Path) -> Path:
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     result = subprocess.run([*command, "--samples", "minilm:calibration"], env=environment, check=False)
     if result.returncode != 0:
-        raise PublishFailed(f"bf16-convert ended with exit code {result.returncode}; its message is above")
+        raise PublishFailed(why(result.returncode))
     shutil.copyfile(HERE / "serving.yaml", target.parent / "serving.yaml")
     return target
+
+
+def why(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) -> str:
+    """What became of a conversion that ended with ``code``. One that the system ended could say nothing itself."""
+    if code != -signal.SIGKILL:
+        return f"bf16-convert ended with exit code {code}; its message is above"
+    found, killed = memory(), "bf16-convert was killed, as the system does when memory runs out"
+    if found is None:
+        return killed
+    limit = f"{found.limit / 1e6:.0f} MB"
+    return f"{killed}: this container may take {limit}; give it more (CONVERT_MEMORY=4g docker compose up)"
 
 
 def program(name: str) -> str:
