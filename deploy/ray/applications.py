@@ -24,6 +24,7 @@ _FRONT_MEMORY = 256 << 20
 _FRONT_CALLS = 4096  # health watches stay for as long as their clients
 _PER_REPLICA = 4  # times the target: what one replica is given at most
 _SURGE_PERCENT = 25  # of the replicas, rounded up: new ones are ready before as many old ones go
+_TRIES = 3  # to start a replica: an artifact that is damaged does not mend
 _ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1"}
 
 
@@ -82,6 +83,7 @@ def deployment(placed: Place, scaling: Scaling, config: Mapping[str, Any]) -> An
         max_surge_percent=0 if scaling.per_node else _SURGE_PERCENT,
         health_check_period_s=2,
         health_check_timeout_s=10,
+        max_constructor_retry_count=_TRIES,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=config["drain_seconds"],
         **number,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from artifacts import write_mlp
+from grpc import StatusCode
 from raycluster import NODE, Served, Volley, of_node, replicas
 from waiting import until
 
@@ -54,8 +56,10 @@ def test_a_node_that_dies_under_load_loses_no_request_that_is_sent_again(served:
     until(served.all_running, _PATIENCE, "all applications running")
     second = next(iter(served.cluster.worker_nodes))
     asked = next(model for model in ("mlp", "slow") if replicas(model, of_node(second)))
-    with Volley(lambda: served.infer(asked)) as volley:
+    with Volley(lambda: served.infer(asked)) as volley, ThreadPoolExecutor(4) as pool:
         until(lambda: volley.calls > 10, _PATIENCE, "calls")
+        inside = [pool.submit(served.infer, "slow") for _ in range(4)]  # for three seconds
+        until(lambda: served.metric("bf16kit_queue_depth", model="slow") > 0, _PATIENCE, "requests inside of replicas")
         served.cluster.remove_node(second, allow_graceful=False)
         until(lambda: not served.all_running(), _PATIENCE, "Ray to notice")
         before = volley.calls
@@ -70,6 +74,10 @@ def test_a_node_that_dies_under_load_loses_no_request_that_is_sent_again(served:
         dict(volley.codes),
         volley.slowest,
     )
+    cut_off = [told.result() for told in inside if told.result()[0] is not StatusCode.OK]
+    _log.warning("of 4 requests inside of replicas: %s", cut_off)
+    assert {code for code, _ in cut_off} <= {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED}
+    assert not any("Traceback" in str(words) or "ray" in str(words) for _, words in cut_off)
     assert set(volley.codes) <= {"OK", "UNAVAILABLE"}, volley.words
     assert not volley.unanswered
     assert "Traceback" not in "".join(volley.words)
