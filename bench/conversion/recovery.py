@@ -35,12 +35,10 @@ class Case:
     precision: str
     profile: str
     promised: bool = False
-    keep: str | None = None
 
     @property
     def name(self) -> str:
-        island = "" if self.keep is None else f", {self.keep} in fp32"
-        return f"{self.net}, offset {self.offset}, {self.precision}, {self.profile}{island}"
+        return f"{self.net}, offset {self.offset}, {self.precision}, {self.profile}"
 
 
 CASES = (
@@ -48,8 +46,6 @@ CASES = (
     Case("transformer", 1024, "32-true", "cpu", promised=True),
     Case("cnn", 1024, "bf16-mixed", "cuda"),
     Case("transformer", 1024, "bf16-mixed", "cuda"),
-    Case("cnn", 1024, "32-true", "cuda", promised=True, keep="first"),
-    Case("transformer", 1024, "32-true", "cuda", promised=True, keep="first"),
     Case("cnn", 64, "32-true", "cpu", promised=True),
     Case("transformer", 64, "32-true", "cpu", promised=True),
 )
@@ -90,7 +86,6 @@ def _recovered(case: Case, workspace: Workspace, steps: int) -> RecoveryEntry:
         command += ["--profile", case.profile, "--data", "bench.conversion.digits:shuffled"]
         command += ["--eval", "bench.conversion.digits:held_out", "--steps", str(steps), "--precision", case.precision]
         command += ["--device", "cpu", "--allow-over-budget", "--no-report"]
-        command += [] if case.keep is None else ["--keep-fp32", case.keep]
         _run(command, environment)
     measured = Artifact.open(target).measurements()
     assert measured is not None
@@ -127,8 +122,7 @@ def table(found: dict[str, float]) -> str:
     for case in CASES:
         right = [f"{found[f'{case.name}: accuracy, {what}']:.3f}" for what in ("fp32", "bf16", "recovered")]
         drift = [f"{found[f'{case.name}: relative_l2, {what}']:.3g}" for what in ("bf16", "biases alone", "recovered")]
-        profile = case.profile if case.keep is None else f"{case.profile}, `--keep-fp32 {case.keep}`"
-        cells = (case.net, str(case.offset), case.precision, profile, *right, *drift)
+        cells = (case.net, str(case.offset), case.precision, case.profile, *right, *drift)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -47,7 +47,6 @@ def test_every_case_has_a_row() -> None:
     rows = table(_values()).splitlines()
     assert len(rows) == 2 + len(CASES)
     assert rows[2] == "| cnn | 1024 | 32-true | cpu | 0.990 | 0.900 | 0.980 | 0.5 | 0.02 | 0.01 |"
-    assert rows[6].startswith("| cnn | 1024 | 32-true | cuda, `--keep-fp32 first` |")
 
 
 def test_the_page_is_written_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
