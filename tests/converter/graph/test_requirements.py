@@ -15,6 +15,7 @@ from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import session
 from bf16kit.runtime.loading import load
 from bf16kit.runtime.quietort import ort
+from converter.graph import requirements
 from converter.graph.cuda_support import releases
 from converter.graph.requirements import required
 from converter.process import versions
@@ -63,6 +64,14 @@ def test_cuda_needs_the_first_release_with_its_kernels_or_an_older_one_that_ran_
     assert required("cuda", [late], on_device=True) == {"onnxruntime": "1.27.0"}
     _install(monkeypatch, None)
     assert required("cuda", [late]) == {"onnxruntime": "1.27.0"}
+
+
+def test_a_release_that_lost_a_kernel_counts_against_all_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None has yet; what the manifest says is "this or later"."""
+    monkeypatch.setattr(requirements, "lacking", lambda _, table: ["lost"] if table.onnxruntime == "1.26.0" else [])
+    assert required("cuda", [_graph(tmp_path / "a.onnx", 22)]) == {"onnxruntime": "1.27.0"}
 
 
 def test_where_no_release_has_a_kernel_it_is_the_newest(tmp_path: Path) -> None:
