@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +30,8 @@ from converter.plan import narrowed
 from converter.plan.ranges import check_ranges, take_census
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
+
+_SMALL = 1 << 20  # bytes of an fp32 tensor that is looked for among those that were written
 
 Progress = Callable[[int], None]
 
@@ -103,6 +107,7 @@ class _Store:
     census: dict[str, Census] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    small: dict[bytes, Segment] = field(default_factory=dict)
 
     def profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
         """Write what the profiles' graphs read, and the residual of what was rounded."""
@@ -187,7 +192,11 @@ class _Store:
                 self.done(array.nbytes)
             self.census[name] = counts
 
-        segment = self.fp32_file.append_chunks(passing())
+        segment = self._once(tensor.numpy()) if tensor.nbytes <= _SMALL else None
+        if segment is None:
+            segment = self.fp32_file.append_chunks(passing())
+        else:
+            deque(passing(), maxlen=0)  # counted all the same
         like = np.empty(0, tensor.dtype.numpy())
         self.tensors[stored_as] = tensor_entry(stored_as, like, FP32_FILE, segment, shape=dims(tensor))
 
@@ -195,7 +204,17 @@ class _Store:
         return name in self.prepared.folds or name in self.prepared.clamped
 
     def _add(self, name: str, array: NDArray[Any], file: WeightWriter, file_name: str) -> None:
-        self.tensors[name] = tensor_entry(name, array, file_name, file.append(array))
+        segment = self._once(array) if file is self.fp32_file and array.nbytes <= _SMALL else file.append(array)
+        self.tensors[name] = tensor_entry(name, array, file_name, segment)
+
+    def _once(self, array: NDArray[Any]) -> Segment:
+        """Where the bytes of ``array`` are in weights.fp32, written only if they are not there yet: a BatchNorm that is
+        a product and a sum alone is the scale that was folded, and the bias."""
+        data = raw(array)
+        digest = sha256(data).digest()
+        if digest not in self.small:
+            self.small[digest] = self.fp32_file.append(array)
+        return self.small[digest]
 
 
 class Passengers:

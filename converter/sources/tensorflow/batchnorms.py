@@ -6,6 +6,7 @@ With a mean of 0, a variance of 1 and no epsilon it computes what the two did, b
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from converter.graph.names import FreshNames, all_value_names
@@ -22,7 +23,8 @@ def gather(model: ir.Model) -> int:
     """Rewrite each Conv, Mul by [1, C, 1, 1], Add of [1, C, 1, 1] of fp32 in the main graph; returns how many."""
     from converter.graph.initializers import const_dims
 
-    fresh, count = FreshNames(all_value_names(model)), 0
+    made = _Made(model.graph, FreshNames(all_value_names(model)))
+    count = 0
     for node in list(model.graph):
         scaled = _only_reader(node, "Mul") if node.op_type == "Conv" and node.domain == "" else None
         shifted = _only_reader(scaled, "Add") if scaled is not None else None
@@ -31,7 +33,7 @@ def gather(model: ir.Model) -> int:
         scale, shift = _channels(scaled, node.outputs[0]), _channels(shifted, scaled.outputs[0])
         kernel = const_dims(node.inputs[1])
         if scale is not None and shift is not None and scale.shape == shift.shape == kernel[:1]:
-            _replace(model.graph, (node, scaled, shifted), (scale, shift), fresh)
+            _replace(made, (node, scaled, shifted), (scale, shift))
             count += 1
     return count
 
@@ -56,27 +58,51 @@ def _channels(node: ir.Node, given: ir.Value) -> Array | None:
     return tensor.numpy().reshape(channels) if (first, height, width) == (1, 1, 1) else None
 
 
-def _replace(
-    graph: ir.Graph, nodes: tuple[ir.Node, ir.Node, ir.Node], affine: tuple[Array, Array], fresh: FreshNames
-) -> None:
+@dataclass
+class _Made:
+    """What was put into ``graph``: a mean and a variance for each number of channels, which all of them share."""
+
+    graph: ir.Graph
+    fresh: FreshNames
+    constants: dict[tuple[str, int], ir.Value] = field(default_factory=dict)
+
+    def constant(self, part: str, array: Array) -> ir.Value:
+        """The initializer of ``array``, of which there is one for each part and size."""
+        key = part, array.size
+        if key not in self.constants:
+            self.constants[key] = self.initializer(f"batchnorm_{part}_{array.size}", array)
+        return self.constants[key]
+
+    def initializer(self, name: str, array: Array) -> ir.Value:
+        import onnx_ir as ir
+
+        from converter.graph.initializers import initializer
+
+        own = self.fresh.make(name)
+        return initializer(self.graph, own, ir.tensor(array, name=own))
+
+
+def _replace(made: _Made, nodes: tuple[ir.Node, ir.Node, ir.Node], affine: tuple[Array, Array]) -> None:
     import numpy as np
     import onnx_ir as ir
-
-    from converter.graph.initializers import initializer
 
     convolution, scaled, shifted = nodes
     name = shifted.name or "batch_normalization"
     scale, shift = affine
-    parts = {"scale": scale, "shift": shift, "mean": np.zeros_like(scale), "variance": np.ones_like(scale)}
-    values = []
-    for part, array in parts.items():
-        own = fresh.make(f"{name}.{part}")
-        values.append(initializer(graph, own, ir.tensor(array, name=own)))
-    output = shifted.outputs[0]
-    made = ir.node("BatchNormalization", [convolution.outputs[0], *values], {"epsilon": 0.0}, name=name)
-    made.outputs[0].shape, made.outputs[0].type = output.shape, output.type
-    graph.insert_after(shifted, made)
-    ir.convenience.replace_all_uses_with(output, made.outputs[0], replace_graph_outputs=True)
+    values = [
+        made.initializer(f"{name}.scale", scale),
+        made.initializer(f"{name}.shift", shift),
+        made.constant("mean", np.zeros_like(scale)),
+        made.constant("variance", np.ones_like(scale)),
+    ]
+    output, spent = shifted.outputs[0], [*scaled.inputs, *shifted.inputs]
+    node = ir.node("BatchNormalization", [convolution.outputs[0], *values], {"epsilon": 0.0}, name=name)
+    node.outputs[0].shape, node.outputs[0].type = output.shape, output.type
+    made.graph.insert_after(shifted, node)
+    ir.convenience.replace_all_uses_with(output, node.outputs[0], replace_graph_outputs=True)
     kept, output.name = output.name, None
-    made.outputs[0].name = kept
-    graph.remove((shifted, scaled), safe=True)
+    node.outputs[0].name = kept
+    made.graph.remove((shifted, scaled), safe=True)
+    for value in spent:  # or the artifact would keep both forms
+        if value is not None and not value.uses() and value.is_initializer():
+            made.graph.initializers.pop(value.name or "", None)

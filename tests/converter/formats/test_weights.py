@@ -35,6 +35,27 @@ def test_one_copy_of_the_weights_serves_every_graph(tmp_path: Path) -> None:
     assert_same_tensors(made.artifact, made.checkpoint)
 
 
+def test_an_affine_batchnorm_is_stored_once_as_what_was_folded_and_as_what_it_was(tmp_path: Path) -> None:
+    """Of mean 0 and variance 1 its factor is the scale that undoes the folding, and its shift the folded bias."""
+    statistics = {"g": graphs.values(512, seed=1), "b": graphs.values(512, seed=2)}
+    statistics |= {"m": np.zeros(512, np.float32), "v": np.ones(512, np.float32)}
+    proto = graphs.model(
+        [
+            helper.make_node("Conv", ["x", "w"], ["h"]),
+            helper.make_node("BatchNormalization", ["h", *statistics], ["y"], epsilon=0.0),
+        ],
+        [graphs.edge("x", ["batch", 8, 4, 4])],
+        [graphs.edge("y", ["batch", 512, 2, 2])],
+        [graphs.initializer(name, array) for name, array in {"w": graphs.values(512, 8, 3, 3), **statistics}.items()],
+    )
+    made = lower(tmp_path / "m" / "1", proto)
+    tensors = made.stored.tensors
+    assert (tensors["w.scale"].offset, tensors["w.scale"].file) == (tensors["g"].offset, "weights.fp32")
+    assert tensors["w.folded_bias"].offset == tensors["b"].offset
+    assert made.artifact.file("weights.fp32").stat().st_size == 4 * 2048  # g, b, m and v
+    assert_same_tensors(made.artifact, made.checkpoint)
+
+
 def test_a_matrix_that_is_only_multiplied_is_stored_as_panels_and_the_rest_in_c_order(tmp_path: Path) -> None:
     proto = graphs.model(
         [
