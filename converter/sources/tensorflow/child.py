@@ -8,9 +8,9 @@ prints goes to the standard error. It ends with its input, and dies with whoever
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -24,7 +24,6 @@ Request = Mapping[str, Any]
 Reply = dict[str, Any]
 
 _PR_SET_PDEATHSIG = 1
-_UNNAMED = re.compile(r"unk__\d+")  # what tf2onnx calls a dimension that nobody named
 _LONGEST = 4000  # characters of an error
 _OUTPUT = "bf16kit_output_"
 _WEIGHTS = "model.weights.h5"  # in a .keras file
@@ -132,9 +131,7 @@ def translate(request: Request) -> Reply:
     """Write the opened graph, its variables made constants, to the file ``to`` as ONNX of the opset ``opset``."""
     import onnx
     import tensorflow as tf
-    from tf2onnx import optimizer, tfonnx
 
-    _leave_weights_alone()
     opened = _opened
     assert opened is not None  # noqa: S101 - the converter loads first
     nodes = [tensor.partition(":")[0] for tensor in opened.outputs.values()]
@@ -142,23 +139,7 @@ def translate(request: Request) -> Reply:
         frozen = tf.compat.v1.graph_util.convert_variables_to_constants(
             opened.session, opened.graph.as_graph_def(), nodes
         )
-    names = {tensor: name for name, tensor in (*opened.inputs.items(), *opened.outputs.items())}
-    with tf.Graph().as_default() as graph:
-        tf.import_graph_def(_simplified(_inlined(frozen, list(names)), list(names)), name="")
-        found = tfonnx.process_tf_graph(
-            graph,
-            opset=request["opset"],
-            input_names=list(opened.inputs.values()),
-            output_names=list(opened.outputs.values()),
-            tensors_to_rename=names,
-            custom_op_handlers={"Erfc": (_erfc, []), "Expm1": (_expm1, []), "Log1p": (_log1p, [])},
-        )
-    # Of two equal nodes it would keep any: the converter shares what is equal itself.
-    steps = {name: step for name, step in optimizer._get_optimizers().items() if name != "merge_duplication"}
-    model = optimizer.optimize_graph(found, optimizers=steps).make_model("model")
-    _check_translated(model)
-    _forget_invented_names(model)
-    onnx.save(model, request["to"])
+    onnx.save(_beside("translation").translated(frozen, opened.inputs, opened.outputs, request["opset"]), request["to"])
     return {}
 
 
@@ -176,129 +157,14 @@ def answer(request: Request) -> Reply:
     return {}
 
 
-def _leave_weights_alone() -> None:
-    """Have tf2onnx not multiply what follows a convolution into its weights: the converter does it itself, and knows
-    how to undo it when they are restored."""
-    from tf2onnx.optimizer import back_to_back_optimizer, transpose_optimizer
-
-    back_to_back_optimizer._func_map.pop(("Conv", "BatchNormalization"), None)
-    handle = transpose_optimizer.TransposeOptimizer._mul_handler
-
-    def keeping(self: Any, transposed: Any, node: Any) -> Any:
-        convolution, single = transposed.inputs[0], self._nodes_has_single_consumer_node
-        self._nodes_has_single_consumer_node = lambda nodes: nodes[0] is not convolution and single(nodes)
-        try:
-            return handle(self, transposed, node)
-        finally:
-            del self._nodes_has_single_consumer_node
-
-    transpose_optimizer.TransposeOptimizer._mul_handler = keeping
-
-
-def _inlined(graph: Any, tensors: list[str]) -> Any:
-    """``graph`` without calls. tf2onnx leaves those whose function once read variables, which are constants by now.
-
-    Branches and loops stay functions, as ONNX has them.
-    """
-
-    for node in (*graph.node, *(node for function in graph.library.function for node in function.node_def)):
-        if "_lower_using_switch_merge" in node.attr:
-            node.attr["_lower_using_switch_merge"].b = False
-    return _rewritten(graph, tensors, ["function"])
-
-
-def _simplified(graph: Any, tensors: list[str]) -> Any:
-    """``graph`` with what is constant computed, but for weights: TensorFlow would multiply what follows into them, and
-    they would no longer be those that are restored. So it takes them for inputs meanwhile."""
-    import tensorflow as tf
-
-    floats = (tf.float16.as_datatype_enum, tf.float32.as_datatype_enum, tf.float64.as_datatype_enum)
-    weights = {}
-    for node in graph.node:
-        value = node.attr["value"].tensor if node.op == "Const" else None
-        if value is not None and value.dtype in floats and len(value.tensor_shape.dim) > 1:
-            weights[node.name] = type(node)()
-            weights[node.name].CopyFrom(node)
-            node.op = "Placeholder"
-            node.attr["shape"].shape.CopyFrom(value.tensor_shape)
-            del node.attr["value"]
-    simplified = _rewritten(graph, tensors, ["constfold", "dependency"])
-    for node in simplified.node:
-        if node.name in weights:
-            node.CopyFrom(weights[node.name])
-    return simplified
-
-
-def _rewritten(graph: Any, tensors: list[str], steps: list[str]) -> Any:
-    """``graph`` after Grappler's ``steps``; ``tensors`` are its inputs and outputs."""
-    import tensorflow as tf
-    from tensorflow.core.protobuf import rewriter_config_pb2
-    from tensorflow.python.grappler import tf_optimizer
-
-    config = tf.compat.v1.ConfigProto()
-    options = config.graph_options.rewrite_options
-    options.optimizers.extend(steps)
-    options.function_optimization = rewriter_config_pb2.RewriterConfig.AGGRESSIVE
-    options.min_graph_nodes = -1  # or a small graph is left as it is
-    options.experimental_disable_folding_quantization_emulation = True
-    with tf.Graph().as_default():
-        tf.import_graph_def(graph, name="")
-        meta = tf.compat.v1.train.export_meta_graph(graph_def=graph)
-    meta.collection_def["train_op"].node_list.value.extend(tensors)
-    found = tf_optimizer.OptimizeGraph(config, meta)
-    for node in found.node:
-        node.attr.pop("_class", None)  # beside which node it is to be placed, which may be gone by now
-    return found
-
-
-def _check_translated(model: Any) -> None:
-    """tf2onnx leaves an operator that it does not know where it stands."""
-    import onnx
-
-    unknown: set[str] = set()
-    waiting = [model.graph]
-    while waiting:
-        for node in waiting.pop().node:
-            if not onnx.defs.has(node.op_type, node.domain):
-                unknown.add(node.op_type)
-            waiting += [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)]
-    if unknown:
-        raise ValueError(f"it knows no counterpart in ONNX for {', '.join(sorted(unknown))}")
-
-
-def _erfc(context: Any, node: Any, _name: str, _arguments: Any) -> None:
-    """erfc(x) = 1 − erf(x): what Keras 3's gelu is made of, and tf2onnx does not know."""
-    node.type = "Erf"
-    found = node.output[0]
-    context.insert_new_node_on_output("Sub", found, inputs=[_one(context, node), found])
-
-
-def _expm1(context: Any, node: Any, _name: str, _arguments: Any) -> None:
-    node.type = "Exp"
-    found = node.output[0]
-    context.insert_new_node_on_output("Sub", found, inputs=[found, _one(context, node)])
-
-
-def _log1p(context: Any, node: Any, _name: str, _arguments: Any) -> None:
-    node.type = "Log"
-    context.insert_new_node_on_input(node, "Add", [node.input[0], _one(context, node)])
-
-
-def _one(context: Any, node: Any) -> str:
-    """A constant 1 of the type of the node's input."""
-    import numpy
-    from tf2onnx import utils
-
-    dtype = utils.map_onnx_to_numpy_type(context.get_dtype(node.input[0]))
-    return str(context.make_const(utils.make_name("one"), numpy.array(1, dtype)).output[0])
-
-
-def _forget_invented_names(model: Any) -> None:
-    """tf2onnx names each free dimension by a number of its own: that tells nobody anything."""
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if _UNNAMED.fullmatch(dim.dim_param):
-                dim.ClearField("dim_param")
+def _beside(name: str) -> Any:
+    """The module ``name`` in this file's directory, by its path: nothing else there is to be found by a name."""
+    spec = importlib.util.spec_from_file_location(f"bf16kit_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None  # noqa: S101 - the file is there
+    assert spec.loader is not None  # noqa: S101
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 _ACTIONS: dict[str, Callable[[Request], Reply]] = {
