@@ -19,6 +19,7 @@ Function = Callable[..., Any]
 Given = Mapping[str, Any]
 
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-6, 1e6  # of resizing: a source's place must stay a 64-bit integer
+_MOST_REPEATED = 2**53  # a sum of doubles is exact up to there
 _GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 _QUOTIENTS = ("div", "div_", "floor_divide", "floor_divide_", "fmod", "remainder", "remainder_")
 
@@ -30,7 +31,7 @@ def guarded(name: str, operator: torch._ops.OpOverload, function: Function) -> F
     """
     check = _CHECKS.get(name)
     if check is None and name.startswith(("upsample_", "_upsample_")):
-        check = _scales
+        check = _smoothed if name.endswith("_aa") else _scales
     changed = _CHANGED.get(name)
     if operator._overloadname.startswith("prim_"):  # TorchScript's own, which takes dtypes as numbers
         raise RuntimeFailure(f"uses the operator {str(operator)!r}, which torch.export does not write")
@@ -96,6 +97,7 @@ def _attention(given: Given, name: str) -> bool:
     if name.endswith("for_cpu"):
         fits = fits and query.dim() == key.dim() == value.dim() == 4 and value.shape[-1] == query.shape[-1]
         fits = fits and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        fits = fits and min(query.shape[1], query.shape[2], key.shape[2]) > 0  # it divides by their numbers
         fits = fits and (mask is None or mask.dim() in (2, 4))
     if mask is not None:
         wanted = (*query.shape[:-1], key.shape[-2])
@@ -123,13 +125,24 @@ def _recurrent(given: Given, name: str) -> bool:
             sizes += [(width, hidden)] if width != hidden else []
     batch = states[0].shape[1] if packed else of.shape[0 if given["batch_first"] else 1]
     return (
-        len(states) == (2 if name == "lstm" else 1)
+        (not packed or _packed(given["batch_sizes"], of, batch))
+        and len(states) == (2 if name == "lstm" else 1)
         and of.dim() == (2 if packed else 3)
         and len(sizes) == len(given["params"])
         and all(tuple(each.shape) == size for each, size in zip(given["params"], sizes, strict=True))
         and all(tuple(each.shape[:2]) == (layers * two, batch) and each.dim() == 3 for each in states)
         and all(each.dtype is of.dtype for each in (*given["params"], *states))
     )
+
+
+def _packed(sizes: torch.Tensor, of: torch.Tensor, batch: int) -> bool:
+    """Of each step's sequences, which get fewer, and all of them are rows of ``of``."""
+    if not _holds_numbers(sizes):
+        return True
+    if sizes.dim() != 1 or sizes.numel() == 0 or sizes.dtype is not torch.int64:
+        return False
+    counts: list[int] = sizes.tolist()
+    return counts == sorted(counts, reverse=True) and counts[-1] > 0 and (counts[0], sum(counts)) == (batch, len(of))
 
 
 def _modes(given: Given, _name: str) -> bool:
@@ -140,6 +153,23 @@ def _scales(given: Given, _name: str) -> bool:
     found = [value for key, value in given.items() if key.startswith("scale") and value is not None]
     flat = [each for value in found for each in (value if isinstance(value, list | tuple) else [value])]
     return all(_SMALLEST_SCALE <= each <= _LARGEST_SCALE for each in flat if each is not None)
+
+
+def _smoothed(given: Given, name: str) -> bool:
+    """Scales by which the size is as asked for, or larger: smaller ones lead beyond the source."""
+    if not _scales(given, name) or "scale_factors" in given or not _holds_numbers(given["self"]):
+        return _scales(given, name)  # without a size beside them they are the size's own
+    scales = (given.get("scales_h"), given.get("scales_w"))
+    sizes = zip(given["self"].shape[2:], given["output_size"], scales, strict=True)
+    return all(scale is None or size <= source * scale + 1 for source, size, scale in sizes)
+
+
+def _repeats(given: Given, _name: str) -> bool:
+    """With a size told beforehand, torch writes as it counts, and then sees one below zero or a sum beyond 64 bits."""
+    repeats = given["repeats"]
+    if not _holds_numbers(repeats):
+        return True
+    return repeats.numel() == 0 or (int(repeats.min()) >= 0 and float(repeats.double().sum()) < _MOST_REPEATED)
 
 
 def _quotient(given: Given, _name: str) -> bool:
@@ -214,6 +244,7 @@ _CHECKS: Mapping[str, Callable[[Given, str], bool]] = {
     "grid_sampler": _modes,
     "grid_sampler_2d": _modes,
     "_local_scalar_dense": _one,
+    "repeat_interleave": _repeats,
     **dict.fromkeys(_QUOTIENTS, _quotient),
     "embedding_bag": _bags,
     "_embedding_bag": _bags,

@@ -31,6 +31,9 @@ Q = torch.ones(1, 2, 64, 8)
 LSTM = [torch.ones(16, 3), torch.ones(16, 4), torch.ones(16), torch.ones(16)]
 STATES = [torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)]
 SEQUENCE = torch.ones(5, 2, 3)
+PACKED, STATES_1 = torch.ones(4, 3), [torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)]
+GRU = [torch.ones(12, 3), torch.ones(12, 4), torch.ones(12), torch.ones(12)]
+ONE_LAYER = (True, 1, 0.0, False, False)
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "statistics of one channel": ("native_batch_norm.default", X, None, None, SHORT, SHORT, False, 0.1, 1e-5),
@@ -49,6 +52,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "fewer values than keys": ("_scaled_dot_product_flash_attention_for_cpu.default", Q, Q, Q[:, :, :3]),
     "keys of another width": ("scaled_dot_product_attention.default", Q, Q[..., :4], Q),
     "a place beyond 64 bits": ("upsample_nearest2d.default", IMAGE, [8, 8], 1e-30, 1e-30),
+    "no keys": ("_scaled_dot_product_flash_attention_for_cpu.default", Q, Q[:, :, :0], Q[:, :, :0]),
+    "no queries": ("_scaled_dot_product_flash_attention_for_cpu.default", Q[:, :, :0], Q, Q),
+    "no heads": ("_scaled_dot_product_flash_attention_for_cpu.default", Q[:, :0], Q[:, :0], Q[:, :0]),
+    "a scale beyond the source": ("_upsample_bilinear2d_aa.default", IMAGE, [8, 8], False, 1e-6, 1e-6),
+    "repeats below zero": ("repeat_interleave.Tensor", torch.tensor([50, -40])),
+    "the same of values": ("repeat_interleave.self_Tensor", torch.ones(2, 3), torch.tensor([50, -40]), 0),
+    "repeats beyond 64 bits": ("repeat_interleave.Tensor", torch.tensor([2**62] * 4)),
     "a mode that there is not": ("grid_sampler_2d.default", IMAGE, torch.ones(1, 2, 2, 2), 9, 0, False),
     "a number of nothing": ("_local_scalar_dense.default", torch.ones(0)),
     "bags that overlap": ("embedding_bag.default", torch.ones(4, 2), torch.tensor([0, 1]), torch.tensor([0, 2, 1])),
@@ -57,6 +67,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "weights for another input": ("lstm.input", SEQUENCE[..., :2], STATES, LSTM, True, 1, 0.0, False, False, False),
     "states of another batch": ("lstm.input", SEQUENCE[:, :1], STATES, LSTM, True, 1, 0.0, False, False, False),
     "layers without weights": ("lstm.input", SEQUENCE, STATES, LSTM, True, 2**62, 0.0, False, False, False),
+    "more sequences than states": ("lstm.data", PACKED, torch.tensor([2, 2]), STATES_1, LSTM, *ONE_LAYER),
+    "no steps": ("lstm.data", PACKED, torch.tensor([], dtype=torch.int64), STATES_1, LSTM, *ONE_LAYER),
+    "more sequences later": ("lstm.data", PACKED, torch.tensor([1, 3]), STATES_1, LSTM, *ONE_LAYER),
+    "fewer rows than steps": ("gru.data", PACKED, torch.tensor([2, 1, 1, 1]), STATES[0], GRU, *ONE_LAYER),
+    "a step of nothing": ("gru.data", PACKED, torch.tensor([2, 2, 0]), STATES[0], GRU, *ONE_LAYER),
     "a number for a dtype": ("softmax.int", FULL, 0, 2**20),
     "a number for the dtype of a view": ("view.dtype", FULL, 99),
     "strides below zero": ("empty_strided.default", [2], [-1]),
@@ -79,8 +94,12 @@ ANSWERED: dict[str, tuple[Any, ...]] = {
     "attention": ("_scaled_dot_product_flash_attention_for_cpu.default", Q, Q, Q, 0.0, False),
     "a mask for all heads": ("scaled_dot_product_attention.default", Q, Q, Q, torch.ones(64, 64)),
     "upsample": ("upsample_nearest2d.default", IMAGE, [8, 8], 2.0, 2.0),
+    "upsample, smoothed": ("_upsample_bilinear2d_aa.default", IMAGE, [6, 2], False, 1.6, 0.5),
+    "upsample by size": ("_upsample_bicubic2d_aa.default", IMAGE, [6, 2], False),
+    "repeat_interleave": ("repeat_interleave.self_Tensor", IMAGE, torch.tensor([1, 0, 3, 2]), 2),
     "grid_sampler": ("grid_sampler.default", IMAGE, torch.ones(1, 2, 2, 2), 0, 0, False),
     "lstm": ("lstm.input", SEQUENCE, STATES, LSTM, True, 1, 0.0, False, False, False),
+    "gru, packed": ("gru.data", PACKED, torch.tensor([2, 1, 1]), STATES[0], GRU, *ONE_LAYER),
     "remainder": ("remainder.Scalar", torch.tensor([5]), -1),
     "_cdist_forward": ("_cdist_forward.default", torch.ones(2, 3), torch.ones(4, 3), 2.0, None),
 }  # fmt: skip
