@@ -6,6 +6,7 @@ way to the root counts. Where there are no groups, or none that limits anything,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -50,6 +51,15 @@ def cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
     """The processors that the group may keep busy, not always a whole number; None where that is not limited."""
     found = [quota for each in _groups("cpu", root, membership) if (quota := _quota_of(each)) is not None]
     return min(found, default=None)
+
+
+def end_first(process: int | str = "self") -> None:
+    """Should memory run out, in the container or on the machine, have the system end this process before others.
+
+    Nothing where it cannot be told.
+    """
+    with contextlib.suppress(OSError):  # not Linux, or the process has ended
+        Path(f"/proc/{process}/oom_score_adj").write_text("1000")
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:

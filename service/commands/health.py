@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from bf16kit import controlgroup
 from service.commands import answer
 
 _FILE = click.Path(path_type=Path)
@@ -38,6 +39,7 @@ def health(
     The server is found by what it was started with itself: the environment (BF16KIT_GRPC_PORT and so on), server.yaml,
     or the same flags. Exit codes: 0 it serves; 1 it does not, or does not answer, and the line says why.
     """
+    controlgroup.end_first()  # it takes tens of MB of the container's memory: never at the cost of whom it asks after
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC has to say is in the one line
     from bf16kit.errors import Bf16kitError
     from service.commands.nearby import Nearby

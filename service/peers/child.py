@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -157,8 +156,7 @@ class Child:
                     env=None if self._environment is None else dict(self._environment),
                 )
             if self._expendable:
-                with contextlib.suppress(OSError):  # not Linux, or it has ended
-                    Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
+                controlgroup.end_first(self._process.pid)
             self._over, self._worked_before = False, 0.0
             self._started = self._heard = self._pinged = self._tended = now
             self.peer = peer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,11 @@ def test_nothing_outside_of_what_the_process_sees_is_read(tmp_path: Path) -> Non
     for name, text in {"memory.max": "100", "memory.current": "1"}.items():
         (tmp_path / "outside" / name).write_text(text)
     assert controlgroup.memory(root, member(tmp_path, "0::/../outside\n")) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has it")
+def test_a_process_may_ask_to_be_the_first_that_is_ended() -> None:
+    script = "from bf16kit import controlgroup as c; c.end_first(); print(open('/proc/self/oom_score_adj').read())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 1000
+    controlgroup.end_first(2**31 - 1)  # nobody: no failure
