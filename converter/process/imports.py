@@ -29,7 +29,8 @@ def import_callable(flag: str, text: str) -> Callable[..., Any]:
     Raises :class:`UsageError` when the module or its attribute is not there, or cannot be called.
     """
     if not is_import_spec(text):
-        raise UsageError(f"{flag} {text!r}: expected pkg.mod:name, for example mypackage.models:build")
+        missing = "no such file; " if text.endswith(".onnx") else ""
+        raise UsageError(f"{flag} {text!r}: {missing}expected pkg.mod:name, for example mypackage.models:build")
     module_name, _, attribute = text.partition(":")
     try:
         with _working_directory_on_path():

@@ -10,6 +10,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 from bf16kit.wording import brief
 
+# How TorchScript begins to say that an operator of its program failed.
+_INTERPRETER = "The following operation failed in the TorchScript interpreter"
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -38,4 +41,6 @@ def reason(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of what ``error`` says, with its type: what fits into one of our own messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith(_INTERPRETER):  # what failed, behind the lines of code that led there
+        lines[0] = lines[-1].removeprefix(f"{type(error).__name__}: ")
     return f"{type(error).__name__}: {brief(lines[0])}" if lines else type(error).__name__

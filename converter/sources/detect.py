@@ -105,7 +105,7 @@ def _of_zip(path: Path) -> Kind:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):  # versions and names that no zip has
-        raise SourceError(f"{path}: is a truncated or damaged zip archive (a torch checkpoint?)") from None
+        raise SourceError(f"{path}: is a truncated or damaged zip archive (of torch or Keras?)") from None
     inner = {name.partition("/")[2] for name in names} | set(names)
     foreign.refuse_zip(path, inner)
     if "constants.pkl" in inner:

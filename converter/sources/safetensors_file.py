@@ -64,6 +64,18 @@ def shards(index: Path) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, names.values()))
 
 
+def index_of(path: Path) -> Path | None:
+    """The index beside ``path`` that names it as one of several shards."""
+    for index in sorted(path.parent.glob("*.safetensors.index.json")):
+        try:
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            continue
+        if path.name in named and len(named) > 1:
+            return index
+    return None
+
+
 def _shard_path(index: Path, shard: str) -> Path:
     if Path(shard).name != shard or len(shard) > _LONGEST_NAME or "\0" in shard:
         raise SourceError(f"{index}: shard {shard[:_LONGEST_NAME]!r} is not a plain file name")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fuzzing import page
+from fuzzing.seed import KINDS, seeds
 
 
 def _tally(*faults: str) -> dict[str, Any]:
@@ -47,3 +50,17 @@ def test_the_directories_of_the_machine_are_not_on_the_page(directory: str) -> N
     assert "outside: open read /etc/hostname" in written
     assert "/dev/shm" not in written
     assert "/tmp" not in written
+
+
+_CALLED = {"onnx": "ONNX", "torchscript": "TorchScript", "export": "torch.export", "flax": "Flax", "orbax": "Orbax"}
+
+
+@pytest.mark.long  # torch exports and scripts the seeds
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_says_how_many_seeds_of_each_kind_there_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # Orbax's are written by another process
+    if kind == "orbax":
+        pytest.importorskip("tensorstore", reason="the extra `orbax` is not installed")
+    name = _CALLED.get(kind, kind)
+    assert f"{len(seeds(kind))} {name}" in page.SEEDS
+    assert name in page.of([_tally()], "abc1234").partition("(13 ONNX")[0]

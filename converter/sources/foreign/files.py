@@ -41,6 +41,8 @@ def of_file(path: Path, head: bytes) -> str | None:
         return "archive"
     if _is_openvino(head):
         return "openvino"
+    if _is_saved_model(head):
+        return "saved model graph"
     with path.open("rb") as file:
         if _is_wrapped_engine(file, head):
             return "tensorrt"
@@ -54,6 +56,17 @@ def of_file(path: Path, head: bytes) -> str | None:
 def _is_openvino(head: bytes) -> bool:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     return text.startswith(b"<net ") or (text.startswith(b"<?xml") and b"<net " in text)
+
+
+def _is_saved_model(head: bytes) -> bool:
+    """Whether ``head`` begins as saved_model.pb does: schema version 1, then a graph whose first field is a message.
+
+    In ONNX the second field is the producer's name, which begins with no line end.
+    """
+    if not head.startswith(b"\x08\x01\x12"):
+        return False
+    end = next((at for at in range(3, len(head)) if head[at] < 0x80), len(head))
+    return head[end + 1 : end + 2] == b"\x0a"
 
 
 def _is_wrapped_engine(file: BinaryIO, head: bytes) -> bool:

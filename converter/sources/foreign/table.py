@@ -55,6 +55,10 @@ TABLE: Mapping[str, Foreign] = {
         "convert the SavedModel or the .keras file it was made from; where these are lost, make ONNX of it: python -m"
         " tf2onnx.convert --tflite FILE --output MODEL.onnx",
     ),
+    "saved model graph": Foreign(
+        "the graph of a TensorFlow SavedModel (saved_model.pb) by itself",
+        "convert the directory that it lies in, which has its variables, too",
+    ),
     "tensorflow graph": Foreign(
         "a frozen TensorFlow graph (GraphDef .pb)",
         "convert the SavedModel it was frozen from, or make ONNX of it: python -m tf2onnx.convert --graphdef FILE",

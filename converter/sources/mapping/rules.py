@@ -98,7 +98,7 @@ def _rule(given: Any, where: str) -> Rule:
     if drop is True and to is None and given.get("steps") is None:
         return Rule(match, None)
     if drop is not False or not isinstance(to, str) or not to:
-        raise UsageError(f"{where}: says neither to: NAME nor drop: true, or both")
+        raise UsageError(f"{where}: needs one of to: NAME and drop: true, and not both")
     return Rule(match, to, turns.parse(given.get("steps"), where))
 
 

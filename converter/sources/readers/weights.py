@@ -38,7 +38,13 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     fitted = module is None and options.map is None and not mapped.is_graph(options)
     if fitted:
         module = statedict.build(options)
-        statedict.fit(module, tensors)
+        try:
+            statedict.fit(module, tensors)
+        except SourceError as error:
+            index = safetensors_file.index_of(options.source) if kind is Kind.SAFETENSORS else None
+            if index is None:
+                raise
+            raise SourceError(f"{error}\n  it is one of the shards of {index}: convert that") from None
     shards = safetensors_file.shards(files[0]) if kind is Kind.SHARDED else ()
     checkpoint = Checkpoint(_FORMATS[kind], digest_files(files, advance), tensors, shards)
     if module is None:

@@ -37,3 +37,11 @@ def test_streams_and_levels_come_back_also_after_an_error() -> None:
 def test_the_first_line_of_an_error_names_its_type() -> None:
     assert first_line(ValueError("\n  what\nand much advice")) == "ValueError: what"
     assert first_line(KeyError()) == "KeyError"
+
+
+def test_what_failed_in_a_torchscript_program_is_said_and_not_where() -> None:
+    said = (
+        "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:"
+        "\n    return torch.linear(x)\n           ~~~~~~ <--- HERE\nRuntimeError: mat1 and mat2\n"
+    )
+    assert first_line(RuntimeError(said)) == "RuntimeError: mat1 and mat2"

@@ -78,6 +78,10 @@ def test_arguments_of_the_factory_and_a_sharded_checkpoint(cli: Cli, tmp_path: P
     names = ", ".join(f'"{k}": "{"a" if k.startswith("up") else "b"}.safetensors"' for k in state)
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{names}}}}}')
     arguments = (*MLP, "--model-args", '{"hidden": 32}', "--format", "onnx")
+    alone = cli("checkpoint", tmp_path / "a.safetensors", *arguments, "--out", target)
+    alone.refused(
+        2, "missing: down.weight", "  it is one of the shards of", "model.safetensors.index.json: convert that"
+    )
     cli("checkpoint", tmp_path, *arguments, "--out", target).published()
     assert Artifact.open(target).manifest.source.format == "safetensors-sharded"
     cli("restore", target, "--out", tmp_path / "fp32.safetensors").published()
@@ -132,6 +136,7 @@ def test_the_first_five_mismatches_are_named_and_the_rest_counted() -> None:
     [
         ([], "holds weights but no architecture; name it with --model pkg.mod:factory"),
         (["--model", "architectures"], "--model 'architectures': expected pkg.mod:name"),
+        (["--model", "graph.onnx"], "--model 'graph.onnx': no such file; expected pkg.mod:name"),
         (["--model", "architectures:Missing"], "module architectures has no Missing"),
         (["--model", "no_such_module:Mlp"], "cannot import no_such_module: ModuleNotFoundError"),
         (["--model", "architectures:NUMBER"], "is int, not something that can be called"),

@@ -9,23 +9,24 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+SEEDS = "13 ONNX, 3 safetensors, 7 torch, 5 TorchScript, 3 torch.export, 3 Flax and 4 Orbax seeds"
 _HEAD = """# How reliable the converter is
 Written by `make fuzz`, on commit {commit}.
 
 ## Damaged sources
-{total} mutants of valid ONNX, safetensors, torch, torch.export, Flax and Orbax files ({seeds}), made by number, so
-that each can be made again: bits flipped, files cut and spliced, and edits that know the format: dimensions, dtypes,
-external locations and offsets, names, cycles, attributes, opsets, bodies in bodies, loops without end, header lengths,
-duplicate keys, zip tables, pickles with forbidden globals, operators and code where torch's loader would run them,
-links. Each is converted by `bf16-convert` in a process of its own, of which every file that it opens is watched
-(audit hooks; inotify on files beside the source for what native libraries do). It ends well when
+{total} mutants of valid ONNX, safetensors, torch, TorchScript, torch.export, Flax and Orbax files ({seeds}), made by
+number, so that each can be made again: bits flipped, files cut and spliced, and edits that know the format:
+dimensions, dtypes, external locations and offsets, names, cycles, attributes, opsets, bodies in bodies, loops without
+end, header lengths, duplicate keys, zip tables, pickles with forbidden globals, operators and code where torch's
+loader would run them, links. Each is converted by `bf16-convert` in a process of its own, of which every file that it
+opens is watched (audit hooks; inotify on files beside the source for what native libraries do). It ends well when
 
 * it is converted, restored, and the tensors given back are the mutant's own, as another reader finds them, bit for bit;
 * or it is refused with exit code 1, 2 or 3 and one message of at most {longest} characters that names a file or a
   tensor, without a traceback, a library's inside or the word bug, and nothing is left behind.
 
 In either case it takes at most {seconds} s and {memory} GiB, and neither reads nor writes outside. Every mutant was
-converted with `{options}`: TorchScript, the report and the search
+converted with `{options}`: the other formats, the report and the search
 for islands were not under attack, and no commit but the one above. The {seconds} s are of processor time (more than
 {patience} s by the clock are too many as well), from the fork of a process that has imported the program to its end:
 converting, restoring, comparing. The {memory} GiB limit the data that it allocates beyond what it had at the fork
@@ -74,7 +75,7 @@ def of(tallies: Sequence[dict[str, Any]], of_commit: str) -> str:
     head = _HEAD.format(
         commit=of_commit,
         total=f"{total:,}",
-        seeds="13 ONNX, 3 safetensors, 5 torch, 3 torch.export, 3 Flax and 4 Orbax seeds",
+        seeds=SEEDS,
         longest=judge.LONGEST,
         seconds=confined.SECONDS,
         memory=confined.MEMORY >> 30,

@@ -103,6 +103,11 @@ _FOREIGN: dict[str, tuple[Make, str, str]] = {
     ),
     "h5": (_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)), "hdf5", "model.export"),
     "tf checkpoint": (_bytes(bytes(40) + (0xDB4775248B80FB57).to_bytes(8, "little")), "tensorflow checkpoint", "graph"),
+    "saved_model.pb": (
+        _bytes(b"\x08\x01" + _field(2, _field(1, b"a graph of 200 bytes" * 10))),
+        "saved model graph",
+        "convert the directory that it lies in",
+    ),
     "tf directory": (
         _directory("checkpoint", "m-1.index", "m-1.data-00000-of-00001"),
         "tensorflow checkpoint",
