@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from service.drift.owner import FallbackOwner
 from service.grpcport import Front, drain, extensions, guarded, open_tracing
@@ -33,9 +32,6 @@ from service.status_http.pages import routes
 from service.status_http.views import Status
 from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 _LAST_TRACES_SECONDS = 3.0  # that a stop waits for a collector, at most
