@@ -1,7 +1,7 @@
 """The loss of weights as they would be published, on the same few batches whenever it is asked.
 
 By it a recovery keeps the best weights that it has seen, those that it began with among them. Its batches are of
---data: what a recovery is judged on chooses nothing.
+--data: what a recovery is judged on chooses nothing on the way, and at its end between the result and the beginning.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ _PARTS = "layers|models|initializers|activations|regularizers|constraints|optimi
 _MODULE = re.compile(rf"keras|keras(\.src)?\.({_PARTS})(\.\w+)*")
 _FUNCTIONS = re.compile(r"keras(\.src)?\.(activations|initializers|losses|metrics|ops)(\.\w+)*")  # where Keras has them
 _MEMBERS = frozenset({"metadata.json", "config.json", "model.weights.h5"})
+_UNICODE_PATH = b"up"  # an extra field: what Python 3.12 and newer take for a record's name, where 3.11 takes its own
 _OLDEST = (3, 13, 2)  # before, `safe_mode` let code through in ways that were found one by one (docs/converting.md)
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 _CODE = "is code, which is not run"
@@ -81,6 +82,8 @@ def _check_records(path: Path, entries: list[zipfile.ZipInfo]) -> None:
             what = "twice" if entry.filename in names else "which Keras' own layers do not need"
             raise ConversionError(f"{path}: holds {quoted(entry.filename)}, {what}; {_REMEDY}")
         names.add(entry.filename)
+        if entry.filename != entry.orig_filename or _UNICODE_PATH in entry.extra:
+            raise SourceError(f"{path}: {quoted(entry.filename)} has another name besides, and Keras writes one")
         _check_size(path, entry)
 
 

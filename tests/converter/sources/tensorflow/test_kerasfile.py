@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,19 @@ def test_a_zip_behind_another_file_is_refused(tmp_path: Path, before: bytes) -> 
     path = _file(tmp_path / "x.h5", _model(_OWN))
     path.write_bytes(before + path.read_bytes())
     with pytest.raises(SourceError, match="has 512 bytes before its first record"):
+        check(path)
+
+
+def test_a_record_that_another_python_knows_by_another_name_is_refused(tmp_path: Path) -> None:
+    """TensorFlow's Python may be newer than this one: 3.12 reads a name from an extra field, where 3.11 does not."""
+    path = tmp_path / "m.keras"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", json.dumps(_model(_OWN)))
+        record = zipfile.ZipInfo("model.weights.h5")
+        other = struct.pack("<BL", 1, zlib.crc32(b"model.weights.h5")) + b"config.json"
+        record.extra = b"up" + struct.pack("<H", len(other)) + other
+        archive.writestr(record, json.dumps(_model(_function("get_file", module="keras.utils"))))
+    with pytest.raises(SourceError, match="has another name besides"):
         check(path)
 
 
