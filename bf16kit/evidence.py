@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bf16kit.errors import UsageError
+from bf16kit.reading import read_bounded
 from bf16kit.tensors import BY_NAME, Array
 from bf16kit.wording import brief, quoted
 
@@ -119,14 +120,7 @@ class Evidence:
     @classmethod
     def read(cls, path: Path) -> Evidence:
         """The evidence in the file ``path``. UsageError in one line where it cannot be read, or is none."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-        if len(data) > MOST_BYTES:
-            raise UsageError(f"{path}: has more than {MOST_BYTES >> 20} MiB, which no evidence has")
-        return cls.loads(data, str(path))
+        return cls.loads(read_bounded(path, MOST_BYTES, UsageError, "which no evidence has"), str(path))
 
 
 def _parse(data: bytes, where: str) -> _Found:

@@ -1,4 +1,4 @@
-"""Reading the files of an artifact, where each may be gone, cut short or unreadable at any moment."""
+"""Reading files that may be gone, cut short, unreadable or far too large: those of an artifact, and a user's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bf16kit.entries import Segment
-from bf16kit.errors import ArtifactDamaged
+from bf16kit.errors import ArtifactDamaged, Bf16kitError
 
 
 @contextlib.contextmanager
@@ -33,3 +33,20 @@ def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = N
     if done < segment.bytes:
         raise ArtifactDamaged(f"{path}: cut short to {segment.offset + done} bytes while it was read")
     return found
+
+
+def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, where: str = "") -> bytes:
+    """All bytes of the file at ``path``, of which there may be ``most``: no more are read, whatever it claims to be.
+
+    Raises ``error``, which begins with ``where`` (by default the path), when it cannot be read, and with ``why`` when
+    it is larger.
+    """
+    where = where or str(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as failure:
+        raise error(f"{where}: cannot be read: {failure.strerror or failure}") from None
+    if len(data) > most:
+        raise error(f"{where}: larger than {most >> 20} MiB, {why}")
+    return data

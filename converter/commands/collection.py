@@ -146,14 +146,11 @@ def _read_all(directory: Path) -> dict[str, Mapping[str, Any]]:
 def _read(path: Path) -> Mapping[str, Any]:
     import yaml
 
+    from bf16kit.reading import read_bounded
+
+    data = read_bounded(path, _LARGEST, UsageError, "more than any options take")
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise UsageError(f"{path}: larger than {_LARGEST >> 20} MiB, more than any options take")
         fields = yaml.safe_load(data)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(fields, dict):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bf16kit.entries import Segment
-from bf16kit.errors import ArtifactDamaged
-from bf16kit.reading import read_segment
+from bf16kit.errors import ArtifactDamaged, UsageError
+from bf16kit.reading import read_bounded, read_segment
 
 
 def test_a_segment_is_read_where_it_is_wanted(tmp_path: Path) -> None:
@@ -26,3 +26,26 @@ def test_a_file_that_ends_before_it_or_is_gone_is_damaged(tmp_path: Path) -> Non
         read_segment(file, Segment(offset=90, bytes=11))
     with pytest.raises(ArtifactDamaged, match=r"gone: missing or unreadable \(No such file"):
         read_segment(tmp_path / "gone", Segment(offset=0, bytes=1))
+
+
+def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_bytes(b"1" * (1 << 20))
+    assert read_bounded(path, 1 << 20, UsageError, "of which nobody has so many") == b"1" * (1 << 20)
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_more_is_refused_with_the_bound(tmp_path: Path, endless: bool) -> None:
+    path = Path("/dev/zero")
+    if not endless:
+        path = tmp_path / "rules.yaml"
+        path.write_bytes(bytes((1 << 20) + 1))
+    with pytest.raises(UsageError, match=f"--map {path}: larger than 1 MiB, of which nobody has so many"):
+        read_bounded(path, 1 << 20, UsageError, "of which nobody has so many", where=f"--map {path}")
+
+
+def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"absent\.yaml: cannot be read: No such file or directory"):
+        read_bounded(tmp_path / "absent.yaml", 1, UsageError, "")
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        read_bounded(tmp_path, 1, UsageError, "")

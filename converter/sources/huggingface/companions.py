@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import SourceError
+from bf16kit.reading import read_bounded
 from bf16kit.text import listed
 from bf16kit.wording import quoted
 from converter.sources.huggingface.directory import Directory
@@ -111,14 +112,7 @@ def _content(root: Path, name: str) -> bytes:
     real = Path(os.path.realpath(path))
     if not any(real.is_relative_to(place) for place in _places(root)):
         raise SourceError(f"{path}: a link out of the directory, to {real}; copy the file there to have it exported")
-    try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > LARGEST:
-        raise SourceError(f"{path}: larger than {LARGEST >> 20} MiB, more than any tokenizer or config has")
-    return data
+    return read_bounded(path, LARGEST, SourceError, "more than any tokenizer or config has")
 
 
 def _places(root: Path) -> Iterator[Path]:

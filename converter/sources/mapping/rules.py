@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bf16kit.errors import SourceError, UsageError
+from bf16kit.reading import read_bounded
 from bf16kit.wording import quoted
 from converter.model import Array
 from converter.sources.mapping import turns
@@ -60,13 +61,7 @@ def read(path: Path) -> Rules:
     """The rules in ``path``; :class:`UsageError` naming the first that is not one."""
     import yaml
 
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST + 1)
-    except OSError as error:
-        raise UsageError(f"--map {path}: cannot be read: {error.strerror or error}") from None
-    if len(text) > _MOST:
-        raise UsageError(f"--map {path}: is larger than {_MOST >> 20} MiB")
+    text = read_bounded(path, _MOST, UsageError, "more than any map takes", where=f"--map {path}")
     try:
         given = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
