@@ -69,7 +69,8 @@ FROM dependencies AS dependencies-server
 ARG VARIANT=cpu
 # Who operates a server wants its traces (otel), and nothing can be installed later.
 RUN case "${VARIANT}" in \
-        cpu) extras=cpu,otel;; \
+        # sympy is asked for by pip, and imported by torch and the converter only.
+        cpu) extras=cpu,otel; unread="--uncompiled sympy --uncompiled mpmath";; \
         cpu-torch) extras=cpu,otel,torch;; \
         gpu) extras=gpu,otel,torch;; \
         *) echo "VARIANT '${VARIANT}' is unknown; give cpu, cpu-torch or gpu" >&2; exit 1;; \
@@ -77,8 +78,7 @@ RUN case "${VARIANT}" in \
     && pip --python /opt/bf16kit/bin/python install ".[${extras}]" \
     && pip --python /opt/bf16kit/bin/python uninstall -y bf16kit \
     && mkdir -p /layer/opt && mv /opt/bf16kit /layer/opt/ \
-    # The converter's graphs want sympy; a server is asked for it by pip only.
-    && python3 deploy/image/finish.py /opt/bf16kit --under /layer --standard-library --uncompiled sympy --uncompiled mpmath
+    && python3 deploy/image/finish.py /opt/bf16kit --under /layer --standard-library ${unread}
 
 FROM dependencies AS dependencies-converter
 RUN pip --python /opt/bf16kit/bin/python install '.[cpu,convert,hf]' \

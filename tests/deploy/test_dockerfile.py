@@ -87,7 +87,7 @@ def test_constraints_and_tools_are_exact() -> None:
 
 def test_variants_are_made_of_extras_that_exist_and_the_cpu_one_has_no_torch() -> None:
     (run,) = FILE.stages["dependencies-server"].all("RUN")
-    variants = dict(re.findall(r"([a-z-]+)\) extras=([a-z,]+);;", run.rest))
+    variants = dict(re.findall(r"([a-z-]+)\) extras=([a-z,]+);", run.rest))
     assert variants.keys() == {"cpu", "cpu-torch", "gpu"}
     for extras in variants.values():
         assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
