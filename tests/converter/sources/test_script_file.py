@@ -6,6 +6,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,3 +204,28 @@ def test_an_operator_that_no_word_told_of_is_refused_when_it_is_compiled(
 def test_a_module_without_forward_is_named(mlp: Path) -> None:
     with pytest.raises(SourceError, match="torch cannot load it"):
         script_file.load(_with_code(mlp, "def forward(", "def backward("))
+
+
+def _of_its_sum(x: torch.Tensor) -> torch.Tensor:
+    return -x if bool(x.sum() > 0) else x
+
+
+def _of_its_size(x: torch.Tensor) -> torch.Tensor:
+    return -x if x.size(0) > 2 else x
+
+
+def _by_its_size(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(int(x.size(0) * x.size(1)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("made", "decides"),
+    [
+        (lambda: torch.jit.script(_of_its_sum), True),
+        (lambda: torch.jit.script(_of_its_size), False),
+        (lambda: torch.jit.trace(_by_its_size, torch.ones(2, 3)), False),  # type: ignore[no-untyped-call]  # sizes are tensors
+    ],
+)
+def test_a_decision_by_numbers_is_told_from_one_by_sizes(made: Callable[[], Any], decides: bool) -> None:
+    assert script_file.decides_by_numbers(made()) is decides

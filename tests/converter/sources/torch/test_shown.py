@@ -1,0 +1,56 @@
+"""What running a module shows of its outputs: which dimensions are free, what they are called, and their dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bf16kit.errors import ConversionError
+from bf16kit.tensors import TensorSpec
+from converter.sources.torch.onnx_export import adapt
+from converter.sources.torch.shown import output_specs
+
+X = TensorSpec("x", "float32", ("batch", "seq", 4))
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def _shown(function: Callable[[torch.Tensor], torch.Tensor]) -> TensorSpec:
+    (spec,) = output_specs(adapt(Calling(function), (X,)))
+    return spec
+
+
+def test_free_dimensions_have_the_names_of_those_they_follow() -> None:
+    assert _shown(lambda x: x.transpose(0, 1)).shape == ("seq", "batch", 4)
+    assert _shown(lambda x: x.sum((0, 1))).shape == (4,)
+    assert _shown(lambda x: x.sum()).shape == ()
+
+
+def test_a_dimension_that_changes_otherwise_is_free_by_a_name_of_its_own() -> None:
+    assert _shown(lambda x: x.flatten(0, 1)).shape == ("output_0", 4)
+    assert _shown(lambda x: torch.cat([x, x], 1)).shape == ("batch", "output_1", 4)
+
+
+def test_dtypes_are_those_that_are_served() -> None:
+    assert _shown(lambda x: x.argmax(2)).dtype == "int64"
+    assert _shown(lambda x: x.bfloat16()).dtype == "float32"
+    with pytest.raises(ConversionError, match="output 'output' is complex64"):
+        _shown(lambda x: torch.complex(x, x))
+
+
+def test_an_output_of_another_rank_for_other_sizes_is_refused() -> None:
+    with pytest.raises(ConversionError, match="has 3 dimensions, and 1 of other inputs"):
+        _shown(lambda x: x if x.shape[0] < 5 else x.flatten())
+
+
+def test_a_size_that_is_not_free_after_all_leaves_what_the_first_run_showed() -> None:
+    assert _shown(lambda x: x.reshape(2, 7, 4)).shape == ("batch", "seq", 4)
