@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from bf16kit.errors import RuntimeFailure
+from bf16kit.runtime.exported.values import SYMBOLIC_LARGEST
 
 Function = Callable[..., Any]
 Given = Mapping[str, Any]
 
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-6, 1e6  # of resizing: a source's place must stay a 64-bit integer
 _MOST_REPEATED = 2**53  # a sum of doubles is exact up to there
+_LARGEST_SETTING = 2**31  # of windows
 _GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 _QUOTIENTS = ("div", "div_", "floor_divide", "floor_divide_", "fmod", "remainder", "remainder_")
 
@@ -48,7 +50,7 @@ def guarded(name: str, operator: torch._ops.OpOverload, function: Function) -> F
         if check is not None:
             try:
                 fits = check({**dict(zip(names, args, strict=False)), **kwargs}, name)
-            except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError):
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
                 fits = False  # an argument is missing, or of another kind
             if not fits:
                 raise RuntimeFailure(f"the arguments of {name} do not fit together")
@@ -172,6 +174,23 @@ def _repeats(given: Given, _name: str) -> bool:
     return repeats.numel() == 0 or (int(repeats.min()) >= 0 and float(repeats.double().sum()) < _MOST_REPEATED)
 
 
+def _windows(given: Given, _name: str) -> bool:
+    """As many as 64 bits count: torch multiplies their numbers itself."""
+    of, kernel = given["self"], given["kernel_size"]
+    if not _holds_numbers(of):
+        return True
+    settings = list(zip(kernel, given["dilation"], given["padding"], given["stride"], strict=True))
+    if not all(0 <= value <= _LARGEST_SETTING for setting in settings for value in setting):
+        return False
+    places = [
+        (size + 2 * padding - dilation * (width - 1) - 1) // stride + 1
+        for size, (width, dilation, padding, stride) in zip(
+            given.get("output_size", of.shape[-2:]), settings, strict=True
+        )
+    ]
+    return math.prod(places) * math.prod(kernel) * math.prod(of.shape[:-2]) <= SYMBOLIC_LARGEST
+
+
 def _quotient(given: Given, _name: str) -> bool:
     """The least whole number divided by -1 ends the process."""
     over, under = given["self"], given["other"]
@@ -245,6 +264,8 @@ _CHECKS: Mapping[str, Callable[[Given, str], bool]] = {
     "grid_sampler_2d": _modes,
     "_local_scalar_dense": _one,
     "repeat_interleave": _repeats,
+    "im2col": _windows,
+    "col2im": _windows,
     **dict.fromkeys(_QUOTIENTS, _quotient),
     "embedding_bag": _bags,
     "_embedding_bag": _bags,
