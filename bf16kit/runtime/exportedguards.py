@@ -188,7 +188,7 @@ def _windows(given: Given, _name: str) -> bool:
             given.get("output_size", of.shape[-2:]), settings, strict=True
         )
     ]
-    return math.prod(places) * math.prod(kernel) * math.prod(of.shape[:-2]) <= SYMBOLIC_LARGEST
+    return bool(math.prod(places) * math.prod(kernel) * math.prod(of.shape[:-2]) <= SYMBOLIC_LARGEST)
 
 
 def _quotient(given: Given, _name: str) -> bool:
