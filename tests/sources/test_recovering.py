@@ -299,8 +299,17 @@ def test_a_loader_that_fails_while_it_trains_is_told_by_file_and_line(
 
 
 def test_a_disk_that_is_full_while_it_trains_is_told(call: Recover, source: Path, tmp_path: Path) -> None:
-    """At a size that the artifact keeps to and a checkpoint does not, as prlimit has it."""
-    flags = (*SHIFTED, *CHEAP, *_flags(steps=4), "--no-report", "--out", tmp_path / "m" / "1")
+    """At a size that the artifact keeps to and a checkpoint, with the optimiser's moments, does not."""
+    flags = (
+        *SHIFTED,
+        *CHEAP,
+        *_flags(steps=40),
+        "--checkpoint-every",
+        "1",
+        "--no-report",
+        "--out",
+        tmp_path / "m" / "1",
+    )
     done = call("recover", source, *flags, within=("prlimit", "--fsize=20000"))
     done.refused(2, "last.ckpt: disk full", "no checkpoint was kept; free some space")
     assert tree(tmp_path) == []
