@@ -171,7 +171,7 @@ class _Binder:
             return self._inner(node)
         module, _, rest = node.target.rpartition(".")
         if module in _MODULES:
-            return getattr(_MODULES[module], rest), node.args
+            return _of_numbers(node.target, getattr(_MODULES[module], rest)), node.args
         name = module.removeprefix("torch.ops.aten.")
         packet = getattr(torch.ops.aten, name, None)
         found = getattr(packet, rest, None)
@@ -226,6 +226,24 @@ def _writes(operator: torch._ops.OpOverload) -> bool:
     )
 
 
+def _of_numbers(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` for sizes alone: tensors would pass by their operators' guards and by who may be written into, and
+    the product of a long number, a text or a list may be of any length."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs) if not any(map(_is_no_size, (*args, *kwargs.values()))) else None
+        if found is None or (type(found) is int and not -_LARGEST <= found < _LARGEST):
+            raise RuntimeFailure(f"operator {target!r} is given what is no size")
+        return found
+
+    return run
+
+
+def _is_no_size(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | list | str)
+
+
+_LARGEST = 2**63
 _MODULES: Mapping[str, Any] = {"_operator": operator, "torch": torch, "math": math}
 
 

@@ -291,3 +291,20 @@ def test_an_operator_that_writes_to_what_it_is_given_is_refused_whatever_it_is_c
     path = called(tmp_path, "torch.ops.aten.xlogy.OutTensor", TENSOR_X, ("other", given[0][1]), given[1])
     with pytest.raises(RuntimeFailure, match="which writes into what it is given"):
         TorchExportRuntime(path, [X], [Y])
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        ("torch.sym_ite", (True, Ref("x"), Ref("x"))),  # gives the input itself, and would count as a new tensor
+        ("_operator.pos", (Ref("x"),)),
+        ("_operator.floordiv", (Ref("x"), -1)),  # past the guard of floor_divide
+        ("_operator.mul", ([1], 2**60)),
+        ("_operator.mul", (2**40, 2**40)),
+    ],
+)
+def test_arithmetic_on_sizes_takes_nothing_else(target: str, args: tuple[Any, ...]) -> None:
+    node = Node(target, args, {}, ("y",), single=True)
+    bound = bind(Program((), {}, Graph(("x",), (node,), (Ref("y"),)), ("y",)), torch.device("cpu"))
+    with pytest.raises(RuntimeFailure, match="is given what is no size"):
+        bound.flat({"x": torch.ones(2)})
