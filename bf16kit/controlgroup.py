@@ -15,9 +15,9 @@ _ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # version 1 writes a number beyond any memory where there is no limit
 # What the system takes back by itself before anybody is refused memory. Memory files are not in it: nobody takes those.
 _FILE_CACHE = ("active_file", "inactive_file")
-# Bytes that are never filled with weights: for runs, and for what a library takes to load them. A server of MiniLM that
-# was left with less was ended at its first requests (docs/decisions/0078-memory-of-the-container.md).
-RESERVE = 32 << 20
+# Bytes that are never filled with weights: for runs, for what a library takes to load them, and for the processes that
+# measure drift and check health. A server of MiniLM that was left with less was ended: docs/decisions/0078.
+RESERVE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

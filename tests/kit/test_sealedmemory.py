@@ -117,8 +117,8 @@ def test_more_than_the_container_may_take_is_a_memory_error(
     make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux would let it try, and end the container."""
-    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit=64 << 20, left=RESERVE + (3 << 20)))
-    expected = "no room for 4 MB of weights: 37 MB are left of the 67 MB that this container may take"
+    monkeypatch.setattr(controlgroup, "memory", lambda: Memory(limit=128 << 20, left=RESERVE + (3 << 20)))
+    expected = "no room for 4 MB of weights: 70 MB are left of the 134 MB that this container may take"
     with pytest.raises(MemoryError, match=expected):
         make(4 << 20)
     if isinstance(made := make(3 << 20), int):
