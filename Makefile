@@ -91,7 +91,7 @@ ELSEWHERE := not compose and not gpu and not models and not clients and not sour
 test: setup ## every test that needs neither Docker, a GPU nor minutes: meant for five on two cores; prints the slowest
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'not long and $(ELSEWHERE)' $(PYTEST_ARGS)
 
-test-long: setup ## what `make test` leaves out for its time: many models, damage, death, workers, the kernel's C++ tests; some four minutes
+test-long: setup ## what `make test` leaves out for its time: many models, damage, death, workers, the kernel's C++ tests; some ten minutes
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m 'long and $(ELSEWHERE)' $(PYTEST_ARGS)
 
 test-hostile: setup ## attacks on a running server over real sockets: meant for three minutes on two cores; prints the ten slowest

@@ -130,6 +130,7 @@ def test_a_server_that_loads_on_request_begins_ready_with_nothing_and_lists_what
     assert refusal(lambda: infer(client))[0] == "NOT_FOUND"
 
 
+@pytest.mark.long
 def test_a_model_is_served_when_its_load_returns_and_gone_when_its_unload_does(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
@@ -195,6 +196,7 @@ def test_a_model_whose_requests_are_at_work_is_unloading_until_they_are_answered
     assert index(client) == [("mlp", "1", "UNAVAILABLE")]
 
 
+@pytest.mark.long
 def test_two_loads_at_once_and_a_load_during_an_unload_all_end_as_the_last_one_asked(
     tmp_path: Path, client: InferenceServerClient, loads: Held
 ) -> None:
@@ -243,6 +245,7 @@ def without_a_manifest(target: Path) -> None:
     (target / "manifest.json").unlink()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -376,6 +379,7 @@ def test_a_stop_does_not_wait_for_loads(tmp_path: Path, serve: Serve, loads: Hel
     client.close()
 
 
+@pytest.mark.long
 def test_models_are_replaced_without_a_lost_request(tmp_path: Path, client: InferenceServerClient) -> None:
     put(tmp_path)
     client.load_model("mlp")

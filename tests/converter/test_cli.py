@@ -96,6 +96,7 @@ def test_a_conversion_in_a_process_of_its_own_exits_with_0(onnx_file: Path, targ
     Artifact.open(target)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [
@@ -119,6 +120,7 @@ def test_a_traceback_is_shown_for_debug_alone(cli: Cli, tmp_path: Path, target: 
     assert "Traceback" in done.err
 
 
+@pytest.mark.long
 def test_control_c_says_that_nothing_was_published(tmp_path: Path, mlp_file: Path) -> None:
     code = """import signal
 def build():
@@ -133,6 +135,7 @@ def build():
     assert "repository" not in tree(tmp_path)
 
 
+@pytest.mark.long
 def test_modules_beside_the_working_directory_are_found(tmp_path: Path, mlp_file: Path) -> None:
     shutil.copy(SUPPORT / "architectures.py", tmp_path / "mine.py")
     arguments = ("--model", "mine:Mlp", *MLP[2:], "--format", "onnx", "--profile", "cpu")

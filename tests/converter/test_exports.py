@@ -261,6 +261,7 @@ class TestOptions:
         assert _exported(target)["up.weight"][0, 0] == 0
         _assert_same(_restored(cli, target), torch.load(source))
 
+    @pytest.mark.long
     def test_over_budget_nothing_is_published_and_keeping_weights_mends_it(
         self, cli: Cli, mlp_file: Path, target: Path
     ) -> None:

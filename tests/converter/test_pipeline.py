@@ -181,6 +181,7 @@ def test_without_the_residual_there_is_no_reference_but_drift_was_measured_all_t
     assert Artifact.open(target).manifest.drift["cpu"].outputs["y"]["relative_l2"]["mean"] > 0
 
 
+@pytest.mark.long
 def test_drift_over_budget_is_an_error_unless_that_was_allowed(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY, "--no-search", "--budget", "relative_l2=1e-6")
     cli(*command).refused(1, "profile cpu, output 'y': relative_l2 is", "the budget allows at most 1e-06")

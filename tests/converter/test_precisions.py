@@ -60,6 +60,7 @@ def test_what_an_artifact_weighs_and_gives_back(
         assert drift["worst"] < 1e-5  # the weights are what they were; sums come in another order
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 1.03), ("float16", 1.25)])
 def test_a_batchnorm_is_not_folded_into_what_was_never_fp32(
     cli: Cli, tmp_path: Path, target: Path, dtype: str, bound: float

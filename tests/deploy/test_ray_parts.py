@@ -109,6 +109,7 @@ class TestReports:
         assert found is not None
         assert found["golden"].startswith("FAILED")
 
+    @pytest.mark.long
     def test_what_was_done_is_added_up_and_stays_done(self) -> None:
         now = iter(range(1000))
         reports = Reports(lambda: float(next(now)))

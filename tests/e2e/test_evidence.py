@@ -57,6 +57,7 @@ def ask(server: ServerProcess, times: int = 1, **headers: str) -> None:
             client.infer("m", [tensor], headers=headers)
 
 
+@pytest.mark.long
 def test_damage_is_told_from_drift_of_the_model_by_what_was_answered(
     repository: Path, tmp_path: Path, serve: Serve
 ) -> None:

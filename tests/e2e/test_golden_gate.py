@@ -50,6 +50,7 @@ def answer(server: ServerProcess) -> Any:
         return client.infer("m", [tensor]).as_numpy("y")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [flipped, swapped])
 def test_damage_in_memory_is_found_on_schedule_and_told_everywhere(
     tmp_path: Path, serve: Serve, damage: Callable[[int, Path], int]

@@ -65,6 +65,7 @@ def ask_until(server: ServerProcess, outcome: str, rows: Array) -> None:
     until(counted, f"a sample that is {outcome}")
 
 
+@pytest.mark.long
 def test_killed_or_standing_still_it_is_another_within_seconds_and_what_is_lost_is_counted(
     tmp_path: Path, serve: Serve
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_reference_that_ends_the_process_whenever_it_is_loaded_stays_off_and_t
     assert pids(server, SHADOW) == [process], "it is asked nothing more of that model"
 
 
+@pytest.mark.long
 def test_a_killed_server_leaves_no_process_behind(tmp_path: Path, serve: Serve) -> None:
     put(tmp_path, "mlp")
     server = serve("--repository", str(tmp_path)).wait_ready()
@@ -172,6 +174,7 @@ def several(tmp_path: Path, serve: Serve) -> ServerProcess:
     return serve("--repository", str(tmp_path)).wait_ready()
 
 
+@pytest.mark.long
 def test_a_reference_that_is_off_or_over_its_memory_is_not_there_and_the_others_are(several: ServerProcess) -> None:
     for model in ("off", "large", "grown", "mlp"):
         ask(several, model)
@@ -202,6 +205,7 @@ class Slow:
         return {"y": np.repeat(self._answer[:1], len(feeds["x"]), axis=0)}
 
 
+@pytest.mark.long
 def test_another_server_may_run_the_reference_slowly_or_not_at_all(tmp_path: Path, serve: Serve) -> None:
     artifact = write_mlp(tmp_path / "elsewhere" / "1")
     golden = artifact.golden()

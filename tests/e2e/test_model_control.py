@@ -96,6 +96,7 @@ def test_a_directory_that_is_copied_slowly_takes_nothing_from_what_serves_and_is
     assert "Traceback" not in server.log
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_model_that_clients_load_again_and_again_answers_every_request(
     tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes], workers: str
@@ -117,6 +118,7 @@ def test_a_model_that_clients_load_again_and_again_answers_every_request(
     assert all(each.answered["old"] and each.answered["new"] for each in asking)
 
 
+@pytest.mark.long
 def test_a_model_that_is_unloaded_while_clients_ask_ends_no_request_but_with_an_answer_or_a_clear_status(
     tmp_path: Path, serve: Serve, made: Mapping[str, Path], right: Mapping[str, bytes]
 ) -> None:

@@ -95,6 +95,7 @@ def test_dimensions_called_alike_by_paddlepaddle_differ(tmp_path: Path, serve: S
         assert ask(server, {"x": floats(*shape)}).shape == (shape[0], 8, *shape[2:])
 
 
+@pytest.mark.long
 def test_a_name_that_an_output_reuses_for_another_size_is_not_believed(tmp_path: Path, serve: Serve) -> None:
     manifest = convert(doubled(), tmp_path).manifest
     assert manifest.inputs[0].shape == ["batch", 16]
@@ -104,6 +105,7 @@ def test_a_name_that_an_output_reuses_for_another_size_is_not_believed(tmp_path:
     assert ask(server, {"x": floats(3, 16)}).shape == (6, 16)
 
 
+@pytest.mark.long
 def test_a_name_that_samples_contradict_is_not_believed_where_the_source_runs(tmp_path: Path, serve: Serve) -> None:
     np.savez(tmp_path / "uneven.npz", x=floats(5, 16), z=floats(3, 16))
     manifest = convert(two_lists(), tmp_path, "--samples", tmp_path / "uneven.npz").manifest

@@ -52,6 +52,7 @@ def test_a_plain_tritonclient_gets_what_the_fp32_reference_gives(tmp_path: Path,
     assert (stats["inference_count"], stats["execution_count"]) == ("4", "1")
 
 
+@pytest.mark.long
 def test_drift_appears_in_the_metrics_after_traffic_and_promtool_is_content(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "mlp" / "1", logits=True)
     (tmp_path / "mlp" / "serving.yaml").write_text("shadow: {rate: 1.0, max_per_second: 1000, max_rows: 32}\n")
@@ -115,6 +116,7 @@ def test_an_empty_repository_serves_is_not_ready_and_says_so(tmp_path: Path, ser
     assert server.exit_code() == 0
 
 
+@pytest.mark.long
 def test_sigterm_finishes_what_is_at_work_refuses_what_is_new_and_exits_0(tmp_path: Path, serve: Serve) -> None:
     """A queue that waits two seconds for a fuller batch keeps one request at work meanwhile."""
     write_mlp(tmp_path / "mlp" / "1")
@@ -137,6 +139,7 @@ def test_sigterm_finishes_what_is_at_work_refuses_what_is_new_and_exits_0(tmp_pa
     assert "stopped after" in server.log
 
 
+@pytest.mark.long
 def test_a_lame_duck_is_not_ready_and_answers(tmp_path: Path, serve: Serve) -> None:
     write_mlp(tmp_path / "mlp" / "1")
     server = serve("--repository", str(tmp_path), "--lame-duck-seconds", "3").wait_ready()
@@ -169,6 +172,7 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(t
     assert "requests were cut off: they were still at work after 0.5 s" in server.log
 
 
+@pytest.mark.long
 def test_sigterm_while_models_load_exits_0(tmp_path: Path, serve: Serve) -> None:
     for index in range(20):
         write_mlp(tmp_path / f"mlp{index}" / "1")

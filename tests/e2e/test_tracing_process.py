@@ -66,6 +66,7 @@ def connected(server: ServerProcess) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.long
 def test_a_clients_trace_goes_on_in_the_server(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         # By OpenTelemetry's own variables, as an operator has them already.
@@ -93,6 +94,7 @@ def test_a_clients_trace_goes_on_in_the_server(repository: Path, serve: Serve) -
         until(lambda: server.metric('bf16kit_traces_total{outcome="exported"}') == 1)
 
 
+@pytest.mark.long
 def test_exemplars_lead_from_a_latency_to_its_trace(repository: Path, serve: Serve, tmp_path: Path) -> None:
     with collecting() as (collector, endpoint):
         server = serve("--repository", str(repository), env=traced(endpoint)).wait_ready()
@@ -148,6 +150,7 @@ def _scraped(port: int, directory: Path) -> set[str]:
     return found
 
 
+@pytest.mark.long
 def test_trace_settings_are_changed_by_a_plain_tritonclient(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         env = traced(endpoint, rate=2, BF16KIT_CHANGE_SETTINGS="true")
@@ -196,6 +199,7 @@ def test_what_waits_is_delivered_before_the_end(repository: Path, serve: Serve) 
         assert len(collector.servers()) == 150
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("listens", [False, True], ids=["closed", "deaf"])
 def test_a_collector_that_is_gone_harms_nobody_and_is_told_of_once(
     listens: bool, repository: Path, serve: Serve
@@ -241,6 +245,7 @@ def anew(server: ServerProcess) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.long
 def test_every_worker_traces_what_it_answers(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         server = serve("--repository", str(repository), "--workers", "2", env=traced(endpoint, rate=1)).wait_ready()
@@ -259,6 +264,7 @@ def test_every_worker_traces_what_it_answers(repository: Path, serve: Serve) -> 
         assert len(collector.servers()) == asked
 
 
+@pytest.mark.long
 def test_a_worker_that_is_started_again_has_the_settings_of_the_others(repository: Path, serve: Serve) -> None:
     """A model's own settings are its own, and the others still the server's."""
     with collecting() as (collector, endpoint):

@@ -97,6 +97,7 @@ def test_every_worker_answers_alike_and_says_that_all_are_ready(lasting: ServerP
     until(lambda: {ready(client) for client in clients} == {READY})
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
     lasting: ServerProcess, clients: list[Client]
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_worker_that_is_killed_takes_no_other_connection_along_and_is_back(
     watching.join(20)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_started_again_serves_the_profile_that_the_others_serve(
     tmp_path: Path, serve: Serve, converted_mlp: Path
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_worker_that_stands_still_is_killed_and_started_again(lasting: ServerP
     until(lambda: {ready(client) for client in clients} == {READY}, what="ready, says everyone")
 
 
+@pytest.mark.long
 def test_a_supervisor_that_is_killed_leaves_no_worker_behind_and_the_port_is_free(
     server: ServerProcess, repository: Path, serve: Serve
 ) -> None:
@@ -201,6 +204,7 @@ def test_workers_take_no_signal_of_their_own(server: ServerProcess) -> None:
     assert "has ended" not in server.log
 
 
+@pytest.mark.long
 def test_sigterm_finishes_what_is_at_work_in_every_worker(repository: Path, serve: Serve) -> None:
     """A queue that waits two seconds for a fuller batch keeps a request of each connection at work meanwhile."""
     (repository / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 2000\n")
@@ -219,6 +223,7 @@ def test_sigterm_finishes_what_is_at_work_in_every_worker(repository: Path, serv
     assert "requests were cut off" not in server.log
 
 
+@pytest.mark.long
 def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(repository: Path, serve: Serve) -> None:
     (repository / "mlp" / "serving.yaml").write_text("max_queue_delay_ms: 60000\n")
     env = {**os.environ, "BF16KIT_DRAIN_SECONDS": "0.5"}
@@ -233,6 +238,7 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_exit_code_says_so(r
     assert "requests were cut off: they were still at work after 0.5 s" in server.log
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["1", "2"])
 def test_a_second_server_on_the_port_is_refused(repository: Path, serve: Serve, first: str) -> None:
     port = serve("--repository", str(repository), "--workers", first).ports()[0]

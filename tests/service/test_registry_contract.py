@@ -129,6 +129,7 @@ def test_a_model_that_is_not_ready_is_refused_by_its_state(make: Make, state: St
     assert registry.get("good", "").name == "good"
 
 
+@pytest.mark.long
 def test_the_newest_ready_version_answers_and_only_ready_ones_are_told(make: Make) -> None:
     registry = make({("m", 2): "ready", ("m", 10): "ready", ("m", 11): "unavailable"}).registry
     assert registry.get("m", "").version == 10

@@ -60,6 +60,7 @@ def test_a_folded_scale_is_multiplied_in_before_rounding() -> None:
     assert _misrounded(values, stored, other, Rounding()).mean() > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [(), ("--no-residual",), ("--keep-fp32", "features"), ("--subnormals", "flush")])
 def test_honest_conversions_pass_with_folded_weights(
     cli: Cli, target: Path, tmp_path: Path, given: tuple[str, ...]

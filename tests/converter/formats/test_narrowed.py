@@ -89,6 +89,7 @@ def test_a_weight_in_blocks_gives_what_it_gives_whole(
     assert len(told) > 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "share"), [("plain", 0.5), ("folded", 1.0)])
 def test_of_a_weight_only_its_bf16_values_are_in_memory_together(tmp_path: Path, kind: str, share: float) -> None:
     """134 MB, mapped. With a scale folded in there are also marks of the elements that need them in the residual."""

@@ -25,6 +25,7 @@ IDS = (TensorSpec("ids", "int64", ("batch", "seq")),)
 IMAGE = (TensorSpec("image", "float32", ("batch", 3, 16, 16)),)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize(("module", "inputs"), [(Mlp, X), (Cnn, IMAGE)])
 def test_it_answers_as_torchscript_does(
@@ -68,6 +69,7 @@ def test_nothing_in_it_says_which_device_or_machine_it_was_made_on(tmp_path: Pat
     assert files.records(path.read_bytes())["data/sample_inputs/model.pt"] == b""
 
 
+@pytest.mark.long
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         narrow_and_export(adapt(seeded(Cnn()), IMAGE), tmp_path / name)

@@ -194,6 +194,7 @@ for name in ("a.pt", "b.pt"):
 """
 
 
+@pytest.mark.long
 def test_modules_may_be_scripted_before_and_after(tmp_path: Path) -> None:
     """torch remembers types of classes that it was told to forget, and read freed memory when it met them again."""
     path = os.pathsep.join(filter(None, sys.path))

@@ -40,6 +40,7 @@ print(peak.bytes - before, 8 * 4 * 2048 * 2048)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "in_memory", "at_least", "below"),
     [("made", False, 0.0, 0.2), ("narrowed", False, 0.0, 0.2), ("widened", False, 0.0, 0.2), ("made", True, 0.9, 2.0)],

@@ -60,6 +60,7 @@ def test_a_kernel_path_that_is_none_is_wrong_usage_before_anything_is_read(
     cli("checkpoint", "absent.onnx", "--out", target).refused(2, "BF16KIT_KERNEL_PATH is 'fast'; allowed are")
 
 
+@pytest.mark.long
 def test_torchscript_is_certified_in_both_arithmetics_by_the_worse(
     cli: Cli, mlp_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_torchscript_is_certified_in_both_arithmetics_by_the_worse(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [5, 11])
 def test_of_many_samples_both_arithmetics_answer_the_same_few_whichever_is_the_cpus(
     cli: Cli, mlp_file: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int

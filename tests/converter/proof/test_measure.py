@@ -141,6 +141,7 @@ def test_a_reference_that_answers_nan_is_refused_with_the_sample_that_did_it() -
         spool(Computed(lambda x: x), Samples(feeds, "the test"), None)
 
 
+@pytest.mark.long
 def test_answers_of_a_large_vocabulary_are_never_held_together() -> None:
     """60 samples of 32 tokens over 20,000 words are 154 MB, twice: the reference's and the profile's."""
     peak, one = map(int, measured_alone(LARGE_VOCABULARY).split())

@@ -43,6 +43,7 @@ print(*opened(large))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", ["artifact", "source"])
 def test_its_weights_are_mapped(tmp_path: Path, given: str) -> None:
     """Eight tables of 6.4 MB: one at a time is moved, in blocks that take 16 MB beside it."""

@@ -100,6 +100,7 @@ class Ill(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_a_model_that_amplifies_fp32_noise_is_given_its_own_bound(cli: Cli, target: Path, tmp_path: Path) -> None:
     torch.save(seeded(Ill()).state_dict(), tmp_path / "ill.pt")
     arguments = ("--model", f"{__name__}:Ill", "--input", "x:float32:batch,64", "--allow-over-budget", *ONNX_ONLY)

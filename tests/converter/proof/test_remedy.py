@@ -36,6 +36,7 @@ def drift(path: Path, profile: str) -> float:
     return Artifact.open(path).manifest.drift[profile].outputs["y"]["relative_l2"]["mean"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "profile", "guilty", "kept"),
     [

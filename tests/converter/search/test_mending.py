@@ -44,6 +44,7 @@ def _islands(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]]:
     return nodes, tensors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [cancellation, overflow, softmax, offset, lstm])
 def test_a_model_over_budget_is_published_within_it_with_the_guilty_in_fp32(
     build: _Build, cli: Cli, tmp_path: Path, target: Path
@@ -64,6 +65,7 @@ def test_a_model_over_budget_is_published_within_it_with_the_guilty_in_fp32(
     assert_restored(tmp_path / "fp32.safetensors", floats)
 
 
+@pytest.mark.long
 def test_the_same_source_gives_the_same_bytes_after_a_search(cli: Cli, tmp_path: Path, target: Path) -> None:
     _convert(cli, cancellation(), tmp_path, target)
     again = target.with_name("2")
@@ -112,6 +114,7 @@ def test_a_profile_that_cannot_be_mended_is_refused_and_says_why(cli: Cli, tmp_p
     assert Artifact.open(target).manifest.profiles.keys() == {"cpu", "cpu-bf16"}
 
 
+@pytest.mark.long
 def test_torchscript_over_budget_does_not_keep_the_others_from_being_mended(
     cli: Cli, mlp_file: Path, target: Path
 ) -> None:
@@ -132,6 +135,7 @@ def test_torchscript_over_budget_does_not_keep_the_others_from_being_mended(
     assert _islands(manifest)[1]
 
 
+@pytest.mark.long
 def test_certification_has_the_last_word(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def copied(bert: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bert, tmp_path / "copied"))
 
 
+@pytest.mark.long
 def test_a_bare_model_gives_its_hidden_states_and_every_tensor_back(
     cli: Cli, tmp_path: Path, artifact: Artifact, bert: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_masked_tokens_change_nothing(artifact: Artifact) -> None:
         np.testing.assert_allclose(together, runtime.run(alone)["last_hidden_state"], atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_classification_head_gives_logits_whose_top1_is_judged(cli: Cli, target: Path, classifier: Path) -> None:
     cli("checkpoint", classifier, "--out", target, *ONNX_ONLY).published()
     manifest = Artifact.open(target).manifest
@@ -108,6 +110,7 @@ def test_a_classification_head_gives_logits_whose_top1_is_judged(cli: Cli, targe
         assert manifest.drift[profile].emulated == (profile == "cuda")
 
 
+@pytest.mark.long
 def test_a_head_that_regresses_has_no_top1(cli: Cli, tmp_path: Path, target: Path) -> None:
     _save(tmp_path / "r", "BertForSequenceClassification", num_labels=1)
     cli("checkpoint", tmp_path / "r", "--out", target, *ONNX_ONLY, "--profile", "cpu").published()
@@ -209,6 +212,7 @@ for name in ("small", "float32", "float16"):  # transformers is in memory once t
 """
 
 
+@pytest.mark.long
 def test_a_model_is_not_held_in_memory(tmp_path: Path) -> None:
     """80 MB in fp32: mapped where the checkpoint lies, and what had to be widened in temporary files."""
     from transformers import LlamaConfig, LlamaForCausalLM

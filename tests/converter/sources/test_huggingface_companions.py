@@ -100,6 +100,7 @@ def test_a_file_beyond_the_bound_is_refused(tmp_path: Path, monkeypatch: pytest.
         companions(tmp_path)
 
 
+@pytest.mark.long
 def test_transformers_loads_what_was_exported_in_bf16_and_answers_alike(cli: Cli, tmp_path: Path, target: Path) -> None:
     import transformers
 

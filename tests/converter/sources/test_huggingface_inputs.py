@@ -112,6 +112,7 @@ def test_an_input_must_be_a_parameter_of_forward(cli: Cli, tmp_path: Path, targe
     cli("checkpoint", root, "--out", target, "--input", "image:float32:batch,3,32,32").refused(2, said)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_only_the_checkpoint_has_is_named_and_restored(cli: Cli, tmp_path: Path, target: Path) -> None:
     """A head that the named class does not have, and the pooler that the checkpoint lacks."""

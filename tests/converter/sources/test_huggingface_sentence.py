@@ -52,6 +52,7 @@ def directory(root: Path, transformer: str = "", **pooling: Any) -> Path:
     return root
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_directory_serves_tokens_and_the_sentence(cli: Cli, tmp_path: Path, target: Path) -> None:
     """The transformer lies in a directory of its own, as older files have it; every module's weights come back."""

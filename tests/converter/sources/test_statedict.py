@@ -213,6 +213,7 @@ print(built(4096), 4 * 4096 * 4096)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_module_that_a_factory_builds_is_not_held_in_memory(tmp_path: Path, dtype: str) -> None:
     """67 MB in fp32. Of one in fp64 each tensor is narrowed in memory, and then moved."""

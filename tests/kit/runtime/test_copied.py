@@ -145,6 +145,7 @@ def loaded_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, int, in
     return peak, size, large_pages * 1024
 
 
+@pytest.mark.long
 @KERNEL
 def test_copied_weights_are_in_memory_once_also_while_they_are_loaded(loaded_alone: tuple[int, int, int]) -> None:
     peak, size, _ = loaded_alone

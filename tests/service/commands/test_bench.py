@@ -89,6 +89,7 @@ def test_a_model_without_a_batch_axis_is_asked_one_at_a_time(tmp_path: Path, run
     assert {row["rows"] for row in found["bare"]} == {1}
 
 
+@pytest.mark.long
 def test_requests_larger_than_the_batches_of_today_are_measured_with_larger_ones(repository: Path, run: Run) -> None:
     (repository / "mlp" / "serving.yaml").write_text("max_batch_size: 2\n")
     found = read(
@@ -98,6 +99,7 @@ def test_requests_larger_than_the_batches_of_today_are_measured_with_larger_ones
     assert {row["max_batch_size"] for row in found["served"]} == {4}
 
 
+@pytest.mark.long
 def test_what_was_measured_at_load_is_not_mistaken_for_a_layout(
     repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

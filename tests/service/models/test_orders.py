@@ -116,6 +116,7 @@ def test_an_order_that_waits_is_carried_out_without_another(repository: Reposito
     assert precision(repository) == "fp32"
 
 
+@pytest.mark.long
 def test_what_is_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     repository: Repository, plan: Plan
 ) -> None:
@@ -129,6 +130,7 @@ def test_what_is_unloaded_and_loaded_again_by_the_same_plan_begins_with_bf16(
     assert precision(repository) == "bf16"
 
 
+@pytest.mark.long
 def test_what_is_loaded_again_after_another_begins_with_bf16(repository: Repository, plan: Plan) -> None:
     """It is another generation: of what was ordered for the one before, nothing is known to hold. No verdict need come,
     and no tick of the owner's clock."""

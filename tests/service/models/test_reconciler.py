@@ -190,6 +190,7 @@ def test_a_new_artifact_takes_the_place_of_the_old_one_whose_requests_are_answer
     assert states(repository) == {("m", 1): "ready"}
 
 
+@pytest.mark.long
 def test_while_it_is_replaced_a_model_always_answers(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path)
     repository.load("m").result(60)
@@ -235,6 +236,7 @@ def test_what_cannot_be_loaded_never_replaces_what_answers(
     assert caplog.text.count("goes on answering as it was loaded before") == 2
 
 
+@pytest.mark.long
 def test_a_version_goes_when_a_newer_one_answers_and_stays_while_none_does(
     tmp_path: Path, repository: Controlled
 ) -> None:
@@ -290,6 +292,7 @@ def test_nothing_is_begun_once_the_server_drains(tmp_path: Path, repository: Con
     assert (states(repository), loads.begun) == ({}, [])
 
 
+@pytest.mark.long
 def test_what_is_added_to_a_ready_server_does_not_make_it_less_so(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
@@ -312,6 +315,7 @@ def test_what_is_added_to_a_ready_server_does_not_make_it_less_so(
     assert not is_ready(repository)  # nothing answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("needed", [True, False])
 def test_what_a_server_starts_with_is_waited_for_however_little_it_needs(
     tmp_path: Path, metrics: Metrics, needed: bool
@@ -354,6 +358,7 @@ def test_unloading_waits_for_requests_and_removes_the_model_and_its_series(
         model.infer(ONE)
 
 
+@pytest.mark.long
 def test_a_version_that_is_added_while_the_old_one_goes_keeps_its_series(
     tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
@@ -501,6 +506,7 @@ def test_a_request_at_work_when_everything_is_closed_is_waited_for(tmp_path: Pat
         assert closing.result(60)
 
 
+@pytest.mark.long
 def test_a_version_that_takes_the_place_of_another_one_is_loaded(tmp_path: Path, repository: Controlled) -> None:
     """Neither set of versions holds the other."""
     put(tmp_path, version=1)
@@ -550,6 +556,7 @@ def test_a_reason_is_no_longer_than_a_person_reads(
 # --- garbage ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_is_loaded_is_out_of_the_search_for_garbage_until_it_is_unloaded(
     tmp_path: Path, repository: Controlled
 ) -> None:

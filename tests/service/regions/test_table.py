@@ -243,6 +243,7 @@ def test_a_slice_outlives_its_region_and_the_name_of_its_file(make: Make) -> Non
     assert path.read_bytes() == b"b" * 4096
 
 
+@pytest.mark.long
 def test_files_are_closed_and_unmapped_when_nobody_needs_them(make: Make) -> None:
     path, regions = make("open"), table()
 

@@ -182,6 +182,7 @@ def test_stopping_does_not_wait_for_a_run_that_was_cut_off() -> None:
         assert running.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("client", ["does not take its answer", "sends headers only"])
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 def test_a_stop_waits_for_a_client_that_does_nothing_for_half_of_the_time_and_is_clean(
@@ -198,6 +199,7 @@ def test_a_stop_waits_for_a_client_that_does_nothing_for_half_of_the_time_and_is
         until(lambda: stream in idle.ended or idle.closed)
 
 
+@pytest.mark.long
 def test_a_stop_leaves_what_is_at_work_all_of_its_time() -> None:
     gate = Gate()
     with serving(LoopbackModel(run=gate)) as served, RawConnection(served.port, window=0) as deaf:

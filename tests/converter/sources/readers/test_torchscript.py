@@ -31,6 +31,7 @@ _CASES: dict[str, tuple[type[nn.Module], How, str, torch.Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", _CASES)
 def test_what_a_file_answers_its_artifact_answers(cli: Cli, tmp_path: Path, target: Path, case: str) -> None:
     make, how, given, x = _CASES[case]

@@ -61,6 +61,7 @@ def test_damaged_bytes(model: Path, name: str, edit: bytewise.Edit) -> None:
     _within(_MEMORY, all_of_them)
 
 
+@pytest.mark.long
 def test_entries_of_extreme_numbers_in_an_index_whose_checksums_are_right(model: Path) -> None:
     index = model / "variables" / "variables.index"
     header = message("BundleHeader")(num_shards=1).SerializeToString()
