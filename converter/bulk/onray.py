@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayError, TaskCancelledError
+from ray.exceptions import (
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+    TaskCancelledError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import bf16kit
@@ -48,7 +55,9 @@ class OnRay:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         if not nodes:
             raise UsageError(f"--ray {address}: the cluster has no node with a processor")
-        _check_nodes(nodes, source, repository)
+        nodes = _answering(nodes, source, repository, say)
+        if not nodes:
+            raise UsageError(f"--ray {address}: none of the cluster's nodes answers; look at `ray status`")
         self.jobs = jobs or len(nodes)
         self.stopped = False
         processors = sum(node["Resources"]["CPU"] for node in nodes)
@@ -148,8 +157,11 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
 
 
-def _check_nodes(nodes: list[dict[str, Any]], source: Path, repository: Path) -> None:
-    """Every node is to see what this process has just written, and the checkpoints. Raises UsageError naming a node."""
+def _answering(nodes: list[dict[str, Any]], source: Path, repository: Path, say: Say) -> list[dict[str, Any]]:
+    """Without those that have just died, which Ray takes some seconds to see.
+
+    Every other is to see what this process has just written, and the checkpoints. Raises UsageError naming a node.
+    """
     from converter.bulk.item import RECORDS
 
     records = (repository / RECORDS).absolute()
@@ -160,8 +172,14 @@ def _check_nodes(nodes: list[dict[str, Any]], source: Path, repository: Path) ->
     try:
         asked = {node["NodeID"]: _on(node).remote(*seen) for node in nodes}
         here = _look(*seen)
+        answering = []
         for node in nodes:
-            found = ray.get(asked[node["NodeID"]])
+            try:
+                found = ray.get(asked[node["NodeID"]])
+            except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError):
+                say(f"node {node['NodeManagerAddress']} does not answer: nothing is converted there")
+                continue
+            answering.append(node)
             for what, path in zip(("token", "source", "directory"), (str(repository), *seen[1:]), strict=True):
                 if found[what] != here[what]:
                     raise UsageError(
@@ -173,6 +191,7 @@ def _check_nodes(nodes: list[dict[str, Any]], source: Path, repository: Path) ->
                     f"--ray: node {node['NodeManagerAddress']} has bf16kit {found['version']}, and this machine"
                     f" {here['version']}; install the same on all"
                 )
+        return answering
     finally:
         token.unlink(missing_ok=True)
 

@@ -56,7 +56,7 @@ def test_a_node_that_dies_is_no_loss_and_a_second_run_finds_all_done(
     assert not list((out / RECORDS).glob("*.tmp"))
     again = _started(models, out, cluster.address)
     _, said = again.communicate(timeout=240)
-    assert again.returncode == 2
+    assert again.returncode == 2, said
     assert said.count("done before") == 3
 
 
