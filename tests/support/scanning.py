@@ -7,7 +7,7 @@ import threading
 import time
 
 from bf16kit.errors import ConfigError
-from service import alone
+from service import served
 from service.cli import main
 from service.models.controller import Controller
 
@@ -29,5 +29,6 @@ class Scanning(Controller):
 
 
 if __name__ == "__main__":
-    setattr(alone, "Controller", Scanning)  # noqa: B010 - the wiring's own name for it
+    assert vars(served)["Controller"] is Controller  # or nothing would scan
+    setattr(served, "Controller", Scanning)  # noqa: B010 - the wiring's own name for it
     main()
