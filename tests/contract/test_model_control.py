@@ -120,6 +120,7 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
 # --- load and unload --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_server_that_loads_on_request_begins_ready_with_nothing_and_lists_what_it_could_load(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_model_is_served_when_its_load_returns_and_gone_when_its_unload_does(
     assert infer(client) == "1"
 
 
+@pytest.mark.long
 def test_the_models_to_begin_with_are_loaded_and_no_others(tmp_path: Path, serve: Serve) -> None:
     put(tmp_path, "a")
     put(tmp_path, "b")
@@ -307,6 +309,7 @@ def test_a_model_that_the_repository_lacks_is_not_found(
     assert (code, text.startswith("failed to load ")) == ("NOT_FOUND", True)
 
 
+@pytest.mark.long
 def test_a_newer_version_that_cannot_be_loaded_leaves_the_older_one(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:
@@ -413,6 +416,7 @@ def load(client: InferenceServerClient, config: Mapping[str, Any] | str) -> None
     client.load_model("mlp", config=config if isinstance(config, str) else json.dumps(config))
 
 
+@pytest.mark.long
 def test_a_configuration_sent_with_a_load_holds_until_the_next_load_without_one(
     tmp_path: Path, client: InferenceServerClient
 ) -> None:

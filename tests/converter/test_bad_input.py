@@ -47,6 +47,7 @@ def test_a_target_that_exists_is_refused_before_anything_is_read(cli: Cli, tmp_p
     cli("checkpoint", tmp_path / "absent", "--out", target).refused(2, "already exists", "--force")
 
 
+@pytest.mark.long
 def test_force_replaces_an_artifact_whole(cli: Cli, onnx_file: Path, target: Path) -> None:
     command = ("checkpoint", onnx_file, "--out", target, *ONNX_ONLY)
     cli(*command, "--profile", "cpu").published()

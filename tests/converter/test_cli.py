@@ -89,6 +89,7 @@ def test_one_table_gives_every_error_its_exit_code(error: Exception, code: int) 
     assert exit_code(error) == code
 
 
+@pytest.mark.long
 def test_a_conversion_in_a_process_of_its_own_exits_with_0(onnx_file: Path, target: Path) -> None:
     done = process("checkpoint", onnx_file, "--out", target).published()
     assert "converted 4 tensors" in done.out

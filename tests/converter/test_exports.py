@@ -138,6 +138,7 @@ class TestAlone:
         _assert_same(_exported(target), _rounded(state, "table.weight", "out.weight", "inner.weight"))
         _assert_same(_restored(cli, target), state)
 
+    @pytest.mark.long
     def test_weights_that_the_graph_holds_in_another_order_are_judged_as_well(
         self, cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -188,6 +189,7 @@ class TestAlone:
         assert "there is no reference to run it in" in cli("verify", target).published().out
         cli("restore", target, "--out", target.parent / "r").refused(2, "keeps no residual")
 
+    @pytest.mark.long
     def test_the_same_input_gives_the_same_bytes(self, cli: Cli, mlp_file: Path, target: Path) -> None:
         for version in ("1", "2"):
             cli("checkpoint", mlp_file, "--out", target.with_name(version), *MLP, *SAFETENSORS).published()
@@ -208,6 +210,7 @@ class TestAlone:
 
 
 class TestBeside:
+    @pytest.mark.long
     def test_onnx_and_torchscript_get_an_export_that_is_a_copy(self, cli: Cli, tmp_path: Path, target: Path) -> None:
         """In panels, and with BatchNorm folded in, the graphs' weights are not what a framework reads."""
         source = save(tmp_path / "m.pt", Cnn())

@@ -82,6 +82,7 @@ def test_the_reference_is_the_model_it_came_from(mlp: Artifact) -> None:
     np.testing.assert_allclose(load_reference(mlp).run({"x": x})["output"], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_same_input_gives_the_same_bytes(cli: Cli, mlp: Artifact, mlp_file: Path, tmp_path: Path) -> None:
     """From another working directory, to another repository, later in a process that has traced other models."""
     again = tmp_path / "elsewhere" / "mlp" / "1"
@@ -124,6 +125,7 @@ def test_weights_of_onnx_files_come_back_bit_for_bit_wherever_they_live(
     assert_restored(out, weights)
 
 
+@pytest.mark.long
 def test_tied_weights_come_back_under_both_names(cli: Cli, tmp_path: Path, target: Path) -> None:
     source, out = save(tmp_path / "tied.pt", Tied()), tmp_path / "fp32.safetensors"
     flags = ("--model", "architectures:Tied", "--input", "ids:int64:batch,seq")

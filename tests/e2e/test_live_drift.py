@@ -148,6 +148,7 @@ def test_a_killed_server_leaves_no_process_behind(tmp_path: Path, serve: Serve) 
     until(lambda: not alive(shadow), "its end")
 
 
+@pytest.mark.long
 def test_requests_are_in_no_file_and_in_no_log(tmp_path: Path, serve: Serve) -> None:
     repository, temporary = tmp_path / "repository", tmp_path / "tmp"
     put(repository, "mlp")

@@ -84,6 +84,7 @@ def floats(*shape: int) -> Array:
     return RANDOM.standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.long
 def test_dimensions_called_alike_by_paddlepaddle_differ(tmp_path: Path, serve: Serve) -> None:
     np.savez(tmp_path / "wide.npz", x=floats(2, 3, 8, 20))
     manifest = convert(paddle(), tmp_path, "--samples", tmp_path / "wide.npz").manifest

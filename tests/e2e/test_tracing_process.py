@@ -186,6 +186,7 @@ def test_trace_settings_are_changed_by_a_plain_tritonclient(repository: Path, se
         assert len(collector.servers()) == 4
 
 
+@pytest.mark.long
 def test_what_waits_is_delivered_before_the_end(repository: Path, serve: Serve) -> None:
     with collecting() as (collector, endpoint):
         server = serve("--repository", str(repository), env=traced(endpoint, rate=1)).wait_ready()

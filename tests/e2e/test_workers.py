@@ -91,6 +91,7 @@ def clients(lasting: ServerProcess) -> Iterator[list[Client]]:
         yield made
 
 
+@pytest.mark.long
 def test_every_worker_answers_alike_and_says_that_all_are_ready(lasting: ServerProcess, clients: list[Client]) -> None:
     assert len(pids(lasting)) == 2
     assert len({infer(client) for client in clients}) == 1
@@ -192,6 +193,7 @@ def test_a_supervisor_that_is_killed_leaves_no_worker_behind_and_the_port_is_fre
     serve("--repository", str(repository), "--workers", "2", "--grpc-port", str(port)).wait_ready()
 
 
+@pytest.mark.long
 def test_workers_take_no_signal_of_their_own(server: ServerProcess) -> None:
     """systemd sends SIGTERM to every process of a unit, a terminal SIGINT: the supervisor leads."""
     workers = pids(server)

@@ -94,6 +94,7 @@ print(prepared(1024), 12 * 4 * 1024 * 1024)
 """
 
 
+@pytest.mark.long
 def test_weights_that_are_widened_are_looked_at_one_by_one() -> None:
     """50 MB in fp32, of an fp16 checkpoint; 4 MB a weight."""
     peak, size = map(int, measured_alone(PREPARE).split())

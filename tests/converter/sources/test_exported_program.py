@@ -28,6 +28,7 @@ def written(directory: Path, module: torch.nn.Module, *example: Any, **named: An
     return path
 
 
+@pytest.mark.long
 def test_a_program_is_converted_restored_and_answers_as_torch_does(cli: Cli, tmp_path: Path, target: Path) -> None:
     module = seeded(Cnn()).eval()
     source = written(tmp_path, module, torch.ones(2, 3, 16, 16))

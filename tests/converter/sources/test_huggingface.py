@@ -119,6 +119,7 @@ def test_a_head_that_regresses_has_no_top1(cli: Cli, tmp_path: Path, target: Pat
     assert "top1_agreement" not in manifest.drift["cpu"].outputs["logits"]
 
 
+@pytest.mark.long
 def test_shards_and_named_dimensions(cli: Cli, tmp_path: Path, target: Path, copied: Path) -> None:
     whole = load_file(copied / "model.safetensors")
     (copied / "model.safetensors").unlink()

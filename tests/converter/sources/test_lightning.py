@@ -83,6 +83,7 @@ def test_weights_of_bf16_true_pass_through_as_they_are(cli: Cli, tmp_path: Path,
     assert_restored(tmp_path / "bf16.safetensors", bits)
 
 
+@pytest.mark.long
 def test_averaged_weights_are_told_and_the_others_can_be_asked_for(cli: Cli, tmp_path: Path, target: Path) -> None:
     """Lightning's WeightAveraging puts the average in the place of the weights."""
     path = written(

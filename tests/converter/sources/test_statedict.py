@@ -24,6 +24,7 @@ def _arrays(module: nn.Module) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in seeded(module).state_dict().items()}
 
 
+@pytest.mark.long
 def test_a_convolutional_model_comes_back_bit_for_bit(cli: Cli, tmp_path: Path, target: Path) -> None:
     """BatchNorm is folded into the stored weights; the int64 counters of batches are in no graph at all."""
     path = save(tmp_path / "cnn.pt", Cnn())

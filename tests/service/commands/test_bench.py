@@ -45,6 +45,7 @@ def test_every_table_is_measured_and_the_advice_is_of_what_was_measured(reposito
     assert not (repository / "mlp" / "serving.yaml").exists()  # only --write writes
 
 
+@pytest.mark.long
 def test_write_keeps_what_else_stands_in_serving_yaml_and_the_server_takes_it(repository: Path, run: Run) -> None:
     file = repository / "mlp" / "serving.yaml"
     file.write_text("# ours\nmax_queue_size: 9  # few\ninstances: 3\n")

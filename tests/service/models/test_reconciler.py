@@ -251,6 +251,7 @@ def test_a_version_goes_when_a_newer_one_answers_and_stays_while_none_does(
     assert states(repository) == {("m", 2): "ready"}
 
 
+@pytest.mark.long
 def test_a_version_that_a_newer_wish_wants_again_is_not_unloaded_in_between(
     tmp_path: Path, repository: Controlled, loads: Held
 ) -> None:
@@ -340,6 +341,7 @@ def test_what_a_server_starts_with_is_waited_for_however_little_it_needs(
 # --- unloading --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_unloading_waits_for_requests_and_removes_the_model_and_its_series(
     tmp_path: Path, repository: Controlled, metrics: Metrics
 ) -> None:
@@ -376,6 +378,7 @@ def test_a_version_that_is_added_while_the_old_one_goes_keeps_its_series(
     assert rows_run(metrics) == 1
 
 
+@pytest.mark.long
 def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_told(
     tmp_path: Path, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,6 +394,7 @@ def test_a_request_that_takes_longer_than_an_unloading_waits_is_left_behind_and_
     assert repository.close()
 
 
+@pytest.mark.long
 def test_a_scan_unloads_what_is_gone_and_loads_what_is_new(tmp_path: Path, repository: Controlled, loads: Held) -> None:
     put(tmp_path, "stays")
     put(tmp_path, "goes")
@@ -472,6 +476,7 @@ def test_closing_is_clean_when_nothing_is_left(
     assert caplog.text == ""
 
 
+@pytest.mark.long
 def test_closing_one_model_does_not_wait_for_another(tmp_path: Path, repository: Controlled) -> None:
     put(tmp_path, "a")
     put(tmp_path, "b")
@@ -573,6 +578,7 @@ def test_what_is_loaded_is_out_of_the_search_for_garbage_until_it_is_unloaded(
     until(lambda: seen() is None)
 
 
+@pytest.mark.long
 def test_a_reload_stops_requests_once_and_frees_what_was_replaced(
     tmp_path: Path, repository: Controlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def test_stopping_waits_for_work_and_not_for_watches_and_idle_streams() -> None:
         stay.set()
 
 
+@pytest.mark.long
 @pytest.mark.alone  # it calls a process idle that has its turn at once: not so where others want the cores
 def test_a_stopping_server_gives_a_busy_process_time_to_catch_up_and_an_idle_one_none_to_speak_of() -> None:
     done = threading.Event()

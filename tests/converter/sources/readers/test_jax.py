@@ -136,6 +136,7 @@ def test_an_accepted_map_is_said_to_be_unconfirmed(cli: Cli, target: Path, mlp_m
     assert "--accept-map: 5 leaves were placed by the map that was proposed, unconfirmed" in " ".join(done.out.split())
 
 
+@pytest.mark.long
 def test_a_convolutional_model_with_batch_statistics(cli: Cli, tmp_path: Path, target: Path) -> None:
     """HWIO kernels are stored once, as OIHW, and given back as HWIO; torch's counters of batches stay the model's."""
     state = {name: tensor.numpy() for name, tensor in seeded(Cnn()).state_dict().items()}

@@ -243,6 +243,7 @@ def test_a_key_longer_than_any_name(prefix: Path) -> None:
     assert len(said) < 600
 
 
+@pytest.mark.long
 def test_keys_that_share_their_beginnings_are_not_repeated_without_bound(
     prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

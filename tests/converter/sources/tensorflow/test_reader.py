@@ -74,6 +74,7 @@ def test_every_variable_is_restored_by_its_name_bit_for_bit(
     assert_restored(tmp_path / "fp32.safetensors", expected)
 
 
+@pytest.mark.long
 def test_the_same_model_gives_the_same_bytes_wherever_it_lies(
     cli: Cli, model: Model, target: Path, tmp_path: Path
 ) -> None:
