@@ -54,7 +54,10 @@ def workers(server: ServerProcess) -> dict[int, list[str]]:
 
 
 def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return b""
 
 
 def _mapped(pid: int) -> list[str]:
