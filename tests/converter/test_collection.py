@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -80,7 +81,16 @@ def test_what_holds_for_all_is_taken_back_for_one(models: Path, tmp_path: Path) 
     assert set(Artifact.open(tmp_path / "r" / "a" / "1").manifest.profiles) == {"cuda"}
 
 
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """SIGINT, by whatever the test starts: a shell's background job ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("heeded")
 def test_ctrl_c_leaves_what_is_done_and_the_next_run_goes_on(models: Path, tmp_path: Path) -> None:
     names = "abcdefgh"  # so many that the signal comes before the last, however late this process is
     for name in names[2:]:
