@@ -43,6 +43,11 @@ def without_long_words(text: str) -> str:
     return _LONG.sub(lambda word: f"{word[0][:_KEPT]}…{word[0][-_KEPT:]}", text)
 
 
+def first_line(error: Exception) -> str:
+    """What ``error`` says first, or else what it is."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def first_few(names: Sequence[str], most: int = 5) -> str:
     """The first ``most`` of ``names``, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

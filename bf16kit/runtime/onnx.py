@@ -10,6 +10,7 @@ from typing import Any
 from bf16kit.errors import InputRefused, RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo, ortvalue
 from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime.edges import Edges
 from bf16kit.runtime.kernel import NOT_NEEDED, kernel_for
 from bf16kit.runtime.probe import probe_onnx
 from bf16kit.runtime.session import Session, ending_after, open_session
@@ -17,7 +18,7 @@ from bf16kit.tensors import TensorSpec
 from bf16kit.wording import brief
 
 
-class OnnxRuntime:
+class OnnxRuntime(Edges):
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``profile`` and ``precision`` are what :class:`RuntimeInfo` says; the accumulation is probed on ``device``, with the
@@ -81,18 +82,6 @@ class OnnxRuntime:
             kernel.advice,
         )
         self._session: Session | None = session
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def info(self) -> RuntimeInfo:
-        return self._info
 
     def run(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None = None, *, seconds: float | None = None

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from bf16kit.errors import DeviceUnavailable, RuntimeFailure
 from bf16kit.runtime import Accumulation, Array, RuntimeInfo, scriptgraph, scriptrecords
 from bf16kit.runtime.device import CPU, canonical
+from bf16kit.runtime.edges import Edges
 from bf16kit.runtime.hardware import available_cpus, cpu_has_bf16
 from bf16kit.runtime.probe import classify, weights
 from bf16kit.tensors import TensorSpec
@@ -29,13 +30,11 @@ WIDENED = "this CPU has no bf16 instructions: the bf16 module was widened to fp3
 _LOADING = threading.Lock()  # the warning filters are the process'
 
 
-class TorchRuntime:
+class TorchRuntime(Edges):
     """What both runtimes have in common: edges, device, threads, and what they say of themselves in ``_info``.
 
     ``name`` is the format's, for messages. Raises :class:`DeviceUnavailable` when the device cannot be used.
     """
-
-    _info: RuntimeInfo
 
     def __init__(
         self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], device: str, threads: int | None
@@ -46,18 +45,6 @@ class TorchRuntime:
         self._dtypes = {spec.name: torch_dtype(spec.dtype) for spec in outputs}
         self._device = open_device(self._name)
         self._threads = available_cpus() if threads is None else threads
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def info(self) -> RuntimeInfo:
-        return self._info
 
     def _computes_in_bf16(self, is_bf16: bool, native_bf16: bool | None) -> bool:
         """Whether a model with bf16 weights, or none, computes in bf16; ``native_bf16`` as runtimes are given it."""

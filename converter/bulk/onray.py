@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import bf16kit
 from bf16kit.errors import UsageError
+from bf16kit.wording import first_line
 from converter.bulk.executor import Process, start_process
 from converter.process import children
 
@@ -146,8 +147,7 @@ def _join(address: str) -> None:
         _knock(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     except (OSError, ValueError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"--ray {address}: no Ray cluster is reached: {first}") from None
+        raise UsageError(f"--ray {address}: no Ray cluster is reached: {first_line(error)}") from None
 
 
 def _knock(address: str) -> None:

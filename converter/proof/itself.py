@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bf16kit.errors import RuntimeFailure
 from bf16kit.runtime import Array, RuntimeInfo
 from bf16kit.runtime.device import CPU
+from bf16kit.runtime.edges import Edges
 from bf16kit.tensors import TensorSpec
 from converter.model import Oracle
 
@@ -25,20 +26,12 @@ class Itself:
         return Answering(self.oracle, inputs, outputs)
 
 
-class Answering:
+class Answering(Edges):
     """A :class:`bf16kit.runtime.Runtime` that asks ``oracle``."""
 
     def __init__(self, oracle: Oracle, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         self._oracle: Oracle | None = oracle
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
 
     @property
     def info(self) -> RuntimeInfo:

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from bf16kit.errors import ConfigError
+from bf16kit.wording import first_line
 from deploy.ray import applications
 from deploy.ray.calls import FRONT, application
 from deploy.ray.settings import Scaling
@@ -42,8 +43,7 @@ def join(address: str | None, config: ServerConfig) -> None:
         _knock(address or "")
         ray.init(address=address, include_dashboard=None if address else False, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--address {address}: no Ray cluster is reached: {first}") from None
+        raise ConfigError(f"--address {address}: no Ray cluster is reached: {first_line(error)}") from None
 
 
 def _knock(address: str) -> None:
@@ -133,16 +133,12 @@ def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
             deployed.remind()
             now = deployed.states()
         except Exception as error:  # noqa: BLE001 -- of the cluster or a file system; what serves goes on serving
-            _log.warning("looking at the cluster and the repository failed; it goes on: %s", _first_line(error))
+            _log.warning("looking at the cluster and the repository failed; it goes on: %s", first_line(error))
             continue
         for name, state in now.items():
             if told.get(name) != state:
                 _log.info("%s: %s", name, state)
         told = now
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def as_config(config: ServerConfig, scaling: Scaling, wishes: dict[str, Wish], location: str) -> dict[str, Any]:

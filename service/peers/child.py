@@ -146,7 +146,7 @@ class Child:
         try:
             with theirs:
                 # -P: what lies in the working directory is not to be imported. The process ends itself when this one
-                # has died (service/peers/orphans.py); signals are this one's to take.
+                # has died (bf16kit/orphans.py); signals are this one's to take.
                 command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
                 self._ended_for_memory = 0 if (memory := self._memory()) is None else memory.ended
                 self._process = subprocess.Popen(

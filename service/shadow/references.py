@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
+from bf16kit.orphans import end_with
 from service.drift.evidence import Witness
 from service.drift.sampling import TokenBucket
 from service.drift.shadow import NICENESS, Shadow
@@ -26,8 +27,8 @@ from service.models.directory import stamp_of
 from service.models.opening import Opened, open_artifact
 from service.models.plan import Wish
 from service.peers.channel import Body, Channel
-from service.peers.orphans import end_with, leave_signals_to_the_parent
 from service.peers.peer import TELL_SECONDS, Message, Peer
+from service.peers.signals import leave_signals_to_the_parent
 from service.process.heap import HeapTrimmer, bound_heap
 from service.process.logs import configure
 from service.process.ticking import Ticking

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bf16kit.errors import Bf16kitError, Unavailable
+from bf16kit.orphans import end_with
 from service.drift.gate import Turn
 from service.drift.owner import Order
 from service.grpcport import build_transport, drain, extensions, guarded, open_tracing
@@ -21,8 +22,8 @@ from service.models.plan import Wish
 from service.models.repository import Repository
 from service.operations import Operations, Settings
 from service.peers.channel import Body, Channel
-from service.peers.orphans import end_with, leave_signals_to_the_parent
 from service.peers.peer import ENDED, TELL_SECONDS, Message, Peer
+from service.peers.signals import leave_signals_to_the_parent
 from service.process.config import ServerConfig
 from service.process.credentials import Credentials
 from service.process.heap import HeapTrimmer, bound_heap

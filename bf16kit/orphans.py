@@ -21,9 +21,3 @@ def end_with(parent: int) -> None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def leave_signals_to_the_parent() -> None:
-    """Ctrl-C and systemd tell every process of a server to stop; the parent is told as well, and leads."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
