@@ -94,12 +94,13 @@ class FallbackOwner:
         self._lock = threading.RLock()  # an order may be carried out at once, on this very thread
 
     def hear(self, verdict: DriftVerdict) -> None:
-        """Do what follows of it. One of what was measured before the present generation says nothing of that."""
+        """Do what follows of it. One of another plan says nothing of what answers now: samples of what was replaced are
+        still measured a while after. Nor does one that was measured before what answers now was loaded."""
         key, now = (verdict.model, verdict.version), self._clock()
         answers = self._servers.answers(*key)
         with self._lock:
             state = self._state(key, answers, now)
-            if state is None or verdict.at < state.answers.since:
+            if state is None or verdict.plan != state.answers.plan or verdict.at < state.answers.since:
                 return
             before = state.fallback.phase
             if not state.fallback.hear(verdict, now):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 State = Literal["unknown", "within", "over"]
@@ -22,7 +22,9 @@ class DriftVerdict:
     that is nearest to a breach, or most over it ("" while nothing is bounded or measured); ``ratio`` is drift ÷ budget
     of it, ``low`` and ``high`` its interval, and any of them may be infinite. ``effective_samples`` are those of the
     recent statistics of that output, ``samples`` the rows measured since the reference was loaded or the measuring
-    began anew. ``changed``: the change detector's alarm is up. ``at``: Unix seconds of the newest sample.
+    began anew. ``changed``: the change detector's alarm is up. ``at``: Unix seconds when the newest sample was
+    measured. ``plan``: what was measured was loaded by this plan (:attr:`service.models.plan.Plan.digest`); "" where
+    whoever measures does not know plans.
     """
 
     model: str
@@ -38,11 +40,16 @@ class DriftVerdict:
     samples: int
     changed: bool
     at: float
+    plan: str = ""
 
     @classmethod
     def unknown(cls, model: str, version: int) -> Self:
         """Of a model of which nothing was measured."""
         return cls(model, version, "unknown", "none", "", "", 0.0, 0.0, math.inf, 0.0, 0, False, 0.0)
+
+    def of(self, plan: str) -> Self:
+        """The same verdict, of what was loaded by ``plan``."""
+        return replace(self, plan=plan)
 
     @property
     def told(self) -> tuple[State, Cause, bool]:
@@ -76,4 +83,5 @@ class DriftVerdict:
             samples=int(told["samples"]),
             changed=bool(told["changed"]),
             at=float(told["at"]),
+            plan=str(told["plan"]),
         )

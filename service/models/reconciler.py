@@ -262,6 +262,7 @@ class Reconciler:
             return replaced
 
     def _generation(self, slot: Slot, plan: Plan, loaded: loading.Loaded) -> Generation:
+        digest = plan.digest
         return Generation(
             slot.name,
             slot.version,
@@ -269,7 +270,7 @@ class Reconciler:
             plan.serving,
             slot.series,
             None if self._hand is None else self._hand(slot.name, plan),
-            self._hear,
+            lambda verdict: self._hear(verdict.of(digest)),
             self._turn,
             fp32=partial(
                 load_fp32, slot.label, loaded.opened, plan.serving, threads=self._threads, weights=self._weights

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from service.drift.evidence import Witness
 from service.drift.observer import Outcome
@@ -41,6 +42,11 @@ class Measured:
     witness: Witness | None = None  # where evidence is kept
     files: Mapping[str, str] = field(default_factory=dict)  # of the artifact, with their sha256
     told: DriftVerdict | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the plan, which each verdict names."""
+        return self.plan.digest
 
     @property
     def policy(self) -> ShadowPolicy:

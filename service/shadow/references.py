@@ -216,7 +216,7 @@ class References:
 
     def _judge(self, model: Measured, verdict: Callable[[], DriftVerdict]) -> None:
         """After each sample: what is news is told at once, the rest with the counts."""
-        model.verdict = verdict()
+        model.verdict = verdict().of(model.digest)
         if model.told is None or model.verdict.told != model.told.told:
             self._tell_verdict(model)
 

@@ -14,7 +14,7 @@ from service.drift.owner import Answers, FallbackOwner, Order
 from service.drift.verdict import DriftVerdict
 from service.request import Precision
 
-WITHIN = DriftVerdict("m", 1, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400, False, 100.0)
+WITHIN = DriftVerdict("m", 1, "within", "none", "y", "relative_l2", 0.5, 0.4, 0.6, 300.0, 400, False, 100.0, "plan")
 OVER = replace(WITHIN, state="over", cause="rounding", ratio=1.5, low=1.2, high=1.8)
 FP32 = FallbackPolicy(policy="fp32", min_stay_seconds=10, retry_seconds=5)
 
@@ -108,9 +108,19 @@ def test_what_takes_its_place_begins_anew(rig: Rig) -> None:
     rig.hear(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
-    assert rig.hear(OVER) == ["bf16"], "measured before it was loaded"
-    assert rig.hear(replace(WITHIN, at=300.0)) == []
-    assert rig.hear(replace(OVER, at=300.0)) == ["fp32"]
+    within, over = WITHIN.of("another"), OVER.of("another")
+    assert rig.hear(over) == ["bf16"], "measured before it was loaded"
+    assert rig.hear(replace(within, at=300.0)) == []
+    assert rig.hear(replace(over, at=300.0)) == ["fp32"]
+
+
+def test_samples_of_what_was_replaced_that_are_measured_later_say_nothing_of_what_answers_now(rig: Rig) -> None:
+    rig.hear(OVER)
+    rig.told[0].set_result(None)
+    rig.serves = Answers("another", 200.0, FP32)
+    late = replace(OVER, at=200.1)
+    assert rig.hear(late, late) == ["bf16"]
+    assert rig.hear(late.of("another")) == ["fp32"]
 
 
 def test_a_generation_loaded_by_the_same_plan_begins_anew_too(rig: Rig) -> None:
@@ -125,7 +135,7 @@ def test_fp32_that_was_ordered_of_the_same_plan_before_does_not_answer_for_ever(
     rig.hear(OVER)
     rig.told[0].set_result(None)
     rig.serves = Answers("another", 200.0, FP32)
-    assert rig.hear(replace(WITHIN, at=201.0)) == ["bf16"]
+    assert rig.hear(replace(WITHIN, at=201.0).of("another")) == ["bf16"]
     rig.serves = Answers("plan", 300.0, FP32)
     assert rig.hear(replace(WITHIN, at=301.0), replace(WITHIN, at=302.0)) == ["bf16"]
     assert rig.orders[-1] == ("bf16", "")

@@ -13,7 +13,7 @@ OVER = DriftVerdict(
 )
 
 
-@pytest.mark.parametrize("verdict", [OVER, DriftVerdict.unknown("m", 1)])
+@pytest.mark.parametrize("verdict", [OVER, OVER.of("plan"), DriftVerdict.unknown("m", 1)])
 def test_a_verdict_reaches_another_process_as_it_was_also_with_infinities(verdict: DriftVerdict) -> None:
     assert DriftVerdict.from_json(json.loads(json.dumps(verdict.to_json(), allow_nan=False))) == verdict
 

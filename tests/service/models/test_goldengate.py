@@ -19,9 +19,12 @@ from bf16kit.runtime import kernel
 from service.contract import GATE_FAILED
 from service.drift.verdict import DriftVerdict
 from service.models import loading
+from service.models.directory import stamp_of
 from service.models.generation import Generation
 from service.models.goldengate import GoldenGate, GoldenSchedule
+from service.models.plan import Plan, Wish
 from service.models.policy import Serving
+from service.models.repository import Repository
 from service.request import Request
 from service.telemetry.metrics import Metrics
 
@@ -211,3 +214,21 @@ def _fail(made: Made, error: Exception) -> None:
         raise error
 
     made.loaded.runtime.run = run  # type: ignore[method-assign, assignment]
+
+
+@needs_kernel
+def test_whoever_is_told_hears_what_it_was_loaded_by(tmp_path: Path) -> None:
+    """What takes its place while its gate is at work is not meant."""
+    write_product(path := tmp_path / "m" / "1")
+    plan = Plan(1, path, Serving.model_validate({"shadow": {"rate": 0}}), stamp_of(path))
+    heard: list[DriftVerdict] = []
+    repository = Repository(Metrics(), device="cpu", threads=1, hear=heard.append)
+    repository.start()
+    try:
+        repository.want(Wish("m", (plan,))).result(60)
+        faults.flip(os.getpid(), faults.stored(path, "w"))
+        with repository.acquire("m", "1") as model:
+            assert model.gate.run("on schedule") == "failed"
+    finally:
+        assert repository.close(20)
+    assert [verdict.plan for verdict in heard] == [plan.digest]
