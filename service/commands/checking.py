@@ -22,7 +22,7 @@ from service.models.plan import Plan, Wish
 from service.models.repository import Repository
 from service.process import ports
 from service.process.config import ServerConfig, load_config
-from service.process.credentials import certificates_of, tokens_of
+from service.process.credentials import certificates_of, reference_ca_of, tokens_of
 from service.process.tokens import SCOPES
 from service.process.validity import valid_until
 from service.regions.files import check_system
@@ -77,6 +77,8 @@ class Checks:
         yield _attempt("CPU kernel", _kernel)
         yield _attempt("TLS", lambda: _tls(config))
         yield _attempt("tokens", lambda: _tokens(config))
+        if config.reference_ca is not None:
+            yield _attempt("reference over TLS", lambda: _reference(config))
         yield _attempt("shared memory", lambda: _shared_memory(config))
         if self._ports:
             yield _attempt("gRPC port", lambda: _port(config.host, config.grpc_port, "--grpc-port"))
@@ -150,6 +152,11 @@ def _tls(config: ServerConfig) -> str:
     ends = valid_until(certificates.current())
     clients = ", clients show certificates" if certificates.asks_clients else ""
     return f"{config.tls_certificate} fits its key and is valid until {ends:%Y-%m-%d %H:%M} UTC{clients}"
+
+
+def _reference(config: ServerConfig) -> str:
+    reference_ca_of(config)
+    return f"a server that gives fp32 answers (grpcs://) is checked by {config.reference_ca}"
 
 
 def _tokens(config: ServerConfig) -> str:

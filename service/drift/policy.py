@@ -11,29 +11,35 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 PROCESS, OFF = "process", "off"
 LONGEST_HOST = 253  # characters, as in DNS
-_REMOTE = re.compile(r"grpc://(\[[^\]]*\]|[^/:]*):(\d{1,5})/([!-.0-~]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII)
+_REMOTE = re.compile(r"(grpcs?)://(\[[^\]]*\]|[^/:]*):(\d{1,5})/([!-.0-~]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII)
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # "_" is in no host's name, and in those of containers
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A model of another V2 server. ``version`` is empty for whichever that server prefers."""
+    """A model of another V2 server. ``version`` is empty for whichever that server prefers; ``tls``: it is asked over
+    TLS, its certificate checked."""
 
     target: str  # host:port
     model: str
     version: str
+    tls: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Remote | None:
         """None for what is no such address."""
         found = _REMOTE.fullmatch(text)
-        if found is None or not 0 < int(found[2]) < 65_536 or not is_host(found[1]):
+        if found is None:
             return None
-        return cls(f"{found[1]}:{found[2]}", found[3], found[4] or "")
+        scheme, host, port, model, version = found.groups(default="")
+        if not 0 < int(port) < 65_536 or not is_host(host):
+            return None
+        return cls(f"{host}:{port}", model, version, scheme == "grpcs")
 
     def __str__(self) -> str:
-        return f"grpc://{self.target}/{self.model}" + (f"/{self.version}" if self.version else "")
+        scheme = "grpcs" if self.tls else "grpc"
+        return f"{scheme}://{self.target}/{self.model}" + (f"/{self.version}" if self.version else "")
 
 
 def is_host(text: str) -> bool:
@@ -74,9 +80,9 @@ class ShadowPolicy(BaseModel):
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in (PROCESS, OFF) and Remote.parse(value) is None:
-            host = (found := _REMOTE.fullmatch(value)) is not None and not is_host(found[1])
+            host = (found := _REMOTE.fullmatch(value)) is not None and not is_host(found[2])
             raise ValueError(
-                f"give {PROCESS}, {OFF} or grpc://HOST:PORT/MODEL[/VERSION]"
+                f"give {PROCESS}, {OFF} or grpc://HOST:PORT/MODEL[/VERSION], over TLS grpcs://HOST:PORT/MODEL[/VERSION]"
                 + (
                     f"; HOST is a name of at most {LONGEST_HOST} letters, digits, '-', '_' and '.', an IPv4 address, or"
                     " an IPv6 address in brackets"

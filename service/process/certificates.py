@@ -51,7 +51,7 @@ class CertificateFiles:
     def _load(self) -> Certificates:
         certificate = _read("tls_certificate", self._certificate)
         key = _read("tls_key", self._key)
-        client_ca = None if self._client_ca is None else _read("tls_client_ca", self._client_ca)
+        client_ca = None if self._client_ca is None else read_authority("tls_client_ca", self._client_ca)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
@@ -63,18 +63,23 @@ class CertificateFiles:
                 " give a PEM certificate (with its chain) and its own key, unencrypted"
             ) from None
         if client_ca is not None:
-            try:
-                context.load_verify_locations(cadata=client_ca.decode("ascii"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"tls_client_ca {self._client_ca} cannot be used: {_reason(error)}; give PEM certificates"
-                ) from None
+            context.load_verify_locations(cadata=client_ca.decode("ascii"))
             context.verify_mode = ssl.CERT_OPTIONAL
         _log.debug("TLS certificate read from %s", self._certificate)
         return Certificates(certificate, key, client_ca, context)
 
     def _keep(self, error: Exception) -> None:
         _log.error("the TLS files changed and cannot be used; the old ones stay in force: %s", error)
+
+
+def read_authority(key: str, path: Path) -> bytes:
+    """The certificates (PEM) of those who certify others. Raises ConfigError, naming ``key``, for what holds none."""
+    certificates = _read(key, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificates.decode("ascii"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} {path} cannot be used: {_reason(error)}; give PEM certificates") from None
+    return certificates
 
 
 def _read(key: str, path: Path) -> bytes:

@@ -61,6 +61,7 @@ class ServerConfig(BaseSettings):
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # clients show certificates of this authority
+    reference_ca: Path | None = None  # PEM: who certifies servers that give fp32 answers over TLS; None: gRPC's roots
     token_file: Path | None = None  # lines of "token scope[,scope]"
     token_free: tuple[Literal["health", "reflection"], ...] = ("health",)  # what needs no token on the gRPC port
     grpc_socket: Path | None = None  # a Unix socket to listen on as well
@@ -84,7 +85,9 @@ class ServerConfig(BaseSettings):
             raise ValueError("give the directory of the models")
         return value
 
-    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "token_file", "grpc_socket", mode="before")
+    @field_validator(
+        "tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file", "grpc_socket", mode="before"
+    )
     @classmethod
     def _named(cls, value: Any) -> Any:
         """An empty one is a variable that was not set; taking it for "none" would switch the protection off."""

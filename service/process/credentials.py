@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from service.process.certificates import CertificateFiles
+from service.process.certificates import CertificateFiles, read_authority
 from service.process.config import ServerConfig
 from service.process.tokens import TokenFile
 
@@ -19,7 +19,8 @@ class Credentials:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """Raises ConfigError for files that cannot be used."""
+        """Raises ConfigError for files that cannot be used, also for those that others will read again."""
+        reference_ca_of(config)
         return cls(certificates_of(config), tokens_of(config))
 
 
@@ -28,6 +29,13 @@ def certificates_of(config: ServerConfig) -> CertificateFiles | None:
     if config.tls_certificate is None or config.tls_key is None:
         return None
     return CertificateFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+
+
+def reference_ca_of(config: ServerConfig) -> bytes | None:
+    """The certificates (PEM) that a reference over TLS is checked by; None: those that come with gRPC.
+
+    Raises ConfigError for a file that cannot be used."""
+    return None if config.reference_ca is None else read_authority("reference_ca", config.reference_ca)
 
 
 def tokens_of(config: ServerConfig) -> TokenFile | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bf16kit import controlgroup
 from bf16kit.errors import ConfigError
@@ -17,8 +18,11 @@ from service.shadow.memory import Memory, default_bound, fp32_bytes
 _log = logging.getLogger(__name__)
 
 
-def open_reference(name: str, policy: ShadowPolicy, opened: Opened, memory: Memory, board: Board) -> Reference:
-    """Loaded here, or at another server; for the thread of low priority that will ask it.
+def open_reference(
+    name: str, policy: ShadowPolicy, opened: Opened, memory: Memory, board: Board, authority: Path | None = None
+) -> Reference:
+    """Loaded here, or at another server, whose certificate is checked by ``authority`` (PEM; None: gRPC's own) where it
+    is asked over TLS; for the thread of low priority that will ask it.
 
     Raises ConfigError for one that takes more memory than it may, and what loading it raises; nothing where another
     server cannot be reached, which is asked again.
@@ -26,7 +30,7 @@ def open_reference(name: str, policy: ShadowPolicy, opened: Opened, memory: Memo
     if policy.remote is not None:
         from service.shadow.remote import RemoteReference  # gRPC, which nobody else needs here
 
-        remote = RemoteReference(name, policy.remote, opened.inputs, opened.outputs, policy.max_bytes)
+        remote = RemoteReference(name, policy.remote, opened.inputs, opened.outputs, policy.max_bytes, authority)
         remote.connect()
         return remote
     from bf16kit.runtime import onnx as _onnx  # noqa: F401 -- now: what the library takes is no reference's

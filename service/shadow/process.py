@@ -233,7 +233,7 @@ class ShadowProcess:
 
     def _begin(self, peer: Peer) -> None:
         config, board = self._config, self._blame.begin()
-        told = {"log_level": config.log_level, "log_format": config.log_format, "evidence": config.evidence}
+        told = config.model_dump(mode="json", include={"log_level", "log_format", "evidence", "reference_ca"})
         try:
             peer.tell("start", {**told, "one_by_one": self._blame.one_by_one}, [board])
         finally:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from bf16kit.errors import ArtifactError, Bf16kitError, NotFound
 from bf16kit.orphans import end_with
@@ -56,6 +57,7 @@ class References:
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
         self._keeps_evidence = False
+        self._reference_ca: Path | None = None
         handlers = {
             "start": self._start,
             "ping": lambda message: None,
@@ -101,6 +103,8 @@ class References:
     def _start(self, message: Message) -> None:
         configure(message.body["log_level"], message.body["log_format"])
         self._keeps_evidence = message.body["evidence"]
+        if (path := message.body["reference_ca"]) is not None:
+            self._reference_ca = Path(path)
         self._board = Board(message.files[0], one_by_one=message.body["one_by_one"])
 
     def _begin(self, message: Message) -> None:
@@ -206,7 +210,7 @@ class References:
             model.witness = Witness(comparison, opened.batch_axis, opened.budget)
             model.files = {file: entry.sha256 for file, entry in opened.artifact.manifest.files.items()}
         return Shadow(
-            lambda: open_reference(name, model.policy, opened, self._memory, self._board),
+            lambda: open_reference(name, model.policy, opened, self._memory, self._board, self._reference_ca),
             model.witness or comparison,
             model.policy,
             model.metrics,

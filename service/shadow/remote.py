@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from bf16kit.errors import InvalidRequest, RuntimeFailure, Unavailable
+from bf16kit.errors import ConfigError, InvalidRequest, RuntimeFailure, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.tensors import BY_NAME, Array, TensorSpec, describe
 from bf16kit.wording import brief
 from service.drift.policy import Remote
+from service.process.certificates import read_authority
 from service.wire.tensors import decode_contents, decode_raw, encode_raw
 
 _log = logging.getLogger(__name__)
@@ -43,9 +45,11 @@ class RemoteReference:
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         most_bytes: int,
+        authority: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``most_bytes``: of the outputs of a sample."""
+        """``most_bytes``: of the outputs of a sample. ``authority``: PEM, what certificates are checked by over TLS; it
+        is read each time that the server is looked for. None: by the certificates that come with gRPC."""
         self.up = False
         self._name = name
         self._remote = remote
@@ -54,12 +58,10 @@ class RemoteReference:
         self._clock = clock
         self._pause = 0.0
         self._due = clock()
-        largest = min(most_bytes + _BESIDE_TENSORS, _LARGEST_OPTION)
-        options = [(f"grpc.max_{way}_message_length", largest) for way in ("receive", "send")]
-        options.append(("grpc.enable_http_proxy", 0))  # it is asked itself: no proxy is to have what clients sent
-        # With its scheme: gRPC takes a host that is called unix, or vsock, for one.
-        self._channel = grpc.insecure_channel(f"dns:///{remote.target}", options=options)
-        self._metadata, self._infer = self._stub("ModelMetadata"), self._stub("ModelInfer")
+        self._largest = min(most_bytes + _BESIDE_TENSORS, _LARGEST_OPTION)
+        self._authority = authority
+        self._trusted: bytes | None = None
+        self._channel: grpc.Channel | None = None
 
     def connect(self) -> None:
         """Ask whether it is the model that it should be, unless it is too early to try again. Raises nothing."""
@@ -68,7 +70,11 @@ class RemoteReference:
         asked = pb.ModelMetadataRequest(name=self._remote.model, version=self._remote.version)
         begun = self._clock()
         try:
+            self._open()
             told = self._metadata(asked, timeout=SECONDS)
+        except ConfigError as error:
+            self._away(str(error))
+            return
         except grpc.RpcError as error:
             self._away(_said(error))
             return
@@ -95,12 +101,37 @@ class RemoteReference:
 
     def close(self) -> None:
         self.up = False
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _open(self) -> None:
+        """A channel, unless there is one already, and another where other certificates are trusted than by that.
+
+        Raises ConfigError where their file cannot be used: to ask without it would be to trust others."""
+        trusted = None
+        if self._remote.tls and self._authority is not None:
+            trusted = read_authority("reference_ca", self._authority)
+        if self._channel is not None:
+            if trusted == self._trusted:
+                return
+            self._channel.close()
+        self._channel, self._trusted = self._new_channel(trusted), trusted
+        self._metadata, self._infer = self._stub("ModelMetadata"), self._stub("ModelInfer")
+
+    def _new_channel(self, trusted: bytes | None) -> grpc.Channel:
+        options = [(f"grpc.max_{way}_message_length", self._largest) for way in ("receive", "send")]
+        options.append(("grpc.enable_http_proxy", 0))  # it is asked itself: no proxy is to have what clients sent
+        # With its scheme: gRPC takes a host that is called unix, or vsock, for one.
+        target = f"dns:///{self._remote.target}"
+        if self._remote.tls:
+            return grpc.secure_channel(target, grpc.ssl_channel_credentials(trusted), options=options)
+        return grpc.insecure_channel(target, options=options)
+
     def _stub(self, method: str) -> Any:
         rpc = _RPCS[method]
+        assert self._channel is not None  # noqa: S101 - for the type checker
         return self._channel.unary_unary(
             f"/{_SERVICE}/{method}",
             request_serializer=GetMessageClass(rpc.input_type).SerializeToString,

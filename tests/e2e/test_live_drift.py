@@ -14,11 +14,13 @@ import pytest
 from artifacts import write_mlp
 from loopback import Gate, LoopbackModel, infer_request, serving
 from serverprocess import Serve, ServerProcess
+from tlsfiles import Authority
 from waiting import until as until_within
 from workerprocesses import Client, alive, pids
 
 from bf16kit.tensors import Array, TensorSpec
 from service.drift.shadow import QUEUE_SIZE
+from service.process.certificates import CertificateFiles
 
 SHADOW = "service.shadow.references"
 PATIENCE_S = 90  # it runs when nobody else wants the processor, and beside tests somebody does
@@ -218,9 +220,12 @@ def test_another_server_may_run_the_reference_slowly_or_not_at_all(tmp_path: Pat
         inputs=(TensorSpec("x", "float32", ("batch", 16)),),
         outputs=(TensorSpec("y", "float32", ("batch", 16)),),
     )
-    with serving(remote) as other:
-        put(tmp_path / "repository", "mlp", f", reference: 'grpc://{other.address}/theirs/1'")
-        server = serve("--repository", str(tmp_path / "repository")).wait_ready()
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    with serving(remote, certificates=CertificateFiles(pair.certificate, pair.key)) as other:
+        put(tmp_path / "repository", "mlp", f", reference: 'grpcs://{other.address}/theirs/1'")
+        environment = {**os.environ, "BF16KIT_REFERENCE_CA": str(authority.certificate)}
+        server = serve("--repository", str(tmp_path / "repository"), env=environment).wait_ready()
         ask(server, rows=one)
         until(lambda: samples(server, "measured") == 1)
         assert remote.calls == 1

@@ -27,16 +27,6 @@ def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"BF16KIT_{name}", raising=False)
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def pair(authority: Authority) -> Pair:
-    return authority.sign("server")
-
-
 @pytest.fixture
 def silent() -> Iterator[int]:
     """A port on which somebody listens and never answers."""

@@ -12,6 +12,7 @@ from service.drift.policy import Remote, ShadowPolicy
     ("text", "remote"),
     [
         ("grpc://localhost:8001/mlp", Remote("localhost:8001", "mlp", "")),
+        ("grpcs://localhost:8001/mlp", Remote("localhost:8001", "mlp", "", tls=True)),
         ("grpc://10.0.0.7:1/a.b-c/12", Remote("10.0.0.7:1", "a.b-c", "12")),
         ("grpc://[::1]:65535/m/1", Remote("[::1]:65535", "m", "1")),
         ("grpc://a_b.c-d.example.:1/m", Remote("a_b.c-d.example.:1", "m", "")),
@@ -28,6 +29,8 @@ def test_a_model_of_another_server_is_named_by_its_address(text: str, remote: Re
     "text",
     [
         "grpc://h:0/m",
+        "grpcss://h:1/m",
+        "GRPCS://h:1/m",
         "grpc://h:65536/m",
         "grpc://h/m",
         "grpc://:1/m",
@@ -76,6 +79,6 @@ def test_a_host_that_is_none_is_refused_in_one_line_that_says_what_one_is(host: 
     with pytest.raises(ValidationError) as refused:
         ShadowPolicy.model_validate({"reference": f"grpc://{host}:1/m"})
     (error,) = refused.value.errors()
-    assert "give process, off or grpc://HOST:PORT/MODEL[/VERSION]" in error["msg"]
+    assert "give process, off or grpc://HOST:PORT/MODEL[/VERSION], over TLS grpcs://" in error["msg"]
     if not set(host) & set("[]:/"):
         assert "; HOST is a name of at most 253 letters, digits" in error["msg"]

@@ -9,16 +9,8 @@ from tlsfiles import Authority, Pair
 from bf16kit.errors import ConfigError
 from service.process import files
 from service.process.certificates import CertificateFiles
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def pair(authority: Authority) -> Pair:
-    return authority.sign("server")
+from service.process.config import ServerConfig
+from service.process.credentials import Credentials
 
 
 def test_what_the_files_hold_is_given_as_pem_and_as_a_context(authority: Authority, pair: Pair) -> None:
@@ -76,3 +68,15 @@ def test_a_new_pair_is_used_and_one_that_does_not_fit_is_not(
     assert "the old ones stay in force: tls_certificate" in caplog.text
     key.write_bytes(second.key.read_bytes())
     assert held.current().certificate == second.certificate.read_bytes()
+
+
+def test_a_server_does_not_start_with_an_authority_that_it_cannot_use_later(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """Or drift would not be measured, and nobody would be told before there is a sample."""
+    Credentials.of(ServerConfig(repository=tmp_path, reference_ca=authority.certificate))
+    (tmp_path / "text").write_text("secret text")
+    for name, reason in (("text", "cannot be used: .*; give PEM certificates"), ("gone", "cannot be read: No such")):
+        with pytest.raises(ConfigError, match=f"reference_ca .*{name}:? {reason}") as refused:
+            Credentials.of(ServerConfig(repository=tmp_path, reference_ca=tmp_path / name))
+        assert "secret text" not in str(refused.value)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 from loopback import LoopbackModel, serving
+from tlsfiles import Authority, Pair
 
 from bf16kit.errors import InvalidRequest, RuntimeFailure, Unavailable
 from bf16kit.protocol import inference_pb2 as pb
 from bf16kit.runtime import Array
 from bf16kit.tensors import TensorSpec
 from service.drift.policy import Remote
+from service.process.certificates import CertificateFiles
 from service.shadow.remote import RemoteReference
 from service.transport.handlers import SERVICE
 
@@ -54,9 +57,16 @@ def connect(clock: Clock) -> Iterator[Connect]:
     made: list[RemoteReference] = []
 
     def reference(
-        address: str, model: str = "echo", inputs: tuple[TensorSpec, ...] = (X,), outputs: tuple[TensorSpec, ...] = (Y,)
+        address: str,
+        model: str = "echo",
+        inputs: tuple[TensorSpec, ...] = (X,),
+        outputs: tuple[TensorSpec, ...] = (Y,),
+        *,
+        tls: bool = False,
+        authority: Path | None = None,
     ) -> RemoteReference:
-        made.append(RemoteReference("m", Remote(address, model, ""), inputs, outputs, 1 << 20, clock))
+        remote = Remote(address, model, "", tls)
+        made.append(RemoteReference("m", remote, inputs, outputs, 1 << 20, authority, clock))
         made[-1].connect()
         return made[-1]
 
@@ -242,7 +252,7 @@ def test_no_proxy_of_the_environment_is_asked(connect: Connect, monkeypatch: pyt
 
 def test_samples_may_be_larger_than_a_channel_can_be_told(clock: Clock) -> None:
     with serving(LoopbackModel()) as served:
-        reference = RemoteReference("m", Remote(served.address, "echo", ""), (X,), (Y,), 2**31, clock)
+        reference = RemoteReference("m", Remote(served.address, "echo", ""), (X,), (Y,), 2**31, clock=clock)
         try:
             assert run(reference)
         finally:
@@ -253,6 +263,79 @@ def test_samples_may_be_larger_than_a_channel_can_be_told(clock: Clock) -> None:
 def test_a_host_that_is_called_as_a_scheme_of_grpc_is_a_host(connect: Connect, host: str) -> None:
     """Or a file of this machine could be the reference."""
     reference = connect(f"{host}:1")
-    target = reference._channel._channel.target().decode()  # type: ignore[attr-defined]  # of what the stubs show
+    target = reference._channel._channel.target().decode()  # type: ignore[union-attr]  # of what the stubs show
     assert target == f"dns:///{host}:1"
     assert not reference.up
+
+
+class TestTls:
+    """``grpcs://``: rows of live requests go to whom the authority certifies, and to nobody else."""
+
+    @pytest.fixture
+    def proving(self, pair: Pair) -> CertificateFiles:
+        return CertificateFiles(pair.certificate, pair.key)
+
+    @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+    def test_a_server_that_the_authority_certifies_answers(
+        self,
+        connect: Connect,
+        authority: Authority,
+        proving: CertificateFiles,
+        host: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        caplog.set_level("INFO")
+        with serving(LoopbackModel(), certificates=proving) as served:
+            reference = connect(f"{host}:{served.port}", tls=True, authority=authority.certificate)
+            np.testing.assert_array_equal(run(reference)["y"], FEEDS["x"])
+        assert f"m: live drift on: grpcs://{host}:{served.port}/echo answers after" in caplog.text
+
+    def test_a_stranger_is_sent_nothing(
+        self, connect: Connect, tmp_path: Path, proving: CertificateFiles, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Certified by another authority; by none that everybody knows; for another name; or speaking plain text."""
+        other = Authority(tmp_path, "other")
+        named = other.sign("named", names="DNS:elsewhere.example")
+        for certificates, authority in (
+            (proving, other.certificate),
+            (proving, None),
+            (CertificateFiles(named.certificate, named.key), other.certificate),
+            (None, other.certificate),
+        ):
+            with serving(echo := LoopbackModel(), certificates=certificates) as served:
+                reference = connect(f"127.0.0.1:{served.port}", tls=True, authority=authority)
+                assert not reference.up
+                with pytest.raises(Unavailable):
+                    run(reference)
+            assert echo.calls == 0
+        assert caplog.text.count("does not serve as the fp32 reference: UNAVAILABLE") == 4
+
+    def test_a_server_that_speaks_tls_is_not_asked_in_plain_text(
+        self, connect: Connect, proving: CertificateFiles
+    ) -> None:
+        with serving(LoopbackModel(), certificates=proving) as served:
+            assert not connect(f"127.0.0.1:{served.port}").up
+
+    def test_another_authority_is_trusted_from_the_next_look_on(
+        self,
+        connect: Connect,
+        authority: Authority,
+        tmp_path: Path,
+        proving: CertificateFiles,
+        clock: Clock,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """And while its file is not there, nobody is."""
+        trusted = tmp_path / "ca.pem"
+        trusted.write_bytes(Authority(tmp_path, "old").certificate.read_bytes())
+        with serving(LoopbackModel(), certificates=proving) as served:
+            reference = connect(f"127.0.0.1:{served.port}", tls=True, authority=trusted)
+            assert not reference.up
+            trusted.unlink()
+            clock.now += 60
+            reference.connect()
+            assert not reference.up
+            assert f"reference_ca {trusted}: cannot be read: No such file or directory" in caplog.text
+            trusted.write_bytes(authority.certificate.read_bytes())
+            clock.now += 60
+            assert run(reference)

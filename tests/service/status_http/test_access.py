@@ -51,16 +51,6 @@ def tokens(tmp_path: Path) -> TokenFile:
     return TokenFile(path)
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def pair(authority: Authority) -> Pair:
-    return authority.sign("server")
-
-
 def trusting(authority: Authority, client: Pair | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(authority.certificate))
     if client is not None:

@@ -1,0 +1,17 @@
+"""Certificates for whatever speaks TLS."""
+
+from __future__ import annotations
+
+import pytest
+from tlsfiles import Authority, Pair
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def pair(authority: Authority) -> Pair:
+    """For ``localhost`` and 127.0.0.1."""
+    return authority.sign("server")
