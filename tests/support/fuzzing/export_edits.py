@@ -47,7 +47,7 @@ def _json(records: Records, ending: str) -> tuple[str, Any]:
     name = next((name for name in records if name.endswith(ending)), "")
     try:
         return name, json.loads(records[name])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):  # an edit before this one may have made it deep
         return name, {}
 
 
