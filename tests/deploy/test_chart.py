@@ -1,4 +1,4 @@
-"""The Helm chart: with its default values it is the kustomize base, and wrong values are refused."""
+"""The Helm chart: with its default values it is the kustomize base. Its values: ``test_chart_values.py``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from manifests import BASE, CHART, OVERLAYS, Manifest, Refused, charted, kustomized, named, needs_tools, one, pods
+from manifests import BASE, CHART, OVERLAYS, Manifest, charted, kustomized, named, needs_tools, one, pods
 
 from bf16kit import __version__
-from service.process.config import ServerConfig
 
 pytestmark = [pytest.mark.manifests, needs_tools]
 HELMS_OWN = {"app.kubernetes.io/managed-by", "app.kubernetes.io/version", "helm.sh/chart"}
@@ -68,32 +67,6 @@ def test_settings_are_a_rollout() -> None:
     assert [volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume] == names != ["bf16kit"]
 
 
-def test_the_schema_of_settings_is_that_of_the_server() -> None:
-    config = json.loads((CHART / "values.schema.json").read_text("utf-8"))["properties"]["config"]
-    assert set(config["properties"]) == set(ServerConfig.model_fields)
-    assert config["additionalProperties"] is False
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ("config.grcp_port=8001", "grcp_port"),
-        ("replica=3", "replica"),
-        ("replicas=three", "replicas"),
-        ("config.repository=models", "repository"),
-        ("models.size=10 gigabytes", "size"),
-        ("image.pullPolicy=Sometimes", "pullPolicy"),
-        ("autoscaling.cpuUtilization=700", "cpuUtilization"),
-        ("networkPolicy.clientLabels=null", "clientLabels"),  # a selector of nothing is one of everybody
-        ("terminationGracePeriodSeconds=35", "more than lame_duck_seconds . drain_seconds .35."),
-        ("config.drain_seconds=60", "terminationGracePeriodSeconds is 45"),
-    ],
-)
-def test_values_that_cannot_be_are_refused_by_name(values: str, told: str) -> None:
-    with pytest.raises(Refused, match=told):
-        charted("--set", values)
-
-
 def test_two_releases_in_a_namespace_take_nothing_from_each_other() -> None:
     mine, other = charted(), charted(release="other")
     assert {named(each) for each in mine} & {named(each) for each in other} == set()
@@ -126,7 +99,7 @@ def test_with_tls_probes_go_over_https_for_grpc_probes_speak_none() -> None:
 
 
 def test_with_tls_metrics_are_scraped_over_https_with_what_else_that_takes() -> None:
-    everything = "monitoring.enabled=true,existingSecret=mine,config.tls_certificate=/c,config.tls_key=/k"
+    everything = "monitoring.enabled=true,config.tls_certificate=/c,config.tls_key=/k"
     token = 'monitoring.endpoint={"authorization": {"credentials": {"name": "mine", "key": "token"}}}'
     (endpoint,) = one(charted("--set", everything, "--set-json", token), "ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["scheme"] == "https"

@@ -11,8 +11,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import LoopbackModel, serving
 from manifests import BASE, OVERLAYS, Manifest, charted, containers, kustomized, needs_tools, one, plain, pods
 
-from service.process.config import ServerConfig
-
 pytestmark = [pytest.mark.manifests, needs_tools]
 TO_SPARE = 5  # seconds, at least, from the end of the drain to SIGKILL
 EVERYTHING = ("--set", "monitoring.enabled=true,autoscaling.enabled=true")
@@ -51,6 +49,7 @@ def test_a_container_may_do_nothing_that_it_need_not(way: str) -> None:
             allowed = {**whole, **container["securityContext"]}
             assert allowed["runAsNonRoot"] is True
             assert allowed["runAsUser"] >= 10_000
+            assert allowed["runAsGroup"] >= 10_000  # where only the user is given, the group is root's
             assert allowed["seccompProfile"] == {"type": "RuntimeDefault"}
             assert allowed["readOnlyRootFilesystem"] is True
             assert allowed["allowPrivilegeEscalation"] is False
@@ -71,16 +70,22 @@ def test_nothing_of_the_cluster_gets_into_a_pod(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_container_takes_is_bounded_and_its_threads_are_its_processors(way: str) -> None:
+def test_what_a_container_takes_is_bounded(way: str) -> None:
     for container in containers(deployments()[way]):
         asked, bound = container["resources"]["requests"], container["resources"]["limits"]
         assert asked["cpu"] == bound["cpu"]
         assert asked["memory"] == bound["memory"]
-    for _, server in servers(deployments()[way]):
-        (threads,) = [each["valueFrom"] for each in server["env"] if each["name"] == "BF16KIT_THREADS"]
-        assert threads["resourceFieldRef"] == {
-            "containerName": server["name"], "resource": "limits.cpu", "divisor": "1"
-        }  # fmt: skip
+        assert bound["ephemeral-storage"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_variable_beats_what_the_settings_say(way: str) -> None:
+    """The server divides its container's processors by its workers; BF16KIT_THREADS would give each of them all."""
+    manifests = deployments()[way]
+    written = settings(manifests) if way != "kserve" else {}
+    for _, server in servers(manifests):
+        named = {each["name"].removeprefix("BF16KIT_").lower() for each in server.get("env", ())}
+        assert named & (written.keys() | {"threads"}) == set()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -106,8 +111,8 @@ def test_sigkill_comes_after_the_drain(way: str) -> None:
 def test_in_kserve_too_where_it_comes_after_30_seconds() -> None:
     (server,) = containers(plain())
     (lame,) = [float(each.split("=")[1]) for each in server["args"] if each.startswith("--lame-duck-seconds=")]
-    drain = ServerConfig.model_fields["drain_seconds"].default
-    assert lame + drain < 30
+    (drain,) = [float(each["value"]) for each in server["env"] if each["name"] == "BF16KIT_DRAIN_SECONDS"]
+    assert lame + drain + TO_SPARE <= 30
 
 
 @pytest.mark.parametrize("way", WAYS)

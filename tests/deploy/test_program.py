@@ -86,7 +86,7 @@ def test_every_variable_is_one_that_the_program_reads() -> None:
     code = "\n".join(path.read_text("utf-8") for path in sources)
     named = {(word, path.name) for path, text in texts() for word in re.findall(r"\bBF16KIT_[A-Z][A-Z_]+\b", text)}
     assert [each for each in named if each[0] not in settings and f'"{each[0]}"' not in code] == []
-    assert {"BF16KIT_THREADS", "BF16KIT_DEVICE"} <= {word for word, _ in named}
+    assert {"BF16KIT_DRAIN_SECONDS", "BF16KIT_DEVICE"} <= {word for word, _ in named}
 
 
 def test_every_metric_is_one_that_the_server_or_a_rule_has() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -64,6 +65,12 @@ def _charted(release: str, *arguments: str) -> str:
 def charted(*arguments: str, release: str = "bf16kit") -> list[Manifest]:
     """What `helm install bf16kit` would send, with such flags as ``--set``."""
     return list(read(_charted(release, *arguments)))
+
+
+def charted_by(file: Path, values: Any, *arguments: str) -> list[Manifest]:
+    """The same with ``values`` written to ``file``: Helm reads numbers of a file otherwise than those of its flags."""
+    file.write_text(json.dumps(values), "utf-8")  # which is YAML, and says what is text
+    return charted("--values", str(file), *arguments)
 
 
 def linted(*arguments: str) -> str:

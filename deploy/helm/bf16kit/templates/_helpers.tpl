@@ -1,32 +1,45 @@
+{{- /* The name of every object. A Service's is a label of DNS: no dots, no digit in front, and 63 characters with the longest suffix. */ -}}
 {{- define "bf16kit.fullname" -}}
-{{- if contains "bf16kit" .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-bf16kit" .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- $name := .Release.Name | replace "." "-" -}}
+{{- if not (contains "bf16kit" $name) -}}
+{{- $name = printf "%s-bf16kit" $name -}}
 {{- end -}}
+{{- if regexMatch "^[0-9]" $name -}}
+{{- $name = printf "bf16kit-%s" $name -}}
+{{- end -}}
+{{- regexReplaceAll "-+$" (trunc 50 $name) "" -}}
 {{- end -}}
 
+{{- /* Selectors cannot be changed once they are there: nothing in them may depend on a version or on values. */ -}}
 {{- define "bf16kit.selector" -}}
 app.kubernetes.io/name: bf16kit
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "bf16kit.labels" -}}
 {{ include "bf16kit.selector" . }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 {{- end -}}
 
 {{- define "bf16kit.claim" -}}
 {{- .Values.models.existingClaim | default (printf "%s-models" (include "bf16kit.fullname" .)) -}}
 {{- end -}}
 
-{{- /* What kubelet asks: the health service by name over gRPC, which has no TLS there; with TLS the HTTP port, over HTTPS. */ -}}
+{{- define "bf16kit.image" -}}
+{{- with .Values.image -}}
+{{- ternary (printf "%s@%s" .repository .digest) (printf "%s:%s" .repository .tag) (ne .digest "") -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* What kubelet asks: the health service by name over gRPC, for which it has neither TLS nor a token. Where one is needed, the HTTP
+port, whose probes are open to everybody. */ -}}
 {{- define "bf16kit.probe" -}}
-{{- if .root.Values.config.tls_certificate -}}
-httpGet: {path: {{ .path }}, port: {{ .root.Values.config.http_port }}, scheme: HTTPS}
+{{- $config := .root.Values.config -}}
+{{- if or $config.tls_certificate (and $config.token_file (hasKey $config "token_free") (not (has "health" $config.token_free))) -}}
+httpGet: {path: {{ .path }}, port: {{ int $config.http_port }}, scheme: {{ ternary "HTTPS" "HTTP" (not (empty $config.tls_certificate)) }}}
 {{- else -}}
-grpc: {port: {{ .root.Values.config.grpc_port }}, service: {{ .service }}}
+grpc: {port: {{ int $config.grpc_port }}, service: {{ .service }}}
 {{- end -}}
 {{- end -}}

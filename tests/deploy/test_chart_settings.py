@@ -1,0 +1,129 @@
+"""The settings of the server among the values of the Helm chart: refused and taken as the server does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from manifests import CHART, charted_by, needs_schemas, needs_tools, one, pods
+from pydantic import ValidationError
+
+from service.process.config import ServerConfig
+
+pytestmark = [pytest.mark.manifests, needs_tools]
+SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))["config"]
+TLS = {"tls_certificate": "/etc/bf16kit-secret/tls.crt", "tls_key": "/etc/bf16kit-secret/tls.key"}
+
+
+def settings_schema() -> Any:
+    return {"$defs": SCHEMA["$defs"], **SCHEMA["properties"]["config"]}
+
+
+def takes(config: Any) -> bool:
+    """Whether the chart does."""
+    import jsonschema
+
+    return bool(jsonschema.Draft202012Validator(settings_schema()).is_valid({**DEFAULTS, **config}))
+
+
+def server_takes(config: Any) -> bool:
+    try:
+        ServerConfig(**{**DEFAULTS, **config})
+    except ValidationError:
+        return False
+    return True
+
+
+def tried() -> Iterator[tuple[str, Any]]:
+    """For each setting its default, and values at its bounds and beyond, by the server's own schema; some are wrong."""
+    for key, field in ServerConfig.model_json_schema()["properties"].items():
+        told = next((each for each in field.get("anyOf", ()) if each.get("type") != "null"), field)
+        bounds = [told[name] for name in ("minimum", "maximum", "exclusiveMinimum") if name in told]
+        step = 1 if told.get("type") == "integer" else 0.5
+        values = [value for bound in bounds for value in (bound - step, bound, bound + step)]
+        values += told.get("enum", ())
+        values += ["", "nonsense", "a b", -1, True, False, ["nonsense"], []]
+        for value in values:
+            yield key, value
+        if (default := field.get("default")) is not None:
+            yield key, default
+
+
+@needs_schemas
+def test_the_chart_has_every_setting_and_refuses_what_the_server_refuses() -> None:
+    """A pod that is refused by its server starts again and again, and says why in its log alone."""
+    assert set(settings_schema()["properties"]) == set(ServerConfig.model_fields)
+    lenient = [(key, value) for key, value in tried() if takes({key: value}) and not server_takes({key: value})]
+    assert lenient == []
+
+
+# Stricter than the server on purpose: what could not work in a pod.
+NARROWER = {
+    *("repository", "host", "grpc_port", "http_port", "grpc_socket", "load_model"),
+    *("tls_certificate", "tls_key", "tls_client_ca", "token_file"),
+}
+
+
+@needs_schemas
+def test_the_chart_takes_what_the_server_takes() -> None:
+    for key, value in tried():
+        if key not in NARROWER and type(value) is not bool and server_takes({key: value}):
+            assert takes({key: value}), (key, value)
+    assert takes({"compress": True, "evidence": False, "shared_memory": True})
+
+
+@needs_schemas
+@pytest.mark.parametrize(
+    "config",
+    [
+        TLS,
+        {"tls_certificate": "/a"},
+        {"tls_key": "/a"},
+        {"tls_client_ca": "/a"},
+        {**TLS, "tls_client_ca": "/a"},
+        {"evidence": True},
+        {"evidence": True, "token_file": "/a"},
+        {"load_model": ["m"]},
+        {"load_model": ["m"], "model_control": "explicit"},
+        {"load_model": ["m"], "model_control": "poll"},
+        {"grpc_socket": "/tmp/s", "workers": 2},
+        {"grpc_socket": "/tmp/s", "workers": 1},
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_refused_by_both(config: dict[str, Any]) -> None:
+    assert takes(config) is server_takes(config)
+
+
+def test_large_numbers_of_a_file_stay_whole_numbers(tmp_path: Path) -> None:
+    """Helm reads those of a file as floats: printed as they come, they are 5.36870912e+08."""
+    sizes = {"max_request_bytes": 536_870_912, "shared_memory_max_bytes": 8_589_934_592, "trace_rate": 1_000_000}
+    manifests = charted_by(tmp_path / "values.yaml", {"config": sizes})
+    written = yaml.safe_load(one(manifests, "ConfigMap")["data"]["server.yaml"])
+    assert {key: written[key] for key in sizes} == sizes
+    assert all(type(written[key]) is int for key in sizes)
+    assert ServerConfig(**written).max_request_bytes == 536_870_912
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        ({}, None),
+        ({"token_file": "/t"}, None),
+        ({"token_file": "/t", "token_free": ["reflection"]}, "HTTP"),
+        (TLS, "HTTPS"),
+    ],
+    ids=str,
+)
+def test_probes_ask_where_kubelet_is_answered(config: dict[str, Any], scheme: str | None, tmp_path: Path) -> None:
+    """It has neither TLS for gRPC nor a token: where health wants one, gRPC's probes would end the pod, for ever."""
+    secret = "mine" if config == TLS else ""
+    ((_, spec),) = pods(charted_by(tmp_path / "values.yaml", {"config": config, "existingSecret": secret}))
+    probes = [spec["containers"][0][f"{name}Probe"] for name in ("startup", "liveness", "readiness")]
+    assert [probe.get("httpGet", {}).get("scheme") for probe in probes] == [scheme] * 3
+    assert ["grpc" in probe for probe in probes] == [scheme is None] * 3
