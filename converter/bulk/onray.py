@@ -11,7 +11,6 @@ import hashlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,13 +31,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import bf16kit
 from bf16kit.errors import UsageError
+from bf16kit.rayaddress import knock
 from bf16kit.wording import first_line
 from converter.bulk.executor import Process, start_process
 from converter.process import children
 
 _ATTEMPTS = 3
 _LOOK_SECONDS = 0.5
-_KNOCK_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 30.0  # for a conversion that was told to stop
 _CANNOT = 3  # the exit code of one whose node died again and again
 _INTERRUPTED = 130
@@ -144,17 +143,10 @@ def _run(command: list[str], log: str, directory: str) -> int:
 def _join(address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        _knock(address)
+        knock(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"--ray {address}: no Ray cluster is reached: {first_line(error)}") from None
-
-
-def _knock(address: str) -> None:
-    """Ray asks for minutes where nobody answers. Raises OSError; nothing where ``address`` is no HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdecimal():
-        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
 
 
 def _answering(nodes: list[dict[str, Any]], source: Path, repository: Path, say: Say) -> list[dict[str, Any]]:
