@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from bf16kit.errors import Bf16kitError, ConfigError
+from bf16kit.wording import first_line
 
+_EXIT_UNCLEAN = 1
 _EXIT_USAGE = 2
 
 
@@ -74,7 +76,7 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
     own = {name: given.pop(name) for name in ("address", "proxies", "detach", "print_config")}
     least, most = given.pop("min_replicas"), given.pop("max_replicas")
     names = ("target", "queued", "cpus", "gpus", "per_node")
-    scaling = Scaling(least, most or least, **{name: given.pop(name) for name in names})
+    scaling = Scaling(least, least if most is None else most, **{name: given.pop(name) for name in names})
     config = check(load_config(given, file))
     try:
         from deploy.ray import cluster
@@ -90,9 +92,12 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
     cluster.join(own["address"], config)
     stop.on_signals()  # after Ray, which has handlers of its own
     log = logging.getLogger("deploy.ray")
-    cluster.open_ports(config, own["proxies"])
     deployed = cluster.Deployed(config, scaling)
-    deployed.follow()
+    try:
+        cluster.open_ports(config, own["proxies"])
+        deployed.follow()
+    except cluster.FAILURES as error:
+        raise ConfigError(f"the cluster does not deploy this: {first_line(error)}") from None
     log.info(
         "gRPC on port %d; /targets and status page on http://%s:%d/", config.grpc_port, config.host, config.http_port
     )
@@ -100,7 +105,11 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
         return
     cluster.follow(deployed, config, stop)
     log.info("stopping: what was deployed is removed")
-    deployed.remove()
+    try:
+        deployed.remove()
+    except cluster.FAILURES as error:
+        log.error("what was deployed cannot be removed: %s", first_line(error))
+        sys.exit(_EXIT_UNCLEAN)
 
 
 def _wishes(config: Any) -> Any:

@@ -10,15 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from bf16kit.errors import ConfigError
 from deploy.ray.calls import FRONT, application
 from deploy.ray.front import Front
 from deploy.ray.placement import Place, place
 from deploy.ray.replica import Replica
-from deploy.ray.settings import Scaling
+from deploy.ray.settings import Scaling, check
 from ray import serve
 from service.models.directory import Directory
 from service.models.plan import Wish
-from service.process.config import ServerConfig
+from service.process.config import ServerConfig, explain
+from service.process.memory import PART
 
 _FRONT_MEMORY = 256 << 20
 _FRONT_CALLS = 4096  # health watches stay for as long as their clients
@@ -42,18 +46,20 @@ def front(arguments: Mapping[str, Any]) -> Any:
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=2,
     )
-    return deployed.bind(_described(arguments), dict(arguments.get("models", {})))
+    config = _config(arguments)  # requests for models that are not there come here, whatever they hold
+    config = config.model_copy(update={"max_request_bytes": min(config.max_request_bytes, _FRONT_MEMORY // PART)})
+    return deployed.bind(described(config, 1.0), dict(arguments.get("models", {})))
 
 
 def model(arguments: Mapping[str, Any]) -> Any:
     """``config``: a server's, as JSON; ``scaling``: see :class:`Scaling`; and ``wish``, what is served, or ``model``,
     which of the repository's."""
-    config, scaling = _described(arguments), Scaling.from_json(dict(arguments.get("scaling", {})))
-    wish = _wish(arguments, config)
-    return deployment(place(wish), scaling, config).bind(config, wish.to_json())
+    config, scaling = _config(arguments), Scaling.from_json(dict(arguments.get("scaling", {})))
+    placed = place(_wish(arguments, config), config)
+    return deployment(placed, scaling).bind(described(placed.config, scaling.cpus), placed.wish.to_json())
 
 
-def deployment(placed: Place, scaling: Scaling, config: Mapping[str, Any]) -> Any:
+def deployment(placed: Place, scaling: Scaling) -> Any:
     """Replicas of one model: where they fit, and how many as the requests in flight ask for."""
     options: dict[str, Any] = {
         "num_cpus": scaling.cpus,
@@ -85,7 +91,7 @@ def deployment(placed: Place, scaling: Scaling, config: Mapping[str, Any]) -> An
         health_check_timeout_s=10,
         max_constructor_retry_count=_TRIES,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=config["drain_seconds"],
+        graceful_shutdown_timeout_s=placed.config.drain_seconds,
         **number,
     )
 
@@ -98,25 +104,31 @@ def described(config: ServerConfig, cpus: float) -> dict[str, Any]:
     return told
 
 
-def _described(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration in ``arguments``, whole: what is left out has its default."""
-    scaling = Scaling.from_json(dict(arguments.get("scaling", {})))
-    return described(ServerConfig(**arguments["config"]), scaling.cpus)
+def _config(arguments: Mapping[str, Any]) -> ServerConfig:
+    """The configuration in ``arguments``, whole: what is left out has its default. Raises ConfigError."""
+    try:
+        return check(ServerConfig(**arguments.get("config", {})))
+    except ValidationError as error:
+        raise ConfigError(explain(error, ServerConfig, "config")) from None
 
 
-def _wish(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Wish:
+def _wish(arguments: Mapping[str, Any], config: ServerConfig) -> Wish:
     if "wish" in arguments:
         return Wish.from_json(arguments["wish"])
-    return Directory(Path(config["repository"])).wish(arguments["model"])
+    return Directory(config.repository).wish(arguments["model"])
 
 
 def all_of(config: ServerConfig, scaling: Scaling, wishes: Mapping[str, Wish]) -> dict[str, dict[str, Any]]:
     """The arguments of every application, by its name: the front's first."""
-    told = described(config, scaling.cpus)
     models = {name: sorted(wish.versions) for name, wish in wishes.items()}
-    found: dict[str, dict[str, Any]] = {FRONT: {"config": told, "models": models}}
+    found: dict[str, dict[str, Any]] = {FRONT: {"config": described(config, scaling.cpus), "models": models}}
     for name, wish in wishes.items():
-        found[application(name)] = {"config": told, "scaling": scaling.as_json(), "wish": wish.to_json()}
+        placed = place(wish, config)
+        found[application(name)] = {
+            "config": described(placed.config, scaling.cpus),
+            "scaling": scaling.as_json(),
+            "wish": placed.wish.to_json(),
+        }
     return found
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import ray
 from bf16kit.errors import ConfigError
+from bf16kit.rayaddress import knock
 from bf16kit.wording import first_line
 from deploy.ray import applications
-from deploy.ray.calls import FRONT, application
+from deploy.ray.calls import FRONT, IN_PROXIES, application
 from deploy.ray.settings import Scaling
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.api import RunTarget
+from ray.serve.exceptions import RayServeException
 from service.models.directory import Directory
 from service.models.plan import Wish
 from service.process.config import ENV_PREFIX, ServerConfig
+from service.process.ports import listen
 from service.process.stop import Stop
 
 _log = logging.getLogger(__name__)
@@ -26,7 +31,10 @@ INGRESS = "deploy.ray.ingress.add_inference"
 _LOG = {"log_level": "WARNING", "enable_access_log": False}
 _ROOT = Path(__file__).parents[2]
 _LOOK_SECONDS = 1.0
-_KNOCK_SECONDS = 5.0
+_REMOVED_LOOK_SECONDS = 0.2
+_REMOVE_SECONDS = 15.0  # beyond the time that requests have to end, for Ray to end what is left
+#: What Ray raises where the cluster does not do what it is told.
+FAILURES = (RayError, RayServeException, TimeoutError, ConnectionError)
 
 
 def join(address: str | None, config: ServerConfig) -> None:
@@ -37,29 +45,42 @@ def join(address: str | None, config: ServerConfig) -> None:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", str(config.max_message_bytes))
-    os.environ.setdefault(f"{ENV_PREFIX}MAX_MESSAGE_BYTES", str(config.max_message_bytes))
+    for key in IN_PROXIES:
+        os.environ.setdefault(f"{ENV_PREFIX}{key.upper()}", str(getattr(config, key)))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     try:
-        _knock(address or "")
+        knock(address or "")
         ray.init(address=address, include_dashboard=None if address else False, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"--address {address}: no Ray cluster is reached: {first_line(error)}") from None
 
 
-def _knock(address: str) -> None:
-    """Ray asks for minutes where nobody answers. Raises OSError; nothing where ``address`` is no HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdecimal():
-        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
-
-
 def open_ports(config: ServerConfig, location: str) -> None:
-    """Start Ray's proxies, unless they run: their ports stay what they were then."""
+    """Start Ray's proxies, unless they run: their ports stay what they were then. Raises ConfigError for a port of this
+    machine that is taken: Ray would try it for minutes, or share it with another cluster's proxies."""
+    if serve.status().proxies:
+        _log.warning("Ray Serve runs in this cluster already: its ports are those that it was started with")
+    elif _listens_here(location):
+        for host, port, flag in (
+            ("0.0.0.0", config.grpc_port, "--grpc-port"),  # noqa: S104 -- where Ray listens, whatever it is told
+            (config.host, config.http_port, "--http-port"),
+        ):
+            listen(host, port, flag).close()
     serve.start(
         proxy_location=location,
         http_options={"host": config.host, "port": config.http_port},
         grpc_options={"port": config.grpc_port, "grpc_servicer_functions": [INGRESS], "enable_reflection": False},
         logging_config=_LOG,
+    )
+
+
+def _listens_here(location: str) -> bool:
+    """Whether this machine is of the cluster, and has a proxy."""
+    if ray.util.client.ray.is_connected():
+        return False
+    own = ray.get_runtime_context().get_node_id()
+    return location == "EveryNode" or any(
+        node["NodeID"] == own and "node:__internal_head__" in node["Resources"] for node in ray.nodes()
     )
 
 
@@ -87,7 +108,7 @@ class Deployed:
         for note in sorted({*seen.notes} - self._notes):
             _log.warning("%s", note)
         self._notes = {*seen.notes}
-        before, self._wishes = self._wishes, seen.wishes
+        before = self._wishes
         if before == seen.wishes:
             return
         arguments = applications.all_of(self._config, self._scaling, seen.wishes)
@@ -103,6 +124,7 @@ class Deployed:
         for name in sorted((before or {}).keys() - seen.wishes.keys()):
             _log.info("model %r: removed", name)
             serve.delete(application(name), _blocking=False)
+        self._wishes = seen.wishes  # now: what could not be told is told again
 
     def remind(self) -> None:
         """Tell the front what there is to be: one that was started anew knows what there was."""
@@ -115,9 +137,24 @@ class Deployed:
         return {name: str(found[name].status.value) if name in found else "NOT_STARTED" for name in self.names}
 
     def remove(self) -> None:
-        """All of them, and nothing that others run."""
-        for name in reversed(self.names):
-            serve.delete(name)
+        """All of them, and nothing that others run: not ready for ``lame_duck_seconds``, and then all models side by
+        side, once their requests are answered."""
+        with contextlib.suppress(*FAILURES):  # it may be gone
+            serve.get_app_handle(FRONT).retire.remote()
+        time.sleep(self._config.lame_duck_seconds)  # a second signal ends the program at once
+        front, *models = self.names
+        for some in (models, [front]):
+            for name in some:
+                serve.delete(name, _blocking=False)
+            self._wait_until_removed(some)
+
+    def _wait_until_removed(self, names: list[str]) -> None:
+        until = time.monotonic() + self._config.drain_seconds + _REMOVE_SECONDS
+        while left := sorted(serve.status().applications.keys() & set(names)):
+            if time.monotonic() > until:
+                _log.warning("not removed in time: %s; Ray goes on with it", ", ".join(left))
+                return
+            time.sleep(_REMOVED_LOOK_SECONDS)
 
 
 def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 from service.transport.status import Status
 
+_log = logging.getLogger(__name__)
 _TEND_SECONDS = 1.0
 _NOT_HERE = Status(
     StatusCode.UNIMPLEMENTED,
@@ -65,6 +67,10 @@ class Front(Answering):
         """These are to be served from now on."""
         self._reports.want(models)
 
+    async def retire(self) -> None:
+        """Not ready from now on; whoever still comes is answered."""
+        self._reports.retire()
+
     async def answer_one(self, rpc: Rpc, data: bytes, context: Any) -> Frame:
         return Frame.of(_NOT_HERE) if rpc.method in _CHANGES else await super().answer_one(rpc, data, context)
 
@@ -91,7 +97,11 @@ class Front(Answering):
         if route is None or request.method not in ("GET", "HEAD"):
             return Response("not found\n", 404)
         asked = request.url.query if route.asks else request.headers.get("accept", "")
-        page = await asyncio.get_running_loop().run_in_executor(None, route.make, asked)
+        try:
+            page = await asyncio.get_running_loop().run_in_executor(None, route.make, asked)
+        except Exception:  # noqa: BLE001 -- of what this says nothing, Ray would tell the client
+            _log.exception("the page %s cannot be made", path)
+            return Response("internal error; the log of the front has the details\n", 500)
         return Response(page.body, int(page.status), dict(page.headers), page.content_type)
 
     def __del__(self) -> None:

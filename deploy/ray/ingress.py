@@ -16,10 +16,12 @@ from typing import Any
 
 import grpc
 
-from deploy.ray.calls import FRONT, INFER, RPCS, STREAM, Rpc, application, steered
+from deploy.ray.calls import FRONT, IN_PROXIES, INFER, RPCS, STREAM, Rpc, application, steered
 from deploy.ray.frames import opened
+from deploy.ray.requests import Requests
 from service.process.config import ENV_PREFIX, ServerConfig
 from service.transport.direct import too_large
+from service.transport.services import REFLECTION_SECONDS
 from service.transport.status import Status
 from service.wire.skim import named_model
 
@@ -45,8 +47,7 @@ class Ingress(grpc.GenericRpcHandler):
 
     def __init__(self) -> None:
         self._method_handlers: dict[str, Any] = {rpc.path: _handler(rpc) for rpc in RPCS.values()}
-        default = ServerConfig.model_fields["max_message_bytes"].default
-        self._max_bytes = int(os.environ.get(f"{ENV_PREFIX}MAX_MESSAGE_BYTES") or default)
+        self._max_bytes, self._idle_seconds = map(_setting, IN_PROXIES)
 
     def service(self, handler_call_details: Any) -> Any:
         rpc = RPCS.get(handler_call_details.method)
@@ -72,20 +73,36 @@ class Ingress(grpc.GenericRpcHandler):
 
     def _answers_many(self, rpc: Rpc, rays: Callable[..., Any]) -> Callable[..., Any]:
         async def answers(request: Any, context: Any) -> AsyncIterator[bytes]:
-            app, again = await _first(rpc, request)
-            ended: Status | None = _UNKNOWN
+            requests = Requests(request, self._patience(rpc)) if rpc.kind == "stream" else None
+            app = FRONT
+            if rpc.path == STREAM and requests is not None:
+                app = _application(rpc, await requests.first() or b"")
+            ended: Status | None = (requests.ending if requests is not None else None) or _UNKNOWN
             for name in dict.fromkeys((app, FRONT)):
                 if ended is _UNKNOWN:  # of an application that is not there the front knows why
                     ended = None
-                    async for told in _each(rays, again(), context, name):
+                    async for told in _each(rays, request if requests is None else requests.all(), context, name):
                         if isinstance(told, Status):
                             ended = told
-                        else:
-                            yield told
+                            continue
+                        yield told
+                        if requests is not None:
+                            requests.answered()
+            ended = ended or (requests.ending if requests is not None else None)
             if ended is not None:
                 _tell(context, _STARTING if ended is _UNKNOWN else ended)
 
         return answers
+
+    def _patience(self, rpc: Rpc) -> float:
+        """Seconds that a stream waits for its next request."""
+        return self._idle_seconds if rpc.path == STREAM else REFLECTION_SECONDS
+
+
+def _setting(key: str) -> Any:
+    """As this process was told by its environment, and in its type."""
+    default = ServerConfig.model_fields[key].default
+    return type(default)(os.environ.get(f"{ENV_PREFIX}{key.upper()}") or default)
 
 
 def _handler(rpc: Rpc) -> Any:
@@ -124,7 +141,7 @@ def _tell(context: Any, told: bytes | Status) -> bytes:
 
 
 def _application(rpc: Rpc, data: bytes) -> str:
-    model = named_model(data) if rpc.path == INFER else ""
+    model = named_model(data) if rpc.path in (INFER, STREAM) else ""
     return application(model) if model else FRONT
 
 
@@ -144,22 +161,6 @@ async def _each(rays: Callable[..., Any], request: Any, context: Any, app: str) 
         failure = _unexpected(error)
     if failure is not None:
         yield failure
-
-
-async def _first(rpc: Rpc, request: Any) -> tuple[str, Callable[[], Any]]:
-    """Which application a call of many messages is for, and what makes its request or its requests."""
-    if rpc.path != STREAM:
-        return FRONT, lambda: request
-    first = await anext(request, None)
-
-    async def all_of_them() -> AsyncIterator[bytes]:
-        if first is not None:
-            yield first
-            async for data in request:
-                yield data
-
-    model = named_model(first or b"")
-    return (application(model) if model else FRONT), all_of_them
 
 
 class _Asked:

@@ -1,49 +1,97 @@
-"""What a replica of a model takes of a node, by its artifacts' own sizes: Ray places it where there is as much."""
+"""What a replica of a model takes of a node, by its artifacts' own sizes: Ray places it where there is as much.
+
+What is reserved is all that a replica has, as a container's limit is all that a server has: what its requests may hold
+and what its references may take follow from it, and what the operator says of either is reserved.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bf16kit.artifact import Artifact
 from bf16kit.errors import ArtifactError
-from bf16kit.manifest import RESIDUAL
+from bf16kit.manifest import Manifest
 from service.models.plan import Plan, Wish
+from service.process.config import ServerConfig
+from service.process.memory import PART
+from service.shadow.memory import fp32_bytes
 
-# A replica without a model, and its second process, which has the fp32 reference: what their imports take, measured by
+# A replica without a model, and its second process, which has the fp32 references: what their imports take, measured by
 # tests/ray/test_placement.py, with room to spare.
 PROCESS_BYTES = 320 << 20
 REFERENCE_PROCESS_BYTES = 160 << 20
-_FP32_OVER_BF16 = 2  # the reference rebuilds each bf16 weight
 _AT_LOAD = 1.5  # times its weights: a copy is made, packed for the kernel, and the golden samples run
+_FP32_LOADED = 1.4  # times its fp32 weights: a loaded reference was seen to take up to 1.33 (service/shadow/memory.py)
+_REFERENCE_RUN_BYTES = 128 << 20  # eight rows at most, unless shadow.max_rows says otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``refused`` says why one of the versions cannot be served; "" where all may be."""
+    """One replica's. ``refused`` says why one of the versions cannot be served; "" where all may be.
+
+    ``config`` and ``wish`` are what it is started with: as given, and bounded by ``memory``.
+    """
 
     model: str
     memory: int  # bytes
+    config: ServerConfig
+    wish: Wish
     refused: str = ""
 
 
-def place(wish: Wish) -> Place:
-    """Of one model. One whose artifacts cannot be opened has a place all the same: its replica says why it is not
-    served."""
-    memory, refused = PROCESS_BYTES, ""
+def place(wish: Wish, config: ServerConfig) -> Place:
+    """Of one model, served as ``config`` says. One whose artifacts cannot be opened has a place all the same: its
+    replica says why it is not served. What was placed is placed alike when it is placed again."""
+    base, measured, refused, plans = PROCESS_BYTES, False, "", []
     for plan in wish.plans:
         try:
-            memory += _memory(plan)
+            manifest = Artifact.open(Path(plan.path), verify=False).manifest
         except ArtifactError as error:
             refused = str(error)
-    return Place(wish.name, memory, refused)
+            plans.append(plan)
+            continue
+        plans.append(_bounded(plan, manifest))
+        base += _memory(plans[-1], manifest)
+        measured = measured or plan.serving.shadow.remote is not None or _has_reference(plan, manifest)
+    if measured:
+        base += REFERENCE_PROCESS_BYTES
+    share = base // (PART - 1)  # then it is one part of the whole
+    requests, message = _at_most(config, "max_request_bytes", share), _at_most(config, "max_message_bytes", share)
+    bounded = config.model_copy(update={"max_request_bytes": requests, "max_message_bytes": message})
+    # One request alone is let in however large it is.
+    return Place(wish.name, base + max(requests, message), bounded, Wish(wish.name, tuple(plans)), refused)
 
 
-def _memory(plan: Plan) -> int:
-    """Bytes that one version takes beyond the process: its weights, those of its reference, and a batch's answers."""
-    files = Artifact.open(Path(plan.path), verify=False).manifest.files
+def _at_most(config: ServerConfig, key: str, share: int) -> int:
+    given: int = getattr(config, key)
+    return given if key in config.model_fields_set else min(given, share)
+
+
+def _has_reference(plan: Plan, manifest: Manifest) -> bool:
+    """Whether a process beside the replica runs this version's reference."""
+    shadow = plan.serving.shadow
+    return shadow.on and shadow.remote is None and manifest.reference is not None
+
+
+def _bounded(plan: Plan, manifest: Manifest) -> Plan:
+    """``plan`` with a bound on what its reference takes, where it has one and none was given."""
+    shadow = plan.serving.shadow
+    if not _has_reference(plan, manifest) or shadow.reference_memory_bytes is not None:
+        return plan
+    bound = int(_FP32_LOADED * fp32_bytes(manifest)) + _REFERENCE_RUN_BYTES
+    shadow = shadow.model_copy(update={"reference_memory_bytes": bound})
+    return replace(plan, serving=plan.serving.model_copy(update={"shadow": shadow}))
+
+
+def _memory(plan: Plan, manifest: Manifest) -> int:
+    """Bytes that one version takes beyond the processes: its weights, those of its references, a batch's answers."""
+    serving, files = plan.serving, manifest.files
     weights = sum(entry.bytes for name, entry in files.items() if name.startswith("weights."))
     scripted = max((entry.bytes for name, entry in files.items() if name.endswith((".pt", ".pt2"))), default=0)
-    measures = plan.serving.shadow.on
-    reference = REFERENCE_PROCESS_BYTES + _FP32_OVER_BF16 * weights if measures and RESIDUAL in files else 0
-    return int(_AT_LOAD * max(weights, scripted)) + reference + plan.serving.max_response_bytes // 8
+    memory = int(_AT_LOAD * max(weights, scripted)) + serving.max_response_bytes // 8
+    if _has_reference(plan, manifest):
+        memory += serving.shadow.reference_memory_bytes or 0
+    if serving.fallback.policy == "fp32" and manifest.reference is not None:
+        memory += int(_FP32_LOADED * fp32_bytes(manifest))
+    return memory

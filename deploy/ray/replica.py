@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import ray
+from bf16kit import controlgroup
 from deploy.ray.answering import Answering
 from deploy.ray.calls import FRONT
 from ray import serve
@@ -42,8 +43,10 @@ class Replica(Answering):
 
     def __init__(self, config: Mapping[str, Any], wish: str) -> None:
         bound_heap()
-        self._config = ServerConfig(**{**config, "http_port": 0, "model_control": "none"})
+        # Whoever removes it has told load balancers before: once Ray ends it no request comes any more.
+        self._config = ServerConfig(**{**config, "http_port": 0, "model_control": "none", "lame_duck_seconds": 0})
         configure(self._config.log_level, self._config.log_format)
+        _announce(self._config)
         self._name = uuid.uuid4().hex[:12]
         self._ended = threading.Event()
         self._served = served = Served(self._config, [Wish.from_json(wish)])
@@ -137,3 +140,22 @@ class Replica(Answering):
         if host not in LOOPBACK:
             host = str(ray.util.get_node_ip_address())
         return f"{host}:{self._served.http.port}"
+
+
+def _announce(config: ServerConfig) -> None:
+    """What of its node is this replica's, what follows from it, and whether the node has as much."""
+    reserved = int(ray.get_runtime_context().get_assigned_resources().get("memory", 0))
+    _log.info(
+        "memory: %.0f MB of the node are reserved for this replica; requests may hold %d bytes of it, one message %d",
+        reserved / 1e6,
+        config.max_request_bytes,
+        config.max_message_bytes,
+    )
+    room = controlgroup.memory()
+    if room is not None and room.left < reserved:
+        _log.warning(
+            "%s, less than the %.0f MB that are reserved for this replica: something else takes memory there, or Ray"
+            " was told of more than there is (`ray start --memory`)",
+            room,
+            reserved / 1e6,
+        )

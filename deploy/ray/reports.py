@@ -52,6 +52,8 @@ class Reports:
         self._news = threading.Condition()
         self._heard: dict[str, tuple[float, Report]] = {}
         self._past: dict[Key, StatisticsSnapshot] = {}
+        self._failed: dict[Key, SlotState] = {}  # what replicas that could not be started have said
+        self._retired = False
         self._wanted: Wanted = {}
         self._callbacks: list[Callable[[], None]] = []
 
@@ -63,15 +65,31 @@ class Reports:
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
+    @property
+    def retired(self) -> bool:
+        return self._retired
+
+    def retire(self) -> None:
+        """All of it ends soon: load balancers are to send no more."""
+        self._retired = True
+        self._tell()
+
     def want(self, wanted: Wanted) -> None:
         """What is to be served, whether or not a replica has said anything of it."""
-        self._wanted = dict(wanted)
+        with self._news:
+            self._wanted = dict(wanted)
+            self._failed = {key: slot for key, slot in self._failed.items() if key[1] in wanted.get(key[0], ())}
         self._tell()
 
     def hear(self, report: Report) -> float:
         """Returns the seconds until the next is wanted."""
         with self._news:
             self._heard[report.replica] = (self._clock(), report)
+            for slot in report.slots:
+                if slot.state == "unavailable":
+                    self._failed[slot.key] = slot
+                elif slot.state == "ready":
+                    self._failed.pop(slot.key, None)
             self._news.notify_all()
         self._tell()
         return self.interval
@@ -102,6 +120,7 @@ class Reports:
             for name, versions in self._wanted.items()
             for version in versions
         }
+        found |= {key: slot for key, slot in list(self._failed.items()) if key in found}
         told: dict[Key, SlotState] = {}
         for report in self.reports():
             for slot in report.slots:
@@ -149,22 +168,26 @@ class FrontRegistry:
 
     @property
     def ready(self) -> bool:
+        if self._reports.retired:
+            return False
         slots = self._reports.slots().values()
         names = {slot.name for slot in slots}
         return bool(names) and names == {slot.name for slot in slots if slot.state == "ready"}
 
     def acquire(self, name: str, version: str) -> NoReturn:
         slot = self.find(name, version)
-        why = slot.reason or "the route to its replicas is being made"
-        raise Unavailable(
-            f"model {slot.name!r} version {slot.version} is not answered here now: {why}; try again later"
-        )
+        if slot.state == "unavailable":
+            raise _not_ready(slot, version)
+        why = "its route is being made" if slot.state == "ready" else "it is loading"
+        raise Unavailable(f"model {slot.name!r} version {slot.version} has no replica yet: {why}; try again later")
 
     def get(self, name: str, version: str) -> Model:
         slot = self.find(name, version)
-        if slot.model is None:
-            raise Unavailable(f"model {slot.name!r} version {slot.version} is {slot.state}; try again later")
-        return slot.model
+        if slot.model is not None:
+            return slot.model
+        if slot.state == "unavailable":
+            raise _not_ready(slot, version)
+        raise Unavailable(f"model {slot.name!r} version {slot.version} is loading; try again later")
 
     def find(self, name: str, version: str) -> Slot:
         wanted = parse_version(version)
@@ -193,6 +216,12 @@ class FrontRegistry:
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._reports.subscribe(callback)
+
+
+def _not_ready(slot: Slot, version: str) -> NotFound:
+    """As a server of one process says it: the reason is for who may see the index, and for the log."""
+    which = f"version {slot.version}" if version else "no version"
+    return NotFound(f"{which} of model {slot.name!r} is {'not ' if version else ''}ready; its replicas' log says why")
 
 
 def _slot(slot: SlotState) -> OverviewSlot:

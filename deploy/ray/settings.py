@@ -32,8 +32,10 @@ class Scaling:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value}; give a number above 0")
-        if self.queued < 1 or self.per_node < 0 or self.gpus < 0:
-            raise ConfigError("queued is 1 or more, per_node and gpus are 0 or more")
+        for name, least in (("queued", 1), ("per_node", 0), ("gpus", 0)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise ConfigError(f"{name} is {value}; give {least} or more")
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,7 +45,10 @@ class Scaling:
         unknown = sorted(told.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise ConfigError(f"scaling: unknown key {unknown[0]!r}")
-        return cls(**told)
+        try:
+            return cls(**told)
+        except TypeError as error:  # text in place of a number
+            raise ConfigError(f"scaling: {error}") from None
 
 
 # What one process may be asked, and many cannot do: why, for people.
@@ -53,6 +58,18 @@ _NOT_HERE = {
     "tls_certificate": "Ray's gRPC proxy speaks no TLS: put a proxy that does in front",
     "shared_memory": "a replica may be on another machine than the client",
     "load_model": "every model of the repository is served",
+    **dict.fromkeys(
+        (
+            "receive_seconds",
+            "send_seconds",
+            "keepalive_seconds",
+            "max_connections",
+            "max_connection_idle_seconds",
+            "max_connection_age_seconds",
+            "compress",
+        ),
+        "connections are those of Ray's proxy, which has no such setting; leave it out, or put a proxy in front",
+    ),
 }
 
 
@@ -62,6 +79,11 @@ def check(config: ServerConfig) -> ServerConfig:
         value = getattr(config, name)
         if value != ServerConfig.model_fields[name].default:
             raise ConfigError(f"{name} is {value!r}, which does not go with Ray: {why}")
+    if not config.grpc_port or not config.http_port or config.grpc_port == config.http_port:
+        raise ConfigError(
+            f"grpc_port is {config.grpc_port} and http_port {config.http_port}; give two that differ, and not 0: Ray's"
+            " proxies listen on the same ones on every node"
+        )
     if config.model_control == "explicit":
         raise ConfigError(
             "model_control is 'explicit', which does not go with Ray: a client would reach one replica of"

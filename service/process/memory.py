@@ -8,7 +8,7 @@ from bf16kit.controlgroup import Memory
 from service.process.config import ServerConfig
 
 _log = logging.getLogger(__name__)
-_PART = 4  # of the container's memory one is for requests and answers, of all workers together
+PART = 4  # of the container's memory one is for requests and answers, of all workers together
 _LEAST = 1 << 20  # bytes: a server that takes none is of no use
 
 
@@ -28,7 +28,7 @@ def bounded(config: ServerConfig, memory: Memory | None) -> ServerConfig:
 
 def for_requests(memory: Memory) -> int:
     """The bytes of the container's memory that are kept for what requests hold."""
-    return memory.limit // _PART
+    return memory.limit // PART
 
 
 def announce(config: ServerConfig, memory: Memory | None) -> None:

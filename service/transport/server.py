@@ -18,11 +18,10 @@ from service.transport.credentials import Access, server_credentials
 from service.transport.handlers import Handlers, Lanes
 from service.transport.lane import Handler, Lane
 from service.transport.options import TransportOptions as TransportOptions
-from service.transport.services import CONTROL_CALLS, LAST_WORDS_SECONDS, Services
+from service.transport.services import CONTROL_CALLS, LAST_WORDS_SECONDS, REFLECTION_SECONDS, Services
 from service.transport.watchdog import Patience, Watchdog
 
 _SLOW_CONTROL_CALLS = 8  # that may take longer than a moment to send what is a few bytes
-_REFLECTION_SECONDS = 10.0  # between two requests of one stream
 # For those that keep a server waiting which has no more than half of its places. Not less: it may be the server that is
 # late, with thousands of calls before this one on gRPC's one thread.
 _HURRIED_SECONDS = 3.0
@@ -121,7 +120,7 @@ class Transport:
                 threads=CONTROL_CALLS,
                 sending=Patience(_HURRIED_SECONDS, _DEAF_SECONDS, lambda: services.health.held_up),
             ),
-            reflection=self._lane("grpc-reflection", services.reflection, _REFLECTION_SECONDS, _REFLECTION_SECONDS),
+            reflection=self._lane("grpc-reflection", services.reflection, REFLECTION_SECONDS, REFLECTION_SECONDS),
         )
 
     def _lane(

@@ -29,6 +29,7 @@ from service.wire.memory import SharedMemory
 CONTROL_CALLS = 128  # health checks, metadata, statistics at once
 _CHANGES = 32  # of the models served, that calls wait for
 _REFLECTION_STREAMS = 16
+REFLECTION_SECONDS = 10.0  # between two requests of one stream
 _SPARE_THREADS = 4  # to refuse calls on, where it takes a thread to know whose they are
 LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
 H = TypeVar("H")

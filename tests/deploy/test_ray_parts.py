@@ -87,6 +87,31 @@ class TestReports:
         reports.tend()
         assert not FrontRegistry(reports).ready
 
+    def test_why_a_replica_could_not_be_started_is_known_when_it_is_gone(self) -> None:
+        """Ray starts it three times, and says no more; clients are told what a server of one process tells them."""
+        reports = Reports()
+        reports.want({"m": [1]})
+        reports.hear(report("a", SlotState("m", 1, "unavailable", "a digest is wrong")))
+        reports.forget("a")
+        assert FrontRegistry(reports).find("m", "").reason == "a digest is wrong"
+        for ask in (FrontRegistry(reports).acquire, FrontRegistry(reports).get):
+            with pytest.raises(NotFound, match="no version of model 'm' is ready; its replicas' log says why"):
+                ask("m", "")
+        reports.hear(report("b", SlotState("m", 1, "ready")))
+        reports.forget("b")
+        assert FrontRegistry(reports).find("m", "").state == "loading"
+
+    def test_what_is_to_be_removed_is_not_ready(self) -> None:
+        reports, told = Reports(), list[bool]()
+        reports.want({"m": [1]})
+        reports.hear(report("a", SlotState("m", 1, "ready")))
+        registry = FrontRegistry(reports)
+        registry.subscribe(lambda: told.append(registry.ready))
+        assert registry.ready
+        reports.retire()
+        assert told == [False]
+        assert registry.versions("m") == [1], "who still comes is answered"
+
     def test_a_model_that_nobody_wants_any_more_is_unknown(self) -> None:
         reports = Reports()
         reports.hear(report("a", SlotState("m", 1, "ready")))
@@ -139,16 +164,35 @@ class TestSettings:
             ({"workers": 2}, "workers is 2, which does not go with Ray: replicas"),
             ({"shared_memory": True}, "another machine"),
             ({"model_control": "explicit"}, "one replica of many"),
+            ({"max_connections": 9}, "max_connections is 9, which does not go with Ray: connections are those of"),
+            ({"grpc_port": 0}, "grpc_port is 0 and http_port 8002; give two that differ, and not 0"),
+            ({"grpc_port": 8002}, "grpc_port is 8002 and http_port 8002"),
         ],
     )
     def test_what_does_not_go_with_replicas(self, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said):
             check(ServerConfig(repository=tmp_path, **settings))
 
-    @pytest.mark.parametrize("wrong", [{"min_replicas": 0}, {"min_replicas": 3}, {"cpus": 0}, {"target": float("nan")}])
-    def test_numbers_that_make_no_sense(self, wrong: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError):
-            Scaling(**wrong)
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"min_replicas": 0}, "give 1 ≤ min ≤ max"),
+            ({"min_replicas": 3}, "min_replicas is 3 and max_replicas 1"),
+            ({"cpus": 0}, "cpus is 0; give a number above 0"),
+            ({"cpus": -1.0}, "cpus is -1.0"),
+            ({"target": float("nan")}, "target is nan"),
+            ({"gpus": float("nan")}, "gpus is nan; give 0 or more"),
+            ({"gpus": -1}, "gpus is -1"),
+            ({"gpus": float("inf")}, "gpus is inf"),
+            ({"queued": 0}, "queued is 0; give 1 or more"),
+            ({"per_node": -1}, "per_node is -1"),
+            ({"cpus": "two"}, "scaling: "),
+            ({"cpu": 2}, "unknown key 'cpu'"),
+        ],
+    )
+    def test_numbers_that_make_no_sense(self, wrong: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            Scaling.from_json(wrong)
 
 
 class Context:
@@ -279,6 +323,7 @@ def test_the_program_says_what_is_wrong(tmp_path: Path) -> None:
     for arguments, said in (
         (("--repository", str(tmp_path / "none")), "is not a directory"),
         (("--repository", str(tmp_path), "--min-replicas", "0"), "min_replicas is 0"),
+        (("--repository", str(tmp_path), "--max-replicas", "0"), "max_replicas 0"),
     ):
         done = _program(*arguments)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False)

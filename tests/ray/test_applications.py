@@ -11,7 +11,9 @@ import pytest
 import yaml
 from artifacts import write_mlp
 
+from bf16kit.errors import ConfigError
 from service.models.directory import Directory
+from service.models.plan import Wish
 from service.process.config import ServerConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # what Ray and its libraries warn of is theirs
@@ -30,26 +32,26 @@ def _deployment(repository: Path, **scaling: Any) -> Any:
     from deploy.ray.placement import place
     from deploy.ray.settings import Scaling
 
-    config = applications.described(ServerConfig(repository=repository), 1.0)
-    placed = place(Directory(repository).wish("a"))
-    return placed, applications.deployment(placed, Scaling(**scaling), config)._deployment_config, config
+    placed = place(Directory(repository).wish("a"), ServerConfig(repository=repository, drain_seconds=7))
+    return applications.deployment(placed, Scaling(**scaling))._deployment_config
 
 
 def test_replicas_are_as_many_as_requests_in_flight_ask_for(repository: Path) -> None:
-    _, told, _ = _deployment(repository, min_replicas=1, max_replicas=5, target=8)
+    told = _deployment(repository, min_replicas=1, max_replicas=5, target=8)
     assert told.autoscaling_config.max_replicas == 5
     assert told.autoscaling_config.target_ongoing_requests == 8
     assert told.max_ongoing_requests == 32
     assert told.max_surge_percent == 25
+    assert told.graceful_shutdown_timeout_s == 7
 
 
 def test_with_as_many_at_most_as_at_least_their_number_is_fixed(repository: Path) -> None:
-    _, told, _ = _deployment(repository, min_replicas=3, max_replicas=3)
+    told = _deployment(repository, min_replicas=3, max_replicas=3)
     assert (told.num_replicas, told.autoscaling_config) == (3, None)
 
 
 def test_one_per_node_leaves_no_room_for_one_more(repository: Path) -> None:
-    _, told, _ = _deployment(repository, per_node=1)
+    told = _deployment(repository, per_node=1)
     assert told.max_surge_percent == 0
 
 
@@ -58,6 +60,46 @@ def test_a_replica_has_a_thread_for_each_of_its_processors(repository: Path) -> 
 
     assert applications.described(ServerConfig(repository=repository), 4.0)["threads"] == 4
     assert applications.described(ServerConfig(repository=repository, threads=2), 4.0)["threads"] == 2
+
+
+def test_what_is_reserved_bounds_the_replica_that_is_started(repository: Path) -> None:
+    """Said in Ray's configuration, too, where nobody has to reckon it again."""
+    from deploy.ray import applications
+    from deploy.ray.placement import place
+    from deploy.ray.settings import Scaling
+
+    config, wish = ServerConfig(repository=repository), Directory(repository).wish("a")
+    told = applications.all_of(config, Scaling(), {"a": wish})["bf16kit.a"]
+    for arguments in (told, {"config": {"repository": str(repository)}, "model": "a"}):
+        deployed = applications.model(arguments)._bound_deployment
+        reserved = deployed._replica_config.ray_actor_options["memory"]
+        given, wished = deployed._replica_config.init_args
+        assert reserved == place(wish, config).memory
+        assert given["max_request_bytes"] == reserved // 4 == told["config"]["max_request_bytes"]
+        assert Wish.from_json(wished).plans[0].serving.shadow.reference_memory_bytes
+
+
+def test_the_front_keeps_to_what_is_reserved_for_it(repository: Path) -> None:
+    from deploy.ray import applications
+
+    deployed = applications.front({"config": {"repository": str(repository)}})._bound_deployment
+    reserved = deployed._replica_config.ray_actor_options["memory"]
+    assert deployed._replica_config.init_args[0]["max_request_bytes"] <= reserved // 4
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "config: 'repository' is missing"),
+        ({"repository": ".", "grpc_prot": 1}, "unknown key 'grpc_prot'"),
+        ({"repository": ".", "workers": 2}, "workers is 2, which does not go with Ray"),
+    ],
+)
+def test_a_configuration_file_that_was_changed_by_hand_is_read_as_closely(config: dict[str, Any], said: str) -> None:
+    from deploy.ray import applications
+
+    with pytest.raises(ConfigError, match=said):
+        applications.model({"config": config, "model": "a"})
 
 
 def test_rays_own_configuration_of_it_is_one_that_ray_takes(repository: Path) -> None:

@@ -27,6 +27,7 @@ def test_a_replica_takes_no_more_than_it_is_placed_by(served: Served, repository
     """With its reference at work, which is in a process of its own."""
     from deploy.ray.placement import place
     from service.models.directory import Directory
+    from service.process.config import ServerConfig
 
     def sampled() -> bool:
         for _ in range(50):
@@ -34,7 +35,7 @@ def test_a_replica_takes_no_more_than_it_is_placed_by(served: Served, repository
         return _measured(served) > 0
 
     until(sampled, 60, "a sample that is measured")
-    placed = place(Directory(repository).wish("mlp"))
+    placed = place(Directory(repository).wish("mlp"), ServerConfig(repository=repository))
     assert not placed.refused
     held = [_held(pid) for pid in replicas("mlp")]
     assert held
@@ -46,10 +47,12 @@ def test_a_replica_of_a_larger_artifact_takes_more(repository: Path, tmp_path: P
 
     from deploy.ray.placement import place
     from service.models.directory import Directory
+    from service.process.config import ServerConfig
 
     written = write_mlp(tmp_path / "large" / "1", width=1024)
     weights = sum(entry.bytes for name, entry in written.manifest.files.items() if name.startswith("weights."))
     large, small = (
-        place(Directory(root).wish(name)).memory for root, name in ((tmp_path, "large"), (repository, "mlp"))
+        place(Directory(root).wish(name), ServerConfig(repository=root)).memory
+        for root, name in ((tmp_path, "large"), (repository, "mlp"))
     )
     assert large - small >= 3 * weights  # itself, and its reference of twice the size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -161,6 +163,22 @@ class TestStreams:
 
     def test_an_empty_one(self, served: Served) -> None:
         assert self._answers(served) == []
+
+    def test_one_whose_client_is_silent_is_ended(self, served: Served) -> None:
+        """From the first request on: it may have asked for nothing yet."""
+        for first in ((), (request(),)):
+            silent = threading.Event()
+
+            def requests(first: tuple[bytes, ...] = first, silent: threading.Event = silent) -> Iterator[bytes]:
+                yield from first
+                silent.wait(60)
+
+            call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call(requests(), timeout=50))
+            silent.set()
+            assert ended.value.code() is StatusCode.CANCELLED
+            assert "no request has come in this stream for 6 s" in str(ended.value.details())
 
     def test_one_that_its_client_leaves_gives_its_place_back(self, served: Served) -> None:
         call: Any = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")

@@ -1,0 +1,108 @@
+"""What a replica has of its node: what is reserved for it, and the bounds that follow from that."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifacts import write_mlp
+
+from deploy.ray.placement import REFERENCE_PROCESS_BYTES, Place, place
+from service.models.directory import Directory
+from service.process.config import ServerConfig
+from service.process.memory import for_requests
+from service.shadow.memory import fp32_bytes
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("BF16KIT_MAX"):
+            monkeypatch.delenv(name)
+
+
+def placed(root: Path, serving: str = "", **given: Any) -> Place:
+    if not (root / "m").exists():
+        write_mlp(root / "m" / "1")
+    (root / "m" / "serving.yaml").write_text(serving)
+    return place(Directory(root).wish("m"), ServerConfig(repository=root, **given))
+
+
+def bound(found: Place) -> int | None:
+    return found.wish.plans[0].serving.shadow.reference_memory_bytes
+
+
+def test_requests_get_a_quarter_of_what_is_reserved(tmp_path: Path) -> None:
+    """As of a container, of which several replicas may share one."""
+    from bf16kit.controlgroup import Memory
+
+    found = placed(tmp_path)
+    assert found.config.max_request_bytes == for_requests(Memory(found.memory, 0)) < 512 * MIB
+    assert found.config.max_message_bytes == 64 * MIB
+
+
+def test_of_a_replica_that_has_much_they_get_what_they_get_anywhere(tmp_path: Path) -> None:
+    found = placed(tmp_path, f"shadow: {{reference_memory_bytes: {8 << 30}}}")
+    assert found.memory > 8 << 30
+    assert found.config.max_request_bytes == 512 * MIB
+
+
+def test_what_was_asked_for_stays_and_is_reserved(tmp_path: Path) -> None:
+    default = placed(tmp_path)
+    base = default.memory - default.config.max_request_bytes
+    more = placed(tmp_path, max_request_bytes=2 << 30)
+    assert more.config.max_request_bytes == 2 << 30
+    assert more.memory == base + (2 << 30)
+    alone = placed(tmp_path, max_request_bytes=8 * MIB, max_message_bytes=256 * MIB)
+    assert alone.memory == base + 256 * MIB, "one request is let in however large it is"
+
+
+def test_a_reference_may_take_what_is_reserved_for_it(tmp_path: Path) -> None:
+    measured, unmeasured = placed(tmp_path), placed(tmp_path, "shadow: {rate: 0}")
+    own = bound(measured)
+    assert own is not None
+    manifest_bytes = fp32_bytes(write_mlp(tmp_path / "same" / "1").manifest)
+    assert own > 1.33 * manifest_bytes
+    freed = measured.memory - measured.config.max_request_bytes
+    freed -= unmeasured.memory - unmeasured.config.max_request_bytes
+    assert freed == own + REFERENCE_PROCESS_BYTES
+    assert bound(unmeasured) is None
+
+
+def test_what_the_operator_gives_a_reference_is_reserved(tmp_path: Path) -> None:
+    default, given = placed(tmp_path), placed(tmp_path, f"shadow: {{reference_memory_bytes: {900 * MIB}}}")
+    assert bound(given) == 900 * MIB
+    more = given.memory - given.config.max_request_bytes - default.memory + default.config.max_request_bytes
+    assert more == 900 * MIB - (bound(default) or 0)
+
+
+def test_the_reference_of_another_server_takes_its_memory_there(tmp_path: Path) -> None:
+    here, there = placed(tmp_path), placed(tmp_path, "shadow: {reference: 'grpc://other:8001/m'}")
+    assert bound(there) is None
+    saved = here.memory - here.config.max_request_bytes - there.memory + there.config.max_request_bytes
+    assert saved == bound(here), "and who asks it is a process here"
+
+
+def test_one_that_answers_in_fp32_when_bf16_drifts_has_room_for_that(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "m" / "1", width=512)
+    alerts, falls = placed(tmp_path), placed(tmp_path, "fallback: fp32")
+    assert falls.memory - alerts.memory >= 1.33 * 2 * 512 * 512 * 4
+
+
+def test_what_was_placed_is_placed_alike_again(tmp_path: Path) -> None:
+    """Ray's configuration file has what was found, and it is read where the application is built."""
+    first = placed(tmp_path)
+    config = ServerConfig(**first.config.model_dump(mode="json"))
+    assert place(first.wish, config).memory == first.memory
+
+
+def test_what_cannot_be_opened_has_a_place(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    found = placed(tmp_path)
+    assert found.refused
+    assert found.memory > 0
+    assert found.wish.plans
