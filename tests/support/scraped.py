@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from promql import grouped, selectors
 
 SCRAPE = {"job", "instance"}  # the labels that Prometheus adds to every series
+CLUSTER = {"namespace", "service"}  # and those that it adds where the operator of Kubernetes has configured it
 ITS_OWN = {"up": SCRAPE, "ALERTS": {"alertname", "alertstate", "severity", "model", "version", *SCRAPE}}
 
 
@@ -35,9 +36,9 @@ class Scraped:
                 wrong.append(f"no metric {selector.metric}")
                 continue
             known |= labels
-            wrong += [f"no label {label} of {selector.metric}" for label in sorted(selector.labels - labels)]
+            wrong += [f"no label {label} of {selector.metric}" for label in sorted(selector.labels - labels - CLUSTER)]
             for label, value in selector.equals.items():
                 there = self.values.get((selector.metric, label), set())
                 if label not in free and label in labels and there and value not in there:
                     wrong.append(f"no {label}={value!r} of {selector.metric}, only {sorted(there)}")
-        return wrong or [f"no label {label} to group by" for label in sorted(grouped(expression) - known)]
+        return wrong or [f"no label {label} to group by" for label in sorted(grouped(expression) - known - CLUSTER)]
