@@ -160,7 +160,7 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; each skips with the reason
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
 
 test-compose: setup ## bring compose.yaml up on a Docker engine, ask it, restart it, break it, read what Prometheus says
-	$(BIN)/pytest -m compose tests/compose tests/deploy --durations=10 $(PYTEST_ARGS)
+	$(BIN)/pytest -m compose tests/compose tests/deploy tests/bench/deployment --durations=10 $(PYTEST_ARGS)
 
 # kubectl and helm are in a package of another project, for Linux on x86-64. Where it cannot be had their tests skip and say so.
 KUBERNETES := build/kubernetes

@@ -64,10 +64,20 @@ def serving(image: str, repository: Path) -> Iterator[Container]:
         address = docker("port", container, "8001/tcp").splitlines()[0]
         _wait(address, container)
         started = time.perf_counter() - began
-        cpu = cpu_seconds(int(docker("inspect", "--format", "{{.State.Pid}}", container)))
-        yield Container(container, started, cpu or float("nan"))
+        yield Container(container, started, _used(container))
     finally:
         docker("rm", "--force", container)
+
+
+def _used(container: str) -> float:
+    """Processor seconds of the container's processes so far; NaN where they are not to be seen from here."""
+    process = int(docker("inspect", "--format", "{{.State.Pid}}", container))
+    try:
+        # Of an engine in a virtual machine the number is another process here, or none; it is 0 when a container ended.
+        seen = container in Path(f"/proc/{process}/cgroup").read_text("utf-8")
+    except OSError:
+        seen = False
+    return cpu_seconds(process) if seen else float("nan")
 
 
 def _wait(address: str, container: str) -> None:
@@ -89,6 +99,11 @@ def layer_bytes(image: str) -> list[int]:
     """Of what the Dockerfile lays over its base, the lowest first, as the engine counts it."""
     lines = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", image).splitlines()
     return [int(line.split(" ", 1)[0]) for line in reversed(lines) if "COPY /layer" in line]
+
+
+def image_bytes(image: str) -> int:
+    """All of it, the base included. Not the base's own: BuildKit pulls it without giving its name to an image here."""
+    return int(docker("inspect", "--format", "{{.Size}}", image))
 
 
 def forget(image: str, *others: Path) -> bool:

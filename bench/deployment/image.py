@@ -9,16 +9,17 @@ the model are taken out of the page cache before; the engine's own programs stay
 from __future__ import annotations
 
 import json
+import math
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 from bench.core.machine import ROOT
 from bench.core.results import Measurement, Result
 from bench.core.workspace import Workspace
-from bench.deployment.containers import answers, docker, forget, layer_bytes, serving
+from bench.deployment.containers import answers, docker, forget, image_bytes, layer_bytes, serving
 
 BASE = "python:3.11-slim-bookworm"
 _MB_AT_MOST = 350.0
@@ -49,25 +50,15 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     index = ("--build-arg", f"PIP_EXTRA_INDEX_URL={os.environ.get('PIP_EXTRA_INDEX_URL', '')}")
     docker("build", "--quiet", "--target", "server", "--tag", image, *index, str(ROOT))
     try:
-        sizes = [size / 1e6 for size in layer_bytes(image)]
+        layers, whole = layer_bytes(image), image_bytes(image)
         cold, warm, cpu = _starts(image, repository, starts)
         with serving(image, repository) as container:
             health = json.loads(docker("exec", container.id, "python", "-c", _HEALTH, str(checks)))
     finally:
         docker("rmi", "--force", image)
-    walls, used = zip(*health, strict=True)
     return Result(
         "image",
-        (
-            Measurement("server without torch, beyond its base", sum(sizes), "MB", at_most=_MB_AT_MOST),
-            Measurement("its base", int(docker("inspect", "--format", "{{.Size}}", BASE)) / 1e6, "MB"),
-            *(Measurement(f"layer {number} of {len(sizes)}", size, "MB") for number, size in enumerate(sizes, 1)),
-            *_told("page cache cold", cold),
-            *_told("page cache warm", warm),
-            Measurement("processor time of the container until then", median(cpu), "s"),
-            Measurement("bf16-serve health within the container", median(walls), "s"),
-            Measurement("processor time of that", median(used), "s"),
-        ),
+        (*sizes(layers, whole), *times(cold, warm, cpu), *checked(health)),
         settings={
             "starts": starts,
             "health_checks": checks,
@@ -75,6 +66,33 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
             "base": BASE,
         },
     )
+
+
+def sizes(layers: Sequence[int], whole: int) -> Iterator[Measurement]:
+    """Of an image of ``whole`` bytes, of which the Dockerfile's own ``layers`` are so many each."""
+    own = sum(layers)
+    yield Measurement("server without torch, beyond its base", own / 1e6, "MB", at_most=_MB_AT_MOST)
+    yield Measurement("its base", (whole - own) / 1e6, "MB")
+    for number, size in enumerate(layers, 1):
+        yield Measurement(f"layer {number} of {len(layers)}", size / 1e6, "MB")
+
+
+def times(cold: Sequence[float], warm: Sequence[float], cpu: Sequence[float]) -> Iterator[Measurement]:
+    """Of starts: seconds until SERVING, and processor seconds until then, NaN where those were not to be seen."""
+    yield from _told("page cache cold", cold)
+    yield from _told("page cache warm", warm)
+    name, seen = "processor time of the container until then", [used for used in cpu if not math.isnan(used)]
+    if len(seen) < len(cpu):
+        yield Measurement(name, math.nan, "s", absent="the engine's processes are not to be seen from here")
+    else:
+        yield Measurement(name, median(seen), "s")
+
+
+def checked(health: Sequence[Sequence[float]]) -> Iterator[Measurement]:
+    """Of health checks: wall and processor seconds of each."""
+    walls, used = zip(*health, strict=True)
+    yield Measurement("bf16-serve health within the container", median(walls), "s")
+    yield Measurement("processor time of that", median(used), "s")
 
 
 def _starts(image: str, repository: Path, times: int) -> tuple[list[float], list[float], list[float]]:
@@ -95,10 +113,10 @@ def _starts(image: str, repository: Path, times: int) -> tuple[list[float], list
     return cold, warm, cpu
 
 
-def _told(what: str, seconds: list[float]) -> Iterator[Measurement]:
+def _told(what: str, seconds: Sequence[float]) -> Iterator[Measurement]:
     name = f"docker run to SERVING with MiniLM, {what}"
     if not seconds:
-        yield Measurement(name, float("nan"), "s", _READY_AT_MOST_S, absent="needs root, and layers as directories")
+        yield Measurement(name, math.nan, "s", _READY_AT_MOST_S, absent="needs root, and layers as directories")
         return
     yield Measurement(name, median(seconds), "s", _READY_AT_MOST_S)
     yield Measurement(f"fastest start, {what}", min(seconds), "s")
