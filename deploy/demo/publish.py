@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ MODEL = "minilm"
 
 
 class PublishFailed(Exception):
-    """``bf16-convert`` ended with another exit code than 0; a message of its own is on the terminal."""
+    """``bf16-convert`` ended with another exit code than 0 (its message is above), or a file cannot be written."""
 
 
 def publish(repository: Path) -> Path:
@@ -36,8 +35,18 @@ def publish(repository: Path) -> Path:
     result = subprocess.run([*command, "--samples", "minilm:calibration"], env=environment, check=False)
     if result.returncode != 0:
         raise PublishFailed(why(result.returncode))
-    shutil.copyfile(HERE / "serving.yaml", target.parent / "serving.yaml")
+    serve_as_the_demo(target.parent)
     return target
+
+
+def serve_as_the_demo(model: Path) -> None:
+    """Write ``serving.yaml`` of ``model``, at once: by it :func:`main` knows that everything is there."""
+    part, whole = model / ".serving.yaml.part", model / "serving.yaml"
+    try:
+        part.write_bytes((HERE / "serving.yaml").read_bytes())
+        part.replace(whole)
+    except OSError as error:
+        raise PublishFailed(f"{whole} cannot be written: {error.strerror}") from None
 
 
 def why(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) -> str:
@@ -70,4 +79,6 @@ def main(repository: Path) -> int:
 
 
 if __name__ == "__main__":
+    # Process 1 of a container heeds no signal without a handler of its own: `docker compose stop` would wait, and kill.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(Path(sys.argv[1])))
