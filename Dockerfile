@@ -53,7 +53,8 @@ FROM build AS package
 COPY --from=wheel /wheel /wheel
 COPY constraints.txt ./
 COPY deploy/image/finish.py deploy/image/
-RUN pip --python /opt/bf16kit/bin/python install --no-deps --no-index --find-links /wheel --root /layer bf16kit \
+RUN pip --python /opt/bf16kit/bin/python install --no-deps --no-index --no-warn-script-location \
+    --find-links /wheel --root /layer bf16kit \
     # /models is made here because a new named volume takes the owner of the directory it is mounted over.
     && mkdir -p /layer/models && chown 10001:10001 /layer/models \
     && python3 deploy/image/finish.py /opt/bf16kit --under /layer

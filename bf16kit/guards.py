@@ -15,15 +15,16 @@ _MAX_MANIFEST = 256 << 20  # bytes; a manifest of a very large model is a few MB
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the artifact in ``path``; :class:`ArtifactError` or its kin where there is none that is sound."""
-    if not path.is_dir():
-        what = "not a directory, as an artifact is" if path.exists() else "no such directory"
-        raise ArtifactError(f"{path}: {what}")
     where = path / MANIFEST
-    if not where.is_file():
-        raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
-    _check_inside(path, MANIFEST)
-    with readable(where), where.open("rb") as file:
-        data = file.read(_MAX_MANIFEST + 1)
+    with readable(where):
+        if not path.is_dir():
+            what = "not a directory, as an artifact is" if path.exists() else "no such directory"
+            raise ArtifactError(f"{path}: {what}")
+        if not where.is_file():
+            raise ArtifactError(f"{path}: not an artifact, it has no {MANIFEST}")
+        _check_inside(path, MANIFEST)
+        with where.open("rb") as file:
+            data = file.read(_MAX_MANIFEST + 1)
     if len(data) > _MAX_MANIFEST:
         raise ArtifactError(f"{where}: larger than {_MAX_MANIFEST >> 20} MiB, not a manifest")
     return Manifest.loads(data, where)
@@ -31,13 +32,15 @@ def read_manifest(path: Path) -> Manifest:
 
 def check_file(path: Path, name: str, entry: FileEntry) -> None:
     """Guards before a file is read: a plain name, there, not a link out, a regular file, of the size said."""
-    _check_inside(path, name)
     with readable(path / name):
+        _check_inside(path, name)
         found = (path / name).stat()
     if not stat.S_ISREG(found.st_mode):
         raise ArtifactError(f"{path / name}: not a regular file")
     if found.st_size != entry.bytes:
-        raise ArtifactDamaged(f"{path / name}: {found.st_size} bytes, the manifest says {entry.bytes}")
+        raise ArtifactDamaged(
+            f"{path / name}: {found.st_size} bytes, the manifest says {entry.bytes}; copy or convert the artifact again"
+        )
 
 
 def _check_inside(path: Path, name: str) -> None:

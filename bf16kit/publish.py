@@ -22,6 +22,7 @@ from bf16kit.errors import ArtifactExists, Bf16kitError, UsageError
 from bf16kit.manifest import MANIFEST, FileEntry, Manifest, plain_name
 from bf16kit.rename import exchange, rename_new
 from bf16kit.weightfile import WeightWriter
+from bf16kit.wording import refused
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -137,7 +138,7 @@ def _parents(target: Path) -> Iterator[tuple[Path, ...]]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{target.parent}: cannot be created ({error.strerror})") from None
+        raise UsageError(f"{target.parent}: cannot be created ({refused(error)})") from None
     try:
         yield made
     finally:
@@ -161,8 +162,8 @@ def _explained(target: Path) -> Iterator[None]:
                 f"{target}: disk full ({free >> 20} MiB free), nothing was published; free some space, or choose a"
                 " directory on another disk"
             ) from error
-        if code in _DENIED and _below(error, target.parent):
-            raise UsageError(f"{target}: cannot be written ({os.strerror(code or 0)})") from error
+        if isinstance(error, OSError) and code in _DENIED and _below(error, target.parent):
+            raise UsageError(f"{target}: cannot be written ({refused(error)})") from error
         raise
 
 

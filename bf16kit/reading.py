@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bf16kit.entries import Segment
 from bf16kit.errors import ArtifactDamaged, Bf16kitError
+from bf16kit.wording import refused
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ArtifactDamaged(f"{path}: missing or unreadable ({error.strerror})") from None
+        raise ArtifactDamaged(f"{path}: missing or unreadable ({refused(error)})") from None
 
 
 def read_segment(path: Path, segment: Segment, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
@@ -46,7 +47,7 @@ def read_bounded(path: Path, most: int, error: type[Bf16kitError], why: str, *, 
         with path.open("rb") as file:
             data = file.read(most + 1)
     except OSError as failure:
-        raise error(f"{where}: cannot be read: {failure.strerror or failure}") from None
+        raise error(f"{where}: cannot be read: {refused(failure)}") from None
     if len(data) > most:
         raise error(f"{where}: larger than {most >> 20} MiB, {why}")
     return data

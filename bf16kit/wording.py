@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -46,6 +47,12 @@ def without_long_words(text: str) -> str:
 def first_line(error: Exception) -> str:
     """What ``error`` says first, or else what it is."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def refused(error: OSError) -> str:
+    """What the system said, and to whom where rights are the reason: who runs in a container seldom made the files."""
+    said = error.strerror or str(error)
+    return f"{said} to user {os.geteuid()}" if isinstance(error, PermissionError) else said
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:

@@ -112,6 +112,7 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from bf16kit import controlgroup
     from bf16kit.runtime import kernel
     from service.process.config import load_config
+    from service.process.environment import unread
     from service.process.files import allow_open_files
     from service.process.heap import bound_heap
     from service.process.logs import configure
@@ -127,6 +128,8 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when the first model has been read
     configure(config.log_level, config.log_format)
     announce(config, memory)
+    if ignored := unread(os.environ):
+        logging.getLogger(__name__).warning("%s", ignored)
     from service.app import run
 
     return run(config, stop)

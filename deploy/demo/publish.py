@@ -17,6 +17,7 @@ import minilm
 
 from bf16kit import controlgroup
 from bf16kit.controlgroup import Memory
+from bf16kit.wording import refused
 
 HERE = Path(__file__).parent
 MODEL = "minilm"
@@ -46,7 +47,7 @@ def serve_as_the_demo(model: Path) -> None:
         part.write_bytes((HERE / "serving.yaml").read_bytes())
         part.replace(whole)
     except OSError as error:
-        raise PublishFailed(f"{whole} cannot be written: {error.strerror}") from None
+        raise PublishFailed(f"{whole} cannot be written: {refused(error)}") from None
 
 
 def why(code: int, memory: Callable[[], Memory | None] = controlgroup.memory) -> str:
@@ -67,11 +68,15 @@ def program(name: str) -> str:
 
 def main(repository: Path) -> int:
     """Publish unless the repository already holds the model, so that starting again is quick."""
-    if (repository / MODEL / "serving.yaml").exists():  # written last
-        print(f"{repository / MODEL} is there already; remove the volume to convert again")
-        return 0
     try:
+        if (repository / MODEL / "serving.yaml").exists():  # written last
+            print(f"{repository / MODEL} is there already; remove the volume to convert again")
+            return 0
         publish(repository)
+    except PermissionError as failure:
+        remedy = f"let that user write to {repository}, or run as another (docker run --user)"
+        print(f"publish failed: {failure.filename}: {refused(failure)}; {remedy}", file=sys.stderr)
+        return 1
     except (PublishFailed, FileNotFoundError) as failure:
         print(f"publish failed: {failure}", file=sys.stderr)
         return 1
@@ -79,6 +84,8 @@ def main(repository: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python publish.py REPOSITORY")
     # Process 1 of a container heeds no signal without a handler of its own: `docker compose stop` would wait, and kill.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(Path(sys.argv[1])))

@@ -23,6 +23,7 @@ from service.models.repository import Repository
 from service.process import ports
 from service.process.config import ServerConfig, load_config
 from service.process.credentials import certificates_of, reference_ca_of, tokens_of
+from service.process.environment import unread
 from service.process.tokens import SCOPES
 from service.process.validity import valid_until
 from service.regions.files import check_system
@@ -74,6 +75,8 @@ class Checks:
             yield Finding("configuration", "failed", str(error))
             return
         yield Finding("configuration", "ok", _sources(flags, file))
+        if ignored := unread(os.environ):
+            yield Finding("environment", "note", ignored)
         yield _attempt("CPU kernel", _kernel)
         yield _attempt("TLS", lambda: _tls(config))
         yield _attempt("tokens", lambda: _tokens(config))

@@ -66,8 +66,9 @@ class Controller:
             self._tell({name: self._named(name) for name in self._start_up})
         if not self._wishes and self.mode != "explicit":
             _log.warning(
-                "repository %s is empty: serving, but not ready; put artifacts under <model>/<version>/%s",
+                "repository %s %s: serving, but not ready; put artifacts under <model>/<version>/%s",
                 self._directory.root,
+                self._directory.lack(),
                 " and restart" if self.mode == "none" else "",
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from bf16kit.errors import ConfigError, NotFound
 from bf16kit.manifest import MANIFEST
-from bf16kit.wording import quoted
+from bf16kit.wording import quoted, refused
 from service.models.plan import Plan, Wish
 from service.models.policy import Serving, load_serving
 
@@ -39,6 +40,14 @@ class Directory:
         """Of the models, whether or not they can be served. Raises ConfigError when the root cannot be listed."""
         return [d.name for d in directories_in(self.root) if _MODEL_NAME.fullmatch(d.name) and _may_be_model(d)]
 
+    def lack(self) -> str:
+        """Why there is nothing to serve, after "repository …"."""
+        if _holds_manifest(self.root):
+            return f"is an artifact itself, with its {MANIFEST}"
+        with contextlib.suppress(OSError):  # it was listed a moment ago
+            return "holds no model" if any(self.root.iterdir()) else "is empty"
+        return "cannot be listed any more"
+
     def holds(self, name: str) -> bool:
         return _MODEL_NAME.fullmatch(name) is not None and _may_be_model(self.root / name)
 
@@ -64,7 +73,7 @@ class Directory:
             try:
                 wish = wish_of(directory) if before is None else _finished(directory, before)
             except OSError as error:
-                seen.notes.append(f"{directory} cannot be read now: {error.strerror}")
+                seen.notes.append(f"{directory} cannot be read now: {refused(error)}")
                 wish = before or Wish(name)
             except ConfigError as error:
                 seen.notes.append(str(error))
@@ -79,7 +88,7 @@ def directories_in(root: Path) -> list[Path]:
     try:
         return [d for d in sorted(root.iterdir()) if d.is_dir() and not d.name.startswith(".")]
     except OSError as error:
-        raise ConfigError(f"repository {root}: cannot be listed: {error.strerror}") from None
+        raise ConfigError(f"repository {root}: cannot be listed: {refused(error)}") from None
 
 
 def versions_in(directory: Path) -> list[int]:
@@ -87,7 +96,7 @@ def versions_in(directory: Path) -> list[int]:
     try:
         return _versions_in(directory)
     except OSError as error:
-        raise ConfigError(f"{directory} is passed over: it cannot be listed: {error.strerror}") from None
+        raise ConfigError(f"{directory} is passed over: it cannot be listed: {refused(error)}") from None
 
 
 def wish_of(directory: Path, change: Change | None = None) -> Wish:
@@ -112,9 +121,16 @@ def _finished(directory: Path, before: Wish) -> Wish:
 def _check(directory: Path, versions: list[int]) -> list[int]:
     if not _MODEL_NAME.fullmatch(directory.name):
         raise ConfigError(f"{directory} is passed over: a model's name has letters, digits and . _ + - only")
-    if not versions:
+    if versions:
+        return versions
+    if not _holds_manifest(directory):
         raise ConfigError(f"{directory} is passed over: it has no version directory (a positive integer)")
-    return versions
+    if _VERSION_NAME.fullmatch(directory.name):
+        whose = f"{directory.parent} is a model: the repository is the directory in which that lies"
+        raise ConfigError(f"{directory} is passed over: it is a version, and {whose}")
+    raise ConfigError(
+        f"{directory} is passed over: it is an artifact; put it into a version's directory, {directory / '1'}"
+    )
 
 
 def _wish(directory: Path, versions: list[int], change: Change | None = None) -> Wish:
@@ -151,6 +167,13 @@ def _stat(path: Path) -> os.stat_result:
         return path.stat()
     except FileNotFoundError:
         return path.lstat()
+
+
+def _holds_manifest(directory: Path) -> bool:
+    try:
+        return (directory / MANIFEST).is_file()
+    except OSError:  # the directory may be listed and not entered
+        return False
 
 
 def _may_be_model(directory: Path) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bf16kit.errors import ConfigError
+from bf16kit.wording import refused
 from service.process.files import Watched
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def _read(key: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{key} {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{key} {path}: cannot be read: {refused(error)}") from None
 
 
 def _reason(error: Exception) -> str:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from bf16kit.errors import ConfigError
+from bf16kit.wording import refused
 
 ENV_PREFIX = "BF16KIT_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine's programs reach
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
+
+
+_REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: nothing else has no default"
 
 
 class ServerConfig(BaseSettings):
@@ -24,15 +36,16 @@ class ServerConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
 
     repository: Path
-    host: str = Field(default="127.0.0.1", pattern=r"^[!-~]+$")  # printable ASCII: a name or an address
+    # A pattern is for programs: `description` says it to people.
+    host: str = Field(default="127.0.0.1", pattern=r"^[!-~]+$", description="a name or an address, in ASCII")
     grpc_port: Port = 8001
     http_port: Port = 8002
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     workers: int = Field(default=1, ge=1, le=64)  # processes that share the gRPC port
 
     model_control: Literal["none", "poll", "explicit"] = "none"
     poll_seconds: float = Field(default=15.0, ge=1, le=86_400)  # between two looks at the repository
-    load_model: tuple[str, ...] = ()  # that explicit control starts with; "*" alone: all
+    load_model: Annotated[tuple[str, ...], NoDecode] = ()  # that explicit control starts with; "*" alone: all
 
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
     max_in_flight: int = Field(default=256, ge=1)  # requests; more than this are refused at the door
@@ -53,7 +66,10 @@ class ServerConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     trace_exporter: Literal["none", "otlp"] = "none"
-    trace_endpoint: str = Field(default="", pattern=r"^(https?://[!-~]+)?$")  # of a collector; "": as OTEL_… says
+    # Of a collector; "": as OTEL_… says.
+    trace_endpoint: str = Field(
+        default="", pattern=r"^(https?://[!-~]+)?$", description="http://HOST:PORT or https://…"
+    )
     trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
     change_settings: bool = False  # of log and traces, by RPC; they can be read in any case
     evidence: bool = False  # a live sample of the newest breach is kept in memory, for whoever may manage
@@ -63,12 +79,16 @@ class ServerConfig(BaseSettings):
     tls_client_ca: Path | None = None  # clients show certificates of this authority
     reference_ca: Path | None = None  # PEM: who certifies servers that give fp32 answers over TLS; None: gRPC's roots
     token_file: Path | None = None  # lines of "token scope[,scope]"
-    token_free: tuple[Literal["health", "reflection"], ...] = ("health",)  # what needs no token on the gRPC port
+    # What needs no token on the gRPC port.
+    token_free: Annotated[tuple[Literal["health", "reflection"], ...], NoDecode] = ("health",)
     grpc_socket: Path | None = None  # a Unix socket to listen on as well
     compress: bool = False  # responses, for clients that take gzip
 
     shared_memory: bool = False  # clients of this machine may register parts of /dev/shm
-    shared_memory_prefix: str = Field(default="bf16kit", pattern=r"^[^/\x00]*$")  # of the names of its files
+    # Of the names of its files.
+    shared_memory_prefix: str = Field(
+        default="bf16kit", pattern=r"^[^/\x00]*$", description="the start of a name, no /"
+    )
     shared_memory_max_regions: int = Field(default=1024, ge=1, le=16_384)
     shared_memory_max_bytes: int = Field(default=1 << 30, ge=1)  # of all regions together
 
@@ -94,6 +114,19 @@ class ServerConfig(BaseSettings):
         if value == "":
             raise ValueError("give the path of a file, or leave the key out")
         return value
+
+    @field_validator("load_model", "token_free", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """In a variable a list is a,b or ["a", "b"]."""
+        if not isinstance(value, str):
+            return value
+        if not value.lstrip().startswith("["):
+            return tuple(each.strip() for each in value.split(","))
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError("""give names with commas between them, or a list in JSON: ["a", "b"]""") from None
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
@@ -152,10 +185,13 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return init_settings, env_settings, InitSettingsSource(settings_cls, written)
 
+    given = {key: value for key, value in flags.items() if value not in (None, ())}
     try:
-        config = Layered(**{key: value for key, value in flags.items() if value not in (None, ())})
+        config = Layered(**given)
     except ValidationError as error:
-        raise ConfigError(explain(error, ServerConfig, _where(error, file))) from None
+        said = explain(error, ServerConfig, _where(error, given, file, written))
+        nowhere = error.errors()[0]["type"] == "missing"
+        raise ConfigError(f"{said}; give {_REPOSITORY}" if nowhere else said) from None
     if not config.repository.is_dir():
         raise ConfigError(
             f"repository {str(config.repository)!r} is not a directory; create it, or give another with --repository"
@@ -163,9 +199,15 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
     return config
 
 
-def _where(error: ValidationError, file: Path | None) -> str:
-    """Only the file can bring an unknown key; a bad value may come from any of the sources."""
-    return str(file) if error.errors()[0]["type"] == "extra_forbidden" else "configuration"
+def _where(error: ValidationError, flags: Mapping[str, Any], file: Path | None, written: Mapping[str, Any]) -> str:
+    """What to mend: the variable, or the file, that brought the bad value or the unknown key."""
+    key = str(next(iter(error.errors()[0]["loc"]), ""))
+    variable = ENV_PREFIX + key.upper()
+    if key in flags:
+        return "configuration"
+    if key in ServerConfig.model_fields and os.environ.get(variable):
+        return f"{variable} in the environment"
+    return str(file) if key in written else "configuration"
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
@@ -173,7 +215,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{file}: cannot be read: {refused(error)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8; 2001-99-99 is no date
         raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
@@ -193,6 +235,9 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     if first["type"] == "missing":
         return f"{where}: {key!r} is missing"
     message = first["msg"].removeprefix("Value error, ")
+    field = model.model_fields.get(key)
+    if first["type"] == "string_pattern_mismatch" and field is not None and field.description:
+        message = f"give {field.description}"
     if not key:  # keys that do not go together
         return f"{where}: {message}"
     return f"{where}: {key!r} is {first['input']!r}: {message[0].lower()}{message[1:]}"

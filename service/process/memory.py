@@ -9,6 +9,7 @@ from service.process.config import ServerConfig
 
 _log = logging.getLogger(__name__)
 PART = 4  # of the container's memory one is for requests and answers, of all workers together
+_LEAST_CONTAINER = 96 << 20  # in which a server that had no model, and its health check, went on
 _LEAST = 1 << 20  # bytes: a server that takes none is of no use
 
 
@@ -42,3 +43,10 @@ def announce(config: ServerConfig, memory: Memory | None) -> None:
             each,
             config.max_message_bytes,
         )
+        if memory.limit < _LEAST_CONTAINER:
+            _log.warning(
+                "memory: %.0f MB are too little for a server, even without a model: the system may end it at any time;"
+                " give the container %.0f MB and what its models take (docker run --memory, resources.limits.memory)",
+                memory.limit / 1e6,
+                _LEAST_CONTAINER / 1e6,
+            )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import publish
 import pytest
-from publish import why
+from othersfiles import closed, open_place
+from publish import main, why
 from waiting import until
 
 from bf16kit.controlgroup import Memory
@@ -54,3 +55,13 @@ def test_a_conversion_that_is_stopped_takes_its_converter_with_it_and_publishes_
             started.kill()
     assert not Path(f"/proc/{converter}").exists()
     assert not (tmp_path / "minilm" / "serving.yaml").exists()
+
+
+def test_a_volume_of_another_user_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_place() as place, closed(place) as user:
+        assert main(place) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        f"publish failed: {place / 'minilm' / 'serving.yaml'}: Permission denied to user {user}; let that user write to"
+        f" {place}, or run as another (docker run --user)\n"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 
-from bf16kit.wording import brief, quoted, without_long_words
+from bf16kit.wording import brief, quoted, refused, without_long_words
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,12 @@ def test_what_a_peer_sent_is_quoted_from_its_start_only() -> None:
     assert quoted("it's\n") == '"it\'s\\n"'
     assert quoted("n" * 100) == f"'{'n' * 100}'"
     assert quoted("\0" * (64 << 20)) == "'" + "\\x00" * 100 + "'…"
+
+
+def test_whom_the_system_refuses_is_told_where_rights_are_the_reason() -> None:
+    assert refused(PermissionError(13, "Permission denied")) == f"Permission denied to user {os.geteuid()}"
+    assert refused(OSError(30, "Read-only file system")) == "Read-only file system"
+    assert refused(OSError("no number")) == "no number"
 
 
 def test_a_long_word_costs_no_time() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +47,24 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: 
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_misspelt_variable_is_a_warning_of_the_servers_log(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # which ends it at once
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "service", "--repository", str(tmp_path), "--http-port", "0", "--grpc-port", port],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "BF16KIT_HTTP_PROT": "9000"},
+        )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "nothing reads" in line]
+    assert (
+        " WARNING service.cli: nothing reads 'BF16KIT_HTTP_PROT' (BF16KIT_HTTP_PORT?), which the environment has"
+        in line
+    )
 
 
 def test_a_kernel_path_that_is_none_ends_it_at_the_start(tmp_path: Path) -> None:

@@ -81,7 +81,14 @@ def test_the_environment_is_a_source_too(repository: Path, run: Run, monkeypatch
     monkeypatch.setenv("BF16KIT_MAX_STREAMS", "0")
     result = run("check", "--repository", repository)
     assert result.exit_code == 1
-    assert "failed  configuration: configuration: 'max_streams' is '0'" in result.stdout
+    assert "failed  configuration: BF16KIT_MAX_STREAMS in the environment: 'max_streams' is '0'" in result.stdout
+
+
+def test_a_misspelt_variable_is_a_note(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BF16KIT_MAX_STREAM", "9")
+    result = run("check", "--repository", repository, *ANY_PORT, "--no-load")
+    assert result.exit_code == 0
+    assert "note    environment: nothing reads 'BF16KIT_MAX_STREAM' (BF16KIT_MAX_STREAMS?)" in result.stdout
 
 
 def test_a_kernel_path_that_is_none(repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

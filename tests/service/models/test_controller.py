@@ -116,6 +116,29 @@ def test_an_empty_repository_is_told_of_unless_nothing_is_expected_of_it(
     assert "restart" not in caplog.messages[-1]
 
 
+def test_an_artifact_at_the_wrong_depth_is_told_with_where_it_belongs(
+    control: Control, tmp_path: Path, artifact: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a newcomer mounts: the model, or a version of it, instead of the repository; or a model without versions."""
+    shutil.copytree(artifact, tmp_path / "1")
+    control("none").begin()
+    assert caplog.messages == [
+        f"{tmp_path / '1'} is passed over: it is a version, and {tmp_path} is a model: the repository is the"
+        " directory in which that lies",
+        f"repository {tmp_path} holds no model: serving, but not ready; put artifacts under <model>/<version>/"
+        " and restart",
+    ]
+    (tmp_path / "1").rename(tmp_path / "mlp")
+    caplog.clear()
+    control("none").begin()
+    assert caplog.messages[0].endswith(
+        f"it is an artifact; put it into a version's directory, {tmp_path / 'mlp' / '1'}"
+    )
+    shutil.copytree(tmp_path / "mlp", tmp_path, dirs_exist_ok=True)
+    control("none").begin()
+    assert f"repository {tmp_path} is an artifact itself, with its manifest.json: serving" in caplog.messages[-1]
+
+
 # --- poll -------------------------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_keys(tmp_path: Path
     ("flags", "message"),
     [
         ({"grpc_port": 70000}, "'grpc_port' is 70000: input should be less than or equal to 65535"),
-        ({"device": "tpu"}, "'device' is 'tpu'"),
+        ({"device": "tpu"}, "'device' is 'tpu': give auto, cpu, cuda or cuda:N"),
         ({"drain_seconds": -1}, "'drain_seconds' is -1"),
         ({"drain_seconds": float("inf")}, "'drain_seconds' is inf"),
         ({"host": ""}, "'host' is ''"),
@@ -76,7 +76,9 @@ def test_a_key_of_the_file_that_is_no_text_is_unknown_like_any_other(tmp_path: P
 
 
 def test_a_missing_repository_is_said() -> None:
-    with pytest.raises(ConfigError, match="'repository' is missing"):
+    with pytest.raises(
+        ConfigError, match="'repository' is missing; give --repository DIRECTORY, or BF16KIT_REPOSITORY"
+    ):
         load_config({})
 
 
@@ -116,3 +118,44 @@ def test_evidence_is_not_offered_to_a_network_without_tokens(tmp_path: Path) -> 
     for host in ("127.0.0.1", "::1", "localhost"):
         assert load_config({"repository": str(tmp_path), "evidence": True, "host": host}).evidence
     assert not load_config({"repository": str(tmp_path), "host": "0.0.0.0"}).evidence
+
+
+def test_a_bad_value_names_the_variable_or_the_file_that_brought_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "server.yaml", "http_port: 70000\n")
+    with pytest.raises(ConfigError, match=r"server\.yaml: 'http_port' is 70000"):
+        load_config({"repository": tmp_path}, file)
+    monkeypatch.setenv("BF16KIT_GRPC_PORT", "tcp://10.0.0.1:8001")
+    with pytest.raises(ConfigError, match=r"^BF16KIT_GRPC_PORT in the environment: 'grpc_port' is 'tcp://10"):
+        load_config({"repository": tmp_path})
+    with pytest.raises(ConfigError, match=r"^configuration: 'grpc_port' is -1"):  # the flag, which beats it
+        load_config({"repository": tmp_path, "grpc_port": -1})
+
+
+@pytest.mark.parametrize("text", ["minilm,other", " minilm , other ", '["minilm", "other"]'])
+def test_a_variable_has_a_list_with_commas_or_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("BF16KIT_LOAD_MODEL", text)
+    config = load_config({"repository": tmp_path, "model_control": "explicit"})
+    assert config.load_model == ("minilm", "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "LOAD_MODEL",
+            "[minilm",
+            "'load_model' is '\\[minilm': give names with commas between them, or a list in JSON",
+        ),
+        ("TOKEN_FREE", "health,metrics", "'token_free.1' is 'metrics': input should be 'health' or 'reflection'"),
+    ],
+)
+def test_a_list_that_is_none_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+) -> None:
+    monkeypatch.setenv(f"BF16KIT_{name}", text)
+    with pytest.raises(ConfigError, match=f"BF16KIT_{name} in the environment: {message}"):
+        load_config({"repository": tmp_path, "model_control": "explicit"})

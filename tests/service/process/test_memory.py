@@ -57,3 +57,13 @@ def test_the_log_says_what_the_limit_is_and_what_follows(tmp_path: Path, caplog:
     ]
     announce(config(tmp_path), None)
     assert len(caplog.messages) == 1
+
+
+def test_a_container_too_small_for_any_server_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    announce(config(tmp_path), Memory(limit=96 * MIB, left=60 * MIB))
+    assert caplog.messages == []
+    announce(config(tmp_path), Memory(limit=64 * MIB, left=30 * MIB))
+    assert caplog.messages == [
+        "memory: 67 MB are too little for a server, even without a model: the system may end it at any time; give the"
+        " container 101 MB and what its models take (docker run --memory, resources.limits.memory)"
+    ]
