@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 
 import pytest
-from composing import SERVICES, Stack
+from composing import IMAGE, SERVICES, Stack, docker, told
 from steadyload import SteadyLoad
 from waiting import until
 
@@ -64,3 +65,18 @@ def test_the_server_ends_cleanly_when_asked_to_and_comes_back(stack: Stack) -> N
     assert (state["ExitCode"], state["OOMKilled"]) == (0, False)
     stack.compose("start", "server")
     until(lambda: stack.get("/readyz")[0] == 200, 60, "readiness")
+
+
+def test_a_conversion_that_is_stopped_ends_at_once() -> None:
+    """It is process 1 of its container, which heeds no SIGTERM of itself: 137 would mean that Docker lost patience."""
+    if docker("image", "inspect", f"{IMAGE}:converter").returncode != 0:
+        pytest.skip(f"the image {IMAGE}:converter is not on this machine")
+    hardened = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--volume", "/models")
+    publish = ("--entrypoint", "python", f"{IMAGE}:converter", "/opt/demo/publish.py", "/models")
+    container = told(docker("run", "--detach", *hardened, *publish))
+    try:
+        until(lambda: "bf16-convert" in docker("top", container).stdout, 60, "a conversion at work")
+        told(docker("stop", "--time", "30", container))
+        assert told(docker("inspect", "--format", "{{.State.ExitCode}}", container)) == str(128 + signal.SIGTERM)
+    finally:
+        docker("rm", "--force", "--volumes", container)

@@ -65,7 +65,7 @@ def test_the_chart_has_every_setting_and_refuses_what_the_server_refuses() -> No
 # Stricter than the server on purpose: what could not work in a pod.
 NARROWER = {
     *("repository", "host", "grpc_port", "http_port", "grpc_socket", "load_model"),
-    *("tls_certificate", "tls_key", "tls_client_ca", "token_file"),
+    *("tls_certificate", "tls_key", "tls_client_ca", "reference_ca", "token_file"),
 }
 
 

@@ -43,8 +43,32 @@ def test_a_service_is_hardened_and_bounded_and_its_log_rotates(name: str) -> Non
     limits = service["deploy"]["resources"]["limits"]
     assert float(limits["cpus"]) > 0
     assert limits["pids"] > 0
-    options = service["logging"]["options"]
-    assert {"max-size", "max-file"} == set(options)
+    assert service["logging"] == {"driver": "local", "options": {"max-size": "10m", "max-file": "3"}}
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_service_has_no_key_that_gives_back_what_was_taken(name: str) -> None:
+    """A user of its own, capabilities, devices, the host's network or processes: each would be another key."""
+    usual = {"image", "build", "entrypoint", "command", "environment", "volumes", "depends_on", "healthcheck", "deploy"}
+    usual |= {"restart", "stop_grace_period", "read_only", "cap_drop", "security_opt", "tmpfs", "logging"}
+    assert SERVICES[name].keys() <= usual | ({"network_mode"} if name == "convert" else {"networks", "ports"})
+
+
+def test_the_conversion_runs_once_and_reaches_nobody() -> None:
+    assert SERVICES["convert"]["restart"] == "no"
+    assert SERVICES["convert"]["network_mode"] == "none"
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_what_is_mounted_of_this_machine_cannot_be_written(name: str) -> None:
+    mounts = [mount for mount in SERVICES[name].get("volumes", ()) if not re.match(r"\w+:", mount)]
+    assert [mount for mount in mounts if not mount.endswith(":ro")] == []
+
+
+def test_what_prometheus_keeps_is_bounded_in_time_and_size() -> None:
+    flags = dict(flag.removeprefix("--").split("=") for flag in SERVICES["prometheus"]["command"])
+    assert flags["storage.tsdb.retention.time"] == "7d"  # an alert looks three days back
+    assert flags["storage.tsdb.retention.size"] == "1GB"
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))

@@ -27,6 +27,25 @@ def test_nothing_is_run_in_the_stages_that_become_images(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
+def test_an_image_holds_its_own_dependencies_and_the_package(name: str) -> None:
+    sources = [copy.rest for copy in FILE.stages[name].all("COPY")]
+    assert sources[:2] == [f"--from=dependencies-{name} /layer /", "--from=package /layer /"]
+    assert sources[2:] == (["--from=demo /layer /"] if name == "converter" else [])
+
+
+def test_nothing_that_runs_tells_anybody_and_nothing_is_installed_into_it() -> None:
+    assert "ORT_DISABLE_TELEMETRY=1" in FILE.last("runtime", "ENV").rest.split()
+    (made,) = [run.rest for run in FILE.stages["build"].all("RUN")]
+    assert made == "python3 -m venv --without-pip /opt/bf16kit"
+
+
+def test_what_is_built_is_told_one_time_and_one_order_of_sets() -> None:
+    environment = FILE.stages["build"].all("ENV")[0].rest.split()
+    assert {"SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH}", "PYTHONHASHSEED=0"} <= set(environment)
+    assert re.fullmatch(r"SOURCE_DATE_EPOCH=\d+", FILE.stages["build"].all("ARG")[1].rest)
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_it_runs_as_a_user_without_rights_that_is_a_number(name: str) -> None:
     assert FILE.last(name, "USER").rest == "10001:10001"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -28,6 +29,19 @@ print(json.dumps({found.name: found.version for found in importlib.metadata.dist
 SHELLS = (
     "import glob, os; [os.remove(p) for d in ('/bin', '/usr/bin') for p in glob.glob(d + '/*sh') if os.path.lexists(p)]"
 )
+# What its user may write where the file system is not read-only, system directories apart.
+WRITABLE = """
+import os
+def may(path):
+    return os.access(path, os.W_OK) and not os.path.islink(path)
+skipped = {"/proc", "/sys", "/dev"}
+found = []
+for directory, directories, files in os.walk("/"):
+    directories[:] = [name for name in directories if os.path.join(directory, name) not in skipped]
+    found += [path for path in (directory, *(os.path.join(directory, name) for name in files)) if may(path)]
+print(sorted(found))
+"""
+TOOLS = ("gcc", "g++", "cc", "c++", "ld", "make", "cmake", "git", "curl", "wget")
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
 
 
@@ -179,6 +193,21 @@ def test_it_runs_and_is_healthy_without_any_shell(images: Images, server: str, s
     )
     docker("stop", container.id)
     assert inspect(container.id, ".State.ExitCode") == 0
+
+
+@pytest.mark.parametrize("target", ["server", "converter"])
+def test_its_user_may_write_where_models_and_scratch_are_and_nowhere_else(images: Images, target: str) -> None:
+    """Were the file system not read-only, what it runs could still not be changed."""
+    image = images.build(target)
+    found = set(ast.literal_eval(docker("run", "--rm", "--entrypoint", "python", image, "-c", WRITABLE)))
+    assert "/models" in found
+    assert found <= {"/models", "/tmp", "/var/tmp", "/run/lock"}
+
+
+@pytest.mark.parametrize("target", ["server", "converter"])
+def test_no_tool_to_build_or_fetch_with_is_in_it(images: Images, target: str) -> None:
+    code = f"import shutil, json; print(json.dumps([tool for tool in {TOOLS} if shutil.which(tool)]))"
+    assert json.loads(docker("run", "--rm", "--entrypoint", "python", images.build(target), "-c", code)) == []
 
 
 def test_a_server_that_is_not_ready_is_unhealthy_and_says_so(server: str, start: Any, tmp_path: Path) -> None:
