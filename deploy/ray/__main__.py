@@ -31,7 +31,8 @@ _EXIT_USAGE = 2
     "--config", "file", type=click.Path(path_type=Path), envvar="BF16KIT_CONFIG", help="server.yaml, as of bf16-serve."
 )
 @click.option(
-    "--address", help="Of a Ray cluster: auto, HOST:PORT or ray://…  [default: one of its own on this machine]"
+    "--address",
+    help="Of a Ray cluster: auto, HOST:PORT or ray://…  [default: RAY_ADDRESS, or one of its own on this machine]",
 )
 @click.option("--min-replicas", type=int, default=1, show_default=True, help="Of each model.")
 @click.option("--max-replicas", type=int, help="Of each model; more than the least: autoscaled.  [default: the least]")

@@ -27,6 +27,8 @@ from service.process.ports import listen
 from service.process.stop import Stop
 
 _log = logging.getLogger(__name__)
+_ADDRESS = "RAY_ADDRESS"  # Ray's variable
+_OWN = "local"  # Ray's word for a new cluster
 INGRESS = "deploy.ray.ingress.add_inference"
 _LOG = {"log_level": "WARNING", "enable_access_log": False}
 _ROOT = Path(__file__).parents[2]
@@ -38,8 +40,9 @@ FAILURES = (RayError, RayServeException, TimeoutError, ConnectionError)
 
 
 def join(address: str | None, config: ServerConfig) -> None:
-    """Be part of the cluster at ``address``, or start one on this machine, without its dashboard and without what it
-    tells its makers. Raises ConfigError where there is none.
+    """Be part of the cluster at ``address``, or else at RAY_ADDRESS, or start one on this machine, without its
+    dashboard and without what it tells its makers: not given, Ray would join whichever it finds. Raises ConfigError
+    where there is none.
 
     Ray's own processes read the environment when they start: what is set here is for those of a cluster that begins.
     """
@@ -48,11 +51,15 @@ def join(address: str | None, config: ServerConfig) -> None:
     for key in IN_PROXIES:
         os.environ.setdefault(f"{ENV_PREFIX}{key.upper()}", str(getattr(config, key)))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    given = "--address" if address else _ADDRESS
+    address = address or os.environ.get(_ADDRESS) or _OWN
     try:
-        knock(address or "")
-        ray.init(address=address, include_dashboard=None if address else False, logging_level="WARNING")
+        knock(address)
+        ray.init(address=address, include_dashboard=False if address == _OWN else None, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"--address {address}: no Ray cluster is reached: {first_line(error)}") from None
+        if address == _OWN:
+            raise ConfigError(f"no Ray cluster starts on this machine: {first_line(error)}") from None
+        raise ConfigError(f"{given} {address}: no Ray cluster is reached: {first_line(error)}") from None
 
 
 def open_ports(config: ServerConfig, location: str) -> None:
