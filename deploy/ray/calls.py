@@ -18,7 +18,7 @@ FRONT = "bf16kit"  # the application of all that concerns no single model
 APPLICATION = "application"  # Ray's own metadatum, by which its proxy chooses one
 SECONDS_LEFT = "bf16kit-seconds-left"  # of the client's deadline: gRPC tells a server of it beside the metadata
 # Settings that Ray's proxies are told by the environment, for nothing else of ours reaches them.
-IN_PROXIES = ("max_message_bytes", "stream_idle_seconds")
+IN_PROXIES = ("max_message_bytes", "stream_idle_seconds", "overload_status")
 # Ray's own metadata: what a client says of them is not for Ray.
 _STEERING = (APPLICATION, SECONDS_LEFT, "request_id", "multiplexed_model_id", "session_id")
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ from bf16kit.rayaddress import knock
 from bf16kit.wording import first_line
 from deploy.ray import applications
 from deploy.ray.calls import FRONT, IN_PROXIES, application
+from deploy.ray.placement import place
 from deploy.ray.settings import Scaling
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.api import RunTarget
 from ray.serve.exceptions import RayServeException
+from service.contract import State
 from service.models.directory import Directory
 from service.models.plan import Wish
+from service.models.retries import Retries
 from service.process.config import ENV_PREFIX, ServerConfig
 from service.process.ports import listen
 from service.process.stop import Stop
+from service.workers.view import SlotState
 
 _log = logging.getLogger(__name__)
 _ADDRESS = "RAY_ADDRESS"  # Ray's variable
@@ -35,6 +40,8 @@ _ROOT = Path(__file__).parents[2]
 _LOOK_SECONDS = 1.0
 _REMOVED_LOOK_SECONDS = 0.2
 _REMOVE_SECONDS = 15.0  # beyond the time that requests have to end, for Ray to end what is left
+# Ray starts what it has not given up again by itself.
+_STATES: Mapping[str, State] = {"RUNNING": "ready", "DEPLOY_FAILED": "unavailable"}
 #: What Ray raises where the cluster does not do what it is told.
 FAILURES = (RayError, RayServeException, TimeoutError, ConnectionError)
 
@@ -81,6 +88,19 @@ def open_ports(config: ServerConfig, location: str) -> None:
     )
 
 
+def _run(targets: list[RunTarget]) -> None:
+    if targets:
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _fits(takes: Mapping[str, float]) -> bool:
+    """Whether a node has all of that, in use or not."""
+    return any(
+        node["Alive"] and all(node["Resources"].get(of, 0.0) >= amount for of, amount in takes.items())
+        for node in ray.nodes()
+    )
+
+
 def _listens_here(location: str) -> bool:
     """Whether this machine is of the cluster, and has a proxy."""
     if ray.util.client.ray.is_connected():
@@ -100,6 +120,8 @@ class Deployed:
         self._directory = Directory(config.repository)
         self._wishes: dict[str, Wish] | None = None
         self._notes: set[str] = set()
+        self._places: list[SlotState] = []
+        self._retries = Retries(lambda: self._places)
 
     @property
     def names(self) -> list[str]:
@@ -118,20 +140,40 @@ class Deployed:
         before = self._wishes
         if before == seen.wishes:
             return
-        arguments = applications.all_of(self._config, self._scaling, seen.wishes)
-        front = RunTarget(applications.front(arguments[FRONT]), FRONT, "/", _LOG)
-        changed = [front] if before is None else []
-        for name, wish in seen.wishes.items():
-            if wish != (before or {}).get(name):
-                app = application(name)
-                _log.info("model %r: deploying version %s", name, ", ".join(map(str, sorted(wish.versions))))
-                changed.append(RunTarget(applications.model(arguments[app]), app, applications.route(app), _LOG))
-        if changed:
-            serve.run_many(changed, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        if before is None:
+            arguments = applications.all_of(self._config, self._scaling, seen.wishes)[FRONT]
+            _run([RunTarget(applications.front(arguments), FRONT, "/", _LOG)])
+        self._deploy([wish for name, wish in seen.wishes.items() if wish != (before or {}).get(name)])
         for name in sorted((before or {}).keys() - seen.wishes.keys()):
             _log.info("model %r: removed", name)
             serve.delete(application(name), _blocking=False)
         self._wishes = seen.wishes  # now: what could not be told is told again
+
+    def _deploy(self, wishes: Sequence[Wish]) -> None:
+        arguments = applications.all_of(self._config, self._scaling, {wish.name: wish for wish in wishes})
+        targets = []
+        for wish in wishes:
+            app = application(wish.name)
+            _log.info("model %r: deploying version %s", wish.name, ", ".join(map(str, sorted(wish.versions))))
+            targets.append(RunTarget(applications.model(arguments[app]), app, applications.route(app), _LOG))
+            takes = self._scaling.takes(place(wish, self._config).memory)
+            if not _fits(takes):
+                _log.warning(
+                    "model %r: no node of the cluster has what a replica takes, %s; it waits for one that has",
+                    wish.name,
+                    ", ".join(f"{amount:,.10g} {of}" for of, amount in takes.items()),
+                )
+        _run(targets)
+
+    def retry(self, states: Mapping[str, str]) -> None:
+        """Deploy again what Ray has given up, ever more rarely: why may have passed, and nothing tells of it.
+        ``states``: as of :meth:`states`."""
+        self._places = [
+            SlotState(name, version, _STATES.get(states[application(name)], "loading"))
+            for name, wish in (self._wishes or {}).items()
+            for version in wish.versions
+        ]
+        self._deploy(self._retries.due(self._wishes or {}))
 
     def remind(self) -> None:
         """Tell the front what there is to be: one that was started anew knows what there was."""
@@ -176,6 +218,7 @@ def follow(deployed: Deployed, config: ServerConfig, stop: Stop) -> None:
                 deployed.follow()
             deployed.remind()
             now = deployed.states()
+            deployed.retry(now)
         except Exception as error:  # noqa: BLE001 -- of the cluster or a file system; what serves goes on serving
             _log.warning("looking at the cluster and the repository failed; it goes on: %s", first_line(error))
             continue

@@ -47,7 +47,8 @@ class Ingress(grpc.GenericRpcHandler):
 
     def __init__(self) -> None:
         self._method_handlers: dict[str, Any] = {rpc.path: _handler(rpc) for rpc in RPCS.values()}
-        self._max_bytes, self._idle_seconds = map(_setting, IN_PROXIES)
+        self._max_bytes, self._idle_seconds, overload = map(_setting, IN_PROXIES)
+        self._full = Status(grpc.StatusCode[overload], _FULL.details)
 
     def service(self, handler_call_details: Any) -> Any:
         rpc = RPCS.get(handler_call_details.method)
@@ -67,7 +68,7 @@ class Ingress(grpc.GenericRpcHandler):
             told = await _ask(rays, data, context, _application(rpc, data))
             if told is None:  # no such application: the front knows why
                 told = await _ask(rays, data, context, FRONT)
-            return _tell(context, _STARTING if told is None else told)
+            return _tell(context, self._worded(_UNKNOWN if told is None else told))
 
         return answer
 
@@ -90,9 +91,15 @@ class Ingress(grpc.GenericRpcHandler):
                             requests.answered()
             ended = ended or (requests.ending if requests is not None else None)
             if ended is not None:
-                _tell(context, _STARTING if ended is _UNKNOWN else ended)
+                _tell(context, self._worded(ended))
 
         return answers
+
+    def _worded(self, told: bytes | Status) -> bytes | Status:
+        """What the client is told, where Ray knows nobody to ask or may let no more wait."""
+        if told is _UNKNOWN:
+            return _STARTING
+        return self._full if told is _FULL else told
 
     def _patience(self, rpc: Rpc) -> float:
         """Seconds that a stream waits for its next request."""
@@ -114,11 +121,12 @@ def _handler(rpc: Rpc) -> Any:
     return make(_unary)  # Ray replaces it
 
 
-_UNKNOWN = Status(grpc.StatusCode.NOT_FOUND, "")  # Ray's proxy knows no such application
+# Ray's proxy knows no such application, or that none of its replicas could be started: it has asked nobody.
+_UNKNOWN = Status(grpc.StatusCode.NOT_FOUND, "")
 
 
 async def _ask(rays: Callable[..., Any], data: bytes, context: Any, app: str) -> bytes | Status | None:
-    """What the replicas of ``app`` answered; None where there is no such application."""
+    """What the replicas of ``app`` answered; None where there are none to ask."""
     asked = _Asked(context, app)
     try:
         answer = await rays(data, asked)
@@ -205,7 +213,7 @@ class _Asked:
         code = self._code
         if code in (None, 0, grpc.StatusCode.OK):
             return None
-        if code is grpc.StatusCode.NOT_FOUND:
+        if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE):
             return _UNKNOWN
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _FULL
@@ -213,8 +221,6 @@ class _Asked:
             return _LATE
         if code is grpc.StatusCode.CANCELLED:
             return _LEFT
-        if code is grpc.StatusCode.UNAVAILABLE:
-            return _STARTING
         # A replica raises nothing while it lives: it or its node has died, or Ray has a bug.
         incident = secrets.token_hex(6)
         _log.error("incident %s: %s %s", incident, code, " | ".join(self._details.splitlines())[:2000])

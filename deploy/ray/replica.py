@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _TEND_SECONDS = 0.1
 _LOOK_SECONDS = 0.05
 _REPORT_SECONDS = 5.0  # that a report may take; the next one says more
+_LAST_WORDS_SECONDS = 2 * _REPORT_SECONDS  # a report, and that it was the last
 _RETRY_SECONDS = 1.0
 
 
@@ -74,7 +75,6 @@ class Replica(Answering):
         if any(slot.state == "ready" for slot in slots()):
             return
         said = "; ".join(f"version {slot.version}: {slot.reason}" for slot in slots()) or "it has no version"
-        self._tell_front()
         self._end()
         raise RuntimeError(f"the model cannot be served: {said}")
 
@@ -96,8 +96,7 @@ class Replica(Answering):
     def _end(self) -> None:
         self._ended.set()
         for thread in self._threads:
-            thread.join(_REPORT_SECONDS)
-        self._say({"replica": self._name, "gone": True})
+            thread.join(_LAST_WORDS_SECONDS)
         self._served.drain(self.direct)
         self._served.close()
 
@@ -111,6 +110,9 @@ class Replica(Answering):
         seconds = 0.0
         while not self._ended.wait(seconds):
             seconds = self._tell_front()
+        # Here, and not where it is ended: that may be on Ray's event loop, which lets nobody wait for an answer.
+        self._tell_front()
+        self._say({"replica": self._name, "gone": True})
 
     def _tell_front(self) -> float:
         """Returns the seconds until the next time."""

@@ -37,6 +37,10 @@ class Scaling:
             if not (math.isfinite(value) and value >= least):
                 raise ConfigError(f"{name} is {value}; give {least} or more")
 
+    def takes(self, memory: int) -> dict[str, float]:
+        """What of a node one replica of ``memory`` bytes takes, by Ray's names."""
+        return {"CPU": self.cpus, "memory": memory, **({"GPU": self.gpus} if self.gpus else {})}
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

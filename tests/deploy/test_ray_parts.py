@@ -238,10 +238,13 @@ class TestIngress:
         assert (answer, context.told[0]) == (b"answer", None)
         assert asked == [{APPLICATION: "bf16kit.m", SECONDS_LEFT: "2.500000"}]
 
-    def test_where_there_is_no_application_the_front_is_asked(self) -> None:
+    @pytest.mark.parametrize("code", [StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE])
+    def test_where_there_is_no_application_or_it_could_not_be_started_the_front_is_asked(
+        self, code: StatusCode
+    ) -> None:
         async def rays(seen: Any) -> bytes:
             if dict(seen.invocation_metadata())[APPLICATION] == "bf16kit.m":
-                seen.set_code(StatusCode.NOT_FOUND)
+                seen.set_code(code)
                 seen.set_details("Application 'bf16kit.m' not found.")
                 return b""
             return Frame.of(Status(StatusCode.NOT_FOUND, "unknown model 'm'")).SerializeToString()
@@ -268,6 +271,18 @@ class TestIngress:
         _, context, _ = self._ask(rays)
         assert context.told[0] is told
         assert "secret" not in context.told[1]
+
+    def test_what_may_not_wait_is_refused_by_the_code_that_the_operator_chose(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def rays(seen: Any) -> bytes:
+            seen.set_code(StatusCode.RESOURCE_EXHAUSTED)
+            return b""
+
+        monkeypatch.setenv("BF16KIT_OVERLOAD_STATUS", "UNAVAILABLE")
+        _, context, _ = self._ask(rays)
+        assert context.told[0] is StatusCode.UNAVAILABLE
+        assert "as many requests wait" in context.told[1]
 
     def test_an_exception_of_rays_is_told_by_its_number(self) -> None:
         async def rays(seen: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -86,6 +88,40 @@ def test_an_address_where_nobody_answers(repository: Path, given: str) -> None:
     assert running.returncode == 2, said
     assert f"{given} {where}: no Ray cluster is reached" in said
     assert "Traceback" not in said
+
+
+def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_again(repository: Path) -> None:
+    """Ray has given it up by then: nobody but the front knows why."""
+    weights = repository / "b" / "1" / "weights.bf16"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    grpc_port, http_port = _ports()
+    ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--cpus", "0.5", "--device", "cpu")
+    with _started(repository, *ports) as running, grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+
+        def refused() -> tuple[Any, Any]:
+            return told(channel, "ModelInfer", request("b"), timeout=2)
+
+        words = "no version of model 'b' is ready; its replicas' log says why"
+        until(lambda: refused() == (grpc.StatusCode.NOT_FOUND, words), _PATIENCE, "the refusal")
+        until(lambda: told(channel, "ModelInfer", request("a"))[0] is grpc.StatusCode.OK, _PATIENCE, "the other model")
+        assert "sha256" in _page(http_port, "/status.json")[1]
+        shutil.rmtree(repository / "b")  # and the repository is not looked at: nothing tells of it
+        write_mlp(repository / "b" / "1")
+        until(lambda: told(channel, "ModelInfer", request("b"))[0] is grpc.StatusCode.OK, _PATIENCE, "the next try")
+        running.send_signal(signal.SIGTERM)
+        running.communicate(timeout=_PATIENCE)
+    assert running.returncode == 0
+
+
+def test_a_replica_that_no_node_has_room_for_is_told_of(repository: Path) -> None:
+    grpc_port, http_port = _ports()
+    ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
+    with _started(repository, *ports, "--cpus", "5000", "--device", "cpu", BF16KIT_DRAIN_SECONDS="1") as running:
+        until(lambda: _page(http_port, "/readyz")[0] == 503, _PATIENCE, "the front")
+        running.send_signal(signal.SIGTERM)
+        said, _ = running.communicate(timeout=_PATIENCE)
+    assert running.returncode == 0, said
+    assert "model 'a': no node of the cluster has what a replica takes, 5,000 CPU, " in said
 
 
 def test_it_ends_when_what_is_at_work_is_answered(repository: Path) -> None:

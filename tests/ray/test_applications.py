@@ -87,6 +87,29 @@ def test_the_front_keeps_to_what_is_reserved_for_it(repository: Path) -> None:
     assert deployed._replica_config.init_args[0]["max_request_bytes"] <= reserved // 4
 
 
+def test_what_the_cluster_did_not_take_is_told_again_at_the_next_look(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deploy.ray import cluster
+    from deploy.ray.settings import Scaling
+
+    told: list[list[str]] = []
+
+    def run_many(targets: list[Any], **more: bool) -> None:
+        told.append([target.name for target in targets])
+        if len(told) == 2:
+            raise RuntimeError("the controller does not answer")
+
+    monkeypatch.setattr("ray.serve.run_many", run_many)
+    monkeypatch.setattr("ray.nodes", list)
+    deployed = cluster.Deployed(ServerConfig(repository=repository), Scaling())
+    with pytest.raises(RuntimeError):
+        deployed.follow()
+    for _ in range(2):
+        deployed.follow()
+    assert told == 2 * [["bf16kit"], ["bf16kit.a", "bf16kit.b"]]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [

@@ -42,12 +42,18 @@ def test_a_version_that_is_damaged_takes_nobodys_place(served: Served, repositor
     weights.write_bytes(bytes(weights.stat().st_size))
     with Volley(served.infer) as volley:
         served.deployed.follow()
+        served.deployed.remind()
         until(lambda: served.states()["bf16kit.mlp"] != "RUNNING", _PATIENCE, "the deployment to begin")
         until(lambda: served.states()["bf16kit.mlp"] in ("DEPLOY_FAILED", "UNHEALTHY"), _PATIENCE, "its failure")
     assert set(volley.codes) == {"OK"}, volley.words
     assert _versions(volley) == {"2"}
+    _, index = served.ask("RepositoryIndex", b"")
+    assert isinstance(index, bytes)
+    reasons = {(m.name, m.version): m.reason for m in pb.RepositoryIndexResponse.FromString(index).models}
+    assert "sha256" in reasons["mlp", "3"], "also once its last replica has been given up"
     shutil.rmtree(repository / "mlp" / "3")
     served.deployed.follow()
+    served.deployed.remind()
     until(served.all_running, _PATIENCE, "all applications running again")
 
 
