@@ -15,6 +15,7 @@ import ctypes
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,12 @@ def chosen(*, rounds: bool = False) -> Kernel:
     if wanted == OFF:
         return _without(f"it is switched off by {VARIABLE}={OFF}", f"unset {VARIABLE} to use it")
     if not LIBRARY.exists():
+        if (installed := _installed()) is not None:
+            return _without(
+                f"bf16kit is imported from {LIBRARY.parents[2]}, where it was not built, and not from"
+                f" {installed.parents[2]}, where it was",
+                "start the program in a directory other than its sources, or install those (pip install -e)",
+            )
         return _without(_NOT_BUILT, _REINSTALL)
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -144,6 +151,16 @@ def chosen(*, rounds: bool = False) -> Kernel:
             " it for the fastest path that it runs"
         )
     return Kernel(path.decode())
+
+
+def _installed() -> Path | None:
+    """The library of an installed bf16kit that is not the one imported: ``python -m`` in a directory of sources takes
+    those before it."""
+    for found in metadata.distributions(name="bf16kit"):
+        library = Path(str(found.locate_file(Path(*LIBRARY.parts[-3:]))))
+        if library != LIBRARY and library.is_file():
+            return library
+    return None
 
 
 def _without(why: str, remedy: str) -> Kernel:
