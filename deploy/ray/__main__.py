@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def main(file: Path | None, **given: Any) -> None:
 def _run(file: Path | None, given: dict[str, Any]) -> None:
     from deploy.ray.settings import Scaling, check
     from service.process.config import load_config
+    from service.process.environment import unread
     from service.process.logs import configure
     from service.process.stop import Stop
 
@@ -90,9 +92,11 @@ def _run(file: Path | None, given: dict[str, Any]) -> None:
         return
     stop = Stop()
     configure(config.log_level, config.log_format)
+    log = logging.getLogger("deploy.ray")
+    if ignored := unread(os.environ):
+        log.warning("%s", ignored)
     cluster.join(own["address"], config)
     stop.on_signals()  # after Ray, which has handlers of its own
-    log = logging.getLogger("deploy.ray")
     deployed = cluster.Deployed(config, scaling)
     try:
         cluster.open_ports(config, own["proxies"])

@@ -140,6 +140,13 @@ class Deployed:
         before = self._wishes
         if before == seen.wishes:
             return
+        if not seen.wishes:
+            _log.warning(
+                "repository %s %s: serving, but not ready; put artifacts under <model>/<version>/%s",
+                self._directory.root,
+                self._directory.lack(),
+                " and restart" if self._config.model_control == "none" else "",
+            )
         if before is None:
             arguments = applications.all_of(self._config, self._scaling, seen.wishes)[FRONT]
             _run([RunTarget(applications.front(arguments), FRONT, "/", _LOG)])

@@ -90,6 +90,18 @@ def test_an_address_where_nobody_answers(repository: Path, given: str) -> None:
     assert "Traceback" not in said
 
 
+def test_what_a_newcomer_gets_wrong_is_in_the_log(tmp_path: Path) -> None:
+    grpc_port, http_port = _ports()
+    ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
+    with _started(tmp_path, *ports, BF16KIT_POL_SECONDS="2") as running:
+        until(lambda: _page(http_port, "/readyz")[0] == 503, _PATIENCE, "the front")
+        running.send_signal(signal.SIGTERM)
+        said, _ = running.communicate(timeout=_PATIENCE)
+    assert running.returncode == 0, said
+    assert f"repository {tmp_path} is empty: serving, but not ready; put artifacts under <model>/<version>/" in said
+    assert "nothing reads 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
+
+
 def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_again(repository: Path) -> None:
     """Ray has given it up by then: nobody but the front knows why."""
     weights = repository / "b" / "1" / "weights.bf16"
