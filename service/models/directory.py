@@ -112,6 +112,10 @@ def _finished(directory: Path, before: Wish) -> Wish:
     versions = _check(directory, _versions_in(directory))
     there = [version for version in versions if version in wanted or stamp_of(directory / str(version))]
     if not there:
+        closed = [version for version in versions if not _may_be_read(directory / str(version))]
+        if closed:
+            whom = f"user {os.geteuid()} may not read {directory / str(closed[-1])}"
+            raise ConfigError(f"{directory} is passed over: {whom}")
         raise ConfigError(f"{directory} is passed over: none of its versions has a {MANIFEST} yet")
     wish = _wish(directory, there)
     plans = (plan if plan.finished else wanted.get(plan.version, plan) for plan in wish.plans)
@@ -167,6 +171,10 @@ def _stat(path: Path) -> os.stat_result:
         return path.stat()
     except FileNotFoundError:
         return path.lstat()
+
+
+def _may_be_read(directory: Path) -> bool:
+    return os.access(directory, os.R_OK | os.X_OK, effective_ids=True)
 
 
 def _holds_manifest(directory: Path) -> bool:

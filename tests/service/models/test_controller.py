@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import write_mlp
+from othersfiles import closed, open_place
 
 from bf16kit.errors import ConfigError, InvalidRequest, NotFound
 from service.models.controller import Controller, Mode
@@ -114,6 +115,16 @@ def test_an_empty_repository_is_told_of_unless_nothing_is_expected_of_it(
     control("poll").begin()
     assert "is empty: serving, but not ready" in caplog.messages[-1]
     assert "restart" not in caplog.messages[-1]
+
+
+def test_a_version_of_another_user_is_not_taken_for_one_on_its_way(
+    told: Told, artifact: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_place() as place:
+        version = shutil.copytree(artifact, place / "mlp" / "1")
+        with closed(version) as user:
+            Controller(place, told.want, told.desire, "poll", ()).poll(lambda: None)
+        assert caplog.messages == [f"{place / 'mlp'} is passed over: user {user} may not read {version}"]
 
 
 def test_an_artifact_at_the_wrong_depth_is_told_with_where_it_belongs(
