@@ -90,18 +90,6 @@ def test_an_address_where_nobody_answers(repository: Path, given: str) -> None:
     assert "Traceback" not in said
 
 
-def test_what_a_newcomer_gets_wrong_is_in_the_log(tmp_path: Path) -> None:
-    grpc_port, http_port = _ports()
-    ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
-    with _started(tmp_path, *ports, BF16KIT_POL_SECONDS="2") as running:
-        until(lambda: _page(http_port, "/readyz")[0] == 503, _PATIENCE, "the front")
-        running.send_signal(signal.SIGTERM)
-        said, _ = running.communicate(timeout=_PATIENCE)
-    assert running.returncode == 0, said
-    assert f"repository {tmp_path} is empty: serving, but not ready; put artifacts under <model>/<version>/" in said
-    assert "nothing reads 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
-
-
 def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_again(repository: Path) -> None:
     """Ray has given it up by then: nobody but the front knows why."""
     weights = repository / "b" / "1" / "weights.bf16"
@@ -125,15 +113,17 @@ def test_a_model_that_cannot_be_served_is_told_as_a_server_tells_it_and_tried_ag
     assert running.returncode == 0
 
 
-def test_a_replica_that_no_node_has_room_for_is_told_of(repository: Path) -> None:
+def test_what_is_asked_for_in_vain_is_in_the_log(repository: Path) -> None:
+    """More than any node has, and a variable that nothing reads."""
     grpc_port, http_port = _ports()
     ports = ("--grpc-port", str(grpc_port), "--http-port", str(http_port))
-    with _started(repository, *ports, "--cpus", "5000", "--device", "cpu", BF16KIT_DRAIN_SECONDS="1") as running:
+    with _started(repository, *ports, "--cpus", "5000", BF16KIT_DRAIN_SECONDS="1", BF16KIT_POL_SECONDS="2") as running:
         until(lambda: _page(http_port, "/readyz")[0] == 503, _PATIENCE, "the front")
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=_PATIENCE)
     assert running.returncode == 0, said
     assert "model 'a': no node of the cluster has what a replica takes, 5,000 CPU, " in said
+    assert "nothing reads 'BF16KIT_POL_SECONDS' (BF16KIT_POLL_SECONDS?)" in said
 
 
 def test_it_ends_when_what_is_at_work_is_answered(repository: Path) -> None:

@@ -110,6 +110,23 @@ def test_what_the_cluster_did_not_take_is_told_again_at_the_next_look(
     assert told == 2 * [["bf16kit"], ["bf16kit.a", "bf16kit.b"]]
 
 
+def test_a_repository_without_a_model_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from deploy.ray import cluster
+    from deploy.ray.settings import Scaling
+
+    told: list[str] = []
+    monkeypatch.setattr("ray.serve.run_many", lambda targets, **more: told.extend(each.name for each in targets))
+    deployed = cluster.Deployed(ServerConfig(repository=tmp_path), Scaling())
+    for _ in range(2):
+        deployed.follow()
+    assert caplog.messages == [
+        f"repository {tmp_path} is empty: serving, but not ready; put artifacts under <model>/<version>/ and restart"
+    ]
+    assert told == ["bf16kit"]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
