@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from artifacts import write_mlp
 from dockerfiles import pins
+from imagelayers import differing
 from waiting import until
 
 import bf16kit
@@ -202,6 +203,7 @@ def test_its_user_may_write_where_models_and_scratch_are_and_nowhere_else(images
     found = set(ast.literal_eval(docker("run", "--rm", "--entrypoint", "python", image, "-c", WRITABLE)))
     assert "/models" in found
     assert found <= {"/models", "/tmp", "/var/tmp", "/run/lock"}
+    assert inspect(image, ".Config.User") == "10001:10001"
 
 
 @pytest.mark.parametrize("target", ["server", "converter"])
@@ -262,7 +264,8 @@ def test_the_context_holds_nothing_that_is_not_built_from(tmp_path: Path) -> Non
     assert seen == set(wanted)
 
 
-def test_two_builds_give_the_same_layers(images: Images, server: str) -> None:
+def test_two_builds_give_the_same_layers(images: Images, server: str, tmp_path: Path) -> None:
     """The second is made without the engine's cache. The image's ID differs: it has the time of the build in it."""
     again = images.build("server", "--no-cache", tag="again")
-    assert inspect(again, ".RootFS.Layers") == inspect(server, ".RootFS.Layers")
+    same = inspect(again, ".RootFS.Layers") == inspect(server, ".RootFS.Layers")
+    assert same, "\n".join(differing(server, again, tmp_path))
