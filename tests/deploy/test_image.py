@@ -75,6 +75,11 @@ class Images:
         docker("build", "--quiet", "--target", target, "--tag", image, *extra, *flags, ".")
         return image
 
+    def remove(self) -> None:
+        """By name: an ID is also that of an image of yours built from the same tree, which would go as well."""
+        for image in docker("images", "--format", "{{.Repository}}:{{.Tag}}", self.name).split():
+            docker("rmi", "--force", image)
+
 
 @pytest.fixture(scope="module")
 def images() -> Iterator[Images]:
@@ -84,8 +89,7 @@ def images() -> Iterator[Images]:
     try:
         yield images
     finally:
-        for image in docker("images", "--quiet", images.name).split():
-            docker("rmi", "--force", image)
+        images.remove()
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +139,15 @@ def start(repository: Path) -> Iterator[Any]:
     yield run
     for container in started:
         docker("rm", "--force", container)
+
+
+def test_images_of_a_run_are_removed_and_not_those_that_are_the_same(images: Images) -> None:
+    run = Images(f"{images.name}-removed")
+    for name in (f"{run.name}:one", f"{images.name}:kept"):
+        docker("build", "--quiet", "--tag", name, "-", stdin="FROM scratch\nLABEL of=both\n")
+    run.remove()
+    assert docker("images", "--quiet", run.name) == ""
+    assert docker("images", "--quiet", f"{images.name}:kept") != ""
 
 
 def test_labels_tell_version_and_revision(server: str) -> None:
