@@ -122,7 +122,7 @@ $(SOURCES)/%/.installed: tests/sources/%.txt | setup
 	@touch $@
 
 test-sources: $(foreach family,tensorflow jax lightning,$(SOURCES)/$(family)/.installed) ## sources written by TensorFlow, JAX and Lightning, converted, run and compared (3 GB of packages)
-	$(BIN)/pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 -m sources tests $(PYTEST_ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 -m sources tests/sources $(PYTEST_ARGS)
 
 # Laid over .venv, whose packages it uses: Ray goes together with all of them.
 RAY := build/ray
