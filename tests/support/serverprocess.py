@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -19,25 +20,26 @@ HOLDS_AT_MOST = 1536 << 20  # bytes: with its defaults a server lives in a conta
 
 
 class ServerProcess:
-    """A running server. Its log is read on a thread, so that it never fills the pipe."""
+    """A running server. Its log goes to a file: what the server has said is there for whoever has seen what came of it."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, program: Path | None = None) -> None:
         """``program`` is a Python file to run in place of ``bf16-serve``."""
         own = [str(Path(sys.executable).with_name("bf16-serve"))]
         command = [*(own if program is None else [sys.executable, str(program)]), *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- close() does it
+        self.process = subprocess.Popen(command, stderr=self._log, env=env)
+        self._said = b""
 
     @property
     def log(self) -> str:
-        return "\n".join(self.lines)
+        if not self._log.closed:  # os.pread: the server goes on where its own offset is, which is this file's
+            self._said = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
+        return self._said.decode(errors="replace")
+
+    @property
+    def lines(self) -> list[str]:
+        """Of the log, without one that is not whole yet."""
+        return self.log.split("\n")[:-1]
 
     def ports(self) -> tuple[int, int]:
         """The gRPC and the HTTP port, as soon as the log names them."""
@@ -88,16 +90,14 @@ class ServerProcess:
 
     def exit_code(self) -> int:
         """Waits for the end."""
-        code = self.process.wait(60)
-        self._reader.join(20)
-        return code
+        return self.process.wait(60)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.exit_code()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self.log  # noqa: B018 -- to be there afterwards
+        self._log.close()
 
 
 Serve = Callable[..., ServerProcess]
