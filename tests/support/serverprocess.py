@@ -20,7 +20,7 @@ HOLDS_AT_MOST = 1536 << 20  # bytes: with its defaults a server lives in a conta
 
 
 class ServerProcess:
-    """A running server. Its log goes to a file: what the server has said is there for whoever has seen what came of it."""
+    """A running server. Its log goes to a file: what it has said is there for whoever has seen what came of it."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, program: Path | None = None) -> None:
         """``program`` is a Python file to run in place of ``bf16-serve``."""
