@@ -123,7 +123,7 @@ def test_sources_that_stand_before_an_installed_kernel_are_told_of(
     library.parent.mkdir(parents=True)
     (installed / "bf16kit-0.1.0.dist-info").mkdir()
     (installed / "bf16kit-0.1.0.dist-info" / "METADATA").write_text("Name: bf16kit\nVersion: 0.1.0\n")
-    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setattr(sys, "path", [str(installed)])  # and not the checkout that these tests are of
     monkeypatch.setattr(kernel, "LIBRARY", sources / "bf16kit" / "runtime" / kernel.LIBRARY.name)
     assert "it was not built when" in available().note
     library.touch()
