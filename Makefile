@@ -151,8 +151,9 @@ fuzz: setup ## 20,000 damaged sources and 50 SIGKILLs, on all cores: about half 
 	@$(BIN)/pytest -q -m fuzz tests/fuzz $(PYTEST_ARGS)
 	@PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(BIN)/python -m fuzzing $(FUZZ_ARGS)
 
-test-kernel: setup ## the C++ kernel under sanitizers: 10,000 cases against float64, and inside ONNX Runtime
-	kernels/tests/run.sh --sanitize
+KERNEL_CASES ?= 10000
+test-kernel: setup ## the C++ kernel under sanitizers: 10,000 cases against float64 (KERNEL_CASES), and inside ONNX Runtime
+	kernels/tests/run.sh --sanitize --cases $(KERNEL_CASES)
 	PYTHON=$(BIN)/python kernels/tests/in_onnxruntime.sh
 
 test-kernel-versions: setup ## the kernel inside every minor release of ONNX Runtime since 1.21: 11 wheels, a minute or two
