@@ -23,6 +23,9 @@ _SIGNATURE = r"(?: [^()\n]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*
 _PLACE = re.compile(rf"\S*\.(?:cc|cpp|cu|h|hpp|c|py)\"?:\d+(?::|\]|\b){_SIGNATURE}:? ?\.? ?")
 _ASSERTED = "INTERNAL ASSERT FAILED"  # PyTorch, after the C++ of the condition that did not hold
 _FRAMES = re.compile(r"\n(?:Exception raised from|frame #|==> Context:|\s*#\d+ ).*", re.DOTALL)
+# Where in memory something of a library's is, which each run has elsewhere; torch names its compilation units by it.
+_UNIT = re.compile(r" \(of Python compilation unit at: 0x[0-9a-f]+\)")
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
 def brief(reason: object, longest: int = LONGEST) -> str:
@@ -34,7 +37,7 @@ def brief(reason: object, longest: int = LONGEST) -> str:
     if _ASSERTED in text:
         lines = text.splitlines()
         text = "\n".join("an assertion inside PyTorch failed" if _ASSERTED in line else line for line in lines)
-    text = _FAILED.sub(r"\1 '\2': ", _PLACE.sub("", text))
+    text = _without_addresses(_FAILED.sub(r"\1 '\2': ", _PLACE.sub("", text)))
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
@@ -46,7 +49,11 @@ def without_long_words(text: str) -> str:
 
 def first_line(error: Exception) -> str:
     """What ``error`` says first, or else what it is."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return _without_addresses((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+def _without_addresses(text: str) -> str:
+    return _ADDRESS.sub("…", _UNIT.sub("", text))
 
 
 def refused(error: OSError) -> str:

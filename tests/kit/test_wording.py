@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bf16kit.wording import brief, quoted, refused, without_long_words
+from bf16kit.wording import brief, first_line, quoted, refused, without_long_words
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,10 @@ from bf16kit.wording import brief, quoted, refused, without_long_words
         ),
         ("a\n  b\tc", "a b c"),
         (
+            "'__torch__.Conv2d (of Python compilation unit at: 0x55b08a8643b0)' has no 'input'; <m at 0x7f00aa00>",
+            "'__torch__.Conv2d' has no 'input'; <m at …>",
+        ),
+        (
             'name.find(delimiter_) == std::string::npos INTERNAL ASSERT FAILED at "/pytorch/a.cpp":42, please report a'
             " bug to PyTorch.\nwhile loading",
             "an assertion inside PyTorch failed while loading",
@@ -43,6 +47,12 @@ from bf16kit.wording import brief, quoted, refused, without_long_words
 )
 def test_places_in_a_librarys_sources_are_left_out(said: str, left: str) -> None:
     assert brief(said) == left
+
+
+def test_what_an_error_says_first_names_no_place_in_memory() -> None:
+    said = "'Conv2d (of Python compilation unit at: 0x55b08a8643b0)' has no attribute 'input'; 0x1.8p3\nDid you forget"
+    assert first_line(RuntimeError(said)) == "'Conv2d' has no attribute 'input'; 0x1.8p3"
+    assert first_line(RuntimeError()) == "RuntimeError"
 
 
 def test_a_reason_has_a_length() -> None:
