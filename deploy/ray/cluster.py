@@ -141,12 +141,7 @@ class Deployed:
         if before == seen.wishes:
             return
         if not seen.wishes:
-            _log.warning(
-                "repository %s %s: serving, but not ready; put artifacts under <model>/<version>/%s",
-                self._directory.root,
-                self._directory.lack(),
-                " and restart" if self._config.model_control == "none" else "",
-            )
+            _log.warning("%s", self._directory.nothing_to_serve(self._config.model_control))
         if before is None:
             arguments = applications.all_of(self._config, self._scaling, seen.wishes)[FRONT]
             _run([RunTarget(applications.front(arguments), FRONT, "/", _LOG)])

@@ -65,12 +65,7 @@ class Controller:
         else:
             self._tell({name: self._named(name) for name in self._start_up})
         if not self._wishes and self.mode != "explicit":
-            _log.warning(
-                "repository %s %s: serving, but not ready; put artifacts under <model>/<version>/%s",
-                self._directory.root,
-                self._directory.lack(),
-                " and restart" if self.mode == "none" else "",
-            )
+            _log.warning("%s", self._directory.nothing_to_serve(self.mode))
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
         with self._lock:

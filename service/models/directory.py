@@ -40,8 +40,15 @@ class Directory:
         """Of the models, whether or not they can be served. Raises ConfigError when the root cannot be listed."""
         return [d.name for d in directories_in(self.root) if _MODEL_NAME.fullmatch(d.name) and _may_be_model(d)]
 
-    def lack(self) -> str:
-        """Why there is nothing to serve, after "repository …"."""
+    def nothing_to_serve(self, mode: str) -> str:
+        """Why, and what to do: for the log of a server whose model_control is ``mode``."""
+        then = " and restart" if mode == "none" else ""
+        return (
+            f"repository {self.root} {self._lack()}: serving, but not ready;"
+            f" put artifacts under <model>/<version>/{then}"
+        )
+
+    def _lack(self) -> str:
         if _holds_manifest(self.root):
             return f"is an artifact itself, with its {MANIFEST}"
         with contextlib.suppress(OSError):  # it was listed a moment ago
