@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,6 +15,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import yaml
+from logfile import LogFile
 from waiting import until
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
@@ -50,21 +50,18 @@ class Prometheus:
         (where / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
         binary = find()
         assert binary is not None
+        self._log = LogFile()
         self._process = subprocess.Popen(
             [binary, "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address=127.0.0.1:0"],
             cwd=where,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._log.fileno(),
         )
-        self._log: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def __enter__(self) -> Self:
         try:
-            until(lambda: _ADDRESS.search("".join(self._log)) or self._process.poll() is not None, 60, "its port")
-            found = _ADDRESS.search("".join(self._log))
-            assert found is not None, "".join(self._log)
+            until(lambda: _ADDRESS.search(self._log.text) or self._process.poll() is not None, 60, "its port")
+            found = _ADDRESS.search(self._log.text)
+            assert found is not None, self._log.text
             self._port = int(found[1])
             until(self._ready, 60, "Prometheus' readiness")
             until(lambda: self.query("up"), 60, "a first scrape")
@@ -81,9 +78,7 @@ class Prometheus:
     def _end(self) -> None:
         self._process.terminate()
         self._process.wait(30)
-        self._reader.join(30)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._log.close()
 
     def ask(self, path: str, **parameters: str) -> Any:
         """``data`` of an answer of the HTTP API; AssertionError for one that is no success."""
@@ -108,11 +103,6 @@ class Prometheus:
         except urllib.error.HTTPError as error:
             error.close()
             return False
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._log.append(line)
 
 
 def hasty(path: Path) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from logfile import LogFile
 from waiting import until
 
 _BANNER = re.compile(r"gRPC on \S+ port (\d+); metrics and status page on https?://\S+:(\d+)/")
@@ -20,21 +19,18 @@ HOLDS_AT_MOST = 1536 << 20  # bytes: with its defaults a server lives in a conta
 
 
 class ServerProcess:
-    """A running server. Its log goes to a file: what it has said is there for whoever has seen what came of it."""
+    """A running server, and what it says."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, program: Path | None = None) -> None:
         """``program`` is a Python file to run in place of ``bf16-serve``."""
         own = [str(Path(sys.executable).with_name("bf16-serve"))]
         command = [*(own if program is None else [sys.executable, str(program)]), *arguments]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- close() does it
-        self.process = subprocess.Popen(command, stderr=self._log, env=env)
-        self._said = b""
+        self._log = LogFile()
+        self.process = subprocess.Popen(command, stderr=self._log.fileno(), env=env)
 
     @property
     def log(self) -> str:
-        if not self._log.closed:  # os.pread: the server goes on where its own offset is, which is this file's
-            self._said = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
-        return self._said.decode(errors="replace")
+        return self._log.text
 
     @property
     def lines(self) -> list[str]:
@@ -96,7 +92,6 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.exit_code()
-        self.log  # noqa: B018 -- to be there afterwards
         self._log.close()
 
 
