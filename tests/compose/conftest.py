@@ -21,7 +21,7 @@ def stack() -> Iterator[Stack]:
     if docker("compose", "ls").returncode != 0:
         pytest.skip("no Docker engine with the compose plugin answers here")
     if (project := os.environ.get("BF16KIT_COMPOSE_PROJECT")) is not None:
-        yield Stack(project, {name: os.environ[name] for name in ("IMAGE", "LOG_LEVEL", *PORTS)})
+        yield Stack(project, {name: os.environ[name] for name in ("IMAGE", "BF16KIT_LOG_LEVEL", *PORTS)})
         return
     stack = Stack.new(f"bf16kit-test-{uuid.uuid4().hex[:8]}")
     try:

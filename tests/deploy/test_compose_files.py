@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCHEMA_CHECK = ROOT / "build" / "compose-schema" / "bin" / "check-jsonschema"
 GRAFANA = ROOT / "deploy" / "grafana"
 _DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
+_VARIABLE = re.compile(r"\$\{(\w+)")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -113,6 +114,26 @@ def test_variables_of_the_server_are_settings_that_it_has(variables: dict[str, s
     given = {key.removeprefix(ENV_PREFIX).lower(): value for key, value in variables.items()}
     assert given.keys() <= ServerConfig.model_fields.keys()
     ServerConfig.model_validate({"repository": "/models", **given})
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_settings_of_the_server_are_read_from_variables_of_their_own_name(name: str) -> None:
+    """A ``LOG_LEVEL`` that a shell has for other programs may hold what this server refuses."""
+    raw = yaml.safe_load((ROOT / name).read_text("utf-8"))["services"]["server"]["environment"]
+    read_from = {name: _VARIABLE.findall(value) for name, value in raw.items() if "${" in value}
+    assert read_from
+    assert read_from == {name: [name] for name in read_from}
+
+
+def test_the_variables_that_the_files_read_are_those_of_the_documentation() -> None:
+    read_there = {
+        name
+        for file in ("compose.yaml", "compose.gpu.yaml")
+        for name in _VARIABLE.findall((ROOT / file).read_text("utf-8"))
+    }
+    section = (ROOT / "docs/deployment.md").read_text("utf-8").split("### What can be set\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \|", section, re.MULTILINE)
+    assert read_there == set(re.findall(r"`(\w+)`", " ".join(rows)))
 
 
 def test_docker_waits_longer_than_the_server_drains() -> None:

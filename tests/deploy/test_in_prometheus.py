@@ -108,6 +108,7 @@ def test_every_rule_is_evaluated_and_nothing_fires(prometheus: Prometheus) -> No
     assert prometheus.firing() == set()
 
 
+@pytest.mark.usefixtures("prometheus")  # it has asked: a series begins with the first request that it counts
 def test_rules_and_dashboard_name_only_what_the_server_exposes(server: ServerProcess) -> None:
     rules = written()
     there = Scraped(server.get("/metrics")[1], [(rule["record"], rule["expr"]) for rule in rules if "record" in rule])

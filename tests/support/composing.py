@@ -61,7 +61,7 @@ class Stack:
     def new(cls, project: str, **environment: str) -> Stack:
         """On free ports. Its server's log has a line for each request."""
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-        return cls(project, {"IMAGE": IMAGE, "LOG_LEVEL": "debug", **ports, **environment})
+        return cls(project, {"IMAGE": IMAGE, "BF16KIT_LOG_LEVEL": "debug", **ports, **environment})
 
     def and_file(self, path: str | Path) -> Stack:
         """The same project with one more file over it."""
