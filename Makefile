@@ -216,7 +216,7 @@ proto: setup ## regenerate bf16kit/protocol and conformance/protocol from proto/
 bench: setup ## measure every number promised, write bench/results/MACHINE; wants a quiet machine
 	@$(BIN)/python -m bench
 
-bench-kernel: setup ## the kernel against ONNX Runtime, OpenVINO and torch, 35 min: README's table, picture; a quiet machine
+bench-kernel: setup ## the kernel against ONNX Runtime, OpenVINO and torch, 35 min: README's table and picture, docs/kernel.md; a quiet machine
 	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_memory kernel_drift kernel_numerics || status=$$?; \
 	$(BIN)/python -m bench.kernel.report || status=1; exit $$status

@@ -1,12 +1,13 @@
-"""Results of the kernel's benchmarks as they are published: which are fit to be, and README's text from them.
+"""Results of the kernel's benchmarks as they are published: which are fit to be, and the pages' text from them.
 
-README's table and claim are never written by hand: they are what :func:`claim` and :func:`tables` make of the results
-that are committed, and a test holds them against each other.
+README's claim and table and docs/kernel.md's goals are never written by hand: they are what :func:`claim`,
+:func:`tables` and :func:`goals` make of the results that are committed, and a test holds them against each other.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def _list(words: Sequence[str]) -> str:
 
 
 def tables(found: Sequence[Published]) -> str:
-    """Times, goals with their verdicts, and where others win, of every kind of machine."""
+    """Times, which goals were missed, and where others win, of every kind of machine."""
     return "\n".join(map(_tables, found)) if found else NOTHING
 
 
@@ -144,10 +145,7 @@ def _tables(of: Published) -> str:
         "",
         *_times(of),
         "",
-        "Time of the peer ÷ ours, with an interval of 95 % over processes; of a limit, the share that is reached. What"
-        " has a goal inside its interval is undecided.",
-        "",
-        *_goals(of),
+        _missed(of),
         "",
         _others(of),
     ]
@@ -180,20 +178,51 @@ def _ms(ms: float, fastest: float) -> str:
     return f"**{text}**" if ms == fastest else text
 
 
-def _goals(of: Published) -> Iterator[str]:
-    yield "| | measured | goal | |"
-    yield "|---|---|---|---|"
-    for one in of.measured(*NAMES):
-        if "at_least" not in one and "at_most" not in one:
-            continue
-        goal = f"≥ {one['at_least']:g}" if "at_least" in one else f"≤ {one['at_most']:g}"
-        if "absent" in one:
-            yield f"| {one['name']} | – | {goal} | not measured: {one['absent']} |"
-            continue
-        spread = f" [{_bound(one['interval'][0])}, {_bound(one['interval'][1])}]" if "interval" in one else ""
-        judged = one["verdict"] if one["verdict"] == "met" else f"**{one['verdict']}**"
-        against = f", {one['detail']}" if one.get("detail") else ""
-        yield f"| {one['name']}{against} | {_value(one)}{spread} | {goal} | {judged} |"
+def _missed(of: Published) -> str:
+    """How many goals came to what, and each that was missed."""
+    judged = [one for one in of.measured(*NAMES) if _goal(one) and "absent" not in one]
+    verdicts = Counter(one["verdict"] for one in judged)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    absent = sum(1 for one in of.measured(*NAMES) if _goal(one)) - len(judged)
+    counts += f", {absent} not measured" * bool(absent)
+    missed = [f"{one['name']} {_value(one)} ({_goal(one)})" for one in judged if one["verdict"] == "missed"]
+    return f"Of the [goals](docs/kernel.md): {counts}. Missed: {'; '.join(missed) or 'none'}."
+
+
+# --- the goals --------------------------------------------------------------------------------------------------------
+
+
+def goals(found: Sequence[Published]) -> str:
+    """Every goal with its verdict, of every kind of machine."""
+    return "\n".join(map(_goals, found)) if found else NOTHING
+
+
+def _goals(of: Published) -> str:
+    lines = [
+        f"**{_where(of)}.** Time of the peer ÷ ours, with an interval of 95 % over processes; of a limit, the share"
+        " that is reached. What has a goal inside its interval is undecided.",
+        "",
+        "| | measured | goal | |",
+        "|---|---|---|---|",
+        *(_verdict(one) for one in of.measured(*NAMES) if _goal(one)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _goal(one: Mapping[str, Any]) -> str:
+    """What a measurement is held to; empty where it is held to nothing."""
+    if "at_least" in one:
+        return f"≥ {one['at_least']:g}"
+    return f"≤ {one['at_most']:g}" if "at_most" in one else ""
+
+
+def _verdict(one: Mapping[str, Any]) -> str:
+    if "absent" in one:
+        return f"| {one['name']} | – | {_goal(one)} | not measured: {one['absent']} |"
+    spread = f" [{_bound(one['interval'][0])}, {_bound(one['interval'][1])}]" if "interval" in one else ""
+    judged = one["verdict"] if one["verdict"] == "met" else f"**{one['verdict']}**"
+    against = f", {one['detail']}" if one.get("detail") else ""
+    return f"| {one['name']}{against} | {_value(one)}{spread} | {_goal(one)} | {judged} |"
 
 
 def _value(one: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``python -m bench.kernel.report``: README's table and claim, and docs/pictures/kernel.svg, from the results.
+"""``python -m bench.kernel.report``: README's table and claim, docs/kernel.md and its picture, from the results.
 
 Measures nothing. Results that are not fit to be published (:mod:`bench.kernel.published`) change nothing, and the
 reason is said.
@@ -21,17 +21,16 @@ from bench.kernel.published import Published
 from bench.kernel.sides import PEERS, path_of
 
 _ROOT = Path(__file__).parents[2]
-_PICTURE = _ROOT / "docs" / "pictures" / "kernel.svg"
-_README = _ROOT / "README.md"
-_BLOCKS = {"claim": published.claim, "tables": published.tables}
+_BLOCKS = {"claim": published.claim, "tables": published.tables, "goals": published.goals}
+BLOCKS_OF = {"README.md": ("claim", "tables"), "docs/kernel.md": ("goals",)}  # under the checkout's root
+PICTURE = "docs/pictures/kernel.svg"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code: 1 when these results cannot be published."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernel.report", description="The CPU kernel's numbers.")
     parser.add_argument("--results", type=Path, default=results.here(), help="where results are, bench/results/MACHINE")
-    parser.add_argument("--picture", type=Path, default=_PICTURE, help="the picture to write, docs/pictures/kernel.svg")
-    parser.add_argument("--readme", type=Path, default=_README, help="the README to write the tables into")
+    parser.add_argument("--into", type=Path, default=_ROOT, help=f"the tree of {', '.join(BLOCKS_OF)} and {PICTURE}")
     chosen = parser.parse_args(arguments)
     for reason in refusals(chosen.results):
         print(f"not published: {reason}", file=sys.stderr)
@@ -39,11 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is None:
         print(f"nothing to publish in {chosen.results}: run make bench-kernel on a quiet machine", file=sys.stderr)
         return 1
-    text = with_blocks(chosen.readme.read_text("utf-8"), every(chosen.results.parent))
-    chosen.readme.write_text(text, "utf-8")
-    chosen.picture.parent.mkdir(parents=True, exist_ok=True)
-    chosen.picture.write_text(picture(found), "utf-8")
-    print(f"{published.tables([found])}\n{chosen.readme}\n{chosen.picture}")
+    for name, blocks in BLOCKS_OF.items():
+        page = chosen.into / name
+        page.write_text(with_blocks(page.read_text("utf-8"), every(chosen.results.parent), blocks), "utf-8")
+    drawn = chosen.into / PICTURE
+    drawn.parent.mkdir(parents=True, exist_ok=True)
+    drawn.write_text(picture(found), "utf-8")
+    print(published.tables([found]), published.goals([found]), sep="\n")
+    print(f"into {chosen.into}: {', '.join(BLOCKS_OF)}, {PICTURE}")
     return 0
 
 
@@ -62,14 +64,14 @@ def every(root: Path) -> list[Published]:
     ]
 
 
-def with_blocks(text: str, found: Sequence[Published]) -> str:
-    """README's ``text`` with what the results say between the marks."""
-    for name, render in _BLOCKS.items():
+def with_blocks(text: str, found: Sequence[Published], blocks: Sequence[str]) -> str:
+    """A page's ``text`` with what the results say between the marks of ``blocks``."""
+    for name in blocks:
         before, begin, rest = text.partition(f"<!-- {name}: written by make bench-kernel -->\n")
         _, end, after = rest.partition(f"<!-- end of {name} -->\n")
-        assert begin, f"README has no mark for {name}"
-        assert end, f"README has no end of {name}"
-        text = before + begin + render(found) + end + after
+        assert begin, f"there is no mark for {name}"
+        assert end, f"there is no end of {name}"
+        text = before + begin + _BLOCKS[name](found) + end + after
     return text
 
 

@@ -1,4 +1,4 @@
-"""What is published: only results that are fit for it, README's text exactly from them, and nothing flattering."""
+"""What is published: only results that are fit for it, the pages' text exactly from them, and nothing flattering."""
 
 from __future__ import annotations
 
@@ -99,34 +99,47 @@ def test_the_claim_says_where_we_are_faster_where_nobody_knows_and_where_slower(
     assert "2 cores of Test CPU (k-2cpu), 2026-01-02, commit abc1234" in text
 
 
-def test_the_tables_have_every_goal_and_where_others_win(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_the_tables_say_what_was_missed_and_where_others_win(tmp_path: Path, content: dict[str, Any]) -> None:
     found = published.read(stored(tmp_path, content))
     assert found
     text = published.tables([found])
+    assert "1 met, 1 missed, 1 undecided, 1 not measured." in text
+    assert "Missed: 8 rows: best fp32 peer ÷ cpu 0.5 (≥ 1.5)." in text
+    assert "fastest of all, by the medians: 8 rows (OpenVINO fp32)." in text
+    assert "| 1 row | **1000** | – | – | 2000 · 2000 |" in text
+
+
+def test_the_goals_are_all_there_with_their_verdicts(tmp_path: Path, content: dict[str, Any]) -> None:
+    found = published.read(stored(tmp_path, content))
+    assert found
+    text = published.goals([found])
     assert "| 1 row: best fp32 peer ÷ cpu, cpu, avx512f against OpenVINO fp32 | 2 [2, 2] | ≥ 1.5 | met |" in text
     assert "| 4 rows: best fp32 peer ÷ cpu" in text
     assert text.count("**undecided**") == 1
     assert text.count("**missed**") == 1
     assert "| 8 rows: best bf16 peer ÷ cpu-bf16 | – | ≥ 1 | not measured: not made |" in text
-    assert "fastest of all, by the medians: 8 rows (OpenVINO fp32)." in text
-    assert "| 1 row | **1000** | – | – | 2000 · 2000 |" in text
 
 
-def test_the_report_writes_readme_and_picture(tmp_path: Path, content: dict[str, Any]) -> None:
-    readme, picture = tmp_path / "README.md", tmp_path / "kernel.svg"
-    readme.write_text((ROOT / "README.md").read_text("utf-8"), "utf-8")
-    directory = stored(tmp_path, content)
-    arguments = ["--results", str(directory), "--readme", str(readme), "--picture", str(picture)]
+def test_the_report_writes_the_pages_and_the_picture(tmp_path: Path, content: dict[str, Any]) -> None:
+    root = tmp_path / "tree"
+    pages = [root / name for name in report.BLOCKS_OF]
+    for page in pages:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text((ROOT / page.relative_to(root)).read_text("utf-8"), "utf-8")
+    (tmp_path / "results").mkdir()
+    arguments = ["--results", str(stored(tmp_path / "results", content)), "--into", str(root)]
     assert report.main(arguments) == 0
-    assert "in 1 of 3 cases" in readme.read_text("utf-8")
-    assert max(map(len, published.claim(report.every(tmp_path)).splitlines())) <= 120
-    assert ET.parse(picture).getroot().tag.endswith("svg")
-    written = readme.read_text("utf-8")
+    written = [page.read_text("utf-8") for page in pages]
+    assert "in 1 of 3 cases" in written[0]
+    assert "| 4 rows: best fp32 peer ÷ cpu" in written[1]
+    assert max(map(len, published.claim(report.every(tmp_path / "results")).splitlines())) <= 120
+    assert ET.parse(root / report.PICTURE).getroot().tag.endswith("svg")
     assert report.main(arguments) == 0
-    assert readme.read_text("utf-8") == written
+    assert [page.read_text("utf-8") for page in pages] == written
 
 
-def test_readme_says_what_the_committed_results_say() -> None:
-    """What `make bench-kernel` wrote is in README unchanged; before it ever ran, README says so."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert report.with_blocks(readme, report.every(ROOT / "bench" / "results")) == readme
+@pytest.mark.parametrize("name", report.BLOCKS_OF)
+def test_a_page_says_what_the_committed_results_say(name: str) -> None:
+    """What `make bench-kernel` wrote is in it unchanged; before it ever ran, it says so."""
+    page = (ROOT / name).read_text("utf-8")
+    assert report.with_blocks(page, report.every(ROOT / "bench" / "results"), report.BLOCKS_OF[name]) == page
