@@ -1,7 +1,7 @@
-"""What a source without a graph becomes: what torch runs, alone, held against the source itself.
+"""Converts a source without an ONNX graph: only what torch runs is written, and it is compared with the source itself.
 
-No ONNX graph means no plan, no fp32 islands and no reference in the artifact. What is left is proved as everything is:
-the file that serves is run on the samples, and its answers are compared with those of the source in fp32.
+Without an ONNX graph the artifact has no plan, no fp32 islands and no reference. The rest is proved as in every
+artifact: the served file is run on the samples, and its outputs are compared with those of the source in fp32.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from converter.proof.samples import Samples
 
 
 def check_wanted(options: Options, source: Source) -> str:
-    """A sentence on what is not written of ``source``, which has no graph.
+    """Return a note on what is left out of the artifact because ``source`` has no ONNX graph.
 
-    Raises :class:`ConversionError` with the reason where something that needs one was asked for, and
-    :class:`UsageError` for how weights are rounded, of which torch knows one way.
+    Raises :class:`ConversionError` with the reason if an option needs the graph, and :class:`UsageError` if an option
+    sets how weights are rounded, because torch supports only one way.
     """
     why = source.ungraphed
     if "onnx" in options.formats:
@@ -63,10 +63,10 @@ def prove(
     stage: StagingArtifact,
     progress: Progress,
 ) -> tuple[Certified, Mapping[str, Census]]:
-    """Write what restores the weights beside the profiles that were ``traced``, and run those; also what rounding met.
+    """Write what restores the weights beside the ``traced`` profiles, then run those profiles.
 
-    Raises :class:`ConversionError` where the source cannot be asked, so that nothing could be proved, and where nothing
-    is left that runs.
+    Returns what running them proved, and each tensor's census of rounding. Raises :class:`ConversionError` if the
+    source has no answers to compare with, or if no profile is left that runs.
     """
     oracle = source.oracle
     if oracle is None or not asked.answers:
@@ -86,7 +86,7 @@ def prove(
 
 
 def _held_in(traced: Mapping[str, ProfileEntry], stage: StagingArtifact) -> Held:
-    """What the first of the files that were ``traced`` holds."""
+    """Return the records of the weights in the first ``traced`` file."""
     return records(stage.path / next(iter(traced.values())).graph)
 
 

@@ -1,4 +1,4 @@
-"""One attempt at an artifact: weights and graphs written by a plan, read back, run, and held against the source."""
+"""One attempt at an artifact: write weights and graphs by a plan, read them back, run them, compare with the source."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _EXPORTED = "model*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What writing an artifact needs, as often as it has to be written; ``traced`` are the profiles there already."""
+    """Everything needed to write an artifact, any number of times. ``traced`` are the profiles that are written
+    already."""
 
     options: Options
     source: Source
@@ -52,7 +53,7 @@ class Attempt:
     progress: Progress
 
     def prove(self, islands: Islands) -> tuple[Certified, Mapping[str, Census]]:
-        """Write weights and graphs with these ``islands``, and run them; also what rounding the weights met."""
+        """Write weights and graphs with these ``islands`` and run them; also return the census of rounding."""
         options, source, prepared, stage, progress = self.options, self.source, self.prepared, self.stage, self.progress
         planned = make_plan(
             prepared,
@@ -79,9 +80,10 @@ class Attempt:
 
 
 def _of_use(planned: Planned, options: Options) -> Planned:
-    """``planned`` without the profiles that would be like another one: no product rounds its activations in them.
+    """Return ``planned`` without the profiles in which no product rounds its activations: they would equal another
+    profile.
 
-    Raises :class:`UsageError` for one that was asked for.
+    Raises :class:`UsageError` if such a profile was asked for.
     """
     idle = [
         name for name, nodes in planned.plan.nodes.items() if PROFILES[name].rounds_products and not _rounding(nodes)
@@ -100,7 +102,7 @@ def _rounding(nodes: Sequence[PlanEntry]) -> bool:
 def _write(
     options: Options, source: Source, prepared: Prepared, planned: Planned, stage: StagingArtifact, progress: Progress
 ) -> tuple[StoredWeights, Exported | None, Planned]:
-    """The weights, and the export where one was asked for; with the plan as it was carried out."""
+    """Write the weights, and the export if one was asked for; also return the plan as it was carried out."""
     if not options.stores_export:
         stored = _write_weights(options, source, prepared, planned, stage, progress)
         exported = (
@@ -127,7 +129,7 @@ def _write(
 def _write_beside(
     options: Options, source: Source, prepared: Prepared, planned: Planned, stage: StagingArtifact, progress: Progress
 ) -> Exported:
-    """The export as a copy: the profiles' own weights lie in panels."""
+    """Write the export as a separate copy, because the profiles' own weights are stored in panels."""
     checkpoint = source.checkpoint
     overrides = Overrides.parse(options.keep_fp32, options.bf16)
     selection = select(checkpoint.tensors, prepared, narrowed(planned.plan.tensors), overrides)
@@ -139,7 +141,7 @@ def _write_beside(
 def _describe_export(
     options: Options, source: Source, exported: Exported, stage: StagingArtifact
 ) -> dict[str, ExportEntry]:
-    """The manifest's entry of what was ``exported``, once the files beside it are written, too."""
+    """Write the files that go beside the export, and return the manifest's entry for ``exported``."""
     for name, content in source.beside.items():
         (stage.path / name).write_bytes(content)
     files = [*exported.files, *sorted(source.beside)]
@@ -181,7 +183,7 @@ def _write_graphs(
 def describe(
     options: Options, source: Source, plan: Plan, stored: StoredWeights, profiles: Mapping[str, ProfileEntry]
 ) -> Manifest:
-    """The manifest as far as it is known before anything ran."""
+    """Return the manifest with all that is known before anything has run."""
     checkpoint = source.checkpoint
     return Manifest(
         model=options.target.model,
@@ -215,7 +217,7 @@ def _check_lossless(
     exported: Exported | None,
     progress: Progress,
 ) -> None:
-    """Read the weights' files back and compare them with the source, bit by bit."""
+    """Read the files of weights back and compare them with the source, bit by bit."""
     tensors = source.checkpoint.tensors
     rounding = lossless.Rounding(options.subnormals, options.saturate)
     with progress.step("comparing with the source", lossless.total(draft, tensors)) as advance:

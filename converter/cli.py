@@ -1,4 +1,4 @@
-"""``bf16-convert``: its commands, its exit codes, and what an error becomes."""
+"""``bf16-convert``: its commands, its exit codes, and how an error becomes a message."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from converter.commands.doctor import doctor
 from converter.commands.recover import recover
 
 DONE = 0
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-# The one table from errors to exit codes; the first class that fits counts.
+# The one table from errors to exit codes; the first class that matches decides.
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (errors.BudgetExceeded, 1),
     (errors.UsageError, 2),
     (errors.RequestError, 2),
-    (errors.Bf16kitError, 3),  # a model that cannot be converted, or does not run
-    (OSError, 2),  # a file of the user's went away, or its disk failed
+    (errors.Bf16kitError, 3),  # a model that cannot be converted or does not run
+    (OSError, 2),  # a file of the user's disappeared, or the disk failed
 )
 BUG = 3
 
 
 def main() -> None:
-    """The entry point: run the command, say what went wrong in one message, exit with the table's code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without × or – is no reason to fail
+    """The entry point: run the command, report an error in one message, exit with the code from the table."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show × or – is no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
     code = run(sys.argv[1:])
-    gc.freeze()  # or the interpreter visits torch's objects once more on its way out, which takes 1.6 s
+    gc.freeze()  # without it the interpreter visits torch's objects once more at exit, which takes 1.6 s
     sys.exit(code)
 
 
@@ -58,11 +58,11 @@ def run(arguments: list[str]) -> int:
             traceback.print_exc()
         click.echo(f"bf16-convert: error: {printable(without_long_words(_message(error)))}", err=True)
         return exit_code(error)
-    return code if isinstance(code, int) else DONE  # of many checkpoints, the worst
+    return code if isinstance(code, int) else DONE  # for several checkpoints, the worst code
 
 
 def exit_code(error: BaseException) -> int:
-    """The code for ``error`` by :data:`EXIT_CODES`; an error that is in none of its classes is a bug."""
+    """Return the exit code of ``error`` by :data:`EXIT_CODES`; an error of any other class is a bug."""
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), BUG)
 
 

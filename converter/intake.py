@@ -1,4 +1,4 @@
-"""The first part of a conversion: the source is read and asked, written as torch's formats, and prepared."""
+"""The first part of a conversion: read the source, record its answers, write torch's formats, and check the graph."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ from converter.sources.mapping.choice import refuted
 from converter.sources.onnx_file import name_inputs
 
 _NO_MODULE = "it is made from a torch module, and this source is read as an ONNX graph"
-_DECLARING = ("onnx", "saved-model", "keras")  # sources that say themselves what their dimensions are
+_DECLARING = ("onnx", "saved-model", "keras")  # these sources declare their own dimensions
 
 
 def read(
     options: Options, progress: Progress, reader: Callable[[Callable[[int], None]], Source] | None = None
 ) -> Source:
-    """The source, or what ``reader`` gives in its place, its outputs of the kinds that ``--output`` gave them, and
-    notes on it.
+    """Return the source, read from ``options`` or by ``reader``, with notes and with the output kinds from
+    ``--output``.
 
-    Raises what reading raises, and :class:`~bf16kit.errors.UsageError` for a bound that none of the outputs can be
-    judged by.
+    Raises what reading raises, and :class:`~bf16kit.errors.UsageError` for a bound that no output can be judged by.
     """
     total = sources.nbytes(options.source)
     with progress.step(f"reading {options.source.name}", total) as advance:
@@ -49,8 +48,11 @@ def read(
 
 
 def draw_samples(options: Options, source: Source, progress: Progress) -> Samples:
-    """The samples asked for, or random ones. What they show of the dimensions of an ONNX file is believed from here on,
-    unless ``--input`` said what they are."""
+    """Load the samples asked for, or generate random ones.
+
+    For an ONNX file, the samples may show other dimensions than it declares. From here on those shown are used, unless
+    ``--input`` gave the dimensions.
+    """
     oracle = source.oracle
     runs = None if oracle is None else lambda feeds: deque(oracle.answers(feeds), maxlen=0)
     with progress.step("checking the samples"):
@@ -67,8 +69,10 @@ def draw_samples(options: Options, source: Source, progress: Progress) -> Sample
 
 
 def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, progress: Progress) -> Asked:
-    """What the source itself answers, before narrowing and folding change it; its oracle is let go of afterwards,
-    unless it is the only reference there will be."""
+    """Record the source's own answers, before narrowing and folding change it.
+
+    The oracle is released afterwards, unless it is the only reference there will be.
+    """
     with progress.step("asking the source itself"):
         asked = ask(source, calibration.feeds, stage.path)
     if source.graph is not None:
@@ -79,10 +83,10 @@ def ask_source(source: Source, calibration: Samples, stage: StagingArtifact, pro
 def check_answers(
     options: Options, source: Source, calibration: Samples, asked: Asked, stage: StagingArtifact, progress: Progress
 ) -> Iterator[str]:
-    """Hold what the source answers against the outputs that came with the samples; sentences on what that showed.
+    """Compare the source's answers with the outputs that came with the samples; yield a sentence on the result.
 
-    Raises :class:`~bf16kit.errors.UsageError` with the map that was proposed where they do not confirm it, else
-    :class:`ConversionError` where they differ.
+    If they differ, raises :class:`~bf16kit.errors.UsageError` with the proposed map where there is one, else
+    :class:`ConversionError`.
     """
     if source.proposed is None and not calibration.expected:
         return
@@ -104,9 +108,9 @@ def check_answers(
 def trace(
     options: Options, source: Source, stage: StagingArtifact, progress: Progress, notes: list[str]
 ) -> dict[str, ProfileEntry]:
-    """Write the formats that are made of the torch module, those that are to be, and let go of it.
+    """Write the wanted formats that are made from the torch module, and release the module.
 
-    Raises :class:`ConversionError` where one that was asked for cannot be, and where nothing else would be left.
+    Raises :class:`ConversionError` if a format that was asked for cannot be written, or if nothing else would be left.
     """
     module, source.module = source.module, None
     written: dict[str, ProfileEntry] = {}
@@ -133,7 +137,7 @@ def trace(
 
 
 def unknown(options: Options, prepared: Prepared) -> Iterator[str]:
-    """What is not known of the graph or of the device, and what that costs."""
+    """Yield a note on each thing unknown about the graph or the device, and what that costs."""
     nodes, all_nodes = untyped(prepared.folded), sum(1 for _ in prepared.folded.graph.all_nodes())
     if nodes:
         yield (
@@ -154,7 +158,7 @@ def check_base(
     stage: StagingArtifact,
     progress: Progress,
 ) -> None:
-    """Run the graph that the profiles start from; that of cuda has been through the steps of the others, too."""
+    """Run the graph that the profiles start from; for cuda, it has been through the other profiles' passes too."""
     profiles = options.onnx_profiles
     if profiles:
         base = PROFILES["cuda" if "cuda" in profiles else profiles[0]].base(prepared)

@@ -1,4 +1,4 @@
-"""What every source gives: the checkpoint's tensors, the fp32 graph that uses them, and, from torch, the module."""
+"""What every source provides: the checkpoint's tensors, the fp32 graph that uses them and, from torch, the module."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Sampler = Callable[[int, int], Iterator[Feeds]]  # (seed, count) → plausible f
 FP32_ROUNDOFF = 2.0**-24
 
 _CHUNK = 1 << 20
-_UNPLAIN = re.compile(r"[\x00-\x1f/\\]")  # what no name in a manifest has
+_UNPLAIN = re.compile(r"[\x00-\x1f/\\]")  # characters that no name in a manifest may have
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The tensors of a source as they are stored there, memory-mapped where the format allows.
 
-    ``shards`` are their names by file, where a source is parted into several.
-    ``orders`` has those whose axes the model holds in another order than transposed, where the reader knows it.
+    ``shards`` are the tensors' names by file, for a source of several files. ``orders`` gives the order of axes, by
+    tensor, where the model holds them permuted other than by a transpose and the reader knows how.
     """
 
     format: str
@@ -48,10 +48,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
-    """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in that of ``outputs``.
+    """A module that takes positional tensors in the order of ``inputs`` and returns a tuple in the order of
+    ``outputs``.
 
-    ``left_out`` names what the module computes and nobody is served. ``script`` is the ScriptModule that it follows,
-    where the source is one.
+    ``left_out`` names outputs that the module computes and that are not served. ``script`` is the source's
+    ScriptModule, if the source is one.
     """
 
     module: torch.nn.Module
@@ -64,11 +65,12 @@ class TorchModel:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """The source itself, answering feeds as it did before anything was done to it.
+    """The source itself, which answers feeds as it did before the conversion changed anything.
 
-    ``answers`` yields the outputs by name for each feed in turn, as the source computes them; whatever it holds is let
-    go of when it ends. It raises :class:`~bf16kit.errors.RuntimeFailure` when the source does not run. ``how`` says for
-    people who answers. ``roundoff`` is the unit roundoff of the least precise arithmetic the source itself computes in.
+    ``answers`` yields the source's outputs by name, for one feed after the other, and releases what it holds at its
+    end. It raises :class:`~bf16kit.errors.RuntimeFailure` if the source does not run. ``how`` is a phrase for messages
+    that says what computes the answers. ``roundoff`` is the unit roundoff of the least precise arithmetic the source
+    uses.
     """
 
     answers: Callable[[Sequence[Feeds]], Iterator[Feeds]]
@@ -76,23 +78,22 @@ class Oracle:
     roundoff: float = FP32_ROUNDOFF
 
     def __call__(self, feeds: Sequence[Feeds]) -> list[Feeds]:
-        """All answers at once, for few and small ones."""
+        """Return all answers at once; for few and small ones."""
         return list(self.answers(feeds))
 
 
 @dataclass(slots=True)
 class Source:
-    """A checkpoint made runnable, and the model itself to ask what it answers.
+    """A checkpoint made runnable, with an oracle that tells the source's own answers.
 
     ``graph`` is fp32; its initializers are views of the checkpoint's memory wherever they hold the same bytes. It is
-    None where torch has none that ONNX could say: ``ungraphed`` says why, and ``rowwise`` whether what a row is given
-    may depend on that row alone.
-    ``module`` is None for sources that torch cannot trace; the pipeline drops it as soon as it was traced, and
-    ``oracle`` with it, which frees their files and memory. A source that cannot answer has no oracle, and ``unasked``
-    says why. ``notes`` are sentences for whoever converts it. ``tools`` are the packages whose versions shape the
-    graph, ``foreign`` the versions of those that another Python has. ``beside`` are files that an export in the
-    source's own format has beside its weights. ``proposed`` is the map by which weights were placed, as a file of
-    rules, until samples have confirmed it. ``given`` are files that shaped it besides the checkpoint.
+    None if torch has no graph that ONNX can express. Then ``ungraphed`` says why, and ``rowwise`` says whether each
+    row's outputs depend on that row alone. ``module`` is None for sources that torch cannot trace. The pipeline drops
+    ``module`` and ``oracle`` as soon as they are used, which frees their files and memory. A source that cannot answer
+    has no oracle, and ``unasked`` says why. ``notes`` are sentences for the user. ``tools`` are the packages whose
+    versions shape the graph, ``foreign`` the versions of packages in another Python. ``beside`` are files that an
+    export in the source's own format stores beside its weights. ``proposed`` is the map by which weights were placed,
+    as a file of rules, until samples confirm it. ``given`` are files besides the checkpoint that shaped the source.
     """
 
     checkpoint: Checkpoint
@@ -114,7 +115,10 @@ class Source:
 
 
 def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
-    """sha256 of one file's bytes; of several, that of their names and digests. ``advance`` is told of bytes read."""
+    """Return the sha256 of one file's bytes or, for several files, of their names and digests.
+
+    ``advance`` is called with the number of bytes read.
+    """
     digests = [_digest(path, advance) for path in paths]
     if len(digests) == 1:
         return digests[0]
@@ -123,7 +127,7 @@ def digest_files(paths: Sequence[Path], advance: Callable[[int], None]) -> str:
 
 
 def given_file(option: Literal["--map", "--model"], path: Path) -> GivenEntry:
-    """What the manifest says of the file at ``path``, which ``option`` named."""
+    """Return the manifest's entry for the file at ``path``, which ``option`` named."""
     digest = _digest(path, lambda _: None)
     name = _UNPLAIN.sub("_", path.name.encode("utf-8", "replace").decode())
     return GivenEntry(option=option, name=name, sha256=digest, bytes=path.stat().st_size)

@@ -1,4 +1,4 @@
-"""What a conversion was asked to do, parsed and checked before any long work begins."""
+"""The options of a conversion, parsed and checked before any long work begins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXAMPLE = "for example input_ids:int64:batch,seq"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``REPOSITORY/MODEL/VERSION``, where the artifact goes."""
+    """The directory ``REPOSITORY/MODEL/VERSION`` that becomes the artifact."""
 
     path: Path
     model: str
@@ -32,11 +32,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One conversion. ``formats`` is empty for ONNX, and TorchScript where the source allows.
+    """The options of one conversion. Empty ``formats`` mean ONNX, and TorchScript where the source allows it.
 
-    ``optional`` are profiles that nobody asked for: each is written where it is of use, judged by the same budget as
-    the others, and left out, with a note, where it does not keep to it. ``shaped`` is what else the manifest is to say
-    of how the artifact came about.
+    ``optional`` are profiles that the user did not ask for. Each is written if it is of use, judged by the same budget
+    as the others, and left out with a note if it is over. ``shaped`` are further options for the manifest to record.
     """
 
     source: Path
@@ -78,12 +77,12 @@ class Options:
 
     @property
     def onnx_profiles(self) -> tuple[Profile, ...]:
-        """The profiles to write as ONNX graphs, those that must be."""
+        """The profiles that must be written as ONNX graphs."""
         return self.profiles if self.wants_onnx else ()
 
     @property
     def optional_profiles(self) -> tuple[Profile, ...]:
-        """Those to write besides, where they are of use."""
+        """The profiles to write as well, if they are of use."""
         return self.optional if self.wants_onnx else ()
 
     @property
@@ -94,20 +93,22 @@ class Options:
 
     @property
     def export(self) -> Export | None:
-        """What is written for other programs. A Hugging Face directory is a safetensors checkpoint, and more."""
+        """The format of the export for other programs, or None. ``hf`` comes first: it contains a safetensors
+        checkpoint."""
         return "hf" if "hf" in self.formats else "safetensors" if "safetensors" in self.formats else None
 
     @property
     def stores_export(self) -> bool:
-        """The artifact's weights are those of its export: no ONNX graph wants them otherwise."""
+        """Whether the artifact's weights are those of its export: no ONNX graph needs them in another layout."""
         return self.export is not None and not self.wants_onnx
 
     def insists_on(self, name: str) -> bool:
-        """The format ``name`` was asked for: a source that cannot give it is an error, not a note."""
+        """Whether the format ``name`` was asked for; then it is an error, not a note, if the source cannot give it."""
         return name in self.formats
 
     def recorded(self) -> dict[str, Any]:
-        """The options that shaped the artifact's bytes, for the manifest; no paths, lest it depend on them."""
+        """Return the options that shaped the artifact's bytes, for the manifest; without paths, so that it does not
+        depend on them."""
         return {
             "profiles": list(self.profiles),
             "optional_profiles": list(self.optional),
@@ -128,7 +129,7 @@ class Options:
 
 
 def parse_target(path: Path) -> Target:
-    """``path`` as ``REPOSITORY/MODEL/VERSION``; :class:`UsageError` when its last part is not a version ≥ 1."""
+    """Parse ``path`` as ``REPOSITORY/MODEL/VERSION``; raise :class:`UsageError` if it does not end in a version ≥ 1."""
     absolute = path.absolute()
     version, model = absolute.name, absolute.parent.name
     if not re.fullmatch(r"[1-9][0-9]*", version):
@@ -137,14 +138,14 @@ def parse_target(path: Path) -> Target:
 
 
 def parse_model_name(where: str, name: str) -> str:
-    """``name``, which can be a directory's in a repository; :class:`UsageError` beginning with ``where`` for others."""
+    """Return ``name`` if it can name a model's directory; else raise :class:`UsageError` that begins with ``where``."""
     if not _MODEL.fullmatch(name):
         raise UsageError(f"{where}: {name!r} is not a model name; use letters, digits and . _ + -")
     return name
 
 
 def parse_inputs(texts: Iterable[str]) -> tuple[TensorSpec, ...]:
-    """Each ``NAME:DTYPE:DIMS`` as a spec; dimensions are sizes or names, none at all for a scalar."""
+    """Parse each ``NAME:DTYPE:DIMS`` into a spec. Dimensions are sizes or names; a scalar has none."""
     specs = tuple(_parse_input(text) for text in texts)
     names = [spec.name for spec in specs]
     for name in names:
@@ -174,7 +175,7 @@ def _parse_dim(dim: str, text: str) -> int | str:
 
 
 def parse_outputs(texts: Iterable[str]) -> dict[str, Kind]:
-    """Each ``NAME:KIND``: what an output is, so that the bounds which its kind has can be judged."""
+    """Parse each ``NAME:KIND``. An output's kind decides which bounds it can be judged by."""
     kinds: dict[str, Kind] = {}
     for text in texts:
         name, _, kind = text.rpartition(":")
@@ -187,7 +188,7 @@ def parse_outputs(texts: Iterable[str]) -> dict[str, Kind]:
 
 
 def parse_patterns(flag: str, texts: Iterable[str]) -> tuple[str, ...]:
-    """Regular expressions for ``flag``, checked to compile."""
+    """Return the regular expressions given to ``flag``; raise :class:`UsageError` for one that does not compile."""
     patterns = tuple(texts)
     for pattern in patterns:
         try:
@@ -198,7 +199,7 @@ def parse_patterns(flag: str, texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def parse_model_args(text: str | None) -> dict[str, Any]:
-    """The JSON object given to ``--model-args``: keyword arguments of the factory."""
+    """Parse the JSON object given to ``--model-args``: keyword arguments of the factory."""
     import json
 
     if text is None:

@@ -1,5 +1,5 @@
-"""The walk of a conversion: source is read → plan → fold → narrow → write graphs → verify by running → measure drift →
-rename into place → report. The parts are in ``intake``, ``attempt`` and ``publishing``."""
+"""The steps of a conversion, in order: read the source → plan → fold → narrow → write graphs → verify by running →
+measure drift → rename into place → report. The steps are in ``intake``, ``attempt`` and ``publishing``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from converter.search.trials import Deadline
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a caller found of an artifact before it is published, and its manifest, perhaps with fewer profiles."""
+    """The caller's judgement of an artifact before it is published, and its manifest, which may have fewer profiles."""
 
     manifest: Manifest
     recovery: RecoveryEntry
@@ -43,10 +43,10 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a conversion is given by a program, in place of what it would find itself.
+    """Inputs that a calling program provides, in place of those the conversion would find itself.
 
-    ``read`` gives the source, ``samples`` those to measure on (None: as the options say). ``judge`` looks at what was
-    written, once it keeps to the budget, and may refuse it as :func:`convert` does.
+    ``read`` returns the source. ``samples`` are the samples to measure on (None: as the options say). ``judge``
+    examines the written artifact once it is within the budget, and may reject it with the errors of :func:`convert`.
     """
 
     read: Callable[[Callable[[int], None]], Source]
@@ -56,7 +56,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A published artifact, and what its maker should know: one sentence each."""
+    """A published artifact, and notes for the user: one sentence each."""
 
     artifact: Artifact
     notes: tuple[str, ...]
@@ -67,8 +67,8 @@ def convert(options: Options, progress: Progress | None = None, given: Given | N
 
     Raises :class:`~bf16kit.errors.UsageError` for bad options or unreadable input,
     :class:`~bf16kit.errors.ConversionError` for a model that cannot be converted,
-    :class:`~bf16kit.errors.RuntimeFailure` when what was written does not run, and
-    :class:`~bf16kit.errors.BudgetExceeded` when its drift is over budget and that was not allowed.
+    :class:`~bf16kit.errors.RuntimeFailure` if a written file does not run, and :class:`~bf16kit.errors.BudgetExceeded`
+    if drift is over budget and the options do not allow that.
     """
     progress = progress or Silent()
     notes: list[str] = []
@@ -103,22 +103,23 @@ def convert(options: Options, progress: Progress | None = None, given: Given | N
         mend = [name for name, words in certified.over.items() if words and options.search]
         late = Deadline.after(options.search_minutes).over
         draft = stage.draft(manifest)
-        # Each profile's layers take a tenth of a conversion: of what nobody asked for, `explain` tells them later.
+        # Measuring one profile's layers takes a tenth of a conversion: optional profiles leave that to `explain`.
         unasked = options.optional_profiles
         layers = tables(draft, calibration.feeds, stage.path, progress, notes, mend=mend, late=late, without=unasked)
         measurements = measured(manifest, certified, layers, proven.census, proven.searches, calibration.feeds)
         if judged is not None:
             measurements = measurements.model_copy(update={"recovery": judged.recovery})
-        # Not `sentences`: the page takes what a search did from the measurements, and shows it beside the islands.
+        # Without `sentences`: the page reads a search's results from the measurements, and shows them beside the
+        # islands.
         artifact = publish(options, stage, manifest, measurements, [*notes, *proven.remarks], progress)
     return Result(artifact, (*notes, *proven.sentences))
 
 
 @dataclass(frozen=True, slots=True)
 class _Proven:
-    """What was written and run: what that showed, what rounding met, and what searches for fp32 islands found.
+    """The result of writing and running: what that proved, the census of rounding, and the searches for fp32 islands.
 
-    ``sentences`` tell the user of the islands; ``remarks`` are those of them that the measurements do not say.
+    ``sentences`` tell the user about the islands; ``remarks`` are those of them that the measurements do not hold.
     """
 
     certified: Certified
@@ -138,7 +139,7 @@ def _prove(
     stage: StagingArtifact,
     progress: Progress,
 ) -> _Proven:
-    """Plan, narrow, write and run, until what was written is within budget, or nothing more can be done about it."""
+    """Plan, narrow, write and run, until the result is within budget or nothing more can be done about it."""
     if source.graph is None:
         return _Proven(*alone.prove(options, source, profiles, calibration, asked, stage, progress))
     with progress.step("planning"):
@@ -156,7 +157,7 @@ def _prove(
 
 
 def _remarks(options: Options, manifest: Manifest) -> Iterator[str]:
-    """What an owner may not expect of the artifact."""
+    """Yield notes on properties of the artifact that its owner may not expect."""
     if not any(entry.dtype == "bfloat16" for entry in manifest.tensors):
         yield "no weight became bf16: all are small, one-dimensional or kept in fp32, so no memory is saved"
     if not options.residual:

@@ -1,4 +1,4 @@
-"""The last part of a conversion: what was measured is written down, and the artifact renamed into place."""
+"""The last part of a conversion: write the measurements and the report, and rename the artifact into place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measured(
     searched: Mapping[str, SearchResult],
     feeds: Sequence[Feeds],
 ) -> Measurements:
-    """What ``measurements.json`` keeps of the profiles that are published."""
+    """Return the content of ``measurements.json`` for the published profiles."""
     columns = sample_columns(certified.drifts)
     searches = {profile: result.entry() for profile, result in searched.items()}
     profiles = {

@@ -1,4 +1,4 @@
-"""Giving back the fp32 checkpoint from an artifact, one tensor in memory at a time."""
+"""Restores the fp32 checkpoint from an artifact, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from converter.process.progress import Progress
 
 
 def restore(artifact: Path, out: Path, *, force: bool, progress: Progress) -> str:
-    """Write every tensor of the source checkpoint to ``out`` as safetensors; returns a line for people.
+    """Write every tensor of the source checkpoint to ``out`` as safetensors; return a one-line summary for the user.
 
-    Written beside ``out`` and renamed, so that a reader never sees half a file. Raises :class:`ArtifactExists` when
-    ``out`` is there and not to be replaced, and what opening the artifact raises.
+    The file is written beside ``out`` and renamed, so that a reader never sees half a file. Raises
+    :class:`ArtifactExists` if ``out`` exists and ``force`` is false, and what opening the artifact raises.
     """
     _check_target(out, force)
     with progress.step("checking digests"):
@@ -60,9 +60,10 @@ def _check_target(out: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def _beside(out: Path) -> Iterator[BinaryIO]:
-    """A new file beside ``out``, removed at the end unless it was renamed, and now what killed runs left there.
+    """Open a new file beside ``out``, and remove it at the end unless it was renamed.
 
-    It is locked while its process lives, however that ends: what nobody holds a lock of is nobody's.
+    The file stays locked until its process ends, however it ends. So an unlocked file was left by a killed run: those
+    are removed first.
     """
     prefix = f".{out.name}.tmp-"
     for path in out.parent.iterdir():
@@ -108,7 +109,7 @@ def _header(entries: Sequence[CheckpointEntry]) -> bytes:
 
 
 def _in_order(opened: Artifact, entries: Sequence[CheckpointEntry]) -> Iterator[Array]:
-    """Restored tensors by name: the header promises that order."""
+    """Yield the restored tensors in the order that the header promises: by name."""
     ordered = Artifact(opened.path, opened.manifest.model_copy(update={"checkpoint": list(entries)}))
     for entry, (name, array) in zip(entries, ordered.checkpoint_tensors(), strict=True):
         if name != entry.name or list(array.shape) != entry.shape or array.nbytes != _nbytes(entry):
