@@ -1,5 +1,5 @@
-"""A directory of checkpoints, converted one by one, each in a process of its own.
+"""Converts a directory of checkpoints, one after the other, each in a process of its own.
 
-``worklist.collect`` says what there is, ``item.convert`` converts one of it, ``run.run`` all of it with a summary, on
-this machine (``executor``) or on those of a Ray cluster (``onray``).
+``worklist.collect`` lists the checkpoints, ``item.convert`` converts one, and ``run.run`` converts all and prints a
+summary. Conversions run on this machine (``executor``) or on the nodes of a Ray cluster (``onray``).
 """

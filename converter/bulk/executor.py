@@ -1,4 +1,4 @@
-"""Where the conversions of a worklist run: here, as processes; :mod:`converter.bulk.onray` has another place."""
+"""Runs the conversions of a worklist as local processes; :mod:`converter.bulk.onray` runs them on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from converter.process import children
 
 
 class Process(Protocol):
-    """A conversion that runs somewhere."""
+    """A running conversion."""
 
     def wait(self) -> int:
-        """Its exit code, as of :class:`subprocess.Popen`: below 0 where a signal ended it."""
+        """Wait and return its exit code, as :class:`subprocess.Popen` does: below 0 if a signal ended it."""
         ...
 
 
 class Executor(Protocol):
-    """Starts conversions, and has all of them stop. ``stopped``: none more is to be started."""
+    """Starts conversions, and can stop all of them. Once ``stopped``, no more are to be started."""
 
     stopped: bool
 
     def start(self, command: list[str], log: Path) -> Process:
-        """Run ``command`` with all that it says going to ``log``. Called on many threads."""
+        """Run ``command`` with its output going to ``log``. Called on many threads."""
         ...
 
     def stop(self) -> None:
-        """Each is to end as by Ctrl-C."""
+        """Stop every conversion as Ctrl-C would."""
         ...
 
 
 class Here:
-    """Processes of this machine."""
+    """Runs conversions as processes of this machine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Here:
         return process
 
     def stop(self) -> None:
-        """Each takes SIGINT for Ctrl-C, which a terminal sends to all of them anyway."""
+        """Send SIGINT to every process, which takes it for Ctrl-C; a terminal sends that to all of them anyway."""
         with self._lock:
             self.stopped = True
             for process in self._running:
@@ -59,7 +59,7 @@ class Here:
 
 
 def start_process(command: list[str], log: Path, directory: Path | None = None) -> subprocess.Popen[bytes]:
-    """``command`` started, in ``directory`` where that is given, with all that it says going to ``log``."""
+    """Start ``command``, in ``directory`` if given, with its output going to ``log``."""
     with log.open("wb") as file:
         return subprocess.Popen(
             command,

@@ -1,9 +1,9 @@
-"""Converting one checkpoint of many, in a process of its own: its crash, and its memory, are its own affair.
+"""Converts one checkpoint of many, in a process of its own, so that a crash or its memory does not affect the others.
 
-A record beside the models says for which bytes and options a version was begun, and what was there then. It is written
-first, so that a run that is killed at any moment is found again: a version with another manifest than before was
-published by it, any other is begun anew. When a version is published the record names its manifest, and when it fails
-the record is again what it was.
+A record beside the models says for which bytes and options a version was started, and which manifest existed then. It
+is written first, so that the next run can tell what a killed run did. If the version now has another manifest, the
+killed run published it; otherwise it is converted again. When a version is published, the record names its manifest.
+When it fails, the previous record is restored.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from converter.bulk.executor import Process, start_process
 from converter.bulk.worklist import Item
 from converter.process import children
 
-RECORDS = ".bf16-convert"  # in the repository; servers pass over hidden names
+RECORDS = ".bf16-convert"  # in the repository; servers ignore hidden names
 _VERSION = re.compile(r"[1-9][0-9]*")
 _ERROR = "error: "
-_LONGEST = 2000  # characters of what went wrong
-_OVER_BUDGET = 1  # Python's own code of a program that crashed, too: the message has to say so as well
-_CANNOT = 3  # the exit code of a model that cannot be converted: what a process that died counts as
+_LONGEST = 2000  # characters of an error
+_OVER_BUDGET = 1  # also Python's exit code for a program that crashed, so the message must be checked too
+_CANNOT = 3  # the exit code for a model that cannot be converted; also used for a process that died
 
 Status = Literal["converted", "done before", "over budget", "failed", "interrupted"]
 Start = Callable[[list[str], Path], Process]
@@ -40,8 +40,10 @@ Start = Callable[[list[str], Path], Process]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the conversion of one checkpoint ended. ``detail``: its drift, or what went wrong; ``code``: as the process
-    that converts it alone exits."""
+    """The result of converting one checkpoint.
+
+    ``detail`` is its drift, or the error. ``code`` is the exit code that converting it alone would have.
+    """
 
     model: str
     source: str
@@ -53,10 +55,10 @@ class Outcome:
 
 
 def convert(item: Item, repository: Path, *, force: bool = False, start: Start | None = None) -> Outcome:
-    """Convert ``item`` into the next version of its model in ``repository``, unless one was made of the same before.
+    """Convert ``item`` into the next version of its model in ``repository``, unless the same was converted before.
 
-    With ``force`` the newest version is replaced, whatever it was made of. What the process says goes to a log beside
-    the record; ``start`` starts it. Raises OSError when the repository cannot be written to.
+    With ``force``, the newest version is replaced, whatever it was made from. ``start`` starts the process; its output
+    goes to a log beside the record. Raises OSError if the repository cannot be written to.
     """
     if item.refused:
         return Outcome(item.model, item.source.name, "failed", 2, detail=item.refused)
@@ -111,17 +113,17 @@ def _outcome(item: Item, repository: Path, version: int, code: int, log: Path, s
 
 
 def _said(log: Path) -> tuple[str, bool]:
-    """The message of the error that the process ended with, and whether it is one of this program's own."""
+    """Return the message of the error that ended the process, and whether this program wrote it."""
     text = log.read_text(errors="replace")
     _, own, message = text.rpartition(f"bf16-convert: {_ERROR}")
     if own:
         return message.strip()[:_LONGEST], True
-    _, found, message = text.rpartition(_ERROR.capitalize())  # click's, of a wrong option; any exception's, of a crash
+    _, found, message = text.rpartition(_ERROR.capitalize())  # click's for a wrong option, or that of a crash
     return message.strip()[:_LONGEST] if found else "", False
 
 
 def _done(repository: Path, model: str, kept: dict[str, object], digest: str) -> int | None:
-    """The version that was made of what has this ``digest``, if it is there and nothing else took its place."""
+    """Return the version that was made with this ``digest``, if it exists and nothing has replaced it; else None."""
     version = kept.get("version")
     if kept.get("digest") != digest or type(version) is not int:
         return None
@@ -138,7 +140,7 @@ def _done(repository: Path, model: str, kept: dict[str, object], digest: str) ->
 
 
 def _fingerprint(version: Path) -> str | None:
-    """sha256 of the manifest, which has the digests of all else; None where there is none."""
+    """Return the sha256 of the manifest, which holds the digests of all other files; None if there is no manifest."""
     try:
         return hashlib.sha256((version / MANIFEST).read_bytes()).hexdigest()
     except OSError:
@@ -146,7 +148,7 @@ def _fingerprint(version: Path) -> str | None:
 
 
 def _version(repository: Path, model: str, *, force: bool) -> int:
-    """The version to write: the next, which one that was begun and never published is again; or the newest there is."""
+    """Return the version to write: the one after the newest published or, with ``force``, the newest itself."""
     directory = repository / model
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     newest = max((int(name) for name in names if _VERSION.fullmatch(name)), default=0)
@@ -154,7 +156,7 @@ def _version(repository: Path, model: str, *, force: bool) -> int:
 
 
 def _drift(repository: Path, model: str, version: int) -> str:
-    """The bound that each profile comes nearest to, in a few words."""
+    """Return the largest share of the budget that each profile uses, in a few words."""
     manifest = Artifact.open(repository / model / str(version), verify=False).manifest
     rows = list(drift_rows(manifest))
     tightest = {name: tightest_of([row for row in rows if row.profile == name]) for name in sorted(manifest.drift)}
@@ -172,7 +174,7 @@ def _read(record: Path) -> dict[str, object]:
 
 
 def _write(record: Path, fields: dict[str, object]) -> None:
-    """Whole or not at all."""
+    """Write the record atomically."""
     beside = record.with_suffix(f".{os.getpid()}.tmp")
     beside.write_text(json.dumps(fields, sort_keys=True) + "\n")
     beside.replace(record)

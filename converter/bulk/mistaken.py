@@ -1,4 +1,4 @@
-"""Why a directory is taken for one source, for whoever meant it as a directory of many."""
+"""Explains why a directory is taken for one source, to a user who meant it as a directory of many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from converter.sources.detect import recognise
 from converter.sources.orbax import layout
 
 _SHOWN = 5
-# What a directory is told by: one such file among many checkpoints makes it a model, or a foreign format.
+# The files that identify such a directory: one of them among many checkpoints makes it a model or a foreign format.
 _MARKS = (
     *("config.json", "modules.json", "*.safetensors.index.json", "saved_model.pb", "manifest.json"),
     *("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
@@ -21,7 +21,7 @@ _MARKS = (
 
 
 def taken_for(directory: Path) -> str:
-    """What ``directory`` is taken for, because of what in it, and what to do about it; the end of a message."""
+    """Say what ``directory`` is taken for, because of which files, and what to do about it; the end of a message."""
     try:
         what = f"is taken for one source, {recognise(directory).value}"
     except SourceError as error:

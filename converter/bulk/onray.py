@@ -1,7 +1,7 @@
-"""Conversions on the nodes of a Ray cluster, which share the file system that the checkpoints and the models are on.
+"""Runs conversions on the nodes of a Ray cluster that share the file system of the checkpoints and the models.
 
-What is done, and what is to be done, is found here, by the same records as ever: a node runs one command, and says how
-it ended.
+What is done and what is to be done is decided here, from the same records as without Ray. A node only runs one command
+and returns its exit code.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from converter.process import children
 
 _ATTEMPTS = 3
 _LOOK_SECONDS = 0.5
-_LAST_WORDS_SECONDS = 30.0  # for a conversion that was told to stop
-_CANNOT = 3  # the exit code of one whose node died again and again
+_LAST_WORDS_SECONDS = 30.0  # time to end for a conversion that was told to stop
+_CANNOT = 3  # the exit code if a conversion's node died in every attempt
 _INTERRUPTED = 130
 Say = Callable[[str], None]
 
 
 class OnRay:
-    """``jobs`` conversions at a time: None, one for each node. See :class:`converter.bulk.executor.Executor`.
+    """Runs ``jobs`` conversions at a time; None means one per node. See :class:`converter.bulk.executor.Executor`.
 
-    Raises UsageError where no cluster answers, or where a node does not see the same files or runs another version.
+    Raises UsageError if no cluster answers, or if a node does not see the same files or runs another version.
     """
 
     def __init__(self, address: str, source: Path, repository: Path, jobs: int | None, say: Say) -> None:
@@ -83,12 +83,12 @@ class OnRay:
                 task.cancel()
 
     def close(self) -> None:
-        """Leave the cluster, or end the one that was begun here."""
+        """Leave the cluster, or end it if it was started here."""
         ray.shutdown()
 
 
 class _Task:
-    """See :class:`converter.bulk.executor.Process`. A node that dies takes an attempt with it, and no more."""
+    """A conversion on a node; see :class:`converter.bulk.executor.Process`. If its node dies, it is started again."""
 
     def __init__(self, begin: Callable[[], Any], model: str, say: Say) -> None:
         self._begin = begin
@@ -124,7 +124,7 @@ class _Task:
 
 
 def _run(command: list[str], log: str, directory: str) -> int:
-    """On a node: this program's command line, by this node's Python. Returns its exit code."""
+    """Run this program's command line on a node, by the node's Python, and return its exit code."""
     following = children.command("converter.process.following", str(os.getpid()))
     process = start_process([*following, sys.executable, *command[1:]], Path(log), Path(directory))
     try:
@@ -150,9 +150,10 @@ def _join(address: str) -> None:
 
 
 def _answering(nodes: list[dict[str, Any]], source: Path, repository: Path, say: Say) -> list[dict[str, Any]]:
-    """Without those that have just died, which Ray takes some seconds to see.
+    """Return ``nodes`` without those that have just died, which Ray takes some seconds to notice.
 
-    Every other is to see what this process has just written, and the checkpoints. Raises UsageError naming a node.
+    Every other node must see the checkpoints and a file that this process has just written, and run the same version.
+    Raises UsageError that names the node.
     """
     from converter.bulk.item import RECORDS
 
@@ -194,7 +195,7 @@ def _on(node: dict[str, Any]) -> Any:
 
 
 def _look(token: str, source: str, directory: str) -> dict[str, str]:
-    """What a machine sees: the same everywhere where all see the same files."""
+    """Return what a machine sees: equal on all machines that see the same files."""
     try:
         told = Path(token).read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Converting a whole worklist, some at a time; Ctrl-C leaves what is done, and what was begun is begun again."""
+"""Converts a whole worklist, several at a time. Ctrl-C keeps what is done; a later run converts the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converter.bulk.item import Outcome, convert
 from converter.bulk.worklist import Item, Worklist
 
 INTERRUPTED = 130
-_SHOWN = 10  # of what was passed over
+_SHOWN = 10  # lines on what was passed over
 
 Say = Callable[[str], None]
 
@@ -20,8 +20,10 @@ Say = Callable[[str], None]
 def run(
     worklist: Worklist, repository: Path, executor: Executor, *, jobs: int, force: bool, say: Say
 ) -> tuple[list[Outcome], bool]:
-    """Convert every item where ``executor`` runs them, ``jobs`` at a time, and say of each how it ended; whether it was
-    interrupted."""
+    """Convert every item by ``executor``, ``jobs`` at a time, and report each result as it comes.
+
+    Returns the outcomes in the worklist's order, and whether Ctrl-C interrupted the run.
+    """
     outcomes = dict[str, Outcome]()
     total = len(worklist.items)
 
@@ -47,7 +49,7 @@ def run(
 
 
 def line(outcome: Outcome) -> str:
-    """How one ended, for people."""
+    """Describe one result in a line."""
     version = "" if outcome.version is None else f" version {outcome.version}"
     seconds = f", {outcome.seconds:.0f} s" if outcome.seconds >= 1 else ""
     detail = outcome.detail.splitlines()[0] if outcome.detail else ""
@@ -55,7 +57,7 @@ def line(outcome: Outcome) -> str:
 
 
 def summary(outcomes: Sequence[Outcome], worklist: Worklist) -> str:
-    """A table of all, and what was passed over."""
+    """Return a table of all results, and what was passed over."""
     columns = ("model", "version", "source", "result", "drift ÷ budget, or why not", "seconds")
     rows = [
         (
@@ -81,5 +83,5 @@ def _title(outcomes: Sequence[Outcome]) -> str:
 
 
 def worst(outcomes: Sequence[Outcome], *, interrupted: bool) -> int:
-    """The exit code of all: the largest there was."""
+    """Return the exit code of the whole run: the largest of all."""
     return INTERRUPTED if interrupted else max((outcome.code for outcome in outcomes), default=0)

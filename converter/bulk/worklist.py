@@ -1,4 +1,4 @@
-"""What there is to convert in a directory: its checkpoints, each with the name and the options of its model."""
+"""Lists what there is to convert in a directory: its checkpoints, each with the name and the options of its model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bf16kit.errors import NoCheckpoint, SourceError, UsageError
 from converter.proof.samples import SUFFIXES
 from converter.sources.detect import Kind, recognise
 
-# What is taken from the end of a file's name to name its model.
+# Endings that are removed from a file's name to name its model.
 _SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in (
@@ -33,7 +33,7 @@ Configure = Callable[[str, str], "Configured"]
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """What is asked for of one model: its name, arguments of `bf16-convert checkpoint`, the files that these name."""
+    """The settings of one model: its name, arguments of `bf16-convert checkpoint`, and the files that these name."""
 
     model: str
     arguments: tuple[str, ...]
@@ -42,9 +42,9 @@ class Configured:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One checkpoint: ``files`` hold all of its bytes, ``named`` are files and directories that its arguments name.
+    """One checkpoint: ``files`` hold all of its bytes, ``named`` are the files and directories that its arguments name.
 
-    ``refused`` says why it cannot be read at all ("": it may).
+    ``refused`` says why it cannot be read at all; "" if it can.
     """
 
     model: str
@@ -55,9 +55,11 @@ class Item:
     named: tuple[Path, ...] = ()
 
     def digest(self) -> str:
-        """sha256 of its arguments, and of the names and bytes of its files and of those that its arguments name.
+        """Return the sha256 of its arguments, and of the names and bytes of its files and of those that its arguments
+        name.
 
-        Of code that an argument names it has the name alone: what a function does cannot be told from a file.
+        Of code that an argument names, only the name is included, because one file does not determine what a function
+        does.
         """
         found = hashlib.sha256(json.dumps(self.arguments).encode())
         for path in self.files:
@@ -69,14 +71,15 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Worklist:
-    """What is to be converted, by name, and what lies beside it and is no checkpoint, each with the reason."""
+    """The items to convert, by name, and the other files of the directory, each with the reason why it is no
+    checkpoint."""
 
     items: tuple[Item, ...]
     passed_over: tuple[str, ...]
 
 
 def is_collection(path: Path) -> bool:
-    """Whether ``path`` is a directory that is no model itself, so that what lies in it may be many."""
+    """Whether ``path`` is a directory that is no model itself, so that it may hold many."""
     if not path.is_dir():
         return False
     try:
@@ -89,12 +92,11 @@ def is_collection(path: Path) -> bool:
 
 
 def collect(directory: Path, configure: Configure, repository: Path | None = None) -> Worklist:
-    """The checkpoints directly in ``directory``; ``configure(file name, model)`` says what is asked for of each.
+    """Return the checkpoints directly in ``directory``; ``configure(file name, model)`` returns the settings of each.
 
-    A ``repository`` inside it is not looked at.
-    Hidden names are passed over, and so is what is no checkpoint; one that is damaged, or of a format that is not
-    converted, is on the list with the reason. Raises :class:`UsageError` when there is none, or when two would have the
-    same name.
+    A ``repository`` inside it is ignored. Hidden names and what is no checkpoint are passed over. A checkpoint that is
+    damaged, or of a format that is not converted, is listed with the reason. Raises :class:`UsageError` if there is
+    none, or if two would have the same name.
     """
     kinds: dict[Path, Kind | str] = {}
     passed_over: dict[Path, str] = {}
@@ -120,7 +122,7 @@ def collect(directory: Path, configure: Configure, repository: Path | None = Non
 
 
 def model_name(file: str) -> str:
-    """What the model in ``file`` is called: its name without the ending that says a format."""
+    """Return the name of the model in ``file``: the file's name without the ending of its format."""
     for ending in _INDICES:
         if file.endswith(ending):
             return file.removesuffix(ending)
@@ -140,12 +142,14 @@ def _files(path: Path, kind: Kind | str, beside: tuple[Path, ...]) -> tuple[Path
         return tuple(sorted(found for found in path.rglob("*") if found.is_file()))
     if kind is Kind.SHARDED:
         return (path, *(shard for shard in _shards(path) if shard.is_file()))
-    # External data has any name. One file too many converts once too often, one too few leaves an old artifact.
+    # External data may have any name. One file too many only converts once too often; one too few would keep an
+    # outdated artifact.
     return (path, *beside) if kind is Kind.ONNX else (path,)
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that the index of a sharded checkpoint names. Raises :class:`SourceError` where it is no such index."""
+    """Return the files that the index of a sharded checkpoint names; raise :class:`SourceError` if it is no such
+    index."""
     if index.is_dir():
         return []
     try:
@@ -157,12 +161,13 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _may_hold_weights(path: Path) -> bool:
-    """Whether ``path``, which is no checkpoint, may be a file with the weights of an ONNX graph beside it."""
+    """Whether ``path``, which is no checkpoint, may hold the weights of an ONNX graph beside it."""
     return path.is_file() and path.suffix.lower() not in _WITHOUT_WEIGHTS
 
 
 def _named_files(path: Path) -> list[Path]:
-    """What is read where an option names ``path``: itself, an ONNX graph's weights beside it, or samples in it."""
+    """Return the files read if an option names ``path``: itself, an ONNX graph's weights beside it, or samples in
+    it."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
     if not path.is_file() or not _is_graph(path):

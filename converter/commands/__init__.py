@@ -1,1 +1,1 @@
-"""The commands of ``bf16-convert``, one file for each group. Everything heavy is imported by the command that runs."""
+"""The commands of ``bf16-convert``, one file per group. A command imports heavy modules only when it runs."""

@@ -1,4 +1,4 @@
-"""The commands that look at an artifact: inspect, verify, explain, restore."""
+"""The commands that read an artifact: inspect, verify, explain, restore."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def checkpoint(
     from converter.report import page
     from converter.sources.mapping.choice import UnconfirmedMap
 
-    kernel.chosen()  # a wrong BF16KIT_KERNELPATH is known now, not when all is written and the first graph is run
+    kernel.chosen()  # reports a wrong BF16KIT_KERNELPATH now, not when all is written and the first graph runs
     memory.map_large_blocks()
     memory.keep_few_primitives()
 
@@ -175,7 +175,7 @@ def checkpoint(
 
 
 def _is_collection(source: Path, out: Path) -> bool:
-    """Many checkpoints: a directory that is no model, and a repository to put models into."""
+    """Whether there are many checkpoints: a directory that is no model, and a repository to put models into."""
     if _VERSION.fullmatch(out.name) or not source.is_dir():
         return False
     from converter.bulk.worklist import is_collection
@@ -184,7 +184,7 @@ def _is_collection(source: Path, out: Path) -> bool:
 
 
 def _refuse_one_without_version(source: Path, out: Path) -> None:
-    """Say of a directory why it is not taken for many checkpoints, where ``out`` would do for many."""
+    """Reject ``out`` if it would do only for many checkpoints; say why the directory is taken for one source."""
     if _VERSION.fullmatch(out.name) or not source.is_dir():
         return
     from bf16kit.errors import UsageError
@@ -197,7 +197,7 @@ def _refuse_one_without_version(source: Path, out: Path) -> None:
 
 
 def _check(arguments: Sequence[str]) -> None:
-    """Find a mistake in a command line of one of many checkpoints; raises as the command itself would."""
+    """Check the command line of one of many checkpoints; raises as the command itself would."""
     parsed = dict(checkpoint.make_context("checkpoint", list(arguments)).params)
     for name in ("debug", "per_model", "jobs", "ray"):
         parsed.pop(name)
@@ -205,7 +205,7 @@ def _check(arguments: Sequence[str]) -> None:
 
 
 def options_of(**given: object) -> Options:
-    """Parsed options; a mistake in any of them is found before long work begins."""
+    """Return the parsed options; a mistake in any of them is reported before long work begins."""
     from converter import options as parse
 
     def many(name: str) -> tuple[str, ...]:

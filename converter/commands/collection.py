@@ -1,4 +1,4 @@
-"""``bf16-convert checkpoint DIRECTORY --out REPOSITORY``: many checkpoints, with the same options or with their own."""
+"""``bf16-convert checkpoint DIRECTORY --out REPOSITORY``: converts many checkpoints, with shared or own options."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from converter.bulk.executor import Executor
 
 _LARGEST = 1 << 20  # bytes of a file of options
-_OWN = frozenset(("out", "force", "jobs", "per_model", "ray"))  # what is said of the collection, not of a model
-_NAMING = ("map", "model", "samples")  # what may name a file
+_OWN = frozenset(("out", "force", "jobs", "per_model", "ray"))  # options of the collection, not of a model
+_NAMING = ("map", "model", "samples")  # options whose value may name a file
 _NAME = "name"
 
-Arguments = Mapping[str, Sequence[str]]  # of a command line, by the option that they give
+Arguments = Mapping[str, Sequence[str]]  # parts of a command line, by the option they set
 
 
 def convert_all(context: click.Context, source: Path, repository: Path, check: Callable[[Sequence[str]], None]) -> int:
-    """Convert what lies in ``source`` and print a summary; returns the exit code of the worst.
+    """Convert the checkpoints in ``source``, print a summary, and return the worst exit code.
 
-    ``check`` is given each command line before work begins, and raises :class:`UsageError` for one that is wrong, as
-    this does for names that no model can have.
+    ``check`` is called with each command line before work begins, and raises :class:`UsageError` for a wrong one. Names
+    that no model can have raise it too.
     """
     from converter.bulk.run import run, summary, worst
     from converter.bulk.worklist import Configured, collect
@@ -80,7 +80,7 @@ def _say(text: str) -> None:
 def _place(
     address: str | None, source: Path, repository: Path, jobs: int | None, say: Callable[[str], None]
 ) -> Iterator[tuple[Executor, int]]:
-    """Where the conversions run, and how many at a time. Raises UsageError where there is no such place."""
+    """Yield the executor of the conversions, and how many run at a time. Raises UsageError if Ray is not available."""
     if address is None:
         from converter.bulk.executor import Here
 
@@ -100,7 +100,7 @@ def _place(
 
 
 def _named(arguments: Arguments) -> tuple[Path, ...]:
-    """The files and directories that options name; a function that they name instead is none."""
+    """Return the files and directories that options name; functions named instead are left out."""
     paths = (Path(arguments[name][-1]) for name in _NAMING if arguments.get(name))
     return tuple(path for path in paths if _exists(path))
 
@@ -108,12 +108,12 @@ def _named(arguments: Arguments) -> tuple[Path, ...]:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # longer than any file's name, or a zero byte in it
+    except (OSError, ValueError):  # longer than any file name, or with a zero byte
         return False
 
 
 def _given(context: click.Context) -> dict[str, list[str]]:
-    """What the command line said of every model."""
+    """Return the options that the command line set for every model."""
     found: dict[str, list[str]] = {}
     for option in _options(context).values():
         name = option.name or ""
@@ -123,7 +123,7 @@ def _given(context: click.Context) -> dict[str, list[str]]:
 
 
 def _options(context: click.Context) -> dict[str, click.Option]:
-    """Those that a model can have of its own, as they are written, without the dashes before them."""
+    """Return the options that can be set per model, by name without the leading dashes."""
     options = [each for each in context.command.params if isinstance(each, click.Option) and each.name not in _OWN]
     return {option.opts[0].removeprefix("--"): option for option in options}
 
@@ -137,7 +137,7 @@ def _texts(option: click.Option, value: Any) -> list[str]:
 
 
 def _read_all(directory: Path) -> dict[str, Mapping[str, Any]]:
-    """The options in each ``NAME.yaml`` of ``directory``, by NAME."""
+    """Return the options in each ``NAME.yaml`` of ``directory``, by NAME."""
     if not directory.is_dir():
         raise UsageError(f"--per-model {directory}: no such directory")
     return {path.stem: _read(path) for path in sorted(directory.glob("*.yaml"))}
@@ -159,7 +159,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _arguments(context: click.Context, fields: Mapping[str, Any], where: str) -> Arguments:
-    """The command line that ``fields`` of a YAML file stand for; null takes back what was said of all models."""
+    """Return the command line that ``fields`` of a YAML file stand for; null removes what was set for all models."""
     options, found = _options(context), dict[str, list[str]]()
     for key, value in fields.items():
         option = options.get(str(key))

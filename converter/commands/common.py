@@ -1,4 +1,4 @@
-"""What the commands share: options, and printing."""
+"""Options and printing that the commands share."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON f
 
 
 def say(text: str) -> None:
-    """Print ``text``, what a terminal would act on made harmless."""
+    """Print ``text`` with its control characters made harmless."""
     click.echo(printable(text))

@@ -1,4 +1,4 @@
-"""``bf16-convert doctor``: what is installed, and what can be converted with it."""
+"""``bf16-convert doctor``: reports what is installed, and what can be converted with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bf16-convert recover``: the options of ``checkpoint``, and those of a training."""
+"""``bf16-convert recover``: the options of ``checkpoint``, and those of training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from converter.commands.checkpoint import checkpoint, options_of
 from converter.commands.common import say
 from converter.recovery.settings import LOSSES, PRECISIONS
 
-# Islands are what one has instead of a recovery; and it is of one model.
+# A search for islands is the alternative to a recovery, and a recovery converts one model only.
 _LEFT_OUT = ("search", "search_minutes", "per_model", "jobs", "ray")
 _OWN = (
     "data",

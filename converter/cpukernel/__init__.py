@@ -1,1 +1,2 @@
-"""Products for bf16kit's CPU kernel: found in a graph, given to it, and defined in ONNX's own operators."""
+"""Finds the work of bf16kit's CPU kernel in a graph, replaces it by the kernel's operators, and defines those in
+ONNX."""

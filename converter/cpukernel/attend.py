@@ -1,4 +1,4 @@
-"""Attention goes to bf16kit's CPU kernel: one node for what lies between query, key and value and all heads in rows."""
+"""Replaces attention by one node of bf16kit's CPU kernel: from query, key and value to the merged heads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FLOAT = ir.DataType.FLOAT
 
 
 class Attend(Step):
-    """Let ``bf16kit::Attention_…`` do the attention of ``work``, and define each variant as a function.
+    """Replace each attention of ``work`` by ``bf16kit::Attention_…``, and define each variant as a function.
 
-    Those whose product with the values is named in ``rounding`` become ``bf16kit::AttentionBf16_…``. The node has the
-    name of that product, and gives what the Reshape of all heads gave, under the same name. A mask that selects becomes
-    one that is added, once for all that it is used by.
+    If the product with the values is named in ``rounding``, the operator is ``bf16kit::AttentionBf16_…``. The node
+    takes the name of that product, and its output the name and place of the output of the Reshape that merged the
+    heads. A mask that selects becomes one that is added, made once for all its uses.
 
     Requires: types and shapes are known.
     """
@@ -59,7 +59,7 @@ class Attend(Step):
 
 
 class _Masks:
-    """What is added to scores, made where the graph only has it in parts, or as a choice."""
+    """The masks added to scores; made here if the graph has them only in parts or as a selection."""
 
     def __init__(self, model: ir.Model) -> None:
         self._graph = model.graph
@@ -67,7 +67,7 @@ class _Masks:
         self._added: dict[Choice, ir.Value] = {}
 
     def sum(self, masks: Sequence[Mask], before: ir.Node) -> ir.Value | None:
-        """One value for all ``masks``, there when the node ``before`` runs; None when there is none."""
+        """Return one value for all ``masks``, computed before the node ``before``; None if there are no masks."""
         total: ir.Value | None = None
         for mask in masks:
             value = self._number(mask, before) if isinstance(mask, Choice) else mask
@@ -75,7 +75,7 @@ class _Masks:
         return total
 
     def _number(self, mask: Choice, before: ir.Node) -> ir.Value:
-        """``mask.number`` where it hides, 0 elsewhere."""
+        """Return a value that is ``mask.number`` where the mask hides, and 0 elsewhere."""
         if mask not in self._added:
             hidden, shown = (self._constant(number) for number in (mask.number, 0.0))
             branches = [hidden, shown] if mask.hides else [shown, hidden]

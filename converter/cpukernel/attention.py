@@ -1,9 +1,9 @@
-"""Attention in a graph, found by what it computes: softmax(scale · Q·Kᵀ + mask)·V for each head.
+"""Finds attention in a graph by what it computes: softmax(scale · Q·Kᵀ + mask)·V for each head.
 
-Exporters write it in many ways. Scores are traced back from a Softmax to a product of two computed values, through
-additions, selections and factors in any order that comes to one scale and one mask that is added. Heads are what
-Reshape and Transpose part rows into; where a graph does that, the rows are read as they are. Keys and values may be
-repeated for groups of heads. Whatever does not fit, shapes that are not known to fit among it, is left alone.
+Exporters write it in many ways. Scores are traced from a Softmax back to a product of two computed values. Additions,
+selections and factors may lie between, in any order that amounts to one scale and one added mask. If Reshape and
+Transpose split rows into heads, the rows are read directly. Keys and values may be repeated for groups of heads.
+Whatever does not match is left alone, also if shapes are not known to match.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from converter.graph.values import Dim, dim, known_shape, only_reader, plain, sa
 from converter.graph.values import number as constant
 
 FLOAT = ir.DataType.FLOAT
-_HIDDEN = -1e30  # a number that no score changes when it is added
+_HIDDEN = -1e30  # no score changes this number when added to it
 _RANK = 4  # of scores
-_LONGEST = 8  # nodes between a product and its Softmax
+_LONGEST = 8  # nodes between a product and its Softmax, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A mask that selects: where ``condition`` is ``hides``, a score is ``number`` and counts for nothing."""
+    """A mask that selects: where ``condition`` equals ``hides``, a score is replaced by ``number`` and so has no
+    weight."""
 
     condition: ir.Value
     hides: bool
@@ -38,10 +39,11 @@ Mask = ir.Value | Choice
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``nodes``, in order, from the product of queries and keys to the Reshape whose output is all heads in rows, or to
-    the Transpose before a Reshape that stays.
+    """Attention as ``nodes``, in order, from the product of queries and keys to the Reshape that merges the heads into
+    rows.
 
-    ``masks`` add up to what is added to the scaled scores. The Softmax is among the nodes, and ``values`` multiplies.
+    If that Reshape stays, the nodes end at the Transpose before it. The sum of ``masks`` is added to the scaled scores.
+    The Softmax is among the nodes; ``values`` is the product with the values.
     """
 
     q: Operand
@@ -55,7 +57,7 @@ class Attention:
 
     @property
     def product(self) -> ir.Node:
-        """Of queries and keys."""
+        """The product of queries and keys."""
         return self.nodes[0]
 
     @property
@@ -64,17 +66,17 @@ class Attention:
 
     @property
     def shape(self) -> tuple[Dim, Dim, int]:
-        """All heads in rows: [batch, queries, heads · width]."""
+        """The shape of the result, with the heads merged into rows: [batch, queries, heads · width]."""
         return self.q.batch, self.q.rows, self.q.heads * self.v.columns
 
     @property
     def forms(self) -> str:
-        """For each of q, k and v whether it comes in rows (r) or in heads (h)."""
+        """One letter each for q, k and v: r if its heads are in rows, h if they are split."""
         return "".join("r" if each.in_rows else "h" for each in (self.q, self.k, self.v))
 
 
 def attentions(model: ir.Model) -> list[Attention]:
-    """Those of the main graph, in order. Requires: types and shapes are known."""
+    """Return the attentions of the main graph, in order. Requires: types and shapes are known."""
     found = (_attention(node) for node in model.graph if node.op_type == "Softmax" and plain(node))
     return [attention for attention in found if attention is not None]
 
@@ -110,14 +112,17 @@ def _fits(found: Attention) -> bool:
 
 
 def _rows_alone(found: Attention) -> Attention | None:
-    """The same, up to the Reshape that puts heads into rows; or, where that does something else to what heads in rows
-    would be read as just so, without it."""
+    """Return the attention up to the Reshape that merges the heads into rows.
+
+    If the Reshape does something else, the attention ends before it, and the Reshape reads merged heads. None if the
+    Reshape would then give another result.
+    """
     merged = found.result
     given, wanted = known_shape(merged.outputs[0]), found.shape
     if given is not None and len(given) == 3 and all(map(dim, given, wanted)):
         return found
     sizes = const(merged.inputs[1])
-    if sizes is None or 0 in sizes.numpy():  # 0 stands for a dimension of heads that are apart
+    if sizes is None or 0 in sizes.numpy():  # 0 copies a dimension, which merged heads would change
         return None
     return replace(found, nodes=found.nodes[:-1])
 
@@ -127,7 +132,7 @@ def _rows_alone(found: Attention) -> Attention | None:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """Scores are scale · product + masks; ``nodes`` compute them, the last one first."""
+    """The scores as scale · product + masks; ``nodes`` compute them, the last one first."""
 
     product: ir.Node
     scale: float
@@ -148,7 +153,7 @@ def _trace(value: ir.Value | None, depth: int = _LONGEST) -> _Trace | None:
         if traced is None or not same_dims(value, traced.product.outputs[0]):
             continue
         if isinstance(step, float):
-            if not traced.masks:  # one that was added would have to be scaled as well
+            if not traced.masks:  # a mask added before would have to be scaled as well
                 return replace(traced, scale=traced.scale * step, nodes=(node, *traced.nodes))
         else:
             return replace(traced, masks=(*traced.masks, step), nodes=(node, *traced.nodes))
@@ -156,7 +161,7 @@ def _trace(value: ir.Value | None, depth: int = _LONGEST) -> _Trace | None:
 
 
 def _steps(node: ir.Node) -> Iterator[tuple[ir.Value | None, Mask | float]]:
-    """What ``node`` may do to scores: an input that may be they, and their factor or what is added."""
+    """Yield how ``node`` may compute scores: the input that may be scores, with its factor or the mask added."""
     inputs: Sequence[ir.Value | None] = node.inputs
     if node.op_type == "Where":
         for scores, other, hides in ((inputs[1], inputs[2], False), (inputs[2], inputs[1], True)):
@@ -176,11 +181,11 @@ def _steps(node: ir.Node) -> Iterator[tuple[ir.Value | None, Mask | float]]:
                 yield scores, other
 
 
-# --- from the weights on to the rows ----------------------------------------------------------------------------------
+# --- from the weights to the merged heads -----------------------------------------------------------------------------
 
 
 def _merged(weights: ir.Value) -> tuple[ir.Node, ir.Node, ir.Node] | None:
-    """The product of ``weights`` and values, the Transpose and the Reshape that put its heads beside each other."""
+    """Return the product of ``weights`` and values, and the Transpose and Reshape that merge its heads."""
     product = only_reader(weights)
     if product is None or product.op_type != "MatMul" or product.inputs[0] is not weights:
         return None

@@ -1,8 +1,8 @@
-"""The kernel's ``bf16kit::Attention_…`` defined in ONNX's own operators: what runs without its library.
+"""Defines the kernel's ``bf16kit::Attention_…`` in ONNX's own operators, which run without the kernel's library.
 
-``bf16kit::AttentionBf16_…`` are the same, but for what is multiplied, which is rounded to bf16 first: queries, keys,
-values, and the exponentials that a softmax divides by their sum. Here as there they are divided after the values have
-been multiplied, and by the sum of the rounded ones.
+``bf16kit::AttentionBf16_…`` round the factors of products to bf16 first: queries, keys, values, and the softmax's
+exponentials. In the kernel as here, the division by the exponentials' sum comes after the product with the values, and
+uses the sum of the rounded exponentials.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _HEADS_FIRST, _COLUMNS_FIRST = [0, 2, 1, 3], [0, 2, 3, 1]
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """One of the operator's bodies. ``forms`` has a letter each for q, k and v: r in rows, h in heads; ``rounds``: what
-    is multiplied is rounded to bf16 first."""
+    """One variant of the operator. ``forms`` has a letter each for q, k and v: r in rows, h in heads. With ``rounds``,
+    the factors of products are rounded to bf16 first."""
 
     forms: str
     grouped: bool
@@ -35,14 +35,14 @@ class AttentionVariant:
 
     @property
     def op_type(self) -> str:
-        """Its name, such as ``Attention_rrr_mask``; kernels/ort/attention_op.cpp registers them all."""
+        """The operator's name, such as ``Attention_rrr_mask``; kernels/ort/attention_op.cpp registers them all."""
         words = ["AttentionBf16" if self.rounds else "Attention", self.forms]
         words += [word for word, has in (("grouped", self.grouped), ("mask", self.masked)) if has]
         return "_".join(words)
 
     @property
     def lists(self) -> Iterator[str]:
-        """The integer lists that a node has for its function alone."""
+        """The attributes with integer lists that only the function of the operator reads."""
         yield from (f"heads_of_{name}" for name, form in zip(_OPERANDS, self.forms, strict=True) if form == "r")
         if self.grouped:
             yield "groups"
@@ -50,7 +50,8 @@ class AttentionVariant:
 
 
 def attributes(attention: Attention) -> dict[str, int | float | list[int]]:
-    """The attributes of a node; the lists are shapes that a function cannot compute, and whose keys each head reads."""
+    """Return a node's attributes; the lists are shapes that a function cannot compute, and the key head of each
+    head."""
     heads, kv_heads = attention.q.heads, attention.k.heads
     sizes = {
         f"heads_of_{name}": [0, 0, operand.heads, operand.columns]
@@ -63,7 +64,7 @@ def attributes(attention: Attention) -> dict[str, int | float | list[int]]:
 
 
 def function(variant: AttentionVariant, opset: int) -> ir.Function:
-    """The function of ``variant`` in the operators of ``opset``, 13 or newer.
+    """Return the function of ``variant`` in the operators of ``opset``, 13 or newer.
 
     Q [batch, queries, heads · depth] or [batch, heads, queries, depth], K and V likewise, and the mask M, which
     broadcasts to [batch, heads, queries, keys], if there is one → Y [batch, queries, heads · width].
@@ -91,14 +92,14 @@ def _weights(body: Body, scores: ir.Value, v: ir.Value) -> ir.Value:
 
 
 def _rounded_weights(body: Body, scores: ir.Value, v: ir.Value) -> ir.Value:
-    """A softmax's exponentials are rounded before they are multiplied and summed."""
+    """Return softmax(scores)·V, with the exponentials rounded before they are multiplied and summed."""
     exponentials = body.rounded(body.add("Exp", body.add("Sub", scores, body.over_rows("ReduceMax", scores))))
     last = body.add("Constant", value_ints=[-1])
     return body.add("Div", body.add("MatMul", exponentials, v), body.add("ReduceSum", exponentials, last))
 
 
 def _in_heads(body: Body, variant: AttentionVariant, index: int, value: ir.Value, order: list[int]) -> ir.Value:
-    """An operand as [batch, heads, …], its rows and columns in the order that is wanted."""
+    """Return an operand as [batch, heads, …], its rows and columns in the given order."""
     if variant.forms[index] == "r":
         value = body.add("Reshape", value, body.integers(f"heads_of_{_OPERANDS[index]}"))
         return body.add("Transpose", value, perm=order)

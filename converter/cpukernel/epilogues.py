@@ -1,7 +1,7 @@
-"""What follows a product and can be done before its result leaves the registers: a bias, then an activation.
+"""Finds the bias and the activation after a product, which the kernel can apply before the result leaves the registers.
 
-Exporters write Gelu in a dozen ways. None of them is spelled out here: a few elementwise nodes between one value and
-another are a function of one variable, and are what they give for numbers from all over its range, in float64.
+Exporters write Gelu in a dozen ways, and none is matched by its form. A few elementwise nodes between one value and
+another are a function of one variable. They are recognised by their results for numbers across its range, in float64.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from converter.graph.values import number, only_reader
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 Numbers = NDArray[np.float64]
 
-_LONGEST = 12  # nodes of an activation; Gelu's tanh form has eight or nine
-# Where activations differ most, and where their tails are.
+_LONGEST = 12  # nodes of an activation, at most; Gelu's tanh form has eight or nine
+# Inputs where activations differ most, and where their tails are.
 _PROBES: Numbers = np.concatenate([np.linspace(-8, 8, 129), [-1e3, -50, -20, 20, 50, 1e3]])
-# Constants are fp32: off by 2^-24, which the exponent of the tanh form's tail multiplies by some fifty.
+# Constants are fp32: their error of 2^-24 is multiplied by about fifty in the exponent of the tanh form's tail.
 _RELATIVE, _ABSOLUTE = 2e-5, 1e-7
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """``nodes`` follow a product, in order, and are no longer needed where it does what they do.
+    """The ``nodes`` after a product, in order, which are not needed if the kernel does their work.
 
-    ``bias`` is an initializer of one number per column. ``result`` is what the last of product and nodes gives.
-    ``reshape`` stands between the bias and the activation, which it may follow as well; it stays.
+    ``bias`` is an initializer of one number per column. ``result`` is the output of the last of product and nodes.
+    ``reshape`` is a Reshape between bias and activation; it stays, after the kernel's node.
     """
 
     bias: ir.Value | None
@@ -45,7 +45,7 @@ class Epilogue:
 
 
 def epilogue(product: Product) -> Epilogue:
-    """The longest epilogue of ``product``: what comes between it and the first value that others need too."""
+    """Return the longest epilogue of ``product``: the nodes up to the first value that others read too."""
     result, bias = product.node.outputs[0], product.bias
     nodes: list[ir.Node] = []
     add = None if bias is not None or product.node.op_type == "Conv" else _add(product.node, product.n)
@@ -64,7 +64,7 @@ def epilogue(product: Product) -> Epilogue:
 
 
 def _add(product: ir.Node, columns: int) -> ir.Node | None:
-    """The Add of a bias that alone reads what ``product`` gives, and that adds no dimension to it."""
+    """Return the Add of a bias, if it alone reads the output of ``product`` and adds no dimension."""
     given = product.outputs[0]
     node = only_reader(given)
     if node is None or node.op_type != "Add":
@@ -76,13 +76,13 @@ def _add(product: ir.Node, columns: int) -> ir.Node | None:
 
 
 def _reshape(result: ir.Value) -> ir.Node | None:
-    """The Reshape that alone reads ``result``: GPT-2 multiplies matrices, and activates batches."""
+    """Return the Reshape that alone reads ``result``. GPT-2 has one: it multiplies matrices and activates batches."""
     node = only_reader(result)
     return node if node is not None and node.op_type == "Reshape" and node.inputs[0] is result else None
 
 
 def _activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
-    """The activation that alone reads ``x``, and its nodes; ``none`` and no nodes where there is not one."""
+    """Return the activation that alone reads ``x``, and its nodes; ``none`` and no nodes if there is none."""
     for nodes in _regions(x):
         given = _evaluate(x, nodes)
         for name, function in _ACTIVATIONS.items():
@@ -92,8 +92,10 @@ def _activation(x: ir.Value) -> tuple[Activation, tuple[ir.Node, ...]]:
 
 
 def _regions(x: ir.Value) -> Iterator[tuple[ir.Node, ...]]:
-    """Growing lists of nodes, in order, that compute elementwise from ``x`` the output of the last, and all else for
-    nobody but themselves."""
+    """Yield growing lists of nodes, in order, that compute the last one's output elementwise from ``x`` alone.
+
+    The values between are read by no other node.
+    """
     values, nodes = [x], list[ir.Node]()
     while len(nodes) < _LONGEST:
         node = next((n for n in _readers(values) if n not in nodes and _elementwise(n, values)), None)
@@ -111,14 +113,14 @@ def _readers(values: list[ir.Value]) -> Iterator[ir.Node]:
 
 
 def _elementwise(node: ir.Node, values: list[ir.Value]) -> bool:
-    """Whether ``node``, beside ``values``, only reads numbers."""
+    """Whether ``node`` reads only ``values`` and constant numbers."""
     if node.domain != "" or node.op_type not in _FUNCTIONS or node.graph is not values[0].graph:
         return False
     return all(value in values or number(value, rank=1) is not None for value in node.inputs)
 
 
 def _evaluate(x: ir.Value, nodes: tuple[ir.Node, ...]) -> Numbers:
-    """What ``nodes`` make of the probes."""
+    """Return what ``nodes`` compute for the probes."""
     known: dict[ir.Value | None, Numbers] = {x: _PROBES}
     with np.errstate(all="ignore"):
         for node in nodes:
@@ -161,7 +163,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Numbers], Numbers]] = {
     "silu": lambda x: x * _sigmoid(x),
 }
 
-# What the elementwise operators compute, all that activations are written with.
+# The elementwise operators that activations are written with.
 _FUNCTIONS: Mapping[str, Callable[..., Numbers]] = {
     "Add": lambda _, a, b: a + b,
     "Sub": lambda _, a, b: a - b,

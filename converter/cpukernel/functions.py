@@ -1,11 +1,11 @@
-"""The kernel's ``bf16kit::MatMul_…`` defined in ONNX's own operators: what runs where its library is not registered.
+"""Defines the kernel's ``bf16kit::MatMul_…`` in ONNX's own operators, for where its library is not registered.
 
-``bf16kit::MatMulBf16_…`` are the same, but for the activations, which are rounded to bf16 before they are multiplied.
+``bf16kit::MatMulBf16_…`` also round the activations to bf16 before the product.
 
-Each variant of the kernel's product that a graph uses is an operator of its own name, and a model-local function of
-that graph. (Overloads of one function would do in ONNX Runtime, but not everywhere: onnx 1.23's evaluator takes the
-last for all of them, in silence.) ONNX Runtime inlines it when nobody registers the operator, and folds the weight to
-fp32 at load: the same results within fp32 rounding, at fp32's price in memory.
+Each variant of the product that a graph uses is an operator with its own name and a model-local function. (Overloads of
+one function work in ONNX Runtime, but not everywhere: onnx 1.23's evaluator silently takes the last one for all.) If
+the operator is not registered, ONNX Runtime inlines the function and folds the weight to fp32 at load. The results are
+the same within fp32 rounding, with the memory that fp32 takes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from converter.cpukernel.products import Layout
 
 VERSION = 1
 _GELU_SINCE = 20
-_REDUCTION_AXES_SINCE = 18  # that they are an input of ReduceMax and ReduceMean
-_OLDEST_IR = 8  # the first with functions in a model
+_REDUCTION_AXES_SINCE = 18  # from this opset on, the axes are an input of ReduceMax and ReduceMean
+_OLDEST_IR = 8  # the first IR version with functions in a model
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the bodies that the operator has. ``lists`` names the integer lists it reads from its attributes;
-    ``rounds``: x is rounded to bf16 before it is multiplied."""
+    """One variant of the operator. ``lists`` names the integer lists among its attributes. With ``rounds``, x is
+    rounded to bf16 before the product."""
 
     layout: Layout
     lists: tuple[str, ...]
@@ -44,7 +44,8 @@ class Variant:
 
     @property
     def op_type(self) -> str:
-        """Its name, such as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them all."""
+        """The operator's name, such as ``MatMul_panels_tail_bias_relu``; kernels/ort/operators.cpp registers them
+        all."""
         words: list[str] = [stem(1, self.rounds), form(self.lists) if self.layout == "panels" else self.layout]
         if self.bias:
             words.append("bias")
@@ -54,7 +55,7 @@ class Variant:
 
 
 def stem(count: int, rounds: bool) -> str:
-    """What the names of operators of ``count`` products begin with."""
+    """Return the beginning of the names of operators with ``count`` products."""
     return f"MatMul{count if count > 1 else ''}{'Bf16' if rounds else ''}"
 
 
@@ -64,12 +65,13 @@ def rounds_activations(op_type: str) -> bool:
 
 
 def lists(layout: Layout, k: int, n: int) -> dict[str, list[int]]:
-    """The integer lists among a node's attributes, which only its function reads: functions cannot compute sizes."""
+    """Return the attributes that are integer lists. Only the function reads them, because functions cannot compute
+    sizes."""
     return cuts(k, n) if layout == "panels" else {}
 
 
 def function(variant: Variant, opset: int) -> ir.Function:
-    """The function of ``variant`` in the operators of ``opset``, 13 or newer.
+    """Return the function of ``variant`` in the operators of ``opset``, 13 or newer.
 
     X [..., k], W (k·n in panels, or [n, k]), and the bias [n] if it has one → Y [..., n].
     """
@@ -83,14 +85,14 @@ def function(variant: Variant, opset: int) -> ir.Function:
 
 
 def define(model: ir.Model, functions: Iterable[ir.Function]) -> None:
-    """Let ``model`` use the kernel's operators that ``functions`` define."""
+    """Add the ``functions`` of the kernel's operators to ``model``."""
     model.functions.update({defined.identifier(): defined for defined in functions})
     model.opset_imports[DOMAIN] = VERSION
     model.ir_version = max(model.ir_version, _OLDEST_IR)
 
 
 class Body:
-    """The nodes of a function, each with a name for what it gives."""
+    """The nodes of a function, each output with a name."""
 
     def __init__(self, opset: int) -> None:
         self.opset = opset
@@ -107,19 +109,21 @@ class Body:
                 output.name = f"t{len(self.nodes)}_{index}"
 
     def rounded(self, x: ir.Value) -> ir.Value:
-        """``x`` rounded to bf16, to nearest, ties to even, and widened again: casts that ONNX Runtime leaves alone, as
-        the value after them is not the one before (a test holds it to that)."""
+        """Return ``x`` rounded to bf16 (to nearest, ties to even) and widened again.
+
+        ONNX Runtime keeps the two casts, because the second does not restore the first one's input (held by a test).
+        """
         return self.add("Cast", self.add("Cast", x, to=int(ir.DataType.BFLOAT16)), to=int(ir.DataType.FLOAT))
 
     def product(self, x: ir.Value, matrix: ir.Value, bias: ir.Value | None) -> ir.Value:
-        """x · matrix, the matrix widened to fp32, and the bias if there is one."""
+        """Return x · matrix, with the matrix widened to fp32, plus the bias if there is one."""
         result = self.add("MatMul", x, self.add("Cast", matrix, to=int(ir.DataType.FLOAT)))
         return result if bias is None else self.add("Add", result, bias)
 
     def function(
         self, op_type: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], attributes: Iterable[str]
     ) -> ir.Function:
-        """The nodes as the definition of the kernel's operator ``op_type``, whose nodes have ``attributes``."""
+        """Return the nodes as the function of the kernel's operator ``op_type``, whose nodes have ``attributes``."""
         graph = ir.Graph(inputs, outputs, nodes=self.nodes, opset_imports={"": self.opset}, name=op_type)
         declared = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in attributes]
         return ir.Function(DOMAIN, op_type, graph=graph, attributes=declared)
@@ -128,15 +132,15 @@ class Body:
         return self.add("Constant", value_float=float(value))
 
     def integers(self, attribute: str) -> ir.Value:
-        """The integer list that the caller gives as ``attribute``."""
+        """Return the integer list that the caller passes as ``attribute``."""
         return self._told("value_ints", attribute, ir.AttributeType.INTS)
 
     def told_number(self, attribute: str) -> ir.Value:
-        """The number that the caller gives as ``attribute``."""
+        """Return the number that the caller passes as ``attribute``."""
         return self._told("value_float", attribute, ir.AttributeType.FLOAT)
 
     def over_rows(self, op: str, x: ir.Value) -> ir.Value:
-        """ReduceMax or ReduceMean ``op`` of ``x`` over its last dimension, which stays, of size 1."""
+        """Apply ``op``, ReduceMax or ReduceMean, to ``x`` over its last dimension, which stays with size 1."""
         if self.opset >= _REDUCTION_AXES_SINCE:
             return self.add(op, x, self.add("Constant", value_ints=[-1]), keepdims=1)
         return self.add(op, x, axes=[-1], keepdims=1)
@@ -162,7 +166,7 @@ def _relu(body: Body, x: ir.Value) -> ir.Value:
 
 
 def _gelu(body: Body, x: ir.Value) -> ir.Value:
-    """x·½·(1 + erf(x/√2)), written as ONNX Runtime fuses it where ONNX has no operator yet."""
+    """x·½·(1 + erf(x/√2)); before ONNX has Gelu, in the form that ONNX Runtime fuses."""
     if body.opset >= _GELU_SINCE:
         return body.add("Gelu", x)
     erf = body.add("Erf", body.add("Div", x, body.number(math.sqrt(2))))

@@ -1,4 +1,4 @@
-"""Queries, keys and values as attention reads them: heads parted out of rows, repeated for groups, or as they come."""
+"""The queries, keys and values of an attention: heads split from rows, repeated for groups, or as given."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import onnx_ir as ir
 
 from converter.graph.values import Dim, dim, known_shape, number, plain
 
-_RANK = 4  # of what scales heads
+_RANK = 4  # of a constant that scales heads
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """``scale`` · ``value`` is [batch, heads, rows, columns], or in rows [batch, rows, heads · columns].
+    """An operand ``scale`` · ``value``: [batch, heads, rows, columns], or in rows [batch, rows, heads · columns].
 
     Each head serves ``shared`` neighbouring heads of the queries.
     """
@@ -30,7 +30,8 @@ class Operand:
 
     @classmethod
     def of(cls, value: ir.Value | None, *, scaled: bool = True) -> Operand | None:
-        """``value`` [batch, heads, rows, columns], read as far back as it is only moved, and scaled if it may be."""
+        """Trace ``value`` [batch, heads, rows, columns] back through moves and, with ``scaled``, factors; None if
+        unknown."""
         value, scale = _unscaled(value) if scaled else (value, 1.0)
         shape = known_shape(value)
         if value is None or shape is None or len(shape) != 4:
@@ -43,7 +44,8 @@ class Operand:
         return found if view is None else found.in_rows_of(view, scaled=scaled) or found
 
     def in_rows_of(self, view: ir.Value, *, scaled: bool = True) -> Operand | None:
-        """The same, read from the rows that ``view`` [batch, rows, heads, columns] parts into heads."""
+        """Return this operand as read from the rows that ``view`` [batch, rows, heads, columns] splits into heads, or
+        None."""
         producer = view.producer()
         if producer is None or producer.op_type != "Reshape" or not plain(producer):
             return None
@@ -56,7 +58,8 @@ class Operand:
         return replace(self, value=rows, in_rows=True, scale=self.scale * scale)
 
     def ungrouped(self, *, scaled: bool = True) -> Operand:
-        """The same without what repeats each head for a group: Unsqueeze or Reshape, Expand, Reshape."""
+        """Return this operand without the nodes that repeat each head for a group: Unsqueeze or Reshape, Expand,
+        Reshape."""
         merged = _made_by(self.value, "Reshape")
         repeated = None if merged is None else _made_by(merged.inputs[0], "Expand")
         parted = None if repeated is None else repeated.inputs[0]
@@ -79,7 +82,7 @@ class Operand:
 
 
 def columns_first(value: ir.Value | None) -> Operand | None:
-    """The operand whose transposition [batch, heads, columns, rows] is ``value``."""
+    """Return the operand whose transpose [batch, heads, columns, rows] is ``value``."""
     value, scale = _unscaled(value)
     turned = _moved(value, [0, 1, 3, 2])
     if turned is not None:
@@ -100,14 +103,14 @@ def _made_by(value: ir.Value | None, op: str) -> ir.Node | None:
 
 
 def _moved(value: ir.Value | None, order: Sequence[int]) -> ir.Value | None:
-    """What a Transpose in this ``order`` made ``value`` of."""
+    """Return the input of the Transpose in this ``order`` that made ``value``, or None."""
     node = _made_by(value, "Transpose")
     given = None if node is None else node.attributes.get("perm")
     return node.inputs[0] if node is not None and given is not None and list(given.as_ints()) == list(order) else None
 
 
 def _unscaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
-    """What ``value`` is a multiple of, and the factor: it comes after the product as well as before it."""
+    """Return the value that ``value`` is a multiple of, and the factor, which may be the left or right operand."""
     scale = 1.0
     while value is not None:
         node = _made_by(value, "Mul") or _made_by(value, "Div")

@@ -1,4 +1,4 @@
-"""The kernel's products that read the same activations become one node: each waking of its threads costs 20 µs."""
+"""Joins the kernel's products that read the same activations into one node: waking the threads costs 20 µs per node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from converter.passes.rewriting import replace_output
 
 
 class JoinProducts(Step):
-    """Let one node compute up to three products of one value, such as query, key and value, where the first stood.
+    """Replace up to three products of one value, such as query, key and value, by one node in the first one's place.
 
-    It has the first one's name, and its outputs those of the products. Left alone are products with an activation, or
-    whose weight is not in whole panels, and a bias that is computed from anything but constants.
+    The node takes the first one's name, and its outputs the names of the products' outputs. Not joined: products with
+    an activation, with a weight that is not in whole panels, or with a bias that is not computed from constants alone.
 
-    Requires: the kernel's nodes are in the graph. Ensures: each of its operators that a node uses is defined, no other.
+    Requires: the kernel's nodes are in the graph. Ensures: each of its operators that a node uses is defined, and no
+    other.
     """
 
     name = "join products of the same activations"
@@ -47,7 +48,7 @@ def _operators(graph: ir.Graph) -> set[str]:
 
 
 def _groups(graph: ir.Graph) -> list[list[ir.Node]]:
-    """The products that may be joined, at most three at a time, by what they read; in graph order."""
+    """Return the products that may be joined, at most three at a time, by what they read; in graph order."""
     alike: dict[tuple[ir.Value | None, str], list[ir.Node]] = {}
     for node in graph:
         if node.domain == DOMAIN and node.op_type in JOINABLE and all(map(_constant, node.inputs[1:])):
@@ -58,7 +59,7 @@ def _groups(graph: ir.Graph) -> list[list[ir.Node]]:
 def _constant(value: ir.Value | None) -> bool:
     """Whether ``value`` is an initializer, or one reshaped for a single reader, as biases of several dimensions are.
 
-    A second reader might stand before the place that the Reshape is moved to.
+    With a second reader, that reader might stand before the place to which the Reshape is moved.
     """
     if value is None or value.is_initializer():
         return value is not None
@@ -69,7 +70,7 @@ def _constant(value: ir.Value | None) -> bool:
 
 
 def _join(graph: ir.Graph, group: Sequence[ir.Node]) -> Joined:
-    """Put the node in that takes the place of ``group``; the operator that it is."""
+    """Replace ``group`` by one node, and return its operator."""
     first = group[0]
     joined = Joined(len(group), *JOINABLE[first.op_type])
     inputs = [first.inputs[0], *(node.inputs[1] for node in group)]
@@ -77,7 +78,7 @@ def _join(graph: ir.Graph, group: Sequence[ir.Node]) -> Joined:
         inputs += [node.inputs[2] for node in group]
     for value in inputs[1:]:
         producer = None if value is None else value.producer()
-        if producer is not None:  # it reads constants alone, so it may stand anywhere before
+        if producer is not None:  # it reads only constants, so it may move to any earlier place
             graph.remove(producer)
             graph.insert_before(first, producer)
     sizes = attributes(first.attributes["k"].as_int(), [node.attributes["n"].as_int() for node in group])

@@ -1,7 +1,7 @@
-"""Several products of the same activations as one operator of the kernel, defined in ONNX's own operators.
+"""Defines operators with several products of the same activations, in ONNX's own operators.
 
-The kernel then computes them in one go: its threads are woken once. Only whole panels and no activation have such
-operators, which is what query, key and value of attention are.
+The kernel computes the products at once and wakes its threads once. Such operators exist only for whole panels without
+an activation, which is what query, key and value of attention have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST = 3  # products in one node
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An operator of ``count`` products, 2 to :data:`MOST`, each with a bias or none with one; ``rounds`` as in
+    """An operator of ``count`` products, 2 to :data:`MOST`, all with a bias or all without; ``rounds`` is as in
     :class:`~converter.cpukernel.functions.Variant`."""
 
     count: int
@@ -29,7 +29,7 @@ class Joined:
 
     @property
     def op_type(self) -> str:
-        """Its name, such as ``MatMul3_panels_bias``; kernels/ort/operators.cpp registers them all."""
+        """The operator's name, such as ``MatMul3_panels_bias``; kernels/ort/operators.cpp registers them all."""
         return f"{stem(self.count, self.rounds)}_panels{'_bias' if self.bias else ''}"
 
 
@@ -37,14 +37,14 @@ def _single(bias: bool, rounds: bool) -> str:
     return Variant("panels", ("panels", "matrix"), bias, "none", rounds).op_type
 
 
-# The operators of single products that may be joined, and of each whether it has a bias and whether it rounds.
+# The operators of single products that may be joined, with whether each has a bias and whether it rounds.
 JOINABLE = {_single(bias, rounds): (bias, rounds) for bias, rounds in itertools.product((False, True), (False, True))}
 
 
 def attributes(k: int, columns: Sequence[int]) -> dict[str, int | list[int]]:
-    """The attributes of a node of products of [k, n], n being each of ``columns``: ``k``, ``n1`` and so on.
+    """Return the attributes of a node with products of [k, n], one n for each of ``columns``: ``k``, ``n1`` and so on.
 
-    The lists are for its function alone, as those of :func:`converter.cpukernel.functions.lists`.
+    Only its function reads the lists, as those of :func:`converter.cpukernel.functions.lists`.
     """
     found: dict[str, int | list[int]] = {"k": k}
     for position, n in enumerate(columns, 1):
@@ -54,10 +54,10 @@ def attributes(k: int, columns: Sequence[int]) -> dict[str, int | list[int]]:
 
 
 def function(joined: Joined, opset: int) -> ir.Function:
-    """The function of ``joined`` in the operators of ``opset``, 13 or newer.
+    """Return the function of ``joined`` in the operators of ``opset``, 13 or newer.
 
-    X [..., k], W1, W2 … (k·n1, k·n2 … in whole panels), and the biases B1 [n1], B2 [n2] … if they have one
-    → Y1 [..., n1], Y2 [..., n2] …
+    X [..., k], W1, W2 … (k·n1, k·n2 … in whole panels), and the biases B1 [n1], B2 [n2] … if they have one → Y1 [...,
+    n1], Y2 [..., n2] …
     """
     positions = range(1, joined.count + 1)
     x = ir.Value(name="X")

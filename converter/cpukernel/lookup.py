@@ -1,4 +1,4 @@
-"""Rows of a table that is stored in panels, because products read it too, are looked up by bf16kit's CPU kernel."""
+"""Replaces look-ups in a table stored in panels, which products read too, by bf16kit's CPU kernel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
 
 class LookUp(Step):
-    """Let ``bf16kit::Gather_panels`` do the look-ups of ``work``: in matrices [n, k] in panels along their axis 0.
+    """Replace the look-ups of ``work`` by ``bf16kit::Gather_panels``: in matrices [n, k] in panels along their axis 0.
 
-    A node keeps its name and gives what the Gather gave, under the same name: rows widened to fp32. Indices that are
-    not int64 are cast. The table becomes flat with the products that read it, in :class:`UseKernel`.
+    A node keeps its name, and its output replaces the Gather's under the same name: rows widened to fp32. Indices that
+    are not int64 are cast. The table is made flat later, with the products that read it, in :class:`UseKernel`.
 
-    Requires: types are known, bf16 weights have not been widened, and tables are matrices still, so :class:`UseKernel`
-    comes later. Ensures: no Gather reads what is in panels.
+    Requires: types are known, bf16 weights have not been widened, and tables are still matrices, so :class:`UseKernel`
+    comes later. Ensures: no Gather reads a tensor in panels.
     """
 
     name = "look rows up in panels"
@@ -63,12 +63,12 @@ class LookUp(Step):
 
 
 def op_type(lists: Collection[str]) -> str:
-    """The name of the operator for a table with these :func:`cuts`; kernels/ort/operators.cpp registers them all."""
+    """Return the operator's name for a table with these :func:`cuts`; kernels/ort/operators.cpp registers them all."""
     return f"Gather_{form(lists)}"
 
 
 def function(lists: Collection[str], opset: int) -> ir.Function:
-    """The function of that operator in ONNX's own operators, of ``opset``, 13 or newer.
+    """Return the function of that operator in ONNX's own operators, of ``opset``, 13 or newer.
 
     I int64 [...], from -n to n - 1, W (k·n in panels) → Y [..., k]. Rows are looked up before they are widened, so that
     the table which ONNX Runtime folds at load is bf16.
@@ -90,7 +90,7 @@ def _size(table: ir.Value) -> tuple[int, ...]:
 
 
 def _indices(node: ir.Node, fresh: FreshNames) -> ir.Value | None:
-    """What ``node`` looks up, as int64."""
+    """Return the indices of ``node`` as int64."""
     indices = node.inputs[1]
     if indices is None or indices.dtype == INT64 or node.graph is None:
         return indices

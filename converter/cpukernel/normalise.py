@@ -1,4 +1,4 @@
-"""Normalisations over rows, and the sums before them, go to bf16kit's CPU kernel: one node for the two."""
+"""Replaces normalisations over rows, with the sums before them, by one node of bf16kit's CPU kernel each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from converter.passes.rewriting import replace_output
 
 
 class Normalise(Step):
-    """Let ``bf16kit::AddLayerNorm…`` and ``…RmsNorm…`` do the normalisations of ``work``; define each as a function.
+    """Replace the normalisations of ``work`` by ``bf16kit::AddLayerNorm…`` and ``…RmsNorm…``; define each as a
+    function.
 
-    The node has the name of the last that it takes the place of, and stands where the first one was; values keep their
-    names.
+    The node takes the name of the last node that it replaces, and the place of the first. Values keep their names.
 
     Requires: types and shapes are known.
     """
@@ -61,10 +61,10 @@ def _replace(graph: ir.Graph, norm: Norm, variant: NormVariant) -> None:
 
 
 def function(variant: NormVariant, opset: int) -> ir.Function:
-    """The function of ``variant`` in the operators of ``opset``, 13 or newer, 17 for LayerNormalization.
+    """Return the function of ``variant`` in the operators of ``opset``, 13 or newer, 17 for LayerNormalization.
 
-    X [..., width], S of the same shape if it adds one, W [width], and the bias B [width] if it has one
-    → Y [..., width], and T, the sum, if wanted.
+    X [..., width], S of the same shape if it adds one, W [width], and the bias B [width] if it has one → Y [...,
+    width], and T, the sum, if wanted.
     """
     names = ["X", *(["S"] if variant.adds else []), "W", *(["B"] if variant.has_bias else [])]
     inputs = [ir.Value(name=name) for name in names]

@@ -1,7 +1,7 @@
-"""Normalisations over rows, and the residual sums before them, found in a graph: one node of bf16kit's CPU kernel.
+"""Finds normalisations over rows, and the residual sums before them, for one node of bf16kit's CPU kernel each.
 
-LayerNormalization is an operator, and taken with the sum that it follows: ONNX Runtime fuses the two as well, into an
-operator that takes five times as long as the two apart. The root of a row's mean square is what exporters spell out;
+LayerNormalization is an operator, taken together with the sum before it. (ONNX Runtime fuses the two as well, but its
+operator takes five times as long as the two apart.) RMS normalisation is written out by exporters;
 :mod:`converter.cpukernel.rootmeansquare` recognises it.
 """
 
@@ -16,15 +16,16 @@ from converter.graph.initializers import const, const_dims
 from converter.graph.values import known_shape, plain, same_dims
 
 FLOAT = ir.DataType.FLOAT
-_EPSILON = 1e-5  # what the operators have unless they say otherwise
+_EPSILON = 1e-5  # the operators' default
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """``nodes``, in order, normalise ``x`` over its last dimension, by ``scale`` and ``bias``, initializers of one row.
+    """A normalisation of ``x`` over its last dimension by ``nodes``, in order, with one row of ``scale`` and ``bias``
+    each.
 
-    ``rms``: by the root of the mean square, otherwise as LayerNormalization does. Where ``add`` gives x, it is a sum of
-    two values of the same shape.
+    ``scale`` and ``bias`` are initializers. With ``rms`` it divides by the root of the mean square, otherwise it works
+    as LayerNormalization. If ``add`` is given, it computes x as the sum of two values of x's shape.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -41,7 +42,7 @@ class Norm:
 
     @property
     def gives_sum(self) -> bool:
-        """Whether others need the sum as well, as they do where each layer normalises before it computes."""
+        """Whether other nodes read the sum too, as they do if each layer normalises its input."""
         others = any(node not in self.nodes for node, _ in self.x.uses())
         return self.add is not None and (others or self.x.is_graph_output())
 
@@ -52,7 +53,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class NormVariant:
-    """One of the operators of the kernel; ``kernels/ort/norm_op.cpp`` registers them all."""
+    """One of the kernel's operators; ``kernels/ort/norm_op.cpp`` registers them all."""
 
     rms: bool
     adds: bool
@@ -61,19 +62,19 @@ class NormVariant:
 
     @property
     def op_type(self) -> str:
-        """Its name, such as ``AddLayerNorm_bias``."""
+        """The operator's name, such as ``AddLayerNorm_bias``."""
         stem = f"{'Add' if self.adds else ''}{'Rms' if self.rms else 'Layer'}Norm"
         return f"{stem}{'_bias' if self.has_bias else ''}{'_sum' if self.gives_sum else ''}"
 
 
 def norms(model: ir.Model) -> list[Norm]:
-    """Those of the main graph, in order. Requires: types and shapes are known."""
+    """Return the normalisations of the main graph, in order. Requires: types and shapes are known."""
     found = (_layer_norm(node) or _rms_norm(node) for node in model.graph if plain(node))
     return [norm for norm in found if norm is not None]
 
 
 def _layer_norm(node: ir.Node) -> Norm | None:
-    """LayerNormalization of a sum; alone it is left to ONNX Runtime."""
+    """Match LayerNormalization of a sum; without a sum, it is left to ONNX Runtime."""
     found = _operator(node, rms=False) if node.op_type == "LayerNormalization" else None
     add = None if found is None else _sum(found.x)
     return None if found is None or add is None else replace(found, add=add)
@@ -89,7 +90,7 @@ def _rms_norm(node: ir.Node) -> Norm | None:
 
 
 def _operator(node: ir.Node, *, rms: bool) -> Norm | None:
-    """``node``, an operator that normalises, where it does so over the last dimension, in fp32, and gives no more."""
+    """Match ``node``, a normalisation operator, if it works in fp32 over the last dimension and has one used output."""
     x, shape, axis = node.inputs[0], known_shape(node.inputs[0]), node.attributes.get("axis")
     if x is None or x.dtype != FLOAT or not shape or (axis is not None and axis.as_int() not in (-1, len(shape) - 1)):
         return None
@@ -104,7 +105,7 @@ def _operator(node: ir.Node, *, rms: bool) -> Norm | None:
 
 
 def _sum(total: ir.Value) -> ir.Node | None:
-    """The Add that gives ``total``, of two values of its shape."""
+    """Return the Add that computes ``total`` from two computed values of its shape, or None."""
     add = total.producer()
     if add is None or add.op_type != "Add" or not plain(add):
         return None
@@ -113,5 +114,5 @@ def _sum(total: ir.Value) -> ir.Node | None:
 
 
 def _computed(value: ir.Value) -> bool:
-    """Whether ``value`` is fp32 and no constant: one may be the bias of a product."""
+    """Whether ``value`` is fp32 and no constant; a constant may be a product's bias."""
     return value.dtype == FLOAT and not value.is_initializer()

@@ -1,4 +1,4 @@
-"""Panels back into a matrix, in ONNX's own operators: what :func:`bf16kit.panels.unpack` does, as nodes of a graph."""
+"""Nodes that put panels back into a matrix: :func:`bf16kit.panels.unpack` in ONNX's own operators."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bf16kit.panels import WIDTH
 
 
 def cuts(k: int, n: int) -> dict[str, list[int]]:
-    """The int64 lists that :func:`matrix_nodes` reads for a matrix of [k, n], by name.
+    """Return the int64 lists that :func:`matrix_nodes` reads for a matrix of [k, n], by name.
 
-    Which names there are says which of three ways the nodes go: panels that all are whole, whole ones and a narrower
-    last one, or a narrower one alone, which is the matrix itself.
+    The names tell which of three forms the nodes have: only whole panels, whole panels and a narrower last one, or only
+    a narrower one, which is the matrix itself.
     """
     panels, rest = divmod(n, WIDTH)
     if not panels:
@@ -25,16 +25,17 @@ def cuts(k: int, n: int) -> dict[str, list[int]]:
 
 
 def form(lists: Collection[str]) -> str:
-    """Which of the three ways :func:`cuts` tells, as the kernel's operators are named after it."""
+    """Return which of the three forms :func:`cuts` describes, as in the names of the kernel's operators."""
     if "panels" not in lists:
         return "panels_narrow"
     return "panels_tail" if "tail" in lists else "panels"
 
 
 def matrix_nodes(weight: ir.Value, lists: Mapping[str, ir.Value]) -> list[ir.Node]:
-    """Nodes, without names, from ``weight``, k·n elements in panels, to its matrix: the last one's output, [k, n].
+    """Return nodes, without names, that turn ``weight``, k·n elements in panels, into its matrix [k, n].
 
-    ``lists`` holds :func:`cuts` as values. Requires: opset 13 or newer, where Split takes the sizes of its parts.
+    The last node's output is the matrix. ``lists`` holds :func:`cuts` as values. Requires: opset 13 or newer, where
+    Split takes the sizes of its parts as an input.
     """
     if "panels" not in lists:
         return [ir.node("Reshape", [weight, lists["matrix"]])]
@@ -48,7 +49,7 @@ def matrix_nodes(weight: ir.Value, lists: Mapping[str, ir.Value]) -> list[ir.Nod
 
 
 def _whole(weight: ir.Value, panels: ir.Value, matrix: ir.Value) -> list[ir.Node]:
-    """[P, k, 32] → [k, P, 32] → [k, 32·P]."""
+    """Return the nodes for [P, k, 32] → [k, P, 32] → [k, 32·P]."""
     parted = ir.node("Reshape", [weight, panels])
     turned = ir.node("Transpose", [parted.outputs[0]], attributes={"perm": [1, 0, 2]})
     return [parted, turned, ir.node("Reshape", [turned.outputs[0], matrix])]

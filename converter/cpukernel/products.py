@@ -1,10 +1,10 @@
-"""Which products of a graph can run on bf16kit's CPU kernel, and which weights are stored as that kernel likes them.
+"""Finds the products of a graph that bf16kit's CPU kernel can run, and the weights that are stored in its panels.
 
-The kernel multiplies fp32 rows by a constant weight stored in bf16 and accumulates in fp32. A weight that nothing but
-such products reads is stored in panels (:mod:`bf16kit.panels`). So is a table that is looked up, too, if it holds one
-row per column of the product, as tied embeddings do: the kernel finds rows in panels. What is read otherwise keeps its
-rows; where they are the product's columns, the kernel reads it so. So are the weights of 1×1 convolutions read, of
-which those of a single pixel are products as they stand.
+The kernel multiplies fp32 rows by a constant weight stored in bf16 and accumulates in fp32. A weight that only such
+products read is stored in panels (:mod:`bf16kit.panels`). So is a table that is also looked up, if it holds one row per
+column of the product, as tied embeddings do: the kernel finds rows in panels. Any other weight keeps its rows. The
+kernel reads it in that layout if the rows are the product's columns. 1×1 convolutions on a single pixel are products
+too, and their weights are read in that layout.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _SWAPPED = [1, 0]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A MatMul, Gemm or Conv of the main graph that gives x·W, or that plus a bias; ``weight`` is the initializer W is.
+    """A MatMul, Gemm or Conv of the main graph that computes x·W, or x·W plus a bias; ``weight`` is the initializer of
+    W.
 
-    ``axis`` is the axis of ``weight`` that holds the columns of the product: 1 for [K, N], 0 for [N, K] and for the
-    [N, K, 1, …] of a Conv, whose x is [batch, K, 1, …].
+    ``axis`` is the axis of ``weight`` that holds the columns of the product: 1 for [K, N], 0 for [N, K] and for the [N,
+    K, 1, …] of a Conv, whose x is [batch, K, 1, …].
     """
 
     node: ir.Node
@@ -36,12 +37,12 @@ class Product:
 
     @property
     def bias(self) -> ir.Value | None:
-        """What a Gemm or Conv adds: an initializer of N values."""
+        """The bias of a Gemm or Conv: an initializer of N values."""
         return self.node.inputs[2] if len(self.node.inputs) > 2 else None
 
     @property
     def transposition(self) -> ir.Node | None:
-        """The Transpose between the weight and the product."""
+        """The Transpose between the weight and the product, or None."""
         right = self.node.inputs[1]
         return None if right is None or right is self.weight else right.producer()
 
@@ -54,30 +55,30 @@ class Product:
         return const_dims(self.weight)[self.axis]
 
     def layout(self, panels: Collection[str]) -> Layout | None:
-        """How the kernel reads the weight, where ``panels`` are stored so; None when it cannot."""
+        """Return how the kernel reads the weight, given the names of the weights in ``panels``; None if it cannot."""
         if self.weight.name in panels:
             return "panels"
         return "transposed" if self.axis == 0 else None
 
 
 def products(model: ir.Model, narrow: Collection[str]) -> dict[ir.Node, Product]:
-    """The products of the main graph that the kernel can compute, in graph order.
+    """Return the products of the main graph that the kernel can compute, in graph order.
 
-    ``narrow`` names the initializers stored in bf16. Left out: weights that are computed or not matrices, constant
-    left-hand sides, and of Gemm a transposed left-hand side, factors other than 1, and a C that is computed or varies
-    over anything but columns. Of Conv those that see one pixel are in; any other 1×1 Conv would need its pixels moved
-    to the front of its channels, and back. Requires: types are known.
+    ``narrow`` names the initializers stored in bf16. Left out are weights that are computed or are no matrices, and
+    constant left-hand sides. So is a Gemm with a transposed left-hand side, with factors other than 1, or with a C that
+    is computed or varies over anything but columns. A 1×1 Conv is included only for a single pixel, because others
+    would need their pixels moved before their channels, and back. Requires: types are known.
     """
     found = (_product(node, narrow) for node in model.graph)
     return {product.node: product for product in found if product is not None}
 
 
 def panelled(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
-    """The initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
+    """Return the initializers to store in panels, each with the axis that holds the columns: see :class:`Product`.
 
-    ``readers`` are all :func:`products` of the graph. Every use of such a weight is a product, directly or through a
-    transposition, and all agree on the axis; or, where that axis holds its rows, one of :func:`lookups`. A table that
-    is only looked up is none of them.
+    ``readers`` are all :func:`products` of the graph. Every reader of such a weight is a product, directly or after a
+    transposition, and all agree on the axis. If that axis holds the rows of the weight, :func:`lookups` may read it
+    too. A table that is only looked up is not included.
     """
     axes: dict[ir.Value, set[int]] = {}
     for product in readers.values():
@@ -90,7 +91,7 @@ def panelled(readers: Mapping[ir.Node, Product]) -> dict[str, int]:
 
 
 def lookups(model: ir.Model, tables: Collection[str]) -> dict[ir.Node, ir.Value]:
-    """The nodes of the main graph that look rows up in the matrices named in ``tables``, each with its own."""
+    """Return the nodes of the main graph that look rows up in the matrices named in ``tables``, each with its table."""
     found = {node: node.inputs[0] for node in model.graph if _takes_rows(node)}
     return {node: table for node, table in found.items() if table is not None and table.name in tables}
 
@@ -144,7 +145,7 @@ def _matrix_product(node: ir.Node) -> Product | None:
 
 
 def _convolution(node: ir.Node) -> Product | None:
-    """A Conv of one pixel by 1×1, such as a squeeze-and-excite block's: [batch, K, 1, 1] → [batch, N, 1, 1]."""
+    """Match a Conv of one pixel by 1×1, such as in a squeeze-and-excite block: [batch, K, 1, 1] → [batch, N, 1, 1]."""
     source, weight = node.inputs[0], node.inputs[1]
     if source is None or source.shape is None or weight is None or len(weight.uses()) != 1:
         return None
@@ -158,7 +159,7 @@ def _convolution(node: ir.Node) -> Product | None:
 
 
 def _plain(gemm: ir.Node, columns: int) -> bool:
-    """Whether ``gemm`` is x·W, or that plus a bias."""
+    """Whether ``gemm`` computes x·W, or x·W plus a bias."""
     if _integer(gemm, "transA", 0) or _number(gemm, "alpha", 1.0) != 1:
         return False
     added = gemm.inputs[2] if len(gemm.inputs) > 2 else None
@@ -166,7 +167,7 @@ def _plain(gemm: ir.Node, columns: int) -> bool:
 
 
 def _kernel_s_alone(weight: ir.Value, axis: int, readers: Mapping[ir.Node, Product]) -> bool:
-    """Whether nothing reads ``weight`` but products, whose columns are its ``axis``, and what the kernel looks up."""
+    """Whether only products, with their columns along ``axis``, and the kernel's look-ups read ``weight``."""
     for node, position in weight.uses():
         if _multiplies(node, position, readers):
             continue
@@ -184,7 +185,7 @@ def _multiplies(node: ir.Node, position: int, readers: Mapping[ir.Node, Product]
 
 
 def _takes_rows(node: ir.Node) -> bool:
-    """Whether ``node`` gathers from a matrix what lies along its first axis."""
+    """Whether ``node`` gathers along the first axis of a matrix."""
     return node.op_type == "Gather" and node.domain == "" and _integer(node, "axis", 0) in (0, -2)
 
 

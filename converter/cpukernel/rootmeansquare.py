@@ -1,4 +1,4 @@
-"""RMS normalisation as exporters spell it, found by what it computes: scale · x / √(mean of x² + epsilon), by rows."""
+"""Finds RMS normalisation that exporters wrote out: scale · x / √(mean of x² + epsilon), by rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOAT = ir.DataType.FLOAT
 
 @dataclass(frozen=True, slots=True)
 class RootMeanSquare:
-    """``nodes``, in order, from the square of ``x`` to the product with ``scale``, an initializer of one row."""
+    """The ``nodes``, in order, from the square of ``x`` to the product with ``scale``, an initializer of one row."""
 
     nodes: tuple[ir.Node, ...]
     x: ir.Value
@@ -23,7 +23,7 @@ class RootMeanSquare:
 
 
 def root_mean_square(mean: ir.Node) -> RootMeanSquare | None:
-    """What the ReduceMean ``mean`` is part of; None where it, or anything around it, computes something else."""
+    """Match the normalisation that the ReduceMean ``mean`` is part of; None if the nodes compute anything else."""
     square = _square(mean)
     x = None if square is None else square.inputs[0]
     shape = known_shape(x)
@@ -44,7 +44,7 @@ def root_mean_square(mean: ir.Node) -> RootMeanSquare | None:
 
 
 def _square(mean: ir.Node) -> ir.Node | None:
-    """The node that squares what ``mean`` alone reads."""
+    """Return the node that squares a value, if ``mean`` is a ReduceMean and alone reads the square."""
     value = mean.inputs[0] if mean.op_type == "ReduceMean" else None
     node = None if value is None else value.producer()
     if value is None or node is None or only_reader(value) is not mean or node.domain != "":
@@ -55,7 +55,7 @@ def _square(mean: ir.Node) -> ir.Node | None:
 
 
 def _of_rows(mean: ir.Node, rank: int) -> bool:
-    """Whether ``mean`` is taken over the last of ``rank`` dimensions, which stays, of size 1."""
+    """Whether ``mean`` is taken over the last of ``rank`` dimensions, which stays with size 1."""
     keep, told = mean.attributes.get("keepdims"), mean.attributes.get("axes")
     given = const(mean.inputs[1]) if len(mean.inputs) > 1 else None
     axes = [] if told is None else list(told.as_ints())
@@ -65,7 +65,8 @@ def _of_rows(mean: ir.Node, rank: int) -> bool:
 
 
 def _divided(x: ir.Value, shifted: ir.Value, rank: int) -> tuple[ir.Node, ...] | None:
-    """The nodes that divide ``x`` by the root of ``shifted``, in order: by it, or times its reciprocal."""
+    """Return the nodes, in order, that divide ``x`` by the root of ``shifted``, or multiply it by the root's
+    reciprocal."""
     root = only_reader(shifted)
     if root is None:
         return None
@@ -85,12 +86,12 @@ def _divided(x: ir.Value, shifted: ir.Value, rank: int) -> tuple[ir.Node, ...] |
 
 
 def _reciprocal(node: ir.Node, value: ir.Value, rank: int) -> bool:
-    """Whether ``node`` gives 1 / ``value``."""
+    """Whether ``node`` computes 1 / ``value``."""
     if node.op_type == "Div":
         return node.inputs[1] is value and number(node.inputs[0], rank=rank) == 1
     return node.op_type == "Reciprocal"
 
 
 def _other(node: ir.Node, value: ir.Value, rank: int) -> float | None:
-    """The number that is the other operand of ``node``, beside ``value``."""
+    """Return the constant number that is the other operand of ``node``, beside ``value``."""
     return number(node.inputs[1] if node.inputs[0] is value else node.inputs[0], rank=rank)

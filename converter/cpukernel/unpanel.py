@@ -1,4 +1,4 @@
-"""Weights that are stored as panels, put together again for graphs that read matrices."""
+"""Puts weights that are stored in panels together again, for graphs that read matrices."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 
 BFLOAT16 = ir.DataType.BFLOAT16
-PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators that do it
+PUT_TOGETHER = frozenset({"Concat", "Reshape", "Transpose"})  # the operators that put panels together
 _SIZE = 2  # bytes of a bfloat16
 
 
 class Unpanel(Step):
-    """Let every reader of a matrix that is stored as panels read the matrix.
+    """Make every reader of a matrix that is stored in panels read the matrix put together from them.
 
-    The initializer becomes the panels as they lie in the file, ``[P, K, 32]``; where the last one is narrower, that is
-    an initializer of its own, ``[K, N mod 32]``, of the bytes behind them. A Transpose, a Reshape and, with a narrower
-    one, a Concat give the matrix. All of them only move constants, so ONNX Runtime does them once, when it loads the
-    graph. Declaring the file's bytes in the shape they have spares the Split and the Reshape that one flat tensor would
-    need, and their copies of every weight at that moment.
+    The initializer becomes the panels as the file holds them, ``[P, K, 32]``. A narrower last panel becomes an
+    initializer of its own, ``[K, N mod 32]``, of the bytes after them. A Transpose, a Reshape and, with a narrower
+    panel, a Concat compute the matrix. They only move constants, so ONNX Runtime runs them once, at load. Because the
+    file's bytes are declared in their own shape, no Split and Reshape of a flat tensor are needed, which would each
+    copy every weight.
 
-    ``stored`` says how each tensor is stored. ``declared`` holds, afterwards, the external tensors to write by name of
-    initializer. Initializers that are not matrices, because something reads the panels themselves, stay as they are.
+    ``stored`` says how each tensor is stored. Afterwards ``declared`` holds the external tensors to write, by
+    initializer name. Initializers that are no matrices, because something reads the panels themselves, stay as they
+    are.
 
-    Requires: matrices stored as panels have their logical shape, and bf16. Ensures: none of them is read as a matrix.
+    Requires: matrices stored in panels have their logical shape, and bf16. Ensures: none of them is read as a matrix.
     """
 
     name = "put panels together"
@@ -74,8 +75,8 @@ class Unpanel(Step):
         return [(v, e) for v, e in found if e is not None and v.shape is not None and len(v.shape) == 2 and v.uses()]
 
     def _matrix(self, value: ir.Value, entry: TensorEntry, nodes: _Nodes) -> ir.Value:
-        """The matrix of ``entry``, computed from ``value``, which is from now on what the file holds."""
-        columns_first = entry.panels == 0  # [N, K], of which a panel holds [w, K] transposed
+        """Return the matrix of ``entry``, computed from ``value``, which becomes the panels as the file holds them."""
+        columns_first = entry.panels == 0  # [N, K]: a panel holds [w, K] transposed
         k, n = entry.shape[::-1] if columns_first else entry.shape
         count, tail = divmod(n, WIDTH)
         if count == 0:
@@ -97,7 +98,7 @@ class Unpanel(Step):
         return nodes.add("Concat", [whole, last], entry.shape, axis=entry.panels)
 
     def _part(self, name: str, entry: TensorEntry, first: int, shape: Sequence[int]) -> ir.ExternalTensor:
-        """The elements of ``entry`` from ``first`` on, as they lie in its file, declared to have ``shape``."""
+        """Return the elements of ``entry`` from ``first`` on, as its file holds them, declared to have ``shape``."""
         offset, length = entry.offset + _SIZE * first, _SIZE * math.prod(shape)
         part = ir.ExternalTensor(entry.file, offset, length, BFLOAT16, shape=ir.Shape(shape), name=name)
         self.declared[name] = part
@@ -109,7 +110,7 @@ def _become(initializer: ir.Value, tensor: ir.ExternalTensor) -> None:
 
 
 class _Nodes:
-    """New nodes of a graph, each with a name, type and shape, in the order they compute."""
+    """New nodes of a graph, each with a name, type and shape, in the order of computation."""
 
     def __init__(self, model: ir.Model) -> None:
         self.made: list[ir.Node] = []
@@ -118,7 +119,7 @@ class _Nodes:
         self._shapes: dict[tuple[int, ...], ir.Value] = {}
 
     def add(self, op: str, inputs: Sequence[ir.Value], shape: Sequence[int], **attributes: Any) -> ir.Value:
-        """The output, bf16 of ``shape``, of a new node."""
+        """Add a node and return its output, bf16 of ``shape``."""
         name = self.fresh(f"{inputs[0].name}/{op.lower()}")
         node = ir.node(op, inputs, attributes=attributes, name=name)
         output = node.outputs[0]
@@ -127,7 +128,7 @@ class _Nodes:
         return output
 
     def reshape(self, value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
-        """``value`` in ``shape``; equal shapes are one constant."""
+        """Return ``value`` reshaped to ``shape``; equal shapes share one constant."""
         if shape not in self._shapes:
             name = self.fresh(f"shape/{'x'.join(map(str, shape))}")
             self._shapes[shape] = self.initializer(name, ir.tensor(np.array(shape, np.int64), name=name))

@@ -1,4 +1,4 @@
-"""Products by weights stored in bf16 go to bf16kit's CPU kernel, with the bias and the activation that follow them."""
+"""Replaces products by weights stored in bf16, with the bias and the activation after them, by bf16kit's CPU kernel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Dim = int | ir.SymbolicDim | str | None
 
 
 class UseKernel(Step):
-    """Let ``bf16kit::MatMul_…`` do the products that are its ``work``, and define each variant as a function.
+    """Replace the products of ``work`` by ``bf16kit::MatMul_…``, and define each variant as a function.
 
     Nodes named in ``rounding`` become ``bf16kit::MatMulBf16_…``, which round their activations to bf16.
 
-    Weights that are stored in panels become flat here, k·n elements, which nothing but the kernel reads. A node keeps
-    its product's name, and gives what the last node that it takes the place of gave, under the same name.
+    Weights stored in panels become flat here, k·n elements, which only the kernel reads. A node keeps its product's
+    name. Its output replaces that of the last node it stands for, under the same name.
 
     Requires: types are known, bf16 weights have not been widened. Ensures: only the kernel reads panels.
     """
@@ -56,7 +56,7 @@ class UseKernel(Step):
 
 
 class _Rewriting:
-    """One product and its epilogue on their way to be one node."""
+    """The rewriting of one product and its epilogue into one node."""
 
     def __init__(self, graph: ir.Graph, fresh: FreshNames, fused: Fused, rounds: bool) -> None:
         self._graph = graph
@@ -69,7 +69,7 @@ class _Rewriting:
         self._given = old.result if between is None else between
 
     def run(self) -> Variant:
-        """Put the new node in, take the old ones out; the variant that the new one is."""
+        """Insert the new node, remove the old ones, and return the new node's variant."""
         product, old, node = self._product, self._old, self._product.node
         variant = Variant.of(
             self._layout,
@@ -96,7 +96,7 @@ class _Rewriting:
         return {**sizes, **lists(self._layout, k, n)}
 
     def _weight(self) -> ir.Value:
-        """The weight as it lies in its file, where panels are so many elements in a row."""
+        """Return the weight with the shape it has in its file; panels are one row of elements."""
         weight, k, n = self._product.weight, self._product.k, self._product.n
         weight.shape = ir.Shape((k * n,) if self._layout == "panels" else (n, k))
         return weight
@@ -108,24 +108,24 @@ class _Rewriting:
         return self._insert(ir.node("Reshape", [bias, columns]), bias.type, (self._product.n,))
 
     def _batch(self) -> tuple[int | ir.SymbolicDim | None]:
-        """The first dimension of a Conv's output, as far as it is known."""
+        """Return the first dimension of a Conv's output, as far as it is known."""
         shape = self._given.shape
         return (None if shape is None else shape[0],)
 
     def _rows(self) -> ir.Value:
-        """The single pixels of a Conv, a row each."""
+        """Return the single pixels of a Conv, one row each."""
         pixels = self._product.node.inputs[0]
         flat = ir.node("Flatten", [pixels], attributes={"axis": 1})
         return self._insert(flat, self._given.type, (*self._batch(), self._product.k))
 
     def _image(self, rows: ir.Value) -> ir.Value:
-        """Rows as images of a single pixel."""
+        """Return rows as images of a single pixel."""
         spatial = range(2, len(const_dims(self._product.weight)))
         axes = initializer(self._graph, self._name("axes"), ir.tensor(list(spatial)))
         return self._insert(ir.node("Unsqueeze", [rows, axes]), rows.type, self._given.shape)
 
     def _insert(self, node: ir.Node, kind: ir.TypeProtocol | None, shape: ir.Shape | Sequence[_Dim] | None) -> ir.Value:
-        """The output of ``node``, which now stands before what it replaces."""
+        """Insert ``node`` before the product that it replaces, and return its output."""
         node.name = node.name or self._name(node.op_type.lower())
         output = node.outputs[0]
         output.name, output.type = self._name("product"), kind
@@ -137,7 +137,8 @@ class _Rewriting:
         return self._fresh.make(f"{self._product.node.name}/{word}")
 
     def _replace(self, result: ir.Value) -> None:
-        """Let ``result`` be what the kernel does, and a Reshape of it, where there was one, what came after that."""
+        """Make ``result`` replace the product's output and, if a Reshape stays, the Reshape's output the
+        activation's."""
         new = {self._given: result}
         if self._old.reshape is not None:
             new[self._old.result] = self._old.reshape.outputs[0]
@@ -152,7 +153,7 @@ class _Rewriting:
 
 
 def _drop_unread(graph: ir.Graph, transpositions: Collection[ir.Node]) -> None:
-    """Remove those that only products read, whose weights are read as they are now."""
+    """Remove those ``transpositions`` that no node reads any more, because the kernel reads the weights directly."""
     for node in transpositions:
         if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
             graph.remove(node, safe=True)

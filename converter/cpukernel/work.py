@@ -1,7 +1,7 @@
-"""What bf16kit's CPU kernel does of a graph: found once, when the plan is made, and done when the graph is built.
+"""The part of a graph that bf16kit's CPU kernel does: found when the plan is made, used when the graph is built.
 
-The plan's reasons, the weights that are stored in panels and the nodes that are written all come from one
-:class:`Work`. A graph is built from a clone of the one that was planned: nodes are found there by their names.
+The plan's reasons, the weights stored in panels and the nodes that are written all come from one :class:`Work`. A graph
+is built from a clone of the planned one; there, nodes are found by their names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from converter.cpukernel.products import Layout, Product, lookups, panelled, pro
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A product that the kernel computes, how it reads the weight, and what it does besides."""
+    """A product that the kernel computes, how the kernel reads the weight, and the epilogue that it computes too."""
 
     product: Product
     layout: Layout
@@ -29,8 +29,8 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Products in graph order, tables by the node that looks rows up in them, weights stored in ``panels``, each with
-    the axis that holds the columns, attention, and normalisations with the sums before them."""
+    """Products in graph order, tables by the node that looks rows up in them, and the weights stored in ``panels``,
+    each with the axis that holds the columns. Also attention, and normalisations with the sums before them."""
 
     fused: tuple[Fused, ...] = ()
     lookups: Mapping[ir.Node, ir.Value] = field(default_factory=dict)
@@ -40,9 +40,10 @@ class Work:
 
     @classmethod
     def of(cls, model: ir.Model, narrow: Collection[str], panels: Mapping[str, int] | None = None) -> Work:
-        """What the kernel can do in ``model``, whose initializers in ``narrow`` are stored in bf16.
+        """Find what the kernel can do in ``model``, whose initializers in ``narrow`` are stored in bf16.
 
-        ``panels`` says which are to be stored so, if not those that :func:`panelled` finds. Requires: types are known.
+        ``panels`` names the weights to store in panels; by default, those that :func:`panelled` finds. Requires: types
+        are known.
         """
         found = products(model, narrow)
         panels = panelled(found) if panels is None else panels
@@ -55,7 +56,7 @@ class Work:
         )
 
     def fused_in(self, model: ir.Model) -> list[Fused]:
-        """The products, as ``model`` has them: a clone of the one that this was found in, with the same names."""
+        """Return the products in ``model``, a clone of the model that this was found in, with the same names."""
         there = _There(model)
         return [
             Fused(
@@ -67,23 +68,23 @@ class Work:
         ]
 
     def lookups_in(self, model: ir.Model) -> dict[ir.Node, ir.Value]:
-        """The look-ups, as a clone has them."""
+        """Return the look-ups in a clone."""
         there = _There(model)
         return {there.node(node): there.value(table) for node, table in self.lookups.items()}
 
     def attentions_in(self, model: ir.Model) -> list[Attention]:
-        """The attention, as a clone has it."""
+        """Return the attentions in a clone."""
         there = _There(model)
         return [_attention(each, there) for each in self.attentions]
 
     def norms_in(self, model: ir.Model) -> list[Norm]:
-        """The normalisations, as a clone has them."""
+        """Return the normalisations in a clone."""
         there = _There(model)
         return [_norm(each, there) for each in self.norms]
 
 
 class _There:
-    """The nodes and values of a clone."""
+    """Finds nodes and values in a clone, by name."""
 
     def __init__(self, model: ir.Model) -> None:
         self._given = {value.name: value for value in (*model.graph.initializers.values(), *model.graph.inputs)}

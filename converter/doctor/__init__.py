@@ -1,1 +1,1 @@
-"""``bf16-convert doctor``: what is installed, what can be converted with it, and what is missing for the rest."""
+"""``bf16-convert doctor``: reports what is installed, what it can convert, and what is missing for the rest."""

@@ -1,4 +1,4 @@
-"""Which sources are read and which formats are written, and the parts that each needs."""
+"""The sources that can be read and the formats that can be written, with the parts that each needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from converter.doctor.parts import Part
 
 _TORCH = ("onnxruntime", "onnxscript", "torch")
 
-# A line each: what people call it, and names of `parts.LOOK`. A new source or format gets its line here.
+# One line each: the name for users, and names from `parts.LOOK`. A new source or format gets its line here.
 SOURCES: Mapping[str, Sequence[str]] = {
     "ONNX": ("onnxruntime", "onnxscript"),
     "Hugging Face directory": (*_TORCH, "transformers"),
@@ -30,7 +30,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
     "safetensors": ("onnxruntime", "onnxscript"),
     "hf": (*_TORCH, "transformers"),
 }
-# What is neither, and needs a part of its own.
+# Other abilities that need a part of their own.
 OTHERS: Mapping[str, Sequence[str]] = {
     "bf16-convert recover": (*_TORCH, "lightning"),
     "a LightningModule as --model": (*_TORCH, "lightning"),
@@ -39,7 +39,7 @@ OTHERS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """A source, a format or something else: whether it can be had here, and the parts that are missing."""
+    """A source, a format or another ability: whether it is available here, and the parts that are missing."""
 
     name: str
     possible: bool
@@ -47,7 +47,7 @@ class Ability:
 
 
 def abilities(needs: Mapping[str, Sequence[str]], found: Mapping[str, Part]) -> list[Ability]:
-    """Each line of ``needs`` as it stands with the parts ``found``."""
+    """Return each line of ``needs``, judged by the parts ``found``."""
     lines = []
     for name, needed in needs.items():
         missing = tuple(part for part in needed if not found[part].found)

@@ -1,4 +1,4 @@
-"""What the doctor found, for people and for programs."""
+"""The doctor's findings, as text for the user and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from converter.doctor.parts import Part, parts
 
 
 def record() -> dict[str, Any]:
-    """Everything, as docs/json.md has it."""
+    """Return everything as docs/json.md describes it."""
     found = parts()
     return {
         "version": 1,
@@ -23,7 +23,7 @@ def record() -> dict[str, Any]:
 
 
 def describe() -> str:
-    """Tables of what is installed, read and written, and the commands that bring what is missing."""
+    """Return tables of what is installed, read and written, and the commands that install what is missing."""
     found = parts()
     sources, formats, others = (abilities(needs, found) for needs in (SOURCES, FORMATS, OTHERS))
     sections = [

@@ -1,4 +1,4 @@
-"""What a conversion may need of this machine: whether it is there, and the command that brings it."""
+"""The parts that a conversion may need on this machine: whether each is there, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One thing: ``found`` says which, "" where it is missing; ``remedy`` is then what to run or to do."""
+    """One part: ``found`` describes it ("" if missing); ``remedy`` then says what to run or do."""
 
     name: str
     found: str
@@ -25,12 +25,13 @@ class Part:
 
 
 def parts() -> dict[str, Part]:
-    """Every part of :data:`LOOK`, by name. Nothing large is imported, and nothing is raised: what fails is missing."""
+    """Return every part of :data:`LOOK`, by name. Nothing large is imported; a check that fails counts as missing."""
     return {name: look(name) for name, look in LOOK.items()}
 
 
 def _package(*names: str, extra: str) -> Callable[[str], Part]:
-    """A package of this Python, or one of several that are the same, which the ``extra`` of bf16kit brings."""
+    """Return a check for a package of this Python, or for one of several alternatives; bf16kit's ``extra``
+    installs it."""
 
     def look(name: str) -> Part:
         from converter.process import versions
@@ -48,7 +49,7 @@ def _python(name: str) -> Part:
 
 
 def _processor(name: str) -> Part:
-    """The instruction sets that make a difference, of the CPU that this runs on."""
+    """Return the instruction sets of this CPU that matter for speed."""
     found: set[str] = set()
     for line in _lines(Path("/proc/cpuinfo")):
         key, _, flags = line.partition(":")
@@ -96,7 +97,7 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-# A line each; the order is that of the page. A part that a new source or format needs gets its line here.
+# One line each, in the order of the report. A part that a new source or format needs gets its line here.
 LOOK: Mapping[str, Callable[[str], Part]] = {
     "python": _python,
     "processor": _processor,

@@ -1,1 +1,1 @@
-"""What an artifact is written as: weights, ONNX graphs, TorchScript."""
+"""Writes the files of an artifact: weights, ONNX graphs, TorchScript, torch.export programs, safetensors exports."""

@@ -1,7 +1,7 @@
-"""Whether a graph as it was written rounds where its plan says, and nowhere else.
+"""Checks that a written graph rounds where its plan says, and nowhere else.
 
-A rounding too many or too few moves a model's answers by less than most budgets allow, so that drift alone would let it
-pass. The plan is what people are shown and what a report explains: the graph has to be what it says.
+One rounding too many or too few moves a model's outputs by less than most budgets allow, so drift alone would not show
+it. Users are shown the plan, and the report explains it, so the graph must match it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 def check_graph(path: Path, planned: Sequence[PlanEntry]) -> None:
     """Compare the graph at ``path`` with its profile's part of the plan.
 
-    Raises :class:`ConversionError` naming the first node that rounds to bf16 where the plan does not, or computes in
-    fp32 where the plan says bf16.
+    Raises :class:`ConversionError` that names the first node which rounds to bf16 where the plan does not, or computes
+    in fp32 where the plan says bf16.
     """
     model = ir.load(path)
     precision = {entry.name: entry.precision for entry in planned}
@@ -53,15 +53,18 @@ def _faults(model: ir.Model, precision: Mapping[str, str]) -> Iterator[str]:
 
 
 def _rounding(product: ir.Node, planned: str) -> Iterator[str]:
-    """Where a product of the CPU kernel rounds its activations, and the plan says that it does not; or does not.
-    Attention has the name of its product with the values."""
+    """Yield a fault if a product of the CPU kernel rounds its activations and the plan says that it does not, or vice
+    versa.
+
+    An attention node has the name of its product with the values.
+    """
     if rounds_activations(product.op_type) != (planned == "bf16"):
         what = "not to round its activations" if planned == "fp32" else "to round its activations"
         yield f"product {product.name!r} is {what}, and is {label(product)}"
 
 
 def _wide(node: ir.Node, opset: int) -> Iterator[str]:
-    """Where ``node`` would compute in fp32, or is given what was not rounded."""
+    """Yield faults if ``node`` would compute in fp32, or reads a value that was not rounded."""
     form = bf16_form(node, opset)
     if form is None:
         yield f"node {node.name!r} is to compute in bf16, which {label(node)} cannot"
@@ -76,7 +79,7 @@ def _wide(node: ir.Node, opset: int) -> Iterator[str]:
 
 
 def _readers(node: ir.Node) -> Iterator[ir.Node]:
-    """Who reads the result of ``node`` as numbers."""
+    """Yield the nodes that read the result of ``node`` as numbers, not only its shape."""
     return (use.node for use in node.outputs[0].uses() if use.node.op_type not in SHAPE_ONLY)
 
 

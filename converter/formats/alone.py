@@ -1,8 +1,9 @@
-"""The weights of an artifact that has no graph: where they lie in what torch runs, and what restores the checkpoint.
+"""Stores the weights of an artifact without a graph: finds them in the torch file, and writes what restores the rest.
 
-A program of torch's holds its weights in records of a zip file, uncompressed and aligned to 64 bytes. A tensor of the
-checkpoint whose bf16 values are the bytes of such a record is that record and a residual, one whose own bytes are is
-that record, and every other one is kept as it came. Which record is which tensor's nobody says: their bytes do.
+A torch program holds its weights in records of a zip file, uncompressed and aligned to 64 bytes. If a record has the
+bytes of a checkpoint tensor's bf16 values, the tensor is stored as that record and a residual. If a record has the
+tensor's own bytes, it is stored as that record. Every other tensor is written unchanged. Records do not name their
+tensors, so they are matched by their bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from converter.formats.weights import Passengers, StoredWeights, checkpoint_entr
 from converter.graph.names import FreshNames
 from converter.plan.ranges import complaint
 
-_SHOWN = 5  # complaints
+_SHOWN = 5  # complaints named in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class Held:
     records: Mapping[bytes, Segment]
 
     def find(self, array: Array) -> Segment | None:
-        """The record with the bytes of ``array``, in C order."""
+        """Return the record with the bytes of ``array`` in C order, or None."""
         return self.records.get(hashlib.sha256(raw(array)).digest()) if array.size else None
 
 
 def records(path: Path) -> Held:
-    """What the zip file at ``path``, written by torch a moment ago, holds as it is."""
+    """Return the uncompressed, aligned records of the zip file at ``path``, which torch has just written."""
     found: dict[bytes, Segment] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -62,10 +63,10 @@ def write_alone(
     residual: WeightWriter | None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> StoredWeights:
-    """Say where each tensor of ``checkpoint`` is, and write what is not ``held`` to ``residual``.
+    """Record where each tensor of ``checkpoint`` is, and write those that are not ``held`` to ``residual``.
 
-    Without one nothing can be restored, and only what is held is told. ``progress`` is told of bytes of the checkpoint.
-    Raises :class:`RangeError` for what bf16 cannot hold.
+    If ``residual`` is None, nothing can be restored, and only tensors that are held are recorded. ``progress`` is
+    called with bytes of the checkpoint. Raises :class:`RangeError` for values that bf16 cannot hold.
     """
     tensors: dict[str, TensorEntry] = {}
     entries: list[CheckpointEntry] = []
@@ -91,7 +92,7 @@ def write_alone(
 
 
 def _entry(name: str, array: Array, held: Held, residual: WeightWriter | None) -> TensorEntry | None:
-    """Where ``array`` is, once what is missing of it is written; None where that may not be."""
+    """Return the entry of ``array``, after writing its missing part; None if there is no residual to write it to."""
     if array.dtype == np.float32 and array.ndim:
         values = np.ascontiguousarray(array)
         bf16 = to_bf16(values)
@@ -108,7 +109,7 @@ def _entry(name: str, array: Array, held: Held, residual: WeightWriter | None) -
 
 
 def _complaints(counts: Census, *, rounded: bool) -> list[str]:
-    """What is wrong with a tensor; unlike a graph's it cannot be clamped or left in fp32."""
+    """Return what is wrong with a tensor, which, unlike a graph's, cannot be clamped or left in fp32."""
     said = complaint(counts, finite=rounded, in_range=False)
     if said is None and rounded and counts.overflow:
         said = (

@@ -1,7 +1,7 @@
-"""A torch module in mixed precision, ready to trace: matrices in bf16, norms and residual sums in fp32, fp32 edges.
+"""Puts a torch module into mixed precision for tracing: matrices in bf16, norms and residual sums in fp32, fp32 edges.
 
 An all-bf16 module rounds the residual stream after every addition: MiniLM then drifts by 1.4e-2, and by 9e-3 this way.
-These are torch.autocast's rules, with the weights rounded once here rather than at every call.
+The rules are those of torch.autocast, but the weights are rounded once here instead of at every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from converter.process.tensorfiles import TensorFiles
 
 
 class Edges(torch.nn.Module):
-    """Runs ``module`` under autocast; bf16 outputs are widened, so that float32 comes in and goes out."""
+    """Runs ``module`` under autocast and widens bf16 outputs, so that inputs and outputs are float32."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Edges(torch.nn.Module):
 
 @contextmanager
 def narrowed(module: torch.nn.Module, scratch: Path) -> Iterator[torch.nn.Module]:
-    """``module`` with its matrices and their biases rounded to bf16 while the block lasts; then it is what it was.
+    """Round ``module``'s matrices and their biases to bf16 while the block runs; then restore them.
 
-    What is rounded lies in temporary files in ``scratch``.
+    The rounded tensors are kept in temporary files in ``scratch``.
 
-    1-D parameters of norms stay fp32. Kernels that want input and parameters of one dtype (norms on CUDA) get fp32 in,
-    and tables give fp32 out. Recurrent layers stay fp32 as a whole: torch has no bf16 kernel for them on many CPUs, and
-    a state that is rounded at every step would drift with the length.
+    1-D parameters of norms stay fp32. Kernels that need input and parameters of one dtype (norms on CUDA) get fp32
+    inputs, and tables return fp32. Recurrent layers stay fp32 as a whole, for two reasons: torch has no bf16 kernel for
+    them on many CPUs, and a state rounded at every step would drift with the length.
     """
     with ExitStack() as undo:
         with TensorFiles(scratch):
@@ -76,7 +76,7 @@ def _rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _widen(value: Any) -> Any:
-    if isinstance(value, tuple | list):  # an LSTM's state; a packed sequence stays what it is
+    if isinstance(value, tuple | list):  # an LSTM's state; a packed sequence is returned unchanged
         return type(value)(map(_widen, value)) if type(value) in (tuple, list) else value
     return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
 

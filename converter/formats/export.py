@@ -1,7 +1,7 @@
-"""The bf16 checkpoint that any framework reads: the source's tensors by its own names and shapes, in safetensors files.
+"""Writes the bf16 checkpoint for other frameworks: safetensors files with the source's tensors, names and shapes.
 
-What the plan stores in bf16 is rounded once, from the checkpoint's own value: no BatchNorm is folded in. Everything
-else is written as it came. docs/decisions/0070 says what lies where.
+Tensors that the plan stores in bf16 are rounded once, from the checkpoint's own values: no BatchNorm is folded in. All
+others are written unchanged. docs/decisions/0070 describes the layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _ROWS_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors of a checkpoint an export rounds, and which of those saturate: masks, as the graphs clamp them."""
+    """The tensors of a checkpoint that an export rounds, and those among them that saturate (masks, clamped in
+    graphs)."""
 
     rounded: frozenset[str]
     masks: frozenset[str]
@@ -47,7 +48,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Where an exported tensor is: ``segment`` counts from the start of ``file``."""
+    """The place of an exported tensor: ``segment`` counts from the start of ``file``."""
 
     file: str
     dtype: str
@@ -57,8 +58,10 @@ class Written:
 
 @dataclass(slots=True)
 class Exported:
-    """What was written: the files, the index last where there is one; and by the checkpoint's names, where each tensor
-    is and what rounding met."""
+    """The result of an export: the files, with the index last if there is one, and the place of each tensor.
+
+    ``tensors`` and ``census`` (of the rounding) are by the checkpoint's names.
+    """
 
     selection: Selection
     files: list[str] = field(default_factory=list)
@@ -69,8 +72,11 @@ class Exported:
 def select(
     checkpoint: Mapping[str, Array], prepared: Prepared, narrow: frozenset[str], overrides: Overrides
 ) -> Selection:
-    """What of ``checkpoint`` becomes bf16: what a graph's plan stores so (``narrow``, by initializer), and of what no
-    graph reads under its own name, or at all, the matrices."""
+    """Select the tensors of ``checkpoint`` to become bf16.
+
+    They are the tensors that a graph's plan stores so (``narrow``, by initializer) and, of tensors that no graph reads
+    unchanged, the matrices.
+    """
     rounded, masks, weights = set(), set(), set()
     for name, array in checkpoint.items():
         match = prepared.matches.get(name)
@@ -106,10 +112,10 @@ def write_export(
     residual: WeightWriter | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Write ``checkpoint`` into ``directory`` as one file, or as one for each of ``shards``, with their index.
+    """Write ``checkpoint`` into ``directory`` as one file, or as one file for each of ``shards``, with their index.
 
-    ``residual`` gets what restores what is rounded. ``progress`` is told of bytes of the checkpoint. Raises
-    :class:`RangeError` for weights that bf16 cannot hold; what was written is then useless.
+    ``residual`` gets what restores the rounded tensors. ``progress`` is called with bytes of the checkpoint. Raises
+    :class:`RangeError` for weights that bf16 cannot hold; the files written so far are then useless.
     """
     done = Exported(selection)
     groups = _grouped(checkpoint, shards)
@@ -139,7 +145,7 @@ def write_export(
 
 
 def _grouped(checkpoint: Mapping[str, Array], shards: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The names in each file; what no shard has lies in the last."""
+    """Return the names in each file; tensors in no shard go to the last."""
     groups = [list(names) for names in shards] or [[]]
     known = {name for names in groups for name in names}
     groups[-1] += [name for name in checkpoint if name not in known]
@@ -147,8 +153,10 @@ def _grouped(checkpoint: Mapping[str, Array], shards: Sequence[Sequence[str]]) -
 
 
 def _lay_out(checkpoint: Mapping[str, Array], names: Sequence[str], selection: Selection) -> list[Place]:
-    """Where each tensor goes, in the checkpoint's order; wide numbers first, so that each is aligned to its own size:
-    the format allows no gaps."""
+    """Return the place of each tensor, listed in the checkpoint's order; wide dtypes are placed first.
+
+    The format allows no gaps, so this aligns each tensor to its own element size.
+    """
     dtypes = {name: "bfloat16" if name in selection.rounded else checkpoint[name].dtype.name for name in names}
     empty = {name: Place(name, dtypes[name], checkpoint[name].shape, 0) for name in names}
     start, starts = 0, {}
@@ -175,7 +183,7 @@ def _narrowing(
 ) -> Narrowing:
     tensor = fp32_tensor(array, name)
     wanted = rounding.saturate or name in selection.masks
-    # As in weights.bf16: infinities stay what they are, masks, in a tensor where nothing overflows.
+    # As in weights.bf16: infinities stay (they are masks) in a tensor where nothing overflows.
     saturate = wanted and take_census(tensor).overflow > 0
     return Narrowing(tensor, np.empty(array.shape, BF16), Rounding(rounding.subnormals, saturate), progress)
 
@@ -189,7 +197,7 @@ def _pass(passing: Narrowing, array: Array, residual: WeightWriter | None) -> Se
 
 
 def fp32_tensor(array: Array, name: str) -> ir.TensorProtocol:
-    """``array`` as a graph holds it: itself, or what is widened or narrowed to fp32 whenever it is read."""
+    """Return ``array`` as a graph holds it: unchanged, or converted to fp32 whenever it is read."""
     if array.dtype.name not in OTHER_FLOATS:
         return ir.Tensor(array, name=name)
     like = ir.Tensor(np.broadcast_to(np.zeros((), np.float32), array.shape), name=name)

@@ -1,6 +1,7 @@
-"""An artifact whose weights are those of its export: nothing is stored twice but what the reference alone needs.
+"""Writes an artifact whose weights are those of its export: only what the reference alone needs is stored besides.
 
-Only where no ONNX profile is written: their kernels read panels, 64 bytes aligned, with BatchNorm folded in.
+This is used only if no ONNX profile is written. Those need panels, 64-byte alignment, and weights with BatchNorm folded
+in.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ _REARRANGED = "the checkpoint's own tensors hold it, in another order: the refer
 
 
 def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
-    """``prepared`` for an export alone: nothing is folded, and an initializer that holds a tensor of ``checkpoint``
-    transposed is computed from it as it is."""
+    """Return ``prepared`` for an export alone: nothing is folded, and transposed initializers read the stored tensor.
+
+    An initializer that holds a tensor of ``checkpoint`` transposed becomes a Transpose of the tensor as it is stored.
+    """
     reference, matches = prepared.reference.clone(), dict(prepared.matches)
     names = FreshNames(all_value_names(reference))
     straight = {match.initializer for match in matches.values() if match.permutation is None}
@@ -48,8 +51,10 @@ def unfolded(prepared: Prepared, checkpoint: Mapping[str, Array]) -> Prepared:
 def _transposed(
     graph: ir.Graph, old: ir.Value, tensor: ir.TensorProtocol, names: FreshNames, permutation: Sequence[int]
 ) -> str:
-    """Put a Transpose of ``tensor``, which is ``old`` in the order ``permutation`` of axes, in the place of that
-    initializer; returns the name of what it reads."""
+    """Replace the initializer ``old`` by a Transpose of ``tensor``, which equals it up to ``permutation`` of the axes.
+
+    Returns the name of the Transpose's input.
+    """
     name = old.name or ""
     stored = initializer(graph, names.make(f"{name}.stored"), tensor)
     node = ir.node(
@@ -80,10 +85,10 @@ def write_as_export(
     residual: bool,
     progress: Callable[[int], None],
 ) -> tuple[StoredWeights, Exported, Plan]:
-    """Write the export, and beside it, with ``residual``, what restores it and what only the reference reads.
+    """Write the export and, with ``residual``, the files that restore it and the tensors that only the reference reads.
 
-    ``prepared`` is what :func:`unfolded` gave. Returns the plan with what was not rounded after all: weights that the
-    checkpoint holds in another order.
+    ``prepared`` comes from :func:`unfolded`. In the returned plan, weights that the checkpoint holds in another order
+    are fp32, because they were not rounded after all.
     """
     matched = {match.initializer for match in prepared.matches.values()}
     narrow = narrowed(plan.tensors) & matched
@@ -106,7 +111,7 @@ def write_as_export(
 
 
 class _Entries:
-    """What the manifest says of an export's tensors. The first that holds an initializer is called like it."""
+    """The manifest's entries for an export's tensors. The first tensor that holds an initializer takes its name."""
 
     def __init__(
         self, prepared: Prepared, checkpoint: Mapping[str, Array], selection: Selection, done: Exported
@@ -114,7 +119,7 @@ class _Entries:
         self.tensors: dict[str, TensorEntry] = {}
         self.checkpoint: list[CheckpointEntry] = []
         self.census = {}
-        names = FreshNames(prepared.reference.graph.initializers)  # those inside its file, too: they are others' names
+        names = FreshNames(prepared.reference.graph.initializers)  # inline ones too: their names are taken
         for name, array in checkpoint.items():
             match = prepared.matches.get(name)
             rounded = name in selection.rounded
@@ -122,7 +127,7 @@ class _Entries:
             if stored is None or not (rounded or array.dtype == np.float32):
                 stored, order = names.make(name), None  # in no graph, or there in another precision
             if stored not in self.tensors:
-                if order is not None:  # square, say, and a twin of it lies straight
+                if order is not None:  # for example a square matrix with a twin that is not transposed
                     stored, order = names.make(name), None
                 self.tensors[stored] = _entry(stored, array, done, name)
             if rounded:
@@ -153,7 +158,7 @@ def _entry(stored: str, array: Array, done: Exported, name: str) -> TensorEntry:
 
 
 def _planned(plan: Plan, narrow: frozenset[str]) -> Plan:
-    """``plan``, in fp32 what was not written in bf16."""
+    """Return ``plan`` with fp32 for each tensor that was not written in bf16."""
     return plan.model_copy(update={"tensors": [_kept(entry, narrow) for entry in plan.tensors]})
 
 

@@ -1,8 +1,8 @@
-"""Reading back what was written: each checkpoint tensor restored bit for bit, each bf16 value the nearest there is.
+"""Reads back the written files: each checkpoint tensor must be restored bit for bit, each bf16 value be the nearest.
 
-The reference that drift is measured from is itself decoded from these files, so a fault in writing them is in both and
-shows in neither. This pass compares the closed files with the source's own memory, by code that did not write them: the
-decoding is what ``restore`` uses, the rounding rule is written out anew.
+The reference for drift is itself decoded from these files, so a fault in writing them would be in both sides of the
+comparison and not show. This pass compares the closed files with the source's own memory, by code that did not write
+them. The decoding is what ``restore`` uses; the rounding rule is implemented a second time here.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from converter.passes import Prepared
 
 Advance = Callable[[int], None]
 
-_BLOCK = 1 << 14  # elements: the C library keeps the memory of small arrays, and has larger ones mapped anew each time
+_BLOCK = 1 << 14  # elements: the C library reuses the memory of small arrays, but maps large ones anew each time
 _SIGN, _MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
-_SCALED_SLACK = 4  # fp32 ulps: the scale is kept in fp32, and the weight was multiplied by it in float64
+_SCALED_SLACK = 4  # fp32 ulps: the stored scale is fp32, but the weight was multiplied by it in float64
 _LARGEST, _SMALLEST_NORMAL = np.uint32(0x7F7F), np.uint32(0x0080)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a conversion's options let a stored bf16 value be. ``nearest``: no other neighbour than the nearest."""
+    """The bf16 values that a conversion's options allow. ``nearest``: only the nearest neighbour, not the other one."""
 
     subnormals: Subnormals = "keep"
     saturate: bool = False
@@ -45,7 +45,7 @@ class Rounding:
 
 
 def total(artifact: Artifact, checkpoint: Mapping[str, Array]) -> int:
-    """The bytes that ``advance`` will have been told of when :func:`check` returns."""
+    """Return the bytes that ``advance`` will have been called with when :func:`check` returns."""
     restored = sum(checkpoint[entry.name].nbytes for entry in artifact.manifest.checkpoint if entry.name in checkpoint)
     return restored + sum(entry.bytes for entry in artifact.manifest.tensors)
 
@@ -58,10 +58,10 @@ def check(
     rounding: Rounding,
     advance: Advance,
 ) -> None:
-    """Compare the files of ``artifact`` with the source, a tensor in memory at a time.
+    """Compare the files of ``artifact`` with the source, one tensor in memory at a time.
 
-    ``advance`` is told of the bytes compared (:func:`total`). Without a residual only the rounding is checked: there is
-    nothing to restore from. Raises :class:`ConversionError` naming the first tensor that differs.
+    ``advance`` is called with the bytes compared (:func:`total`). Without a residual, only the rounding is checked,
+    because nothing can be restored. Raises :class:`ConversionError` that names the first tensor that differs.
     """
     try:
         _check_restored(artifact, checkpoint, advance)
@@ -77,7 +77,7 @@ def check(
 
 
 def check_alone(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Advance) -> None:
-    """As :func:`check`, of an artifact that has no graph, whose tensors are the checkpoint's own."""
+    """Do as :func:`check` for an artifact without a graph, whose tensors are the checkpoint's own."""
     stored = {entry.name: entry for entry in artifact.manifest.tensors}
     try:
         _check_restored(artifact, checkpoint, advance)
@@ -88,9 +88,9 @@ def check_alone(artifact: Artifact, checkpoint: Mapping[str, Array], advance: Ad
 
 
 def check_export(directory: Path, done: Exported, checkpoint: Mapping[str, Array], rounding: Rounding) -> None:
-    """Read the export's files in ``directory`` back, as any other program would, and compare them with ``checkpoint``.
+    """Read the export's files in ``directory`` back, as another program would, and compare them with ``checkpoint``.
 
-    Raises :class:`ConversionError` naming the first tensor that differs.
+    Raises :class:`ConversionError` that names the first tensor that differs.
     """
     found: dict[str, Array] = {}
     try:
@@ -128,7 +128,7 @@ def _check_restored(artifact: Artifact, checkpoint: Mapping[str, Array], advance
         if source is None:
             raise _fault(name, "would be restored, but is not in the checkpoint")
         if source.dtype == np.float64 and array.dtype == np.float32:
-            source = in_fp32(source)  # narrowed before anything else, with a note; fp32 is what is given back
+            source = in_fp32(source)  # narrowed when it was read, with a note; fp32 is what is restored
         _check_same(name, source, array, "is not restored bit for bit")
         advance(source.nbytes)
 
@@ -139,7 +139,7 @@ def _check_same(name: str, source: Array, found: Array, what: str) -> None:
 
 
 def _check_stored(artifact: Artifact, entry: TensorEntry, origin: Array, rounding: Rounding) -> None:
-    """One stored tensor against the graph's weight that it was made of."""
+    """Compare one stored tensor with the graph's weight that it was made from."""
     array = artifact.tensor(entry.name)
     if entry.dtype != "bfloat16" or origin.dtype != np.float32:
         _check_same(entry.name, origin, array, "is not stored as it came")
@@ -154,9 +154,9 @@ def _check_stored(artifact: Artifact, entry: TensorEntry, origin: Array, roundin
 
 
 def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> Iterator[tuple[TensorEntry, Array]]:
-    """Each stored tensor with the weight it was made of: the reference's, and of what only the profiles read, theirs.
+    """Yield each stored tensor with the weight it was made from: the reference's or, if only profiles read it, theirs.
 
-    What no graph reads travels beside the residual, and was compared with the checkpoint.
+    Tensors that no graph reads are stored beside the residual, and were compared with the checkpoint.
     """
     manifest = artifact.manifest
     lowered = {alias: name for name, alias in stored.aliases.items()}
@@ -177,7 +177,7 @@ def _origins(artifact: Artifact, prepared: Prepared, stored: StoredWeights) -> I
 def _blocks(
     source: Array, array: Array, scale: Array | None, axis: int | None
 ) -> Iterator[tuple[Array, Array, Array | None]]:
-    """Rows of a weight, of what is stored of it, and of its scale made to fit them."""
+    """Yield blocks of rows of a weight, of its stored values, and of its scale, shaped to broadcast with them."""
     if scale is not None and axis is not None:
         scale = scale.reshape([-1 if i == axis else 1 for i in range(source.ndim)])
     if source.ndim == 0:
@@ -191,12 +191,12 @@ def _blocks(
 
 
 def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rounding) -> NDArray[np.bool_]:
-    """Where a bf16 value is not what ``source``, fp32 and multiplied by ``scale``, may be rounded to."""
+    """Return where a bf16 value is none that ``source``, fp32 and multiplied by ``scale``, may be rounded to."""
     found = stored.view(np.uint16).astype(np.uint32)
     if scale is None:
         bits, slack = source.view(np.uint32), 0
     else:
-        with np.errstate(all="ignore"):  # what is not finite is compared as such
+        with np.errstate(all="ignore"):  # values that are not finite are compared as such
             product = (source.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
         bits, slack = product.view(np.uint32), _SCALED_SLACK
     magnitude = bits & _MAGNITUDE
@@ -205,7 +205,7 @@ def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rou
     if slack:
         least = _rounded(np.where(magnitude > slack, magnitude - np.uint32(slack), np.uint32(0)), rounding)
         most = _rounded(np.where(nan, magnitude, np.minimum(magnitude + np.uint32(slack), _INFINITY)), rounding)
-    if not rounding.nearest:  # either neighbour
+    if not rounding.nearest:  # then either neighbour is allowed
         least = np.minimum(least, magnitude >> np.uint32(16))
         most = np.maximum(most, (magnitude + np.uint32(0xFFFF)) >> np.uint32(16))
     kept = found & np.uint32(0x7FFF)
@@ -214,7 +214,8 @@ def _misrounded(source: Array, stored: Array, scale: Array | None, rounding: Rou
 
 
 def _rounded(magnitude: NDArray[np.uint32], rounding: Rounding) -> NDArray[np.uint32]:
-    """Nearest, ties to even, of fp32 magnitudes given as bits: half of the last place is added, a tie's odd bit too."""
+    """Round fp32 magnitudes, given as bits, to nearest, ties to even: add half of the last place, and a tie's odd
+    bit."""
     odd = (magnitude >> np.uint32(16)) & np.uint32(1)
     result = (np.minimum(magnitude, _INFINITY) + np.uint32(0x7FFF) + odd) >> np.uint32(16)
     if rounding.saturate:

@@ -1,4 +1,4 @@
-"""One weight on its way to bf16, a block of rows at a time: folded, counted, rounded, and what rounding took away."""
+"""Narrows one weight to bf16, a block of rows at a time: counts, rounds, and encodes what rounding removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from converter.graph.initializers import blocks, reader, rows_of
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How weights become bf16; see :func:`bf16kit.numerics.to_bf16`."""
+    """The options for rounding weights to bf16; see :func:`bf16kit.numerics.to_bf16`."""
 
     subnormals: Subnormals
     saturate: bool
@@ -25,9 +25,9 @@ class Rounding:
 
 @dataclass
 class Narrowing:
-    """An fp32 ``tensor`` rounded into ``bf16``, of its shape. ``census`` is complete when all blocks have passed.
+    """An fp32 ``tensor`` that is rounded into ``bf16``, of the same shape.
 
-    ``done`` is told the fp32 bytes of each block.
+    ``census`` is complete after all blocks. ``done`` is called with the fp32 bytes of each block.
     """
 
     tensor: ir.TensorProtocol
@@ -37,7 +37,7 @@ class Narrowing:
     census: Census = field(default_factory=Census)
 
     def blocks(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
-        """Which rows were rounded, and what they were."""
+        """Round block by block; yield the rows of each block and their values before rounding."""
         for rows, array in blocks(self.tensor):
             self.census += census(array)
             place = rows_of(self.bf16, rows)
@@ -48,9 +48,9 @@ class Narrowing:
     def residual(
         self, original: ir.TensorProtocol, scale: Scale | None, low_bits: int = 16
     ) -> Iterator[bytes | memoryview]:
-        """The segment that restores ``original``, which is ``tensor`` without the ``scale`` folded into it.
+        """Yield the segment that restores ``original``, which is ``tensor`` without the ``scale`` folded into it.
 
-        ``low_bits`` is how many bits of its low halves may be other than zero.
+        ``low_bits`` is how many bits of the low halves of its words may be nonzero.
         """
         encoder = Encoder(self.bf16.shape, scale, 16 if scale is not None else low_bits)
         read = None if original is self.tensor else reader(original)

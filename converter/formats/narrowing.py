@@ -1,4 +1,4 @@
-"""bf16 where the plan says so, and casts exactly where bf16 and fp32 meet."""
+"""Makes values bf16 where the plan says so, and inserts casts exactly where bf16 and fp32 meet."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 class Narrow(Step):
     """Give the nodes of the main graph named in ``bf16_nodes`` bf16 inputs and outputs, and insert casts.
 
-    ``bf16_tensors`` names the initializers stored in bf16: their type changes here, their data is attached when the
+    ``bf16_tensors`` names the initializers stored in bf16. Their type changes here; their data is attached when the
     graph is written. A value is cast at most once in each direction, always from where it was computed, so casts never
-    meet. Constants inside the graph are rounded instead of cast. Inputs and outputs of the graph keep their types. The
-    CPU kernel's nodes read their weights as they are stored, named or not.
+    follow each other. Constants inside the graph are rounded instead of cast. The graph's inputs and outputs keep their
+    types. The CPU kernel's nodes read their weights as stored, whether they are named or not.
 
     Requires: types are known, masks are clamped, no graph output is an initializer. Ensures: no cast reads a cast of
     this step; no output changed its type.
@@ -81,7 +81,7 @@ def _form(node: ir.Node, opset: int) -> Bf16Form:
 
 
 def _widen_for_others(value: ir.Value, forms: dict[ir.Node, Bf16Form], casts: _Casts) -> None:
-    """Give every reader of the bf16 ``value`` that does not take bf16, bodies included, its fp32 cast."""
+    """Make every reader of the bf16 ``value`` that does not take bf16, also in subgraphs, read its cast to fp32."""
     for use in tuple(value.uses()):
         form = forms.get(use.node)
         if use.node.op_type not in SHAPE_ONLY and (form is None or use.idx not in form.inputs):
@@ -114,7 +114,7 @@ class _Casts:
         return self._fresh.make(name)
 
     def insert(self) -> list[ir.Node]:
-        """Put the new nodes into the graph: after the producer, or first for inputs and initializers."""
+        """Insert the new nodes into the graph: after the producer, or first for inputs and initializers."""
         first, inserted = next(iter(self._graph), None), []
         for (value, _), result in self._made.items():
             cast, producer = result.producer(), value.producer()

@@ -1,4 +1,4 @@
-"""The graphs of an artifact: built in memory, then written as structure only, every weight external data."""
+"""Builds the graphs of an artifact in memory and writes them without weights, which are external data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from converter.plan import Planned, narrowed
 from converter.plan.profiles import PROFILES, Profile
 
 REFERENCE = "reference"
-_ALIGNED = (BF16_FILE, FP32_FILE, RESIDUAL)  # files whose tensors a graph may read where they are
+_ALIGNED = (BF16_FILE, FP32_FILE, RESIDUAL)  # files with aligned tensors, which a graph may read in place
 
 
 def write_graphs(
@@ -41,10 +41,10 @@ def write_graphs(
     profiles: Iterable[str] = tuple(PROFILES),
     reference: bool = True,
 ) -> dict[str, str]:
-    """Write one ``PROFILE.onnx`` per profile into ``directory``, where the weights files are, and reference.onnx.
+    """Write one ``PROFILE.onnx`` per profile into ``directory``, beside the files of weights, and reference.onnx.
 
-    Returns the file names by profile, with ``"reference"`` among them when asked for. Raises
-    :class:`~bf16kit.errors.ConversionError` when ONNX's checker refuses a graph.
+    Returns the file names by profile; with ``reference``, also that of ``"reference"``. Raises
+    :class:`~bf16kit.errors.ConversionError` if ONNX's checker rejects a graph.
     """
     files = {}
     for profile in (PROFILES[name] for name in profiles):
@@ -60,15 +60,15 @@ def write_graphs(
 
 
 def graph_file(profile: str) -> str:
-    """The name of the graph of ``profile``."""
+    """Return the file name of the graph of ``profile``."""
     return f"{profile}.onnx"
 
 
 def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
-    """The graph of ``profile`` in memory, as it was ``planned``; ``prepared`` stays as it is.
+    """Build the graph of ``profile`` in memory, as ``planned``; ``prepared`` does not change.
 
-    Initializers that the plan narrows have the type bf16 and still hold the fp32 data: whoever writes or runs the graph
-    says where the bf16 data is. Raises :class:`~bf16kit.errors.ConversionError` naming the step that failed.
+    Initializers that the plan narrows have the type bf16 but still hold fp32 data: the caller that writes or runs the
+    graph provides the bf16 data. Raises :class:`~bf16kit.errors.ConversionError` that names the failed step.
     """
     narrow = narrowed(planned.plan.tensors)
     nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
@@ -80,7 +80,8 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
 
 
 def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: ir.Model) -> None:
-    """Write the graph that :func:`build` gave, reading panels as they lie in their file; check it against its base."""
+    """Write the graph from :func:`build`, reading panels as their file holds them, and check it against its base
+    graph."""
     unpanel = Unpanel(stored.tensors)
     run([unpanel], model)
     _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
@@ -88,7 +89,7 @@ def _write_profile(model: ir.Model, stored: StoredWeights, path: Path, source: i
 
 
 def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
-    """A tensor as it lies in its file, in the shape that its graph reads: panels are so many elements in a row."""
+    """Return a tensor as its file holds it, in the shape that its graph reads; panels are one row of elements."""
     entry = stored.tensors[name]
     return ir.ExternalTensor(
         entry.file, entry.offset, entry.bytes, ir.DataType(BY_NAME[entry.dtype].onnx), shape=shape, name=name
@@ -96,8 +97,10 @@ def _stored(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTen
 
 
 def _rebuilt(stored: StoredWeights, name: str, shape: ir.Shape) -> ir.ExternalTensor:
-    """The reference's tensor: a rounded one is rebuilt at load, in a file that is not among the artifact's, and so is
-    one of an export, whose place is not aligned; others are read where they are stored."""
+    """Return the reference's tensor, read from its file if possible, else rebuilt at load.
+
+    A rounded tensor, or one in an export's file, which is not aligned, is rebuilt in a file outside the artifact.
+    """
     entry = stored.tensors[name]
     if entry.residual is None and entry.file in _ALIGNED:
         return _stored(stored, name, shape)
@@ -111,7 +114,7 @@ def _write(
     external: Callable[[str, ir.Shape], ir.ExternalTensor],
     declared: Collection[str] = frozenset(),
 ) -> None:
-    """Write ``model``, its large tensors as ``external`` says where they are, and those in ``declared`` as they are."""
+    """Write ``model`` with its large tensors as ``external`` gives them, and those in ``declared`` as they are."""
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if name in declared:
@@ -127,19 +130,19 @@ def _write(
 
 
 def _own(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
-    """An inline tensor of this graph alone: several graphs share the one it was read from, and its name is theirs."""
+    """Copy an inline tensor for this graph: the graphs share the original, and it can have only one name."""
     if isinstance(tensor, ir.StringTensor):
         return ir.StringTensor(tensor.raw, shape=ir.Shape(dims(tensor)), name=name)
     return ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
 
 
 def serialize(model: ir.Model) -> bytes:
-    """The bytes of a graph, the same for the same graph."""
+    """Return the bytes of a graph; the same graph gives the same bytes."""
     return ir.to_proto(model).SerializeToString(deterministic=True)
 
 
 def _check(path: Path, source: ir.Model) -> None:
-    """Pass ``path`` through ONNX's checker, with strict type inference where the source itself stands it."""
+    """Pass ``path`` through ONNX's checker; with strict type inference if the source itself passes that."""
     try:
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
@@ -158,7 +161,7 @@ def _type_fault(proto: onnx.ModelProto) -> str | None:
 
 
 def _skeleton(model: ir.Model) -> onnx.ModelProto:
-    """``model`` with its large weights declared elsewhere, so that it serialises whatever its size."""
+    """Return ``model`` with its large weights declared external, so that it serialises at any size."""
     slim = model.clone()
     for name, value in slim.graph.initializers.items():
         tensor = value.const_value

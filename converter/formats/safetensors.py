@@ -1,4 +1,4 @@
-"""The safetensors format as bf16kit writes and reads it back: its dtypes, its header, and arrays over a mapped file."""
+"""The safetensors format as bf16kit writes and reads it: dtypes, header, and arrays over a mapped file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tensor of a file: its dtype as bf16kit calls it, its shape, and its bytes from ``start`` of the data on."""
+    """One tensor of a file: bf16kit's name of its dtype, its shape, and the offset ``start`` in the data."""
 
     name: str
     dtype: str
@@ -49,9 +49,9 @@ class Place:
 
 
 def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None, alignment: int = 8) -> bytes:
-    """The bytes before the data, which then begins at a multiple of ``alignment``; tensors are listed as given.
+    """Return the bytes before the data, which then starts at a multiple of ``alignment``; tensors are listed as given.
 
-    Raises :class:`UsageError` for a name or a dtype that no safetensors file can hold.
+    Raises :class:`UsageError` for a name or a dtype that a safetensors file cannot hold.
     """
     fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     for place in places:
@@ -68,10 +68,9 @@ def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None
 
 
 def read(path: Path) -> dict[str, Array]:
-    """The tensors of the file at ``path`` in the order of its header, as read-only views of the mapped file.
+    """Read the tensors of the file at ``path`` in the order of its header, as read-only views of the mapped file.
 
-    The rules of the format are checked by the safetensors library. Raises :class:`ArtifactDamaged` where they are
-    broken.
+    The safetensors library checks the rules of the format. Raises :class:`ArtifactDamaged` if they are broken.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,9 +1,9 @@
-"""The bf16 TorchScript module of a source that is TorchScript itself: its own graph, products with weights in bf16.
+"""Writes the bf16 TorchScript module of a TorchScript source: its own graph, with weights of products in bf16.
 
-Nothing is traced again: branches, loops and free sizes stay. A product takes bf16 in, gives bf16 out, and is widened at
-once, so that whatever else the graph says of dtypes holds; sums inside a product are fp32's. Operators that do more
-than a product, of which nobody knows what they would round inside, compute in fp32 as they did: their matrices are
-stored in bf16 and widened at the head of the graph.
+Nothing is traced again, so branches, loops and free sizes stay. A product reads and returns bf16, and its output is
+widened at once, so that all other dtypes in the graph stay right. Sums inside a product are in fp32. Operators that do
+more than a product may round values inside, so they compute in fp32 as before: their matrices are stored in bf16 and
+widened at the start of the graph.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bf16kit.runtime import scriptgraph
 from converter.formats.torchscript import rewrite_archive
 from converter.process.quiet import first_line, quiet
 
-# Products, by the place of the weight that must be there, and the places of whatever else must be of its dtype.
+# Products: the position of the weight that must exist, and the positions of other inputs that need its dtype.
 _PRODUCTS = {
     "aten::linear": (1, (0, 2)),
     "aten::matmul": (1, (0,)),
@@ -32,7 +32,7 @@ _PRODUCTS = {
     "aten::conv_transpose3d": (1, (0, 2)),
     "aten::embedding": (0, ()),
 }
-# What takes its weights together with others.
+# Operators that do more than a product with their weights.
 _FUSED = frozenset(
     {
         *("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),
@@ -43,9 +43,9 @@ _FUSED = frozenset(
 
 
 def narrow_script(script: Any, path: Path) -> int:
-    """Write ``script``, a ScriptModule, to ``path`` with its products in bf16; returns how many have such weights.
+    """Write ``script``, a ScriptModule, to ``path`` with its products in bf16; return how many have such weights.
 
-    Its own tensors stay as they are. Raises :class:`ConversionError` when torch cannot rewrite it, or when no product
+    The module's own tensors do not change. Raises :class:`ConversionError` if torch cannot rewrite it, or if no product
     has an fp32 weight.
     """
     import torch
@@ -61,7 +61,7 @@ def narrow_script(script: Any, path: Path) -> int:
             torch._C._jit_pass_dce(graph)
             graph.lint()
             torch.jit.save(frozen, str(raw))
-    except Exception as error:  # torch raises nearly anything of graphs that it does not understand
+    except Exception as error:  # torch may raise nearly anything for graphs that it does not support
         raw.unlink(missing_ok=True)
         raise ConversionError(f"torch cannot narrow the TorchScript module: {first_line(error)}") from error
     try:
@@ -74,16 +74,16 @@ def narrow_script(script: Any, path: Path) -> int:
 
 
 class _Narrowing:
-    """One rewriting of ``graph``, in place; each weight is rounded once, however many products it has."""
+    """One rewriting of ``graph``, in place; each weight is rounded once, for all products that read it."""
 
     def __init__(self, module: Any, graph: Any) -> None:
         self._module, self._graph = module, graph
         self._weights: dict[tuple[Any, ...], Any] = {}
         self._widened: dict[tuple[Any, ...], Any] = {}
-        self._head = next(iter(graph.nodes()))  # what stands before it is computed before everything else
+        self._head = next(iter(graph.nodes()))  # nodes inserted before it run before all others
 
     def rewrite(self) -> int:
-        """Narrow every product and every fused operator; how many there were."""
+        """Narrow every product and every fused operator; return how many there were."""
         found = list(scriptgraph.nodes(self._graph))
         products = sum(self._narrow(node) for node in found if node.kind() in _PRODUCTS)
         return products + sum(self._store(node) for node in found if node.kind() in _FUSED)
@@ -109,7 +109,7 @@ class _Narrowing:
         return True
 
     def _store(self, node: Any) -> bool:
-        """Have the matrices that ``node`` is given, also those in a list, in bf16, and widened for it."""
+        """Store the matrices that ``node`` reads, also in a list, in bf16, and widen them for it."""
         stored = False
         for place in range(node.inputsSize()):
             value = node.inputsAt(place)
@@ -123,7 +123,7 @@ class _Narrowing:
         return stored
 
     def _wide(self, weight: Any) -> Any:
-        """``weight`` in bf16 and widened again, at the head of the graph."""
+        """Return ``weight`` stored in bf16 and widened again, at the start of the graph."""
         key = _place(weight)
         if key not in self._widened:
             wide = self._cast(self._rounded(weight), scriptgraph.FLOAT32, self._head)
@@ -132,11 +132,11 @@ class _Narrowing:
         return self._widened[key]
 
     def _tensor(self, value: Any) -> Any:
-        """The tensor that ``value`` always is, a constant or an attribute; None for one that is computed."""
+        """Return the tensor that ``value`` always is, a constant or an attribute; None if it is computed."""
         return next(scriptgraph.tensors_of(self._module, value.node()), None)
 
     def _rounded(self, tensor: Any) -> Any:
-        """A constant at the head of the graph: ``tensor`` in bf16."""
+        """Return ``tensor`` in bf16, a constant at the start of the graph."""
         import torch
 
         key = _place(tensor)
@@ -146,7 +146,8 @@ class _Narrowing:
         return self._weights[key]
 
     def _cast(self, value: Any, dtype: int, before: Any) -> Any:
-        """A node that casts ``value``, not in its place yet; its constants stand before the node ``before``."""
+        """Return a node that casts ``value``, not inserted yet; its constants are inserted before the node
+        ``before``."""
         self._graph.setInsertPoint(before)
         constants = [self._graph.insertConstant(one) for one in (dtype, False, False, None)]
         return self._graph.create("aten::to", [value, *constants], 1)

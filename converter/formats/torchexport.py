@@ -1,6 +1,6 @@
-"""The bf16 torch.export program: exported with bf16 weights and activations inside, float32 at its edges.
+"""Writes the bf16 torch.export program: exported with bf16 weights and activations inside, float32 at its edges.
 
-Its casts are operators of the program, so that it needs no autocast where it runs, and any device will do.
+Its casts are operators of the program, so that it needs no autocast at run time and runs on any device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version", ".storage_a
 def narrow_and_export(model: TorchModel, path: Path) -> None:
     """Write ``model`` in bf16 to ``path`` as a torch.export archive; the same model gives the same bytes.
 
-    Raises :class:`ConversionError` when torch cannot export it, or exports what bf16kit would not run. Either way the
-    module is afterwards what it was.
+    The module is restored afterwards. Raises :class:`ConversionError` if torch cannot export it, or if the exported
+    program is one that bf16kit cannot run.
     """
     import torch
 
@@ -35,7 +35,7 @@ def narrow_and_export(model: TorchModel, path: Path) -> None:
             exported = torch.export.export(
                 Edges(module).eval(), model.example, dynamic_shapes=_dynamic_shapes(model), strict=False
             )
-            # Autocast becomes the casts that it does, and operators that write in place ones that do not.
+            # Autocast becomes explicit casts, and in-place operators become ones that are not in place.
             torch.export.save(exported.run_decompositions({}), raw)
     except Exception as error:  # exporting runs the user's model, which may raise anything
         raw.unlink(missing_ok=True)
@@ -58,7 +58,7 @@ def _dynamic_shapes(model: TorchModel) -> Any:
 
 
 def _check(path: Path) -> None:
-    """:class:`ConversionError` where the program is not one that the runtime takes."""
+    """Raise :class:`ConversionError` if the runtime cannot run the program."""
     from bf16kit.runtime.exported.graph import parse_program
     from bf16kit.runtime.torchexport import read_file
 
@@ -71,12 +71,11 @@ def _check(path: Path) -> None:
 
 
 def _rewrite(raw: Path, path: Path) -> None:
-    """Copy the archive ``raw`` to ``path`` without sample inputs, guards and what only says where the exported Python
-    stood on this machine."""
+    """Copy the archive ``raw`` to ``path`` without sample inputs, guards and metadata with this machine's paths."""
     import torch
 
     reader = torch._C.PyTorchFileReader(str(raw))
-    # A stream, not a path: given a path, the writer puts its stem into the archive.
+    # A stream, not a path: given a path, the writer puts the path's stem into the archive.
     with path.open("xb") as file:
         writer = torch._C.PyTorchFileWriter(file)
         for name in sorted(reader.get_all_records()):
@@ -90,7 +89,7 @@ def _rewrite(raw: Path, path: Path) -> None:
 
 
 def _plain(program: dict[str, Any]) -> bytes:
-    """The JSON of ``program``, the same every time."""
+    """Return the JSON of ``program``, the same every time."""
     module = program["graph_module"]
     for node in module["graph"]["nodes"]:
         node["metadata"] = {}

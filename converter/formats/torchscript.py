@@ -1,4 +1,4 @@
-"""The bf16 TorchScript module: traced with bf16 weights and activations inside, float32 at its edges."""
+"""Writes the bf16 TorchScript module: traced with bf16 weights and activations inside, float32 at its edges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
-# Records that the writer makes itself, or that only say where the traced Python stood on this machine.
+# Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.
 _WRITERS_OWN = ("version", "byteorder", ".data/", ".format_version")
 _DEBUG = ".debug_pkl"
 _MARK = "_jit_is_scripting"
@@ -27,8 +27,8 @@ _MARK = "_jit_is_scripting"
 def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -> None:
     """Write ``model`` in bf16 to ``path`` as a legacy TorchScript file; the same model gives the same bytes.
 
-    Raises :class:`ConversionError` when torch cannot trace it, and with ``strictly`` when torch warns that the trace
-    holds what the example alone decided. Either way the module is afterwards what it was.
+    The module is restored afterwards. Raises :class:`ConversionError` if torch cannot trace it and, with ``strictly``,
+    if torch warns that the trace depends on the example.
     """
     import torch
 
@@ -52,10 +52,10 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
 
 
 def _forget_classes() -> None:
-    """Have torch forget the classes of earlier traces, which would change the names of this one's.
+    """Make torch forget the classes of earlier traces, because they would change the names of this trace's classes.
 
-    All three, as torch's own tests do it: a type that is remembered after its class was forgotten ends the process when
-    a module of the kind is scripted again.
+    All three registries are cleared, as torch's own tests do: a type that is remembered after its class was forgotten
+    ends the process when a module of that kind is scripted again.
     """
     import torch
 
@@ -66,7 +66,7 @@ def _forget_classes() -> None:
 
 @contextmanager
 def _warned(strictly: bool) -> Iterator[None]:
-    """Where ``strictly``, what torch warns of while it traces is an error."""
+    """Raise ConversionError for torch's warnings while tracing, if ``strictly``."""
     from torch.jit._trace import TracerWarning
 
     with warnings.catch_warnings(record=True) as found:
@@ -82,7 +82,7 @@ def _warned(strictly: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, a LightningModule lets torch look at all its properties: its trainer's raises otherwise.
+    """While active, let torch read all properties of a LightningModule; its ``trainer`` raises otherwise.
 
     Lightning's own ``to_torchscript`` sets the same mark.
     """
@@ -98,17 +98,17 @@ def _without_trainers(module: torch.nn.Module) -> Iterator[None]:
 
 
 def rewrite_archive(raw: Path, path: Path) -> None:
-    """Copy the archive ``raw`` to ``path`` without debug records, its class names numbered from 0.
+    """Copy the archive ``raw`` to ``path`` without debug records, with its class names numbered from 0.
 
-    torch numbers the classes of a trace by a counter of the process; they occur in record names, in the code, and in
-    ``data.pkl`` as text that carries no length, so that they can be replaced.
+    torch numbers the classes of a trace by a counter of the process. The numbers occur in record names, in the code,
+    and in ``data.pkl`` as text without a length, so they can be replaced.
     """
     import torch
 
     reader = torch._C.PyTorchFileReader(str(raw))
     names = [n for n in reader.get_all_records() if not n.startswith(_WRITERS_OWN) and not n.endswith(_DEBUG)]
     numbers = _renumbering(names)
-    # A stream, not a path: given a path, the writer puts its stem into the archive.
+    # A stream, not a path: given a path, the writer puts the path's stem into the archive.
     with path.open("xb") as file:
         writer = torch._C.PyTorchFileWriter(file)
         for name in names:

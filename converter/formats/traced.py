@@ -1,4 +1,4 @@
-"""The formats that are written from the torch module itself, once, before graphs are planned: TorchScript and pt2."""
+"""The formats that are written from the torch module itself, before graphs are planned: TorchScript and pt2."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from converter.model import TorchModel
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One of them: its file in an artifact, what people call it, and what is done to write it.
+    """One such format: its file in an artifact, its name for users, and the description of its step for the progress.
 
-    The format's name is the profile's. Whatever writes it leaves the module as it was, and gives the same bytes again.
+    The format's name is also the profile's. Writing leaves the module unchanged and always gives the same bytes.
     """
 
     format: Literal["torchscript", "pt2"]
@@ -23,9 +23,10 @@ class Traced:
     doing: str
 
     def write(self, model: TorchModel, path: Path, *, strictly: bool = False) -> None:
-        """Write ``model`` in bf16 to ``path``; :class:`~bf16kit.errors.ConversionError` where torch cannot.
+        """Write ``model`` in bf16 to ``path``; raise :class:`~bf16kit.errors.ConversionError` if torch cannot.
 
-        ``strictly`` refuses what a trace would keep of its example alone: no graph of it was made, which would not.
+        With ``strictly``, reject a trace that depends on its example. It is set if there is no ONNX graph, which would
+        not depend on it.
         """
         if self.format == "torchscript" and model.script is not None:
             from converter.formats.script import narrow_script

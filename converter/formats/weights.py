@@ -1,4 +1,4 @@
-"""The weights of all graphs, written once: bf16 and fp32 for the profiles, and what rounding removed beside them."""
+"""Writes the weights of all graphs once: bf16 and fp32 for the profiles, and beside them what rounding removed."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from converter.plan.ranges import check_ranges, take_census
 
 BF16_FILE, FP32_FILE = "weights.bf16", "weights.fp32"
 
-_SMALL = 1 << 20  # bytes of an fp32 tensor that is looked for among those that were written
+_SMALL = 1 << 20  # bytes of an fp32 tensor up to which equal ones are written once
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Where every tensor is.
+    """The places of all tensors.
 
-    ``tensors`` holds what the reference's initializers and the profiles' are made of, by name. Where a profile reads
-    other bytes than the reference under the same name (a folded weight kept in fp32), ``aliases`` gives the name of the
-    profile's. ``census`` says what rounding met, per bf16 tensor.
+    ``tensors`` holds the entries of the initializers of reference and profiles, by name. If a profile reads other bytes
+    than the reference under the same name (a folded weight kept in fp32), ``aliases`` gives the name of the profile's
+    tensor. ``census`` counts what rounding changed, per bf16 tensor.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -52,7 +52,8 @@ class StoredWeights:
 
 
 def write_total(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> int:
-    """The bytes that ``progress`` will have been told of when :func:`write_weights` returns, about."""
+    """Return about the number of bytes that ``progress`` will have been called with when :func:`write_weights`
+    returns."""
     graph = sum(t.nbytes for t in stored_tensors(prepared.folded).values())
     return graph + sum(array.nbytes for name, array in checkpoint.items() if name not in prepared.matches)
 
@@ -71,12 +72,12 @@ def write_weights(
 ) -> StoredWeights:
     """Write weights.bf16, weights.fp32 and, with ``residual``, residual.bin, each through ``writer(file name)``.
 
-    ``checkpoint`` holds the source's tensors; those that no graph uses travel in residual.bin as they are. ``panels``
-    names the bf16 matrices to store as panels, each with the axis they lie along (:mod:`bf16kit.panels`). A tensor
-    passes once, a block of rows at a time; its bf16 values, half its size, are all of it that is in memory together.
-    ``progress`` is told the fp32 bytes of each block when it is written.
+    ``checkpoint`` holds the source's tensors; those that no graph uses are stored in residual.bin unchanged. ``panels``
+    names the bf16 matrices to store as panels, each with the axis they lie along (:mod:`bf16kit.panels`). A tensor is
+    processed once, a block of rows at a time; only its bf16 values, half its size, are in memory as a whole.
+    ``progress`` is called with the fp32 bytes of each block once it is written.
 
-    Raises :class:`~bf16kit.errors.RangeError` when bf16 cannot hold the weights; what was written is then useless.
+    Raises :class:`~bf16kit.errors.RangeError` if bf16 cannot hold the weights; the files are then useless.
     """
     narrow = narrowed(plan.tensors)
     done = progress or (lambda _: None)
@@ -110,7 +111,7 @@ class _Store:
     small: dict[bytes, Segment] = field(default_factory=dict)
 
     def profiles(self, narrow: frozenset[str], residual: WeightWriter | None) -> None:
-        """Write what the profiles' graphs read, and the residual of what was rounded."""
+        """Write the tensors that the profiles' graphs read, and the residual of those that were rounded."""
         names = FreshNames((*stored_tensors(self.prepared.folded), *stored_tensors(self.prepared.reference)))
         for name, tensor in sorted(stored_tensors(self.prepared.folded).items()):
             if name in narrow:
@@ -123,13 +124,13 @@ class _Store:
                 self._keep(name, name, tensor)
 
     def reference_only(self) -> None:
-        """Write what only the reference reads: BatchNorm's parameters, replaced biases."""
+        """Write the tensors that only the reference reads: BatchNorm's parameters, replaced biases."""
         for name, tensor in sorted(stored_tensors(self.prepared.reference).items()):
             if name not in self.tensors:
                 self._add(name, tensor.numpy(), self.fp32_file, FP32_FILE)
 
     def source(self, checkpoint: Mapping[str, NDArray[Any]], residual: WeightWriter) -> tuple[CheckpointEntry, ...]:
-        """Say where each tensor of the checkpoint is; write those that are nowhere yet, equal ones once."""
+        """Return the place of each checkpoint tensor; write those that are stored nowhere yet, equal ones once."""
         passengers = Passengers(FreshNames(self.tensors))
         entries = []
         for name, array in checkpoint.items():
@@ -172,7 +173,7 @@ class _Store:
         self.tensors[name] = entry
 
     def _rounding(self, tensor: ir.TensorProtocol) -> Rounding:
-        """Infinities stay what they are, masks, in a tensor where nothing overflows."""
+        """Saturate only a tensor where something overflows: in others, infinities are masks and stay."""
         saturate = self.rounding.saturate and take_census(tensor).overflow > 0
         return Rounding(self.rounding.subnormals, saturate)
 
@@ -181,7 +182,7 @@ class _Store:
         return None if fold is None else Scale(fold.axis, fold.scale)
 
     def _keep(self, stored_as: str, name: str, tensor: ir.TensorProtocol) -> None:
-        """Write a tensor that the profiles read as it is."""
+        """Write a tensor that the profiles read unchanged."""
 
         def passing() -> Iterator[memoryview]:
             counts = Census()
@@ -196,7 +197,7 @@ class _Store:
         if segment is None:
             segment = self.fp32_file.append_chunks(passing())
         else:
-            deque(passing(), maxlen=0)  # counted all the same
+            deque(passing(), maxlen=0)  # so that they are counted too
         like = np.empty(0, tensor.dtype.numpy())
         self.tensors[stored_as] = tensor_entry(stored_as, like, FP32_FILE, segment, shape=dims(tensor))
 
@@ -208,8 +209,10 @@ class _Store:
         self.tensors[name] = tensor_entry(name, array, file_name, segment)
 
     def _once(self, array: NDArray[Any]) -> Segment:
-        """Where the bytes of ``array`` are in weights.fp32, written only if they are not there yet: a BatchNorm that is
-        a product and a sum alone is the scale that was folded, and the bias."""
+        """Return the place of ``array``'s bytes in weights.fp32, and write them if they are not there yet.
+
+        A BatchNorm that is only a product and a sum has the bytes of the folded scale and of the bias.
+        """
         data = raw(array)
         digest = sha256(data).digest()
         if digest not in self.small:
@@ -218,14 +221,15 @@ class _Store:
 
 
 class Passengers:
-    """The names that tensors of a checkpoint are stored by, equal ones by one."""
+    """The names under which checkpoint tensors are stored; equal tensors share one."""
 
     def __init__(self, names: FreshNames) -> None:
         self._names = names
         self._known: dict[Fingerprint, list[tuple[NDArray[Any], str]]] = {}
 
     def take(self, name: str, array: NDArray[Any]) -> tuple[str, bool]:
-        """What ``array``, which the checkpoint calls ``name``, is stored as, and whether it has yet to be stored."""
+        """Return the name under which ``array``, called ``name`` in the checkpoint, is stored, and whether it is
+        new."""
         twins = self._known.setdefault(fingerprint(array), [])
         stored = next((other for twin, other in twins if same_bits(twin, array)), None)
         if stored is not None:
@@ -235,12 +239,12 @@ class Passengers:
 
 
 def _low_bits(prepared: Prepared, checkpoint: Mapping[str, NDArray[Any]]) -> dict[str, int]:
-    """How many bits of its low halves an initializer needs that is a tensor of the checkpoint, widened."""
+    """Return the number of low bits that may be nonzero, for each initializer that is a widened checkpoint tensor."""
     return {match.initializer: lowbits.needed(checkpoint[name].dtype.name) for name, match in prepared.matches.items()}
 
 
 def stored_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """The initializers of a graph that are stored outside it, by name."""
+    """Return the initializers of a graph that are stored outside it, by name."""
     found = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
@@ -259,7 +263,7 @@ def tensor_entry(
     panels: int | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> TensorEntry:
-    """What the manifest says of ``array``, or of an array like it of another ``shape``, at ``segment`` of ``file``."""
+    """Return the manifest's entry for ``array`` (or one like it, of another ``shape``) at ``segment`` of ``file``."""
     return TensorEntry(
         name=name,
         dtype=_dtype(name, array),
@@ -278,7 +282,7 @@ def checkpoint_entry(
     permutation: tuple[int, ...] | None,
     dtype: np.dtype[Any] | None = None,
 ) -> CheckpointEntry:
-    """What the manifest says of the checkpoint's ``array``, restored from ``tensor``."""
+    """Return the manifest's entry for the checkpoint's ``array``, restored from ``tensor``."""
     return CheckpointEntry(
         name=name,
         dtype=_dtype(name, array if dtype is None else np.empty(0, dtype)),

@@ -1,1 +1,1 @@
-"""What is known of ONNX graphs in general: names, types, initializers, operators, and what a step is."""
+"""Knowledge on ONNX graphs in general: names, types, initializers, operators, and the base of conversion steps."""

@@ -1,4 +1,4 @@
-"""What a graph's constants tell of its integer inputs: tables that they index, numbers they are compared with."""
+"""Finds what a graph's constants tell about integer inputs: tables that they index, numbers they are compared with."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-# Ops that hand their first input's values on unchanged.
+# Operators that pass on the values of their first input.
 _TRANSPARENT = frozenset(
     {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 )
 
 
 def index_bound(value: ir.Value) -> int | None:
-    """The size of the smallest table that ``value`` indexes, be it through ops that move it; None for no table."""
+    """Return the size of the smallest table that ``value`` indexes, directly or after it was moved; None if there is
+    none."""
     bounds: list[int | None] = []
     for node, position in value.uses():
         if node.domain != "":
@@ -27,7 +28,7 @@ def index_bound(value: ir.Value) -> int | None:
 
 
 def _rows(gather: ir.Node) -> int | None:
-    """How many entries the table of a Gather has; None where nothing says so, or the axis is none of the table's."""
+    """Return the number of entries in the table of a Gather; None if unknown, or if the table has no such axis."""
     table = gather.inputs[0]
     axis = gather.attributes["axis"].as_int() if "axis" in gather.attributes else 0
     if table is None or table.shape is None or not -len(table.shape) <= axis < len(table.shape):
@@ -37,7 +38,7 @@ def _rows(gather: ir.Node) -> int | None:
 
 
 def compared_with(value: ir.Value) -> tuple[int, ...]:
-    """The integers that ``value`` is compared with for equality, in order: a sample rate, a mode; () for none."""
+    """Return the integers that ``value`` is compared with for equality, sorted: a sample rate, a mode; () for none."""
     return tuple(sorted(set(_compared(value))))
 
 
@@ -50,7 +51,7 @@ def _compared(value: ir.Value) -> Iterator[int]:
 
 
 def _number(value: ir.Value | None) -> Iterator[int]:
-    """What ``value`` is, when that is one constant integer, in an initializer or a Constant node."""
+    """Yield ``value`` if it is one constant integer, in an initializer or a Constant node."""
     if value is None or value.dtype not in (None, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.UINT8):
         return
     tensor = ir.convenience.get_const_tensor(value)

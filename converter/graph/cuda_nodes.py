@@ -1,4 +1,4 @@
-"""The nodes of a written graph that read or give bf16, and whether a release's CUDA provider has a kernel for each."""
+"""Checks whether a release's CUDA provider has a kernel for each node of a written graph that reads or returns bf16."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from converter.graph.cuda_support import BF16, KernelTable
 
 _NAMES = {
     number: name.lower() for name, number in onnx.TensorProto.DataType.items()
-}  # as in the table: bfloat16, float, int64
+}  # the table's names: bfloat16, float, int64
 
 
 def lacking(model: onnx.ModelProto, table: KernelTable) -> list[str]:
-    """The bf16 nodes that nothing of ``table`` runs on the dtypes they have, in words; [] when all have a kernel.
+    """Describe the bf16 nodes for whose dtypes ``table`` has no kernel; [] if all have one.
 
-    Nodes without bf16 are left out: what CUDA has no kernel for runs on the CPU, which has all of those. So are those
-    of bodies, which stay in fp32. The graph has its values' dtypes beside them, as the converter writes it.
+    Nodes without bf16 are left out: if CUDA has no kernel for them, they run on the CPU, which has all of those. Nodes
+    in subgraphs are left out too, because they stay in fp32. The graph must list its values' dtypes, as the converter
+    writes them.
     """
     opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
     dtypes = _dtypes(model.graph)
@@ -44,9 +45,9 @@ def _dtypes(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def _bound(node: onnx.NodeProto, domain: str, opset: int, dtypes: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-    """The version of the operator, and the dtype of each of its type constraints, by ONNX's schema.
+    """Return the version of the operator, and the dtype of each of its type constraints, by ONNX's schema.
 
-    com.microsoft has none here: its first version, and bf16 for whatever its data is called.
+    com.microsoft has no schemas here: the result is version 1 without constraints.
     """
     try:
         schema = defs.get_schema(node.op_type, opset, domain)
@@ -54,11 +55,11 @@ def _bound(node: onnx.NodeProto, domain: str, opset: int, dtypes: Mapping[str, s
         return 1, {}
     pairs = (*_paired(schema.inputs, node.input), *_paired(schema.outputs, node.output))
     typed = {constraint: dtypes[name] for constraint, name in pairs if name in dtypes}
-    return schema.since_version, {name: dtype for name, dtype in typed.items() if "(" not in name}  # not tensor(int64)
+    return schema.since_version, {name: dtype for name, dtype in typed.items() if "(" not in name}  # no tensor(int64)
 
 
 def _paired(formal: Iterable[defs.OpSchema.FormalParameter], names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The type constraint of each input or output, with its name; the last formal one may stand for many."""
+    """Yield the type constraint of each input or output, with its name; the last formal one may stand for several."""
     formals = list(formal)
     for index, name in enumerate(names):
         if name and formals:

@@ -1,6 +1,6 @@
-"""Which operators have bf16 kernels on a provider that is not installed here, release by release of ONNX Runtime.
+"""The operators with bf16 kernels in CUDA providers that are not installed here, for each release of ONNX Runtime.
 
-The table was asked of the releases themselves, with no device: ``python -m bench.gpu.registry`` writes it.
+The table was read from the releases themselves, without a device: ``python -m bench.gpu.registry`` writes it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from converter.process import versions
 
 _FILE = "cuda_kernels.json"
 BF16 = "bfloat16"
-# Of what has kernels, what a plan may narrow: what passes the data on that it was given. Others take a dtype from an
-# attribute (ConstantOfShape), run a body (If), or are of another floating type by what they are for.
+# The operators with kernels that a plan may narrow: they pass on the dtype of their data. Others take a dtype from an
+# attribute (ConstantOfShape), run a subgraph (If), or need another floating type by their purpose.
 _PLANNED: Mapping[str, frozenset[str]] = {
     "": frozenset(
         {"Abs", "Add", "Attention", "AveragePool", "Cast", "Concat", "Conv", "Cos", "Div", "Erf", "Exp", "Expand"}
@@ -34,15 +34,15 @@ _PLANNED: Mapping[str, frozenset[str]] = {
         | {"QuickGelu", "SkipLayerNormalization"}
     ),
 }
-# The newest opset and IR version that a release loads, from the first of these on.
+# The newest opset and IR version that releases from the given one on load.
 _ACCEPTS = (("1.25", 26, 13), ("1.24", 25, 13))
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of a release's: the versions of the operator that it is for, and the dtypes of each of its type constraints.
+    """One kernel of a release: the versions of the operator that it covers, and the dtypes of each type constraint.
 
-    ``last`` is 0 where it is open: then ONNX Runtime takes it for version ``first`` alone, not knowing of later ones.
+    ``last`` is 0 if it is open. ONNX Runtime then uses it for version ``first`` alone, because it knows no later one.
     """
 
     first: int
@@ -50,13 +50,13 @@ class Kernel:
     types: Mapping[str, frozenset[str]]
 
     def of(self, since: int) -> bool:
-        """Whether it is for version ``since`` of the operator."""
+        """Whether it covers version ``since`` of the operator."""
         return since == self.first or self.first < since <= self.last
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """The kernels of ONNX Runtime's CUDA provider that take bf16 anywhere, in one release, by (domain, operator).
+    """The kernels of one release's CUDA provider that take bf16 anywhere, by (domain, operator).
 
     ``accepted_opset`` and ``accepted_ir`` are the newest that this ONNX Runtime loads at all.
     """
@@ -68,10 +68,10 @@ class KernelTable:
 
     @classmethod
     def load(cls, version: str | None = None) -> KernelTable:
-        """The table of release ``version``; for None that of the installed one, or of the newest before it, or of the
-        first where it is older still, or of the newest where none is installed.
+        """Load the table of release ``version``; None means the installed release.
 
-        UsageError when there is no table for ``version``.
+        If the installed release has no table, the newest table before it is used, else the oldest table. If none is
+        installed, the newest table is used. Raises UsageError if there is no table for ``version``.
         """
         known = releases()
         if version is None:
@@ -83,11 +83,12 @@ class KernelTable:
         return _table(version)
 
     def has(self, domain: str, op: str, since: int) -> bool:
-        """Whether a plan may have version ``since`` of the operator compute in bf16."""
+        """Whether a plan may let version ``since`` of the operator compute in bf16."""
         return op in _PLANNED.get(domain, ()) and any(kernel.of(since) for kernel in self.kernels.get((domain, op), ()))
 
     def takes(self, domain: str, op: str, since: int, dtypes: Mapping[str, str]) -> bool:
-        """Whether a kernel runs version ``since`` on ``dtypes``, by type constraint; what it does not name is free."""
+        """Whether a kernel runs version ``since`` on ``dtypes``, by type constraint; those it does not name may
+        be any."""
         return any(
             kernel.of(since) and all(dtype in kernel.types.get(name, {dtype}) for name, dtype in dtypes.items())
             for kernel in self.kernels.get((domain, op), ())
@@ -95,7 +96,7 @@ class KernelTable:
 
 
 def releases() -> tuple[str, ...]:
-    """The releases that have a table, oldest first."""
+    """Return the releases that have a table, oldest first."""
     return tuple(sorted(_read()["releases"], key=order))
 
 
@@ -122,7 +123,7 @@ def _table(version: str) -> KernelTable:
 
 
 def stand_in() -> str | None:
-    """A sentence when the kernels of another ONNX Runtime than the installed one were looked up; None when not."""
+    """Return a sentence if the kernels come from another ONNX Runtime's table than the installed one's; else None."""
     table, installed = KernelTable.load().onnxruntime, versions.onnxruntime()
     if installed in (None, table):
         return None

@@ -1,4 +1,4 @@
-"""Names of free dimensions: two of one name are one size, unless nobody named them or the model shows otherwise."""
+"""Names of free dimensions. Two of one name have one size, unless the name means "unknown" or a run contradicts it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from bf16kit.tensors import TensorSpec
 from converter.graph.names import FreshNames
 
 UNKNOWN = "?"
-# What exporters write for a dimension of which they know nothing. PaddlePaddle's calls every one of them "?".
+# What exporters write for an unknown dimension. PaddlePaddle's exporter calls every one of them "?".
 _NOBODYS = frozenset({"", UNKNOWN, "*", "-1", "None", "unk", "unknown"})
 
 Shape = tuple[int, ...]
-Place = tuple[int, int]  # which spec, which axis
+Place = tuple[int, int]  # index of the spec, axis
 
 
 def is_named(dim: int | str | None) -> bool:
-    """Whether ``dim`` is a free dimension with a name that tells it from others."""
+    """Whether ``dim`` is a free dimension with a name that distinguishes it from others."""
     return isinstance(dim, str) and dim.strip() not in _NOBODYS
 
 
 def name_all(specs: Sequence[TensorSpec], known: Iterable[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
-    """``specs`` with every dimension that nobody named called after its tensor and axis: names of their own.
+    """Return ``specs`` with a name of its own, from tensor and axis, for each dimension without a real name.
 
-    ``known`` are specs whose names are taken. An unknown dimension is one that :func:`is_named` denies.
+    ``known`` are specs whose names are taken. :func:`is_named` decides which names are real.
     """
-    own = {spec.name for spec in specs}  # a tensor that is both input and output has one name for its dimension
+    own = {spec.name for spec in specs}  # a tensor that is both input and output keeps one name per dimension
     taken = (*specs, *(spec for spec in known if spec.name not in own))
     fresh = FreshNames(str(dim) for spec in taken for dim in spec.shape if is_named(dim))
     return tuple(
@@ -42,15 +42,16 @@ def name_all(specs: Sequence[TensorSpec], known: Iterable[TensorSpec] = ()) -> t
 
 
 def loosened(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """``specs`` with no two dimensions of one name: what they demand when nothing is believed but the sizes."""
+    """Return ``specs`` with a different name for every free dimension, so that only the sizes are demanded."""
     return name_all([replace(s, shape=tuple(d if isinstance(d, int) else UNKNOWN for d in s.shape)) for s in specs])
 
 
 def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]]) -> tuple[TensorSpec, ...]:
-    """``specs`` without the equalities that ``seen`` contradicts: shapes by tensor name, each mapping those of one run.
+    """Return ``specs`` without the equalities that ``seen`` contradicts; each of ``seen`` has one run's shapes by
+    tensor.
 
-    Of the dimensions of one name, those that were the same size in every run keep a name together: the first ones
-    theirs, the others one after the first of them.
+    Dimensions of one name that had the same size in every run still share a name. The first group keeps the name; each
+    other group is named after its first dimension.
     """
     runs = list(seen)
     fresh = FreshNames(dim for spec in specs for dim in spec.shape if isinstance(dim, str))
@@ -69,8 +70,10 @@ def reconciled(specs: Sequence[TensorSpec], seen: Iterable[Mapping[str, Shape]])
 
 
 def as_given(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
-    """``spec`` as ``shapes`` of one rank bear it out: a size that one of them contradicts is unknown, and so are all
-    where the spec is of another rank."""
+    """Return ``spec`` corrected by ``shapes``, which are all of one rank.
+
+    A size that one of them contradicts becomes unknown; if the spec has another rank, all sizes do.
+    """
     (rank,) = {len(shape) for shape in shapes}
     if rank != len(spec.shape):
         return replace(spec, shape=(UNKNOWN,) * rank)

@@ -1,7 +1,7 @@
-"""Finding equal tensors among many, bit for bit, also when one is the other's transpose.
+"""Finds equal tensors among many, bit for bit, also if one is the other's transpose.
 
-Exporters copy weights: a Linear's weight comes out transposed and nameless, tied embeddings come out twice. Equality is
-exact: candidates are found by a fingerprint of a few elements, then compared bit by bit, a block of rows at a time.
+Exporters copy weights: a Linear's weight may be transposed and unnamed, and tied embeddings are written twice. Equality
+is exact: candidates are found by a fingerprint of a few elements, then compared bit by bit, a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from bf16kit.tensors import Array as Array
 
 _ROWS_BYTES = 1 << 22
 _PROBES = 64
-OTHER_FLOATS = ("float16", "bfloat16", "float64")  # what fp32 graphs are made of when their checkpoint is not fp32
+OTHER_FLOATS = ("float16", "bfloat16", "float64")  # fp32 graphs are made from checkpoints in these dtypes too
 
 Fingerprint = tuple[str, tuple[int, ...], bytes]
 
 
 def fingerprint(array: Array, *, as_fp32: bool = False) -> Fingerprint:
-    """dtype, shape, and up to 64 elements spread over ``array``: equal for equal tensors, cheap for large ones.
+    """Return dtype, shape and up to 64 elements spread over ``array``: equal for equal tensors, cheap for large ones.
 
-    With ``as_fp32`` that of ``array`` in fp32.
+    With ``as_fp32``, return the fingerprint of ``array`` in fp32.
 
-    The probes lie at prime-ish strides so that they do not all fall into one column; transposed views cost no copy.
+    The strides of the elements avoid that all fall into one column; transposed views cost no copy.
     """
     count = min(_PROBES, array.size)
     flat = (np.arange(count, dtype=np.int64) * (array.size // max(count, 1)) + np.arange(count)) % max(array.size, 1)
@@ -32,15 +32,15 @@ def fingerprint(array: Array, *, as_fp32: bool = False) -> Fingerprint:
 
 
 def in_fp32(array: Array) -> Array:
-    """``array`` in fp32, as torch and every other reader of checkpoints makes it: exact from fp16 and bf16."""
-    with np.errstate(over="ignore"):  # whoever reads an fp64 checkpoint has looked for what fp32 cannot hold
+    """Return ``array`` in fp32, as torch and other readers of checkpoints convert it: exact from fp16 and bf16."""
+    with np.errstate(over="ignore"):  # the reader of an fp64 checkpoint has checked its range already
         return array.astype(np.float32)
 
 
 def same_bits(a: Array, b: Array, *, as_fp32: bool = False) -> bool:
     """Whether two arrays have the same dtype, shape and bits (NaN equals itself, 0 differs from −0).
 
-    With ``as_fp32`` whether ``a`` in fp32 and ``b`` have.
+    With ``as_fp32``, compare ``a`` in fp32 with ``b``.
     """
     if a.shape != b.shape or (np.dtype(np.float32) if as_fp32 else a.dtype) != b.dtype:
         return False

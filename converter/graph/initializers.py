@@ -1,4 +1,4 @@
-"""Where a tensor is stored: inside the graph's file, or once for all graphs in a weights file beside it; its blocks."""
+"""Decides where a tensor is stored, in the graph's file or in a file of weights beside it, and reads it in blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 INLINE_FLOAT_BYTES = 64
 INLINE_OTHER_BYTES = 1024
-_BLOCK = 8 << 20  # bytes: several blocks are small beside any other memory of a conversion
+_BLOCK = 8 << 20  # bytes: several blocks are small beside the other memory of a conversion
 
 
 def stays_inline(tensor: ir.TensorProtocol) -> bool:
     """Whether ``tensor`` is written into the graph: scalars, a Resize's scales, shapes and axes.
 
-    Shape inference, ONNX's and ONNX Runtime's, reads such values and cannot follow them into another file. Everything
+    Shape inference, in ONNX and ONNX Runtime, reads such values and cannot read them from another file. Everything
     larger is external data, so that a graph's file never holds weights, however large the model.
     """
     if tensor.dtype == ir.DataType.STRING:
@@ -28,14 +28,14 @@ def stays_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
-    """The shape of a tensor, whose dimensions are always numbers."""
+    """Return the shape of a tensor; its dimensions are always numbers."""
     return tuple(int(size) for size in tensor.shape.numpy())
 
 
 class Computed(ir.LazyTensor):
-    """An fp32 tensor of ``like``'s shape, computed each time it is read, whole or a block of rows at a time.
+    """An fp32 tensor of ``like``'s shape, computed each time it is read, as a whole or a block of rows at a time.
 
-    ``compute(rows)`` gives the rows of a slice along the first axis; of a scalar, the scalar.
+    ``compute(rows)`` returns the rows of a slice along the first axis; for a scalar, the scalar.
     """
 
     def __init__(self, compute: Callable[[slice], NDArray[np.float32]], like: ir.TensorProtocol) -> None:
@@ -46,12 +46,13 @@ class Computed(ir.LazyTensor):
 
 
 def rows_of(array: NDArray[Any], rows: slice) -> NDArray[Any]:
-    """Some rows of ``array``; of a scalar, which has none, itself."""
+    """Return some rows of ``array``; a scalar, which has no rows, is returned itself."""
     return array[rows] if array.ndim else array
 
 
 def reader(tensor: ir.TensorProtocol) -> Callable[[slice], NDArray[Any]]:
-    """What gives some rows of ``tensor``, of a scalar itself: of one that is computed no others are computed for it."""
+    """Return a function that reads some rows of ``tensor``, or a scalar itself; a computed tensor computes only those
+    rows."""
     if isinstance(tensor, Computed):
         return tensor.rows
     array = tensor.numpy()
@@ -59,9 +60,9 @@ def reader(tensor: ir.TensorProtocol) -> Callable[[slice], NDArray[Any]]:
 
 
 def blocks(tensor: ir.TensorProtocol) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """``tensor`` in order, as rows of its first axis of about :data:`_BLOCK` bytes: which, and a C-contiguous array.
+    """Yield ``tensor`` in order, in blocks of about :data:`_BLOCK` bytes: the rows, and a C-contiguous array.
 
-    What is stored contiguously is a view: of a file that is mapped, nothing is read before it is used.
+    A block of a tensor stored contiguously is a view; of a mapped file, nothing is read before it is used.
     """
     shape = dims(tensor)
     read = reader(tensor)
@@ -79,13 +80,13 @@ def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Val
 
 
 def const(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer; None for anything computed or fed."""
+    """Return the tensor of an initializer; None if ``value`` is computed or fed."""
     if value is None or not value.is_initializer():
         return None
     return value.const_value
 
 
 def const_dims(value: ir.Value | None) -> tuple[int, ...]:
-    """The shape of the tensor behind an initializer; () for anything computed or fed, as for a scalar."""
+    """Return the shape of an initializer's tensor; () if ``value`` is computed or fed, as for a scalar."""
     tensor = const(value)
     return () if tensor is None else dims(tensor)

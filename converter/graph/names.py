@@ -1,4 +1,4 @@
-"""Every node and value gets a name, the same on every run: the plan, the report and ``--keep-fp32`` speak in names."""
+"""Gives every node and value a name, the same on every run: the plan, the report and ``--keep-fp32`` use the names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from converter.graph.step import Step
 class NameEverything(Step):
     """Name unnamed nodes and values; make node names unique over the whole model, value names over each graph.
 
-    Names that are already unique stay as they are. Requires: something gives every value that a node reads. Ensures:
-    every node and every used value has a name.
+    Names that are already unique do not change. Requires: every value that a node reads has a producer. Ensures: every
+    node and every used value has a name.
     """
 
     name = "name nodes and values"
@@ -51,7 +51,7 @@ class NameEverything(Step):
 
 
 class FreshNames:
-    """Names that nothing has yet: ``make("a")`` gives ``a``, then ``a_1``, ``a_2`` …"""
+    """Makes unused names: ``make("a")`` returns ``a``, then ``a_1``, ``a_2`` …"""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
@@ -66,11 +66,12 @@ class FreshNames:
 
 
 def values_of(graph: ir.Graph) -> list[ir.Value]:
-    """The values a graph defines itself: inputs, initializers and node outputs, not those of the bodies inside it."""
+    """Return the values a graph defines itself: inputs, initializers and node outputs, without those of its
+    subgraphs."""
     inputs = [value for value in graph.inputs if not value.is_initializer()]
     return [*inputs, *graph.initializers.values(), *(o for node in graph for o in node.outputs)]
 
 
 def all_value_names(model: ir.Model) -> set[str]:
-    """The names of every value of the main graph and of every body inside it."""
+    """Return the names of every value of the main graph and of every subgraph."""
     return {value.name for graph in model.graphs() for value in values_of(graph) if value.name}

@@ -1,4 +1,4 @@
-"""What ONNX's own schemas say about an operator, and the families of operators that a precision plan tells apart."""
+"""Facts on operators: what ONNX's own schemas say about them, and the families that a precision plan distinguishes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from bf16kit.runtime.kernel import DOMAIN as KERNEL
 
 BF16 = "tensor(bfloat16)"
 
-# The multiply-accumulate operators: what bf16 is for.
+# The multiply-accumulate operators, which gain most from bf16.
 PRODUCTS = frozenset(
     {"MatMul", "Gemm", "Conv", "Attention", "MultiHeadAttention", "GroupQueryAttention", "FusedMatMul"}
 )
-# Operators that take weights. Their large values are weights out of range, not masks.
+# Operators that read weights. Overly large values in those are an error, not masks.
 WEIGHTED = PRODUCTS | {"ConvTranspose", "Gather", "LSTM", "GRU", "RNN", "ConvInteger", "QLinearConv", "Einsum"}
-# Operators that only move elements about, so that they are exact in every precision: input 0 is the data.
+# Operators that only move elements, and so are exact in every precision; input 0 is the data.
 MOVEMENT = frozenset(
     {"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze"}
 ) | {"Concat", "Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Slice", "Split"}
-# Of these, the ones that put data of several inputs together.
+# Those of them that combine the data of several inputs.
 MERGING = frozenset({"Concat", "ScatterElements", "ScatterND"})
 # Arithmetic whose result is one of its operands, or one with its sign changed: exact too.
 EXACT = MOVEMENT | {"Abs", "Max", "Min", "MaxPool", "GlobalMaxPool", "Neg", "Relu", "Where"}
-# Operators that look at a tensor's shape alone, whatever it holds. Not Size: ONNX Runtime's wants a dtype it knows.
+# Operators that read only a tensor's shape. Not Size: ONNX Runtime's has no kernel for every dtype.
 SHAPE_ONLY = frozenset({"Shape"})
-# What torch.autocast computes in fp32, too: small work, and rounding its scale and bias shows in all that follows.
+# torch.autocast computes these in fp32 too: they are little work, and rounding scale and bias affects all that follows.
 NORMALISATIONS = frozenset(
     {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
     | {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
@@ -41,19 +41,19 @@ _STASHED = {"LayerNormalization": {"U"}}
 
 @dataclass(frozen=True, slots=True)
 class Bf16Form:
-    """The positions of a node's inputs and outputs that may be bf16, and must be all at once."""
+    """The positions of a node's inputs and outputs that may be bf16; all of them must be so together."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
 def label(node: ir.Node) -> str:
-    """An operator as people name it, with its domain where that is not ONNX's."""
+    """Return the name of an operator for users, with its domain if that is not ONNX's."""
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
 
 
 def since_version(node: ir.Node, opset: int) -> int | None:
-    """The version of the operator that ``opset`` means, 1 for com.microsoft, None when nobody knows the operator."""
+    """Return the version of the operator in ``opset``: 1 for com.microsoft, None for an unknown operator."""
     if node.domain == "com.microsoft":
         return 1
     schema = _schema(node.domain, node.op_type, opset)
@@ -61,7 +61,7 @@ def since_version(node: ir.Node, opset: int) -> int | None:
 
 
 def missing_input(node: ir.Node, opset: int) -> str | None:
-    """ONNX's name of the first input that ``node`` has to have and has not; None where all are there."""
+    """Return ONNX's name of the first required input that ``node`` lacks; None if it has all."""
     schema = _schema(node.domain, node.op_type, opset)
     given = {index for index, value in enumerate(node.inputs) if value is not None}
     single = defs.OpSchema.FormalParameterOption.Single
@@ -70,11 +70,11 @@ def missing_input(node: ir.Node, opset: int) -> str | None:
 
 
 def bf16_form(node: ir.Node, opset: int) -> Bf16Form | None:
-    """Where bf16 may stand in ``node`` at ``opset``; None when the operator has no bf16 form, or no known schema.
+    """Return where ``node`` may have bf16 at ``opset``; None if the operator has no bf16 form or no known schema.
 
-    com.microsoft has no schemas here; its operators take and give one floating type, so long as one output is used.
-    bf16kit's own products read their weights in bf16, one for each output after the first input, and fp32 besides;
-    its attention and normalisations have none.
+    com.microsoft has no schemas here; its operators take and return one floating type, as long as only one output is
+    used. bf16kit's own products read weights in bf16, one per output, at the inputs after the first; all else is fp32.
+    Its attention and normalisations have no bf16 inputs.
     """
     if node.domain == KERNEL:
         weights = len(node.outputs) if node.op_type.startswith(("MatMul", "Gather")) else 0

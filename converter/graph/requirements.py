@@ -1,4 +1,4 @@
-"""The least ONNX Runtime that a profile needs: one that loads its graphs, and has the kernels it was planned with."""
+"""Determines the oldest ONNX Runtime that a profile needs: it loads its graphs, and has the kernels of its plan."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from converter.graph.cuda_nodes import lacking
 from converter.graph.cuda_support import KernelTable, releases
 from converter.process import versions
 
-# The newest opset and IR version that each release loads, asked of the release itself; those after it load no other.
-# bf16kit installs with 1.24 and later.
+# The newest opset and IR version that each release loads, found by running the release; later releases load no newer
+# ones. bf16kit installs with 1.24 and later.
 _LOADS = (("1.24", 25, 13), ("1.25", 26, 13))
 
 
 def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -> dict[str, str]:
-    """The least version of each package that runs ``profile``, whose graphs, and its reference's, are ``graphs``.
+    """Return the lowest version of each package that runs ``profile``; ``graphs`` are its graph and its reference's.
 
-    That is the oldest release that loads graphs of their opset and IR version. What none of those known loads needs the
-    installed release, which ran it. cuda relies on kernels, too: it needs the first release from which on all that were
-    asked have a kernel for every node of its graph that is bf16, or the installed one where this is older and ran it,
-    ``on_device``.
+    That is the oldest release that loads graphs of their opset and IR version. If no known release does, it is the
+    installed one, which ran them. cuda also needs kernels: the first release from which on all known ones have a kernel
+    for every bf16 node. If the installed release is older and ran the graph ``on_device``, it is that one.
     """
     models = [onnx.load(path, load_external_data=False) for path in graphs]
     opset = max((o.version for m in models for o in m.opset_import if o.domain in ("", "ai.onnx")), default=0)
@@ -38,9 +37,9 @@ def required(profile: str, graphs: Sequence[Path], *, on_device: bool = False) -
 
 
 def with_kernels(models: Sequence[onnx.ModelProto]) -> str:
-    """The first release from which on all that were asked have a CUDA kernel for every bf16 node of ``models``.
+    """Return the first release from which on all known ones have a CUDA kernel for every bf16 node of ``models``.
 
-    Where even the newest lacks one, it is the newest: a device will say what it makes of it.
+    If even the newest lacks one, return the newest: running on a device will show whether it works.
     """
     known = releases()
     least = known[-1]

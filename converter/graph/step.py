@@ -1,7 +1,7 @@
-"""What a conversion step is, and how a list of them is run.
+"""The base of conversion steps, and the function that runs a list of them.
 
-A step is an in-place pass over an ONNX graph that says what it ``requires`` before and ``ensures`` after. A failure
-names the step and the steps before it, so that a bug report says where the graph stopped making sense.
+A step is an in-place pass over an ONNX graph that states what it ``requires`` before and ``ensures`` after. An error
+names the step and the steps before it, so that a bug report tells where the graph became invalid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bf16kit.wording import brief
 
 
 class Step(ir.passes.InPlacePass):
-    """One step: ``name`` says what it does in a few words; ``apply`` changes the model and says whether it did."""
+    """One step: ``name`` says what it does in a few words; ``apply`` changes the model and returns whether it did."""
 
     name: str
 
@@ -28,9 +28,9 @@ class Step(ir.passes.InPlacePass):
 
 
 def run(steps: Sequence[Step], model: ir.Model) -> ir.Model:
-    """``model``, changed in place by ``steps`` in order.
+    """Run ``steps`` in order on ``model``, in place, and return it.
 
-    Raises :class:`ConversionError` naming the step that failed, the steps before it, and the cause.
+    Raises :class:`ConversionError` that names the step that failed, the steps before it, and the cause.
     """
     for done, step in enumerate(steps):
         try:

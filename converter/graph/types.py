@@ -1,4 +1,4 @@
-"""Every value gets a dtype and, where it can be known, a shape: casts are placed by dtype."""
+"""Infers a dtype and, if possible, a shape for every value, because casts are placed by dtype."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SEQUENCES = frozenset(
 ) | {"SplitToSequence"}
 
 
-# Operators that ONNX's inference does not know, whose first output has the floating type that all their data has. Those
-# in _SAME_SHAPE have their first input's shape, too.
+# Operators that ONNX's inference does not know, whose first output has the floating type of all their data. For those
+# in _SAME_SHAPE, it also has the first input's shape.
 _SAME_SHAPE = {
     "com.microsoft": frozenset(
         {"BiasAdd", "BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "GroupNorm", "QuickGelu", "RotaryEmbedding"}
@@ -31,14 +31,14 @@ _SAME_TYPE = {
     ),
     "ai.onnx.ml": frozenset[str](),
 }
-_ROUNDS = 4  # what ONNX infers types an operator of another domain, which lets ONNX infer what follows
+_ROUNDS = 4  # ONNX's types reach an operator of another domain, whose output's type lets ONNX infer the next nodes
 
 
 class InferTypes(Step):
-    """Run ONNX's shape inference over the model; weights are not serialised for it.
+    """Run ONNX's shape inference over the model, without serialising weights.
 
-    Operators of com.microsoft and ai.onnx.ml that give what they are given are inferred here. What stays unknown
-    (outputs of other domains, sequences) is treated as "not fp32" by the plan and left alone.
+    Operators of com.microsoft and ai.onnx.ml that keep the type of their inputs are inferred here. The plan treats what
+    stays unknown (outputs of other domains, sequences) as "not fp32" and leaves it alone.
     """
 
     name = "infer types"
@@ -50,7 +50,7 @@ class InferTypes(Step):
                 value.shape = value.shape or ir.Shape(dims(value.const_value))
         untyped = [value for graph in model.graphs() for value in values_of(graph) if value.type is None]
         infer = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)
-        with quiet():  # where it cannot infer, it logs a traceback and leaves the model as it is
+        with quiet():  # where it cannot infer, it logs a traceback and leaves the model unchanged
             modified = infer(model).modified
             for _ in range(_ROUNDS):
                 if not _infer_foreign(model):
@@ -61,7 +61,7 @@ class InferTypes(Step):
 
 
 def _infer_foreign(model: ir.Model) -> bool:
-    """Type what operators of known foreign domains give; whether anything was learnt."""
+    """Infer the output types of known operators of other domains; return whether anything was inferred."""
     learnt = False
     for node in model.graph.all_nodes():
         same_shape = node.op_type in _SAME_SHAPE.get(node.domain, ())
@@ -78,7 +78,7 @@ def _infer_foreign(model: ir.Model) -> bool:
 
 
 def untyped(model: ir.Model) -> list[ir.Node]:
-    """The nodes that give something whose type inference could not tell; those that give sequences are none of them."""
+    """Return the nodes with a used output whose type is unknown; nodes that return sequences are left out."""
     return [
         node
         for node in model.graph.all_nodes()
@@ -87,10 +87,10 @@ def untyped(model: ir.Model) -> list[ir.Node]:
 
 
 def _forget_sequences(untyped: list[ir.Value]) -> None:
-    """Take back the type of sequences: onnx_ir 1.1 calls every value it had no type for a tensor of its elements."""
+    """Remove the inferred type of sequences: onnx_ir 1.1 gives each value without a type the type of a tensor."""
     found: set[ir.Value] = set()
     before = -1
-    while before < len(found):  # a node that hands a sequence on, also out of a body, gives one too
+    while before < len(found):  # a node that passes a sequence on, also out of a subgraph, returns one too
         before = len(found)
         found.update(value for value in untyped if value not in found and _is_sequence(value, found))
     for value in found:
@@ -104,7 +104,7 @@ def _is_sequence(value: ir.Value, found: set[ir.Value]) -> bool:
     if node.op_type == "Identity":
         handed_on = list(node.inputs[:1])
     else:
-        place = index + 1 if node.op_type == "Loop" else index  # the outputs of a Loop's body begin with its condition
+        place = index + 1 if node.op_type == "Loop" else index  # the outputs of a Loop's body start with its condition
         bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
         handed_on = [body.outputs[place] for body in bodies if place < len(body.outputs)]
     if node.op_type in _SEQUENCES or any(value in found for value in handed_on):

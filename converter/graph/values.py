@@ -1,4 +1,4 @@
-"""What nodes and values are, as far as a graph shows it: what all ask alike that recognise what a graph computes."""
+"""Questions about nodes and values that all code asks which recognises what a graph computes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ Dim = int | ir.SymbolicDim
 
 
 def plain(node: ir.Node) -> bool:
-    """Whether ``node`` is ONNX's own."""
+    """Whether ``node`` is one of ONNX's own operators."""
     return node.domain == ""
 
 
 def number(value: ir.Value | None, *, rank: int) -> float | None:
-    """The one finite or infinite number that ``value`` is, where it is a constant of one element in ``rank`` dimensions
-    at most."""
+    """Return the number that ``value`` is: a constant of one element with at most ``rank`` dimensions; else None."""
     tensor = const(value)
     if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point() or len(dims(tensor)) > rank:
         return None
@@ -26,18 +25,18 @@ def number(value: ir.Value | None, *, rank: int) -> float | None:
 
 
 def integer(value: ir.Value | None) -> int | None:
-    """The one integer that ``value`` is, where it is a constant of one element."""
+    """Return the integer that ``value`` is, a constant of one element; else None."""
     tensor = const(value)
     return None if tensor is None or tensor.size != 1 or not tensor.dtype.is_integer() else int(tensor.numpy().item())
 
 
 def known_shape(value: ir.Value | None) -> Sequence[Dim] | None:
-    """The dimensions of ``value``, where their number is known."""
+    """Return the dimensions of ``value``, if their number is known."""
     return None if value is None or value.shape is None else value.shape.dims
 
 
 def dim(a: Dim, b: Dim) -> bool:
-    """Whether two dimensions are known to be the same."""
+    """Whether two dimensions are known to be equal."""
     if isinstance(a, int) or isinstance(b, int):
         return a == b
     return a.value is not None and a.value == b.value
@@ -50,7 +49,7 @@ def same_dims(a: ir.Value, b: ir.Value) -> bool:
 
 
 def only_reader(value: ir.Value) -> ir.Node | None:
-    """The one node of ONNX's own, in the same graph, that reads ``value``, once, where nobody else does."""
+    """Return the only reader of ``value``, if it is one of ONNX's own nodes in the same graph and reads it once."""
     uses, producer = tuple(value.uses()), value.producer()
     if len(uses) != 1 or value.is_graph_output() or producer is None:
         return None

@@ -1,10 +1,10 @@
-"""From a source graph to the graphs that are written: a list of small steps, each in a file named after what it does.
+"""Turns a source graph into the graphs that are written, by a list of small steps, each in a file named after it.
 
-``prepare`` is the whole list. The **reference** is the source graph made explicit and nothing more: functions inlined,
-every constant an initializer of the main graph, equal weights stored once, everything named. The **folded** graph is
-what the profiles start from: masks that hide nothing left out, operators recent enough for bf16, BatchNorm folded into
-weights that were not bf16 or fp16 to begin with, masks within bf16's range. The **cuda** graph is the folded one with
-operators that have no bf16 kernel rewritten into ones that do.
+``prepare`` runs the whole list. The **reference** is the source graph made explicit, without further changes: functions
+inlined, every constant an initializer of the main graph, equal weights stored once, everything named. The **folded**
+graph is the one that profiles start from. In it, masks that hide nothing are dropped, operators are recent enough for
+bf16, and masks are within bf16's range. BatchNorm is folded into weights, except those that were bf16 or fp16. The
+**cuda** graph is the folded one with operators that have no bf16 kernel rewritten into operators that have one.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = ["Fold", "Match", "Prepared", "Step", "prepare", "run"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The three graphs of one model, sharing their weights in memory, and how their initializers hang together.
+    """The three graphs of one model, which share their weights in memory, and how their initializers are related.
 
-    An initializer of the same name in two graphs is the same tensor, but for the names in ``folds``, where
-    ``reference`` holds the source's weight and the others hold it with a BatchNorm multiplied in, and those in
-    ``clamped``, whose masks were brought within bf16's range. ``matches`` says, per checkpoint tensor, which
-    initializer of ``reference`` holds it.
+    Initializers of the same name in two graphs are the same tensor, with two exceptions. For names in ``folds``, the
+    ``reference`` holds the source's weight and the others hold it multiplied by a BatchNorm. For names in ``clamped``,
+    the others hold the mask within bf16's range. ``matches`` maps each checkpoint tensor to the initializer of
+    ``reference`` that holds it.
     """
 
     reference: ir.Model
@@ -68,10 +68,10 @@ def prepare(
 ) -> Prepared:
     """Prepare ``model`` (fp32, any opset ONNX Runtime accepts; changed in place) for narrowing.
 
-    ``checkpoint`` holds the source's tensors by name; initializers found among them, as they are or transposed, take
-    their names. ``orders`` has the order of axes that others of them have in the graph. Those that are bf16 or fp16
-    there, and the ``halves`` that the caller names, stay as they are. Raises
-    :class:`~bf16kit.errors.ConversionError` naming the step that failed.
+    ``checkpoint`` holds the source's tensors by name. Initializers that match one of them, as it is or transposed, take
+    its name. ``orders`` gives the order of axes in the graph for tensors that are permuted otherwise. BatchNorm is not
+    folded into tensors that are bf16 or fp16 in the checkpoint or named in ``halves``. Raises
+    :class:`~bf16kit.errors.ConversionError` that names the failed step.
     """
     kernels = kernels or KernelTable.load()
     reference = run([SupportedOpset(kernels), *_NORMALISE], model)

@@ -1,4 +1,4 @@
-"""BatchNorm at inference is a scale and a shift per channel: both go into the weights before it, in float64, unrounded.
+"""Folds BatchNorm, at inference a scale and a shift per channel, into the weights before it, in float64, unrounded.
 
 Folding after rounding would round every weight twice: it raised one CNN's error from 0.016 to 0.12.
 """
@@ -18,15 +18,15 @@ from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 from converter.passes.linear import Linear, linear_before
 
-# A channel scaled by zero would leave nothing to restore its weights from. Scaled by this it adds 5e-20 of itself to
-# its shift, which fp32 cannot see, stays far from subnormals, and restores like any other.
+# A channel scaled by zero could not be restored from its weights. Scaled by this instead, it adds only 5e-20 of its
+# value to its shift, below fp32's precision. The product stays far from subnormals and is restored like any other.
 SMALLEST_SCALE = 2.0**-64
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A weight was multiplied by ``scale[i]`` along ``axis``: fp32, finite, nowhere zero."""
+    """The scale a weight was multiplied by: ``scale[i]`` along ``axis``; fp32, finite, nowhere zero."""
 
     axis: int
     scale: NDArray[np.float32]
@@ -35,11 +35,11 @@ class Fold:
 class FoldBatchNorm(Step):
     """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
 
-    Left alone: weights used by another node too, values used besides by others, training mode, parameters that are not
-    constants, ConvTranspose with groups, channels whose scale, shift or weights fp32 cannot hold, and the weights named
-    in ``halves``: multiplied, what was bf16 or fp16 would be rounded once more, and take 16 low bits to restore.
-    A scale of zero (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` says, per weight, what it was
-    multiplied by, be it by one BatchNorm or by several in a row. Requires: types are known.
+    Not folded: into a weight or a value that has another reader, in training mode, with parameters that are not
+    constants, into ConvTranspose with groups, and if fp32 cannot hold a channel's scale, shift or weights. Weights
+    named in ``halves`` are not multiplied either: bf16 or fp16 values would be rounded once more, and take 16 low bits
+    to restore. A scale of zero (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` maps each weight to the
+    scale it was multiplied by, from one BatchNorm or several in a row. Requires: types are known.
     """
 
     name = "fold BatchNorm"
@@ -88,7 +88,7 @@ def _peak(values: NDArray[Any]) -> float:
 
 
 def _affine(node: ir.Node) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """What the node does to each channel, as (scale, shift) in float64; None when it is not constant."""
+    """Return the (scale, shift) that the node applies to each channel, in float64; None if they are not constant."""
     mode = node.attributes.get("training_mode")
     if (mode is not None and mode.as_int()) or any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
         return None
@@ -97,13 +97,13 @@ def _affine(node: ir.Node) -> tuple[NDArray[np.float64], NDArray[np.float64]] | 
         return None
     gamma, beta, mean, variance = (t.numpy().astype(np.float64) for t in tensors if t is not None)
     epsilon = node.attributes.get("epsilon")
-    with np.errstate(all="ignore"):  # what is not finite is not folded
+    with np.errstate(all="ignore"):  # results that are not finite are not folded
         scale = gamma / np.sqrt(variance + (1e-5 if epsilon is None else epsilon.as_float()))
         return scale, beta - mean * scale
 
 
 def _scaled(linear: Linear, scale: NDArray[np.float64]) -> ir.TensorProtocol:
-    """The weight times ``scale`` along its axis, computed when asked for: in float64, then fp32."""
+    """Return the weight times ``scale`` along its axis, computed on demand: in float64, then rounded to fp32."""
     tensor = linear.tensor
     read = reader(tensor)
     shape = [1] * len(dims(tensor))

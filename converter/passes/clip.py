@@ -1,4 +1,4 @@
-"""Clip has no bf16 kernel on CUDA; Max and Min have."""
+"""Rewrites Clip, which has no bf16 kernel on CUDA, as Max and Min, which have one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converter.passes.rewriting import Rewrite, replace_output
 class ClipToMinMax(Rewrite):
     """Rewrite ``Clip(x, lo, hi)`` on fp32 as ``Min(Max(x, lo), hi)``; both are exact.
 
-    Requires: opset 11 or newer, where the bounds are inputs. A bound that is missing loses its node; a Clip without
+    Requires: opset 11 or newer, where the bounds are inputs. For a missing bound, its node is left out; a Clip without
     bounds stays.
     """
 

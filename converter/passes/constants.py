@@ -1,4 +1,4 @@
-"""Constant nodes become initializers: a weight is a weight wherever the exporter put it."""
+"""Turns Constant nodes into initializers, so that every weight is found in one place, whatever the exporter wrote."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from converter.graph.step import Step
 
 
 class ConstantsToInitializers(Step):
-    """Replace every Constant node by an initializer of its graph, in the main graph and in bodies.
+    """Replace every Constant node by an initializer of its graph, in the main graph and in subgraphs.
 
-    Ensures: no Constant node that holds a tensor or a number is left (strings and sparse tensors stay: they are
-    nobody's weights).
+    Ensures: no Constant node that holds a tensor or a number is left. Strings and sparse tensors stay, because they are
+    no weights.
     """
 
     name = "constants to initializers"
@@ -35,11 +35,12 @@ class ConstantsToInitializers(Step):
 
 
 def floating_tensors(model: ir.Model) -> dict[str, NDArray[Any]]:
-    """Every tensor that an ONNX model holds, by name: initializers and Constant nodes, in bodies and functions too.
+    """Return every tensor that an ONNX model holds, by name: initializers and Constant nodes, also of subgraphs and
+    functions.
 
-    These are what a checkpoint is to an ONNX file. A name that occurs again, in another body, gets a number behind it.
-    Arrays of external data are memory-mapped. Shape constants (integers of at most 1 KiB) are not weights and are left
-    out.
+    For a conversion, they are the checkpoint of an ONNX file. If a name occurs again in another graph, a number is
+    appended. Arrays of external data are memory-mapped. Shape constants (integers of at most 1 KiB) are no weights and
+    are left out.
     """
     tensors: dict[str, NDArray[Any]] = {}
     graphs = [*model.graphs()]
@@ -77,8 +78,10 @@ def _lift(node: ir.Node) -> None:
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """What a Constant node holds as a tensor, or None for other nodes, strings, sparse tensors, what a function is
-    told by its caller, and what is given to nobody."""
+    """Return what a Constant node holds, as a tensor.
+
+    None for other nodes, strings, sparse tensors, attributes set by a function's caller, and nodes without an output.
+    """
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or not node.outputs:
         return None
     for name, attribute in node.attributes.items():

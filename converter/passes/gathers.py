@@ -1,4 +1,4 @@
-"""Look-ups of every element, each at its own place, as exporters write masks: the data itself, in another shape."""
+"""Simplifies look-ups of all elements in order, which exporters write for masks: they only reshape the data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from converter.graph.step import Step
 from converter.graph.values import Dim, dim, integer, plain
 from converter.passes.rewriting import replace_output
 
-_DEEPEST = 8  # nodes between a Range and the look-up
-_AXES_ARE_AN_INPUT = 13  # of Unsqueeze, since this opset
+_DEEPEST = 8  # nodes between a Range and the look-up, at most
+_AXES_ARE_AN_INPUT = 13  # from this opset on, the axes of Unsqueeze are an input
 
 
 class GatherAllToUnsqueeze(Step):
-    """Rewrite GatherND as Unsqueeze where its indices are whole ranges in order: data[i, j] at [i, 1, j], say.
+    """Rewrite GatherND as Unsqueeze if its indices are whole ranges in order: for example data[i, j] at [i, 1, j].
 
-    That the ranges are as long as the data is read off their shapes: dimensions of one name are one size. The node
-    keeps its name, and what made the indices is dropped where nobody else needs it.
+    The shapes tell that the ranges are as long as the data: dimensions of one name have one size. The node keeps its
+    name. The nodes that made the indices become unused, unless others read them.
 
     Requires: types and shapes are known.
     """
@@ -46,7 +46,7 @@ class GatherAllToUnsqueeze(Step):
 
 
 def _added_axes(node: ir.Node) -> list[int] | None:
-    """The axes, all of size 1, that what ``node`` gives has and its data has not; None where that is not all."""
+    """Return the axes of size 1 that the node adds to its data; None if the node does anything else."""
     data, indices = node.inputs[0], node.inputs[1]
     batches = node.attributes.get("batch_dims")
     if data is None or data.shape is None or indices is None or (batches is not None and batches.as_int() != 0):
@@ -65,7 +65,7 @@ def _added_axes(node: ir.Node) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Coordinate:
-    """Every element of a value of ``rank`` dimensions is its own coordinate along ``axis``, which has ``size``."""
+    """A value of ``rank`` dimensions whose every element is its own coordinate along ``axis``, which has ``size``."""
 
     axis: int
     size: Dim
@@ -73,7 +73,7 @@ class _Coordinate:
 
 
 def _coordinates(indices: ir.Value) -> list[_Coordinate] | None:
-    """The coordinates that ``indices`` hold along their last axis."""
+    """Return the coordinates that ``indices`` hold along their last axis, or None."""
     joined = indices.producer()
     if joined is None or joined.op_type != "Concat" or not plain(joined) or indices.shape is None:
         return None

@@ -1,4 +1,4 @@
-"""Initializers inside If, Loop and Scan bodies move to the main graph: only there can they be fed from memory."""
+"""Moves initializers inside If, Loop and Scan bodies to the main graph: only there can they be fed from memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from converter.graph.step import Step
 
 
 class HoistInitializers(Step):
-    """Move every initializer of a body to the main graph, and part graph outputs from initializers by an Identity.
+    """Move every initializer of a body to the main graph, and insert an Identity where an initializer is a graph
+    output.
 
-    Both branches of an If often call their weight ``weight``: a name that occurs twice is made unique. ONNX Runtime's
-    ``add_external_initializers``, which feeds the reference, knows main-graph initializers alone. Requires: constants
-    are initializers. Ensures: bodies hold no initializers; no initializer is an output.
+    Both branches of an If often call their weight ``weight``, so a name that occurs twice is made unique. ONNX
+    Runtime's ``add_external_initializers``, which feeds the reference, knows only initializers of the main graph.
+    Requires: constants are initializers. Ensures: bodies hold no initializers; no initializer is an output.
     """
 
     name = "hoist initializers out of bodies"
@@ -44,7 +45,7 @@ class HoistInitializers(Step):
 
 
 def _part_from_output(graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
-    """Let an Identity produce the output under its own name; the initializer takes a new one."""
+    """Make an Identity produce the output under its own name; the initializer takes a new name."""
     name = value.name or "output"
     identity = ir.node("Identity", [value], name=fresh.make(f"{name}/identity"))
     output = identity.outputs[0]

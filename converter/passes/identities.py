@@ -1,4 +1,4 @@
-"""Nodes that change nothing at inference go: each would only be a cast boundary."""
+"""Removes nodes that change nothing at inference: each would only be a place for casts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from converter.graph.step import Step
 class RemoveIdentities(Step):
     """Remove Identity, Dropout outside training, and Cast to the dtype a value already has, from the main graph.
 
-    Requires: types are known. A node between an input and an output of the graph stays: both names are the model's.
+    Requires: types are known. A node between an input and an output of the graph stays, because both names belong to
+    the model's interface.
     """
 
     name = "remove identities"
@@ -19,7 +20,7 @@ class RemoveIdentities(Step):
     def apply(self, model: ir.Model) -> bool:
         modified = False
         for node in tuple(model.graph):
-            if _changes_nothing(node):  # not all at once: removing one may put the next between two edges
+            if _changes_nothing(node):  # one at a time: removing one may leave the next between an input and an output
                 _bypass(model.graph, node)
                 modified = True
         return modified
@@ -53,7 +54,7 @@ def _bypass(graph: ir.Graph, node: ir.Node) -> None:
     if source is None:
         return
     name, is_output = output.name, output.is_graph_output()
-    if is_output and source.shape is None:  # inference may not see behind operators of other domains: ai.onnx.ml's
+    if is_output and source.shape is None:  # inference may not see past operators of other domains, such as ai.onnx.ml
         source.shape = output.shape
     output.replace_all_uses_with(source, replace_graph_outputs=True)
     graph.remove(node, safe=True)

@@ -1,4 +1,4 @@
-"""Model-local functions become plain nodes: nothing after this looks inside a function."""
+"""Inlines model-local functions, so that later steps need not look inside functions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from converter.graph.step import Step
 
 
 class InlineFunctions(Step):
-    """Inline functions, and drop what exporters leave behind: stack traces with their machine's paths, docstrings.
+    """Inline functions, and remove exporters' metadata: stack traces with paths of their machine, and docstrings.
 
-    Ensures: no functions, no metadata; initializers are not inputs (files of IR version 3 list them twice).
+    Ensures: no functions, no metadata; initializers are not inputs (files of IR version 3 list them as both).
     """
 
     name = "inline functions"
@@ -38,7 +38,7 @@ class InlineFunctions(Step):
 
 
 def _check_inputs(model: ir.Model) -> None:
-    """What calls a function may leave inputs out, which the nodes inside may have to have."""
+    """Raise ConversionError if a node lacks a required input because the node that called its function left it out."""
     for node in model.graph.all_nodes():
         lacking = missing_input(node, model.opset_imports.get("", 0))
         if lacking is not None:

@@ -1,4 +1,4 @@
-"""The linear operator in front of a BatchNorm: its weight, its channel axis, its bias, and how to give it another."""
+"""The linear operator before a BatchNorm: its weight, its channel axis, its bias, and how to replace that."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from converter.graph.initializers import const, dims
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A Conv, ConvTranspose, Gemm or MatMul whose weight is its own constant.
+    """A Conv, ConvTranspose, Gemm or MatMul whose weight is a constant that nothing else reads.
 
-    ``bias`` is per output channel, float64, in the units of the output (zeros when there is none). ``add`` is the Add
-    that brings the bias of a MatMul, if any.
+    ``bias`` has one float64 per output channel, in the units of the output (zeros if there is none). ``add`` is the Add
+    that adds the bias of a MatMul, if any.
     """
 
     node: ir.Node
@@ -35,7 +35,7 @@ class Linear:
         return self.add or self.node
 
     def replace_bias(self, bias: ir.Value) -> None:
-        """Let the operator add ``bias``, one value per output channel, instead of what it added."""
+        """Make the operator add ``bias``, one value per output channel, instead of its previous bias."""
         if self.node.op_type != "MatMul":
             self.node.resize_inputs(3)
             self.node.replace_input_with(2, bias)
@@ -46,7 +46,7 @@ class Linear:
             self.add.replace_input_with(side, bias)
 
     def take_over(self, graph: ir.Graph, batchnorm: ir.Node) -> None:
-        """Let the operator's output be the BatchNorm's, under the BatchNorm's name, and remove the BatchNorm."""
+        """Make the operator's output replace the BatchNorm's, under the BatchNorm's name, and remove the BatchNorm."""
         old = batchnorm.outputs[0]
         new = self.last.outputs[0]
         name, kind, shape = old.name, old.type, old.shape
@@ -57,7 +57,7 @@ class Linear:
 
 
 def linear_before(batchnorm: ir.Node) -> Linear | None:
-    """The operator whose output is ``batchnorm``'s input and nobody else's, when BatchNorm can be folded into it."""
+    """Return the operator whose output only ``batchnorm`` reads, if BatchNorm can be folded into it."""
     source = batchnorm.inputs[0]
     node = None if source is None else source.producer()
     if source is None or node is None or node.domain != "" or not _only_use(source):
@@ -73,7 +73,7 @@ def _conv(node: ir.Node) -> Linear | None:
 
 
 def _conv_transpose(node: ir.Node) -> Linear | None:
-    """Its weight is [in, out / groups, ...]: with groups, one index of axis 1 serves several output channels."""
+    """The weight is [in, out / groups, ...]: with groups, one index of axis 1 serves several output channels."""
     groups = node.attributes.get("group")
     return None if groups is not None and groups.as_int() != 1 else _with_bias(node, axis=1)
 
@@ -92,7 +92,7 @@ def _matmul_add(add: ir.Node) -> Linear | None:
         node = None if product is None else product.producer()
         if product is None or node is None or node.op_type != "MatMul" or node.domain != "" or not _only_use(product):
             continue
-        # BatchNorm's channels are axis 1, a MatMul's are its last: the same only for matrices
+        # BatchNorm's channels are axis 1, a MatMul's are its last axis: the same only for matrices
         if product.shape is None or len(product.shape) != 2 or len(node.inputs) != 2:
             return None
         weight = _weight(node)
@@ -120,7 +120,8 @@ def _weight(node: ir.Node) -> tuple[ir.Value, ir.TensorProtocol] | None:
 
 
 def _bias(value: ir.Value | None, channels: int) -> NDArray[np.float64] | None:
-    """A constant bias as one float64 per channel; None when it is computed, or varies over anything but channels."""
+    """Return a constant bias as one float64 per channel; None if it is computed or varies over anything but
+    channels."""
     if value is None:
         return np.zeros(channels)
     tensor = const(value)

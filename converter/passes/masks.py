@@ -1,4 +1,4 @@
-"""Constants meant as "minus infinity" come within bf16's range: fp32's lowest would round to −inf, and −inf to NaN."""
+"""Clamps constants meant as "minus infinity" to bf16's range: fp32's lowest would round to −inf, and −inf to NaN."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from converter.graph.step import Step
 
 
 class ClampMasks(Step):
-    """Clamp finite fp32 constants that overflow in bf16 to bf16's largest magnitude, where they are masks.
+    """Clamp finite fp32 constants that overflow in bf16 to bf16's largest magnitude, if they are masks.
 
-    A mask is a constant that no weight-taking operator uses: something added, selected or compared. Weights out of
-    range are an error, and found where they are narrowed. Infinite constants stay: their author meant them. Also looks
-    at ConstantOfShape. ``clamped`` names the initializers that were changed.
+    A mask is a constant that no operator reads as a weight: it is added, selected or compared. Weights out of range are
+    an error, which is found when they are narrowed. Infinite constants stay, because their author meant them.
+    ConstantOfShape is clamped too. ``clamped`` names the initializers that were changed.
     """
 
     name = "clamp masks"
@@ -53,9 +53,10 @@ def overflows(array: Array) -> bool:
 
 
 def is_weight(value: ir.Value, readers: Collection[str] = WEIGHTED) -> bool:
-    """Whether one of ``readers``, operators that take weights, reads ``value``, transposed or cut up on the way or not.
+    """Whether one of ``readers``, operators that take weights, reads ``value``, directly or after it was moved or cut.
 
-    A table that Gather reads is a weight; what was sliced before is more likely a mask, looked up by position.
+    A table that Gather reads is a weight. A Gather after another movement does not count: it more likely looks up a
+    mask by position.
     """
     uses = [(use.node, use.idx) for use in value.uses()]
     if any(node.op_type in readers for node, _ in uses):

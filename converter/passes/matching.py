@@ -1,4 +1,4 @@
-"""Which initializer of the graph holds which tensor of the checkpoint, found by content: exporters change names."""
+"""Finds which initializer of the graph holds which checkpoint tensor, by content, because exporters change names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from converter.graph.equality import OTHER_FLOATS, Array, Fingerprint, fingerpri
 from converter.graph.initializers import stays_inline
 from converter.graph.names import FreshNames, values_of
 
-# How the axes of an initializer give those of the same weight in a checkpoint: a matrix; TensorFlow's
-# convolutions (height, width, in, out) from (out, in, height, width), of volumes likewise; its depthwise ones (height,
-# width, channels, 1) from (channels, 1, height, width).
+# The orders of axes that turn an initializer into the same weight as a checkpoint stores it: for matrices; for
+# TensorFlow's convolutions (height, width, in, out) from (out, in, height, width), likewise for volumes; and for its
+# depthwise convolutions (height, width, channels, 1) from (channels, 1, height, width).
 _ORDERS: Mapping[int, tuple[tuple[int, ...], ...]] = {
     2: ((1, 0),),
     4: ((2, 3, 1, 0), (2, 3, 0, 1)),
@@ -30,10 +30,10 @@ _Found = tuple[ir.Value, tuple[int, ...] | None, bool]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A checkpoint tensor is ``initializer`` with its axes permuted by ``permutation`` (None: as it is).
+    """A checkpoint tensor equals ``initializer`` with its axes permuted by ``permutation`` (None: not permuted).
 
-    ``narrowed`` when it was fp64: the initializer is fp32, and so is what it restores. fp16 and bf16 are widened, which
-    is exact and can be undone.
+    ``narrowed`` is true if it was fp64: then the initializer and the restored tensor are fp32. fp16 and bf16 tensors
+    are widened, which is exact and can be undone.
     """
 
     initializer: str
@@ -46,12 +46,12 @@ def match(
     checkpoint: Mapping[str, NDArray[Any]],
     orders: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[str, Match]:
-    """Match ``checkpoint`` tensors to initializers of ``graph``, and give initializers the checkpoint's names.
+    """Match ``checkpoint`` tensors to initializers of ``graph``, and rename initializers to the checkpoint's names.
 
-    ``orders`` has the order of axes that tensors have in the graph, where it is neither their own nor the reverse.
+    ``orders`` has the order of axes in the graph for tensors for which it is neither their own nor the reverse.
 
     Several checkpoint tensors may match one initializer (tied weights). Tensors without a match are not in the result.
-    Initializers that stay inline in the graph are not looked at: nobody could read them back from a weights file.
+    Initializers that stay inline in the graph are ignored: they could not be read back from a weights file.
     """
     index = _index(graph)
     found: dict[str, _Found] = {}
@@ -64,7 +64,7 @@ def match(
 
 
 def _index(graph: ir.Graph) -> dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]:
-    """Tensors, not arrays: what is widened when it is read would be in memory for all weights at once."""
+    """Index tensors, not arrays: tensors widened on reading would otherwise all be in memory at once."""
     index: dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]] = defaultdict(list)
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -85,7 +85,7 @@ def _lookup(
 
 
 def _views(array: Array, order: tuple[int, ...] | None) -> Iterator[tuple[Array, tuple[int, ...] | None]]:
-    """``array`` as it may lie in the graph, and how its axes are put back."""
+    """Yield ``array`` in each order its axes may have in the graph, with the permutation that restores it."""
     if order is not None:
         yield array.transpose(order), tuple(int(axis) for axis in np.argsort(order))
     yield array, None
@@ -94,7 +94,8 @@ def _views(array: Array, order: tuple[int, ...] | None) -> Iterator[tuple[Array,
 
 
 def _rename(graph: ir.Graph, found: Mapping[str, ir.Value]) -> None:
-    """Name each matched initializer after the first checkpoint tensor it holds, unless it has one of their names."""
+    """Name each matched initializer after the first checkpoint tensor it holds, unless it already has one of their
+    names."""
     names: dict[ir.Value, list[str]] = defaultdict(list)
     for name, value in found.items():
         names[value].append(name)

@@ -1,4 +1,4 @@
-"""Operators recent enough to have a bf16 form: torch's exporter writes opset 20, Conv has one from 22."""
+"""Raises the opset for bf16: torch's exporter writes opset 20, but Conv has a bf16 form only from 22."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from converter.passes.constants import ConstantsToInitializers
 from converter.passes.hoisting import HoistInitializers
 
 TARGET = 22
-OLDEST_WITH_BF16 = 13  # Cast and Gather know bf16 from here on
+OLDEST_WITH_BF16 = 13  # Cast and Gather support bf16 from here on
 _NEWEST_IR = 11
 _OLDEST_IR = 8
-_OLDEST_UP_CONVERTIBLE = 18  # onnxscript's converter, which works in place, starts here; older ones go through onnx's
+_OLDEST_UP_CONVERTIBLE = 18  # onnxscript's converter, which works in place, starts here; older opsets use onnx's
 
-# Operators that a later step rewrites, and into what: their bf16 form is their replacement's.
+# Operators that a later step rewrites, and their replacement: the replacement's bf16 form counts.
 _REWRITTEN = {"GlobalAveragePool": "ReduceMean", "Clip": "Min"}
 
 
 class SupportedOpset(Step):
-    """Refuse models that ONNX Runtime will not load whatever is done to them; settle the IR version."""
+    """Reject models that ONNX Runtime cannot load in any case, and set the IR version."""
 
     name = "check the opset"
 
@@ -54,10 +54,10 @@ class SupportedOpset(Step):
 
 
 class RaiseOpset(Step):
-    """Convert the model to opset 22 where that gives it bf16 kernels it has not got yet, or bf16 at all.
+    """Convert the model to opset 22 if that gives it further bf16 kernels, or bf16 at all.
 
-    Models that gain nothing stay as their exporter wrote them. Requires: weights are initializers of the main graph.
-    Ensures: the opset knows bf16.
+    Other models stay as their exporter wrote them. Requires: weights are initializers of the main graph. Ensures: the
+    opset supports bf16.
     """
 
     name = "raise the opset"
@@ -71,7 +71,7 @@ class RaiseOpset(Step):
             return False
         before = model.opset_imports[""]
         if before >= _OLDEST_UP_CONVERTIBLE:
-            from onnxscript import version_converter  # heavy, and rarely needed
+            from onnxscript import version_converter  # slow to import, and rarely needed
 
             version_converter.convert_version(model, TARGET)
         else:
@@ -107,7 +107,7 @@ class RaiseOpset(Step):
 
 
 def _convert_by_onnx(model: ir.Model) -> None:
-    """Convert through onnx's C++ converter, which works on a serialised copy: large weights are left out of it."""
+    """Convert by onnx's C++ converter. It works on a serialised copy, so large weights are left out of it."""
     weights = {n: v for n, v in model.graph.initializers.items() if v.const_value and not stays_inline(v.const_value)}
     slim = model.clone()
     for name in weights:

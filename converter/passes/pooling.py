@@ -1,4 +1,5 @@
-"""GlobalAveragePool has no bf16 kernel on CUDA; ReduceMean has, and accumulates in fp32."""
+"""Rewrites GlobalAveragePool, which has no bf16 kernel on CUDA, as ReduceMean, which has one and accumulates in
+fp32."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ _AXES_ARE_INPUTS = 18
 
 
 class GlobalAverageToReduceMean(Rewrite):
-    """Rewrite ``GlobalAveragePool(x)`` on fp32 as ``ReduceMean(x)`` over the spatial axes, which are kept as ones.
+    """Rewrite ``GlobalAveragePool(x)`` on fp32 as ``ReduceMean(x)`` over the spatial axes, which are kept with size 1.
 
-    Requires: types are known. Where the rank of x is not known, or the opset is older than 18, the node stays.
+    Requires: types are known. The node stays if the rank of x is not known or the opset is older than 18.
     """
 
     name = "rewrite GlobalAveragePool as ReduceMean"

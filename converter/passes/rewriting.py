@@ -1,4 +1,4 @@
-"""Rewriting one operator that has no bf16 kernel into others that have."""
+"""The base of steps that rewrite an operator without a bf16 kernel into operators with one."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Rewrite(Step):
 
     @abstractmethod
     def rewrite(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
-        """Put other nodes in the place of ``node``; ``fresh`` makes names that nothing has yet."""
+        """Replace ``node`` by other nodes; ``fresh`` makes unused names."""
 
 
 def replace_output(graph: ir.Graph, node: ir.Node, replacement: ir.Value | None) -> None:
-    """Let ``replacement`` take the place and the name of ``node``'s only output, and remove the node."""
+    """Make ``replacement`` replace ``node``'s only output, under its name, and remove the node."""
     output = node.outputs[0]
     if replacement is None:
         return

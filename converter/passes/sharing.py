@@ -1,4 +1,4 @@
-"""Equal weights are stored once: tied embeddings come out of exporters twice, often one the transpose of the other."""
+"""Stores equal weights once: exporters write tied embeddings twice, often one as the transpose of the other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from converter.graph.equality import Array, Fingerprint, fingerprint, same_bits
 from converter.graph.names import FreshNames, all_value_names
 from converter.graph.step import Step
 
-# By fingerprint. Tensors, not arrays: what is computed when it is read would be in memory for all weights at once.
+# By fingerprint. Tensors, not arrays: tensors computed on reading would otherwise all be in memory at once.
 _Kept = dict[Fingerprint, list[tuple[ir.Value, ir.TensorProtocol]]]
-SMALLEST_BYTES = 1024  # sharing biases that are all zero saves nothing and costs them their names
+SMALLEST_BYTES = 1024  # sharing all-zero biases saves nothing, and they would lose their names
 
 
 class ShareEqualWeights(Step):
-    """Let equal initializers be one; replace one that is another's transpose by a Transpose of it.
+    """Merge equal initializers; replace one that is another's transpose by a Transpose of the other.
 
-    Looks at fp32 initializers of two dimensions and more, 1 KiB and more. Transposing is exact, and ONNX Runtime does
-    it once at load. Requires: initializers are in the main graph.
+    Only fp32 initializers with two or more dimensions and at least 1 KiB are compared. Transposing is exact, and ONNX
+    Runtime does it once at load. Requires: initializers are in the main graph.
     """
 
     name = "share equal weights"
@@ -46,7 +46,8 @@ class ShareEqualWeights(Step):
 
 
 def _weights(graph: ir.Graph) -> list[tuple[ir.Value, ir.TensorProtocol]]:
-    """In graph order, but tables first: rows are looked up as they lie, and a product is as fast by a Transpose."""
+    """Return the weights in graph order, but tables first: rows are looked up as stored, and a product is as fast after
+    a Transpose."""
     found = [
         (value, tensor)
         for value in graph.initializers.values()

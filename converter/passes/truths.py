@@ -1,4 +1,4 @@
-"""Conditions that always hold, and what they are combined with: exporters write masks that hide nothing."""
+"""Drops conditions that are always true, and the And that combines them: exporters write masks that hide nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from converter.graph.values import Dim, dim, integer, known_shape, plain
 Shape = Sequence[Dim]
 
 _MOVED = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-_DEEPEST = 8  # nodes that a truth is followed back, or a smaller shape on
+_DEEPEST = 8  # nodes to follow upstream from a condition, or downstream with a smaller shape, at most
 # Elementwise, with all inputs broadcast to one shape.
 _BROADCASTS = frozenset({"Add", "And", "Cast", "Div", "Mul", "Not", "Or", "Sub", "Where", "Xor"})
 
 
 class DropTruths(Step):
-    """Let what reads And read its one operand where the other always holds.
+    """Replace And by one of its operands if the other is always true.
 
-    The result may then have a smaller shape, which is right where all that read it, or what is made of it elementwise,
-    broadcast it to the shape it would have had.
+    The result may then have a smaller shape. That is right if every reader of it, or of values computed elementwise
+    from it, broadcasts it to the shape it would have had.
 
     Requires: types and shapes are known.
     """
@@ -53,8 +53,11 @@ def _drop(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _smaller(value: ir.Value, shape: Shape, depth: int = _DEEPEST) -> dict[ir.Value, Shape] | None:
-    """What ``value`` and what is made of it come to where it has ``shape``; None where that reaches an output of the
-    graph, or what is not known to broadcast it to the same as before."""
+    """Return the new shapes of ``value``, which now has ``shape``, and of the values computed from it.
+
+    None if the change reaches an output of the graph, or a node that is not known to broadcast it to the previous
+    shape.
+    """
     if _same(shape, known_shape(value)):
         return {}
     if value.is_graph_output() or depth == 0:
@@ -76,7 +79,7 @@ def _same(a: Shape, b: Shape | None) -> bool:
 
 
 def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
-    """The shape that values of ``shapes`` have together; None where it is not known."""
+    """Return the shape to which values of ``shapes`` broadcast together; None if it is not known."""
     found: list[Dim] = []
     for shape in shapes:
         if shape is None:
@@ -90,7 +93,7 @@ def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
     return found
 
 
-# --- what always holds ------------------------------------------------------------------------------------------------
+# --- conditions that are always true ----------------------------------------------------------------------------------
 
 
 def _holds(value: ir.Value | None, depth: int = _DEEPEST) -> bool:
@@ -113,7 +116,7 @@ def _holds(value: ir.Value | None, depth: int = _DEEPEST) -> bool:
 
 
 def _least(value: ir.Value | None, depth: int = _DEEPEST) -> int | None:
-    """What no element of ``value`` is less than: where a range of integers begins."""
+    """Return a lower bound of the elements of ``value``: the start of a range of integers; None if not known."""
     node = None if value is None else value.producer()
     if node is None or not plain(node) or depth == 0:
         return None

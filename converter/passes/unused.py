@@ -1,4 +1,4 @@
-"""What nothing uses any more: folded statistics, replaced biases, nodes whose answers nobody reads."""
+"""Removes what is no longer used: folded statistics, replaced biases, nodes whose outputs are not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from converter.graph.step import Step
 
 
 class DropUnused(Step):
-    """Remove nodes and initializers without a use, in the main graph and in bodies."""
+    """Remove nodes and initializers without a use, in the main graph and in subgraphs."""
 
     name = "drop what is unused"
 

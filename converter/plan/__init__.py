@@ -18,13 +18,13 @@ from converter.plan.decisions import Decision, Islands
 from converter.plan.overrides import Overrides
 from converter.plan.profiles import PROFILES
 
-SMALLEST = 256  # elements of a matrix worth narrowing
+SMALLEST = 256  # elements below which narrowing a matrix is not worth it
 _REFERENCE_ONLY = "read by the reference alone: folded into weights"
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what the CPU kernel does of the graph of a profile that uses it; nothing where none does."""
+    """A plan, and the work that the CPU kernel does in a profile that uses it; empty if no profile does."""
 
     plan: Plan
     work: Work
@@ -39,11 +39,11 @@ def make_plan(
     profiles: Iterable[str] = ("cpu", "cuda"),
     kernels: KernelTable | None = None,
 ) -> Planned:
-    """The plan of ``prepared`` for ``profiles``.
+    """Plan ``prepared`` for ``profiles``.
 
-    ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node kept in fp32
-    by them keeps its weights in fp32 as well. ``islands`` are what a search found: a node and its weights apart. Raises
-    :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
+    ``keep_fp32`` and ``bf16`` are regular expressions searched in the names of nodes and tensors. A node that they keep
+    in fp32 keeps its weights in fp32 as well. ``islands`` are what a search found; there a node and its weights are
+    separate. Raises :class:`~bf16kit.errors.UsageError` for a pattern that is no regular expression or matches nothing.
     """
     kernels = kernels or KernelTable.load()
     overrides = Overrides.parse(keep_fp32, bf16, islands)
@@ -53,7 +53,7 @@ def make_plan(
     narrow = narrowed(tensors)
     nodes: dict[str, list[PlanEntry]] = {}
     chosen = [PROFILES[name] for name in profiles]
-    # One for all that use the kernel: they start from the same graph, and share the weights.
+    # One for all profiles that use the kernel: they start from the same graph and share the weights.
     work = next((Work.of(profile.base(prepared), narrow) for profile in chosen if profile.uses_kernel), Work())
     for profile in chosen:
         base = profile.base(prepared)
@@ -62,7 +62,7 @@ def make_plan(
 
 
 def narrowed(tensors: Iterable[PlanEntry]) -> frozenset[str]:
-    """Names of the tensors that a plan stores in bf16."""
+    """Return the names of the tensors that a plan stores in bf16."""
     return frozenset(entry.name for entry in tensors if entry.precision == "bf16")
 
 
@@ -72,7 +72,8 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def _stored(prepared: Prepared) -> list[ir.Value]:
-    """The fp32 tensors that go to a weights file: of the profiles' graphs, then those only the reference reads."""
+    """Return the fp32 tensors for the weights files: those of the profiles' graphs, then those only the reference
+    reads."""
     profiles = prepared.folded.graph.initializers
     extra = [v for name, v in prepared.reference.graph.initializers.items() if name not in profiles]
     values = [*(profiles[name] for name in sorted(profiles)), *sorted(extra, key=lambda v: v.name or "")]
@@ -97,7 +98,7 @@ def _entry(name: str, op: str, decision: Decision) -> PlanEntry:
 
 
 def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decision:
-    """``readers`` are the names of the nodes that read ``value``."""
+    """Decide how to store ``value``; ``readers`` are the names of the nodes that read it."""
     name = value.name or ""
     kept = overrides.kept_tensor(name, readers)
     if kept is not None:

@@ -1,4 +1,4 @@
-"""What a plan decides of a node or a tensor, and the words it gives for reasons."""
+"""The decisions of a plan on a node or a tensor, and the reasons they give."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Code = Literal[
     "moves",
     "kernel",
     "looks_up",
-    "rounds",  # a product that rounds what it reads, in the CPU kernel
+    "rounds",  # a product that rounds its inputs, in the CPU kernel
     # nodes in fp32
     "profile",  # the whole profile computes in fp32
     "control_flow",
@@ -36,7 +36,8 @@ Code = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The precision a node computes in, or a tensor is stored in, and why: a code for programs, a reason for people."""
+    """The precision that a node computes in, or a tensor is stored in, with a code for programs and a reason for
+    users."""
 
     precision: Literal["bf16", "fp32"]
     code: Code
@@ -45,10 +46,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Islands:
-    """What stays fp32 because drift would be over budget otherwise: names of nodes and of tensors, each with why.
+    """The nodes and tensors that stay fp32 because drift would be over budget otherwise: by name, each with its reason.
 
-    A node named here computes in fp32 wherever its profile would compute it in bf16; the weights it reads are stored in
-    bf16 all the same, unless they are named, too.
+    A node named here computes in fp32 wherever its profile would compute it in bf16. The weights it reads are still
+    stored in bf16, unless they are named too.
     """
 
     nodes: Mapping[str, str] = field(default_factory=dict)

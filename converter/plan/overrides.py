@@ -1,4 +1,4 @@
-"""What overrides the plan's own rules: ``--keep-fp32`` and ``--bf16`` of a model's owner, and what a search found."""
+"""Overrides of the plan's own rules: the user's ``--keep-fp32`` and ``--bf16``, and the islands of a search."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from converter.plan.decisions import Decision, Islands
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Patterns searched in names of nodes and tensors, and the islands of a search.
+    """Patterns searched in the names of nodes and tensors, and the islands of a search.
 
-    Where patterns of both kinds match, fp32 wins: it is the safer of the two.
+    If patterns of both kinds match, fp32 wins, because it is the safer one.
     """
 
     keep_fp32: tuple[re.Pattern[str], ...] = ()
@@ -25,28 +25,29 @@ class Overrides:
     def parse(
         cls, keep_fp32: Iterable[str] = (), bf16: Iterable[str] = (), islands: Islands | None = None
     ) -> Overrides:
-        """Compile the patterns; UsageError for one that is not a regular expression."""
+        """Compile the patterns; raise UsageError for one that is not a regular expression."""
         return cls(_compile("--keep-fp32", keep_fp32), _compile("--bf16", bf16), islands or Islands())
 
     def kept_node(self, name: str) -> Decision | None:
-        """Why the node ``name`` stays fp32, if the owner or the search says so."""
+        """Return why the node ``name`` stays fp32, if the user or the search says so."""
         return _kept(self.keeps(name), self.islands.nodes.get(name))
 
     def kept_tensor(self, name: str, readers: Iterable[str]) -> Decision | None:
-        """Why the tensor ``name``, read by the nodes ``readers``, stays fp32, if the owner or the search says so."""
+        """Return why the tensor ``name``, read by the nodes ``readers``, stays fp32, if the user or the search
+        says so."""
         pattern = next((p for each in (name, *readers) if (p := self.keeps(each)) is not None), None)
         return _kept(pattern, self.islands.tensors.get(name))
 
     def keeps(self, name: str) -> str | None:
-        """The ``--keep-fp32`` pattern that matches ``name``, if any."""
+        """Return the ``--keep-fp32`` pattern that matches ``name``, if any."""
         return _first(self.keep_fp32, name)
 
     def forces(self, name: str) -> str | None:
-        """The ``--bf16`` pattern that matches ``name``, if any and unless ``--keep-fp32`` matches too."""
+        """Return the ``--bf16`` pattern that matches ``name``, if any; None if ``--keep-fp32`` matches too."""
         return None if self.keeps(name) is not None else _first(self.bf16, name)
 
     def check(self, names: Collection[str]) -> None:
-        """UsageError for a pattern that matches none of ``names``: most likely a typing error."""
+        """Raise UsageError for a pattern that matches none of ``names``: most likely a typing error."""
         for flag, patterns in (("--keep-fp32", self.keep_fp32), ("--bf16", self.bf16)):
             for pattern in patterns:
                 if not any(pattern.search(name) for name in names):

@@ -1,8 +1,8 @@
-"""Which nodes of a graph compute in bf16 and which are fp32 islands, with the reason for each.
+"""Decides which nodes of a graph compute in bf16 and which are fp32 islands, with the reason for each.
 
-bf16 goes where the provider has kernels for it and where data that varies flows. A node is left in fp32 when bf16 would
-cost accuracy for nothing (positions and masks computed from integers) or only bring casts (a node alone between fp32
-islands, or one that merely moves fp32 data).
+A node computes in bf16 if the provider has a kernel for it and it reads data that varies. It stays in fp32 if bf16
+would cost accuracy for nothing (positions and masks computed from integers) or only add casts (a node alone between
+fp32 islands, or one that only moves fp32 data).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FLOAT = ir.DataType.FLOAT
 
 
 def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str, Decision]:
-    """Decisions for the cpu profile: everything in fp32, but tables are looked up as they are stored.
+    """Decide for the cpu profile: everything computes in fp32, but tables are looked up as they are stored.
 
-    ``narrow`` names the initializers stored in bf16, ``work`` is what the kernel does of ``model``. ONNX Runtime would
-    widen a whole table at load; rows looked up and then widened leave it in memory at half the size. So does the kernel
-    leave the weights of its products, whose precision is fp32 all the same: widening is exact, and nothing else is
-    rounded to bf16.
+    ``narrow`` names the initializers stored in bf16; ``work`` is what the CPU kernel does in ``model``. ONNX Runtime
+    would widen a whole table at load. If rows are looked up first and then widened, the table stays in memory at half
+    the size. The kernel likewise keeps its products' weights in bf16. Their precision is fp32 all the same: widening is
+    exact, and nothing else is rounded.
     """
     decisions: dict[str, Decision] = {}
     for node in model.graph.all_nodes():
@@ -68,10 +68,10 @@ def place_cpu(model: ir.Model, narrow: Collection[str], work: Work) -> dict[str,
 
 
 def place_cpu_bf16(model: ir.Model, narrow: Collection[str], overrides: Overrides, work: Work) -> dict[str, Decision]:
-    """Decisions for the cpu-bf16 profile: those of cpu, but the kernel's products round their activations to bf16.
+    """Decide for the cpu-bf16 profile: as for cpu, but the kernel's products round their activations to bf16.
 
-    A node that is kept in fp32 multiplies what it reads unrounded, as it does in the cpu profile; one of an attention's
-    keeps all of it in fp32.
+    A product kept in fp32 does not round what it reads, as in the cpu profile. A node of an attention kept in fp32
+    keeps the whole attention in fp32.
     """
     decisions = place_cpu(model, narrow, work)
     for fused in work.fused:
@@ -92,7 +92,7 @@ def place_cpu_bf16(model: ir.Model, narrow: Collection[str], overrides: Override
 def place_cuda(
     model: ir.Model, narrow: Collection[str], kernels: KernelTable, overrides: Overrides
 ) -> dict[str, Decision]:
-    """Decisions for the cuda profile, for every node of ``model``, also those inside bodies."""
+    """Decide for the cuda profile, for every node of ``model``, including those in subgraphs."""
     decisions: dict[str, Decision] = {}
     forms: dict[ir.Node, Bf16Form] = {}
     opset = model.opset_imports[""]
@@ -114,7 +114,7 @@ def place_cuda(
 
 
 def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Overrides) -> Decision | None:
-    """Why ``node`` cannot, or must not, compute in bf16; None when it may."""
+    """Return why ``node`` cannot or must not compute in bf16; None if it may."""
     if node.op_type in CONTROL_FLOW:
         return _fp32("control_flow", f"{node.op_type} runs its body in fp32")
     if FLOAT not in [o.dtype for o in node.outputs if o.name] or node.op_type == "Cast":
@@ -128,7 +128,7 @@ def _island(node: ir.Node, opset: int, kernels: KernelTable, overrides: Override
 
 
 def _without_kernel(node: ir.Node, opset: int, kernels: KernelTable) -> Decision | None:
-    """Why nothing runs ``node`` in bf16; None when something does."""
+    """Return why no kernel runs ``node`` in bf16; None if one does."""
     since = since_version(node, opset)
     if since is None:
         return _fp32("unknown", f"{label(node)} is no operator of opset {opset}: nothing is known of its types")
@@ -170,7 +170,7 @@ def _accept(node: ir.Node, overrides: Overrides) -> Decision:
 def _withdraw(
     forms: dict[ir.Node, Bf16Form], narrow: Collection[str], overrides: Overrides, decisions: dict[str, Decision]
 ) -> None:
-    """Take back what would only add casts; ``forms`` holds the nodes accepted so far, in graph order."""
+    """Withdraw decisions for bf16 that would only add casts; ``forms`` holds the accepted nodes, in graph order."""
     forced = {node for node in forms if overrides.forces(_name(node)) is not None}
     for node in [n for n in forms if n.op_type in MOVEMENT and n not in forced]:
         if not any(v.producer() in forms or v.name in narrow for v in _data(node, forms[node])):
@@ -186,7 +186,7 @@ def _withdraw(
 
 
 def _groups(forms: dict[ir.Node, Bf16Form]) -> list[set[ir.Node]]:
-    """The accepted nodes, parted into groups that pass bf16 values among themselves."""
+    """Split the accepted nodes into groups that pass bf16 values among themselves."""
     groups: list[set[ir.Node]] = []
     seen: set[ir.Node] = set()
     for start in forms:
@@ -216,7 +216,7 @@ def _reads(node: ir.Node, narrow: Collection[str]) -> bool:
 
 
 def _data(node: ir.Node, form: Bf16Form) -> Iterator[ir.Value]:
-    """The fp32 inputs that bf16 would reach; of a node that moves data, the data itself."""
+    """Yield the fp32 inputs that would become bf16; for a node that moves data, only the data."""
     positions: Iterable[int] = form.inputs
     if node.op_type in MOVEMENT and node.op_type != "Concat":
         positions = [i for i in form.inputs if i == 0]
@@ -227,7 +227,7 @@ def _data(node: ir.Node, form: Bf16Form) -> Iterator[ir.Value]:
 
 
 def _varying(graph: ir.Graph, narrow: Collection[str]) -> set[ir.Value]:
-    """The values that depend on an fp32 input of the model or on a weight worth narrowing."""
+    """Return the values that depend on an fp32 input of the model or on a weight stored in bf16."""
     found = {v for v in graph.inputs if v.dtype == FLOAT}
     found |= {v for name, v in graph.initializers.items() if name in narrow}
     for node in graph:

@@ -1,4 +1,4 @@
-"""The profiles that ONNX Runtime runs, each a value: where its graph starts, how it is placed, what it runs on."""
+"""The profiles that ONNX Runtime runs: each one's base graph, placement rules and device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Place = Callable[[ir.Model, frozenset[str], KernelTable, Overrides, Work], Mappi
 class Profile:
     """One way to run a model.
 
-    ``base`` picks the prepared graph it starts from, ``place`` decides for each of that graph's nodes. ``device`` is
-    what it is for; where there is none, an emulation on the CPU stands in. ``rounds``: nodes that it computes in bf16
-    round what they read and give; otherwise weights alone are rounded, but for what products read in one that
-    ``rounds_products``. ``uses_kernel``: its products are done by bf16kit's CPU kernel, which wants their weights in
-    panels. ``searched``: what is over budget in it is searched for, and mended.
+    ``base`` picks the prepared graph that the profile starts from, and ``place`` decides for each node of it.
+    ``device`` is the device it is for; if there is none, it is emulated on the CPU. With ``rounds``, nodes computed in
+    bf16 round their inputs and outputs; otherwise only weights are rounded. With ``rounds_products``, products also
+    round their other inputs. With ``uses_kernel``, bf16kit's CPU kernel computes the products and needs their weights
+    in panels. With ``searched``, islands are searched for if the profile is over budget.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Weights that bf16 cannot hold are an error, each named with its count and a remedy; nothing is published then."""
+"""Rejects weights that bf16 cannot hold: each is named with its count and a remedy, and nothing is published."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SHOWN = 5
 
 
 def take_census(tensor: ir.TensorProtocol) -> Census:
-    """The census of an fp32 tensor, a block of rows at a time."""
+    """Take the census of an fp32 tensor, a block of rows at a time."""
     return sum((census(array) for _, array in blocks(tensor)), Census())
 
 
 def check_ranges(
     prepared: Prepared, narrow: frozenset[str], found: Mapping[str, Census], *, saturate: bool = False
 ) -> dict[str, Census]:
-    """What rounding meets in every tensor to be narrowed, as it is rounded: with BatchNorm folded in.
+    """Return the census of every tensor that is narrowed, as it is rounded: with BatchNorm folded in.
 
-    ``found`` are the censuses of the tensors that were written; those inside the graph are taken here. Raises
-    :class:`~bf16kit.errors.RangeError` for NaN in any of them or in the fp32 weights beside them, for infinities that
-    are no mask's, and for finite values that overflow unless ``saturate``.
+    ``found`` holds the censuses of the tensors that were written; those inside the graph are taken here. Raises
+    :class:`~bf16kit.errors.RangeError` for NaN in any of them or in other fp32 weights, for infinities outside masks,
+    and for finite values that overflow unless ``saturate``.
     """
     complaints: list[str] = []
     for name, value in sorted(prepared.folded.graph.initializers.items()):
@@ -46,7 +46,7 @@ def check_ranges(
 
 
 def complaint(counts: Census, finite: bool, in_range: bool) -> str | None:
-    """What is wrong with a tensor that must be ``finite`` and, when ``in_range``, must not overflow."""
+    """Return what is wrong with a tensor that must be ``finite`` and, if ``in_range``, must not overflow; else None."""
     if counts.nan:
         return f"{counts.nan} of {counts.count} values are NaN; the checkpoint is damaged or its training diverged"
     if finite and counts.inf:

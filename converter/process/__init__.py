@@ -1,1 +1,1 @@
-"""The converter as a process: progress, memory, versions, what the user names, what libraries print."""
+"""The converter as a process: progress, memory, versions, imports of user code, and output of libraries."""

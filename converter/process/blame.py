@@ -1,4 +1,4 @@
-"""What an error in the user's own code says, and in which file and line it was raised."""
+"""Describes an error in the user's own code, with the file and line where it was raised."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _INSTALLED = tuple(
     Path(path) for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
-_CARRIED = "Original Traceback"  # torch's DataLoader, of an error in one of its workers
+_CARRIED = "Original Traceback"  # torch's DataLoader writes this for an error in one of its workers
 
 
 def blame(error: BaseException) -> str:
-    """``ValueError: what it says (file.py, line 3)``: the innermost frame that is neither ours nor a package's.
+    """Return ``ValueError: message (file.py, line 3)``: the innermost frame outside bf16kit and installed packages.
 
-    Where all are packages', the innermost of those.
+    If all frames are in packages, return the innermost of those.
     """
     said = str(error)
     if _CARRIED in said:
@@ -33,7 +33,7 @@ def blame(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """The `` (file.py, line 3)`` of :func:`blame`; empty where the error was raised by nobody's file but ours."""
+    """Return the `` (file.py, line 3)`` of :func:`blame`; empty if only bf16kit's own files are in the traceback."""
     return _place([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
 
 

@@ -1,6 +1,6 @@
-"""``python -m converter.process.following PARENT COMMAND…``: become COMMAND, which ends when PARENT does.
+"""``python -m converter.process.following PARENT COMMAND…``: become COMMAND, and end when PARENT does.
 
-A conversion outlives a worker of Ray that is killed otherwise, and another begins the same one elsewhere.
+Otherwise a conversion would outlive a killed Ray worker, while another node starts the same conversion.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bf16kit.orphans import end_with
 
 
 def main() -> None:
-    """Linux kills it with its parent; elsewhere it goes on."""
+    """Run COMMAND in this process; Linux kills it with its parent, on other systems it continues."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     end_with(parent)
     os.execv(command[0], command)  # noqa: S606 -- the command line of this program

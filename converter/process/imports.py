@@ -1,4 +1,4 @@
-"""Finding what the user names as ``pkg.mod:attribute``."""
+"""Imports what the user names as ``pkg.mod:attribute``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def is_import_spec(text: str) -> bool:
 
 
 def import_callable(flag: str, text: str) -> Callable[..., Any]:
-    """The callable that ``flag`` names; modules beside the user's working directory are found too.
+    """Return the callable that ``flag`` names; modules in the user's working directory are found too.
 
-    Raises :class:`UsageError` when the module or its attribute is not there, or cannot be called.
+    Raises :class:`UsageError` if the module or its attribute does not exist or cannot be called.
     """
     if not is_import_spec(text):
         missing = "no such file; " if text.endswith(".onnx") else ""
@@ -56,7 +56,7 @@ def _remedy(error: Exception) -> str:
 
 @contextmanager
 def _working_directory_on_path() -> Iterator[None]:
-    """A console script's path does not hold the working directory, though people expect ``python -m``'s behaviour."""
+    """Add the working directory to the path: a console script lacks it, but users expect ``python -m``'s behaviour."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

@@ -1,4 +1,4 @@
-"""Giving memory back to the system: a conversion's peak should be that of its largest step, not of all of them."""
+"""Returns memory to the system: a conversion's peak should be that of its largest step, not of all steps together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LARGE = 256 << 10  # bytes
 
 
 def map_large_blocks() -> None:
-    """Have the C library map blocks of 256 KiB and more one by one, for the whole process from now on.
+    """Make the C library map blocks of 256 KiB and more one by one, for the rest of the process.
 
-    Otherwise glibc raises that bound to 32 MiB as it goes, and matrices that were freed stay behind as holes.
+    Otherwise glibc raises that threshold up to 32 MiB as it goes, and freed matrices stay behind as holes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -26,20 +26,20 @@ def map_large_blocks() -> None:
 
 
 def keep_few_primitives() -> None:
-    """Have torch's oneDNN keep 16 of the kernels that it made, for the whole process; to be called before torch comes.
+    """Make torch's oneDNN keep only 16 of its kernels, for the whole process; call it before torch is imported.
 
-    It keeps 1,024, one for every shape of every product: 60 MB after two hundred samples of lengths of their own. What
-    one sample uses again, layer by layer, are fewer than these. Where the environment says a number, that stays.
+    By default it keeps 1,024, one for every shape of every product: 60 MB after two hundred samples of different
+    lengths. One sample, layer by layer, reuses fewer than 16. A number set in the environment is kept.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 
 class Garbage:
-    """Spares one conversion the visits to what stays: every full collection would pass the half million objects of
-    torch and transformers, which takes longer than what is collected took to make.
+    """Keeps garbage collections from visiting long-lived objects during one conversion.
 
-    Objects are set aside (``gc.freeze``) until the next :meth:`settle`, at the latest until the block ends. Where the
-    program that converts has objects set aside already, that is left as it is, and nothing is spared.
+    Each full collection would visit the half million objects of torch and transformers, which takes longer than
+    creating what it collects. Objects are set aside (``gc.freeze``) until the next :meth:`settle`, at the latest until
+    the block ends. If the calling program has set objects aside already, they are left so, and none are set aside here.
     """
 
     def __enter__(self) -> Garbage:
@@ -52,9 +52,9 @@ class Garbage:
 
     @contextmanager
     def uncollected(self) -> Iterator[None]:
-        """Collect nothing within the block, and set aside what is there at its end, until :meth:`settle`.
+        """Disable collection in the block, and set aside all objects at its end, until :meth:`settle`.
 
-        For importing, and for work that leaves little garbage: none of it is freed before then.
+        For imports, and for work that leaves little garbage: no garbage is freed before then.
         """
         collects = gc.isenabled()
         gc.disable()
@@ -67,7 +67,7 @@ class Garbage:
                 gc.enable()
 
     def settle(self) -> None:
-        """:func:`release`, what was set aside included; what is left is set aside."""
+        """Do as :func:`release`, including objects that were set aside; set aside what is left."""
         if self._sets_aside:
             gc.unfreeze()
         release()
@@ -76,6 +76,6 @@ class Garbage:
 
 
 def release() -> None:
-    """Collect what is garbage, and have the C library return its free pages, which it otherwise keeps for later."""
+    """Collect garbage, and make the C library return its free pages, which it would otherwise keep."""
     gc.collect()
     give_back()

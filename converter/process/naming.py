@@ -1,4 +1,4 @@
-"""Every error of a conversion says of which source."""
+"""Makes every error of a conversion name its source."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from bf16kit.errors import ConversionError, RuntimeFailure, SourceError
 
 @contextlib.contextmanager
 def naming(source: Path) -> Iterator[None]:
-    """Within it, errors that do not name ``source`` get its path in front; what it made Python run out of is an error
-    of the source, too."""
+    """Put the path in front of errors that do not name ``source``; make running out of memory or stack an error
+    of it."""
     try:
         yield
     except (ConversionError, RuntimeFailure, SourceError) as error:

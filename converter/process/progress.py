@@ -1,4 +1,4 @@
-"""Telling the user how far a conversion is: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Shows the progress of a conversion: a bar on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Advance = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """Told of each step of a conversion, and, within it, of the bytes done."""
+    """Receives each step of a conversion and, within it, the bytes done."""
 
     def step(self, name: str, total: int | None = None) -> AbstractContextManager[Advance]:
-        """One step named ``name`` of ``total`` bytes, or of unknown length; gives the function to report bytes to."""
+        """Open a step named ``name`` of ``total`` bytes (None: unknown); yield the function to call with bytes done."""
         ...
 
 
 class Silent:
-    """Says nothing: for tests and for programs that call the converter."""
+    """Shows nothing: for tests and for programs that call the converter."""
 
     @contextmanager
     def step(self, name: str, total: int | None = None) -> Iterator[Advance]:
@@ -32,7 +32,7 @@ class Silent:
 
 
 class Lines:
-    """A line when a step begins, then one every few seconds with bytes and time left."""
+    """Writes a line when a step begins, then one every few seconds with bytes and time left."""
 
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -60,7 +60,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar with bytes and time left, on the terminal ``stream``."""
+    """Shows a progress bar with bytes and time left, on the terminal ``stream``."""
 
     def __init__(self, stream: IO[str]) -> None:
         from rich.console import Console
@@ -74,7 +74,7 @@ class Bar:
             DownloadColumn(),
             TimeRemainingColumn(),
             console=Console(file=stream),
-            redirect_stdout=False,  # `quiet` redirects; two masters of one stream would lose its output
+            redirect_stdout=False,  # `quiet` redirects; with two redirections of one stream, output would be lost
             redirect_stderr=False,
             transient=True,
         )
@@ -97,7 +97,7 @@ class Bar:
 
 @contextmanager
 def on(stream: IO[str]) -> Iterator[Progress]:
-    """The progress that suits ``stream``: a bar on a terminal, lines elsewhere."""
+    """Yield the progress that suits ``stream``: a bar on a terminal, lines elsewhere."""
     if not stream.isatty():
         yield Lines(stream)
         return

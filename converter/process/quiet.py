@@ -1,4 +1,4 @@
-"""Keeping what torch, transformers and their exporters print, warn and log out of the user's sight."""
+"""Hides what torch, transformers and their exporters print, warn and log."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 from bf16kit.wording import brief
 
-# How TorchScript begins to say that an operator of its program failed.
+# The start of TorchScript's message that an operator of its program failed.
 _INTERPRETER = "The following operation failed in the TorchScript interpreter"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, nothing that Python code prints, warns or logs reaches the terminal.
+    """Hide what Python code prints, warns or logs while active.
 
-    The progress bar keeps its own reference to the terminal and stays visible. Process-wide while it lasts, as
-    ``redirect_stdout`` is: for the command line, not for threads that print.
+    The progress bar has its own reference to the terminal and stays visible. As ``redirect_stdout``, it affects the
+    whole process: it is for the command line, not for threads that print.
     """
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # torch's handlers hold the real stderr, which no redirection reaches
+    logging.disable(logging.CRITICAL)  # torch's handlers hold the real stderr, which is not redirected
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -32,15 +32,15 @@ def quiet() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the innermost error: exporters and parsers wrap the reason in pages of context."""
+    """Return the first line of the innermost error: exporters and parsers wrap the reason in pages of context."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what ``error`` says, with its type: what fits into one of our own messages."""
+    """Return the first line of ``error``'s message, with its type, short enough for one of our own messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and lines[0].startswith(_INTERPRETER):  # what failed, behind the lines of code that led there
+    if lines and lines[0].startswith(_INTERPRETER):  # the error follows after the lines of code that led to it
         lines[0] = lines[-1].removeprefix(f"{type(error).__name__}: ")
     return f"{type(error).__name__}: {brief(lines[0])}" if lines else type(error).__name__

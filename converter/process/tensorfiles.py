@@ -1,4 +1,4 @@
-"""Large torch tensors in temporary files: a module is as large as its checkpoint, and would be in memory beside it."""
+"""Keeps large torch tensors in temporary files: a module is as large as its checkpoint, and would double its memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from bf16kit.runtime.scratch import NoScratch, scratch_file
 
-_LARGE = 1 << 20  # bytes; what is smaller stays in memory
+_LARGE = 1 << 20  # bytes; smaller tensors stay in memory
 _UNFILLED = (torch.empty, torch.empty_like)
-# What gives a tensor of its own memory. Not those that look at memory of others, as from_numpy does: a later write to
-# that memory would not reach the tensor.
+# The functions that create a tensor with its own memory. Those that share memory, such as from_numpy, are left out: a
+# later write to that memory would not reach the tensor.
 _MAKERS: frozenset[Any] = frozenset(
     (
         *_UNFILLED,
@@ -28,11 +28,11 @@ _MAKERS: frozenset[Any] = frozenset(
 
 
 class TensorFiles(TorchFunctionMode):
-    """Within this context, in its thread, tensors of 1 MiB and more that are made get files in ``directory`` for
-    memory; a file has no name, and is gone with its tensor.
+    """While active, in its thread, new tensors of 1 MiB and more get a file in ``directory`` as their memory.
 
-    Nothing else is different: values, strides and what random generators give next are those of torch. Where no file
-    can be had (the directory lies in memory, the disk is full), a tensor stays where it is.
+    A file has no name and is deleted with its tensor. Nothing else changes: values, strides and the state of random
+    generators are torch's. If no file can be made (the directory is in memory, the disk is full), a tensor stays in
+    memory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -64,7 +64,7 @@ class TensorFiles(TorchFunctionMode):
 
 
 def _fills_its_memory(result: Any) -> bool:
-    """Whether ``result`` is a large plain tensor on the CPU, a leaf, that no other tensor is a part of."""
+    """Whether ``result`` is a large plain leaf tensor on the CPU that uses all of its storage."""
     return (
         type(result) is torch.Tensor
         and result.device.type == "cpu"
@@ -76,6 +76,6 @@ def _fills_its_memory(result: Any) -> bool:
 
 
 def _is_of(result: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether ``result`` lies in the memory of an argument: ``float()`` gives what is float32 back."""
+    """Whether ``result`` shares the memory of an argument: ``float()`` returns a float32 tensor itself."""
     place = result.untyped_storage().data_ptr()
     return any(isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() == place for arg in args)

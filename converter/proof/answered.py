@@ -1,7 +1,7 @@
-"""The outputs that came with the samples, computed by the source's own framework, against what the model answers.
+"""Compares the model's outputs with the outputs that came with the samples, which the source's own framework computed.
 
-They show what no other check can: that weights were put where they belong, and that the architecture is the one they
-were trained in. Both compute in fp32, so the bound is that of the oracle: fp32 noise.
+They show what no other check can: that each weight is in its place, and that the architecture is the one it was trained
+in. Both sides compute in fp32, so the bound is the same as for the oracle: fp32 noise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def check(source: Source, samples: Samples, asked: Asked, scratch: Path) -> str | None:
-    """What is wrong with the answers of ``source``, in words; None when they are those that were expected.
+    """Return how the outputs of ``source`` differ from the expected ones, as a sentence; None if they agree.
 
-    ``asked`` has what it answered, ``samples`` what was expected, for the outputs that came with them.
+    ``asked`` holds the source's outputs; ``samples`` holds the expected outputs that came with them.
     """
     if not asked.answers:
         return f"the model could not be asked: {asked.how}"

@@ -1,4 +1,4 @@
-"""Verifying what was written by running it: the reference first, then every profile, one in memory at a time."""
+"""Verifies a written artifact by running it: the reference first, then every profile, one in memory at a time."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _BY_NUMBERS = (
 
 @dataclass(slots=True)
 class Certified:
-    """What running an artifact showed: its manifest with drift and batch axis, how each profile ran, and, in words,
-    where each is over budget."""
+    """The results of running an artifact: its manifest with drift and batch axis, one :class:`Run` per profile, and a
+    sentence for each bound that a profile exceeds."""
 
     manifest: Manifest
     runs: dict[str, Run] = field(default_factory=dict)
@@ -69,12 +69,12 @@ def certify(
     asked: Asked,
     source: Reference | Itself | None = None,
 ) -> Certified:
-    """Run what is in ``stage`` on ``samples``, certify the reference, write golden samples, and measure drift.
+    """Run the files in ``stage`` on ``samples``: certify the reference, write golden samples, and measure drift.
 
-    ``asked`` is what the source itself answered; ``source`` is the reference when the artifact keeps none of its own:
-    its graph, or the source itself.
-    Raises :class:`RuntimeFailure` when a graph does not load or run, :class:`~bf16kit.errors.ConversionError` when the
-    reference is not the source. A module of torch's that was not insisted on is dropped instead.
+    ``asked`` holds the source's own outputs. ``source`` is the reference if the artifact keeps none: the source's
+    graph, or the source itself. Raises :class:`RuntimeFailure` if a graph does not load or run, and
+    :class:`~bf16kit.errors.ConversionError` if the reference does not match the source. An optional profile that does
+    not run is dropped instead, and so is a torch module whose format was not asked for.
     """
     with progress.step("running the fp32 reference"):
         draft = stage.draft(manifest)
@@ -163,7 +163,7 @@ def _certify_profile(
         certified.notes.append(note)
         return
     advice = f"{run.info.note}: {run.info.advice}"
-    if run.info.advice and advice not in certified.notes:  # two profiles run without the same kernel
+    if run.info.advice and advice not in certified.notes:  # two profiles may run without the same kernel
         certified.notes.append(advice)
     certified.manifest = manifest.model_copy(
         update={"profiles": manifest.profiles | {profile: _verified(stage, manifest, profile, run)}}
@@ -180,7 +180,8 @@ def _certify_export(
     options: Options,
     source: Reference | None,
 ) -> None:
-    """Measure what its files cost; that another program reads them otherwise is not for us to say."""
+    """Measure the drift of the export's files, as the reference computes with them; another program may compute
+    otherwise."""
     manifest = certified.manifest
     run = run_export(stage.draft(manifest), export, samples.feeds, expected, source, stage.path)
     entry = manifest.exports[export].model_copy(update={"verified": "host", "note": run.note})
@@ -189,7 +190,7 @@ def _certify_export(
 
 
 def _record(certified: Certified, name: str, called: str, run: Run, samples: Samples, options: Options) -> None:
-    """Keep the drift of what was ``run``, and where it is over the budget."""
+    """Record the drift of ``run``, and where it exceeds the budget."""
     certified.runs[name] = run
     summaries = measure.summarise(run.drifts)
     count = next(iter(summaries.values())).samples
@@ -208,7 +209,7 @@ def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run
     if run.emulated:
         note = "emulated on the CPU, not verified on a device"
         return entry.model_copy(update={"verified": "emulated", "note": note})
-    # Not the kernel's path, which is this machine's: the same input gives the same bytes. `verify` tells it.
+    # Not the kernel's path, which depends on this machine: the same input must give the same bytes. `verify` prints it.
     seen = "on the CPU kernel" if run.info.kernel else run.info.note
     note = run.note or (f"when verified: {seen}" if seen else "")
     return entry.model_copy(update={"verified": "device" if profile == "cuda" else "host", "note": note})
@@ -217,10 +218,11 @@ def _verified(stage: StagingArtifact, manifest: Manifest, profile: str, run: Run
 def _keep_golden(
     certified: Certified, stage: StagingArtifact, feeds: Sequence[Feeds], expected: Sequence[Feeds], options: Options
 ) -> None:
-    """Write the golden samples, and read them back. A profile that is within budget on all samples and not on these is
-    over it all the same: a server judges it by these, and would never call it ready.
+    """Write the golden samples and read them back.
 
-    An optional profile has no say in which they are, and has others of its own where it needs them.
+    A profile over budget on these counts as over budget, even if it is within budget on all samples together: a server
+    judges it by these, and would never report it ready. Optional profiles do not take part in the choice; each has
+    golden samples of its own where it needs them.
     """
     manifest, budget = certified.manifest, options.budget
     if any(entry.dtype == "string" for entry in (*manifest.inputs, *manifest.outputs)):

@@ -1,4 +1,4 @@
-"""How far two answers to the same question are apart that should be the same but for fp32 noise."""
+"""The distance between two arrays that should be equal but for fp32 noise."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from bf16kit.numerics import LARGEST, LOWEST
 from converter.model import Array
 
 _BLOCK = 1 << 20  # elements in float64 at a time
-_SAMPLED = 4096  # elements whose median is the output's scale
+_SAMPLED = 4096  # elements whose median is taken as the output's scale
 _TINY = 2.0**-126
-_MASKED = 1e3  # an output's lowest value so many times below its scale stands for minus infinity
+_MASKED = 1e3  # a lowest value this many times below the output's scale stands for minus infinity
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Distance:
-    """``relative_l2``: the norm of the difference by the larger of the two norms; ``max_abs``: the largest difference.
+    """``relative_l2``: norm of the difference ÷ the larger of the two norms; ``max_abs``: the largest absolute
+    difference.
 
-    Both are infinite when shapes differ or one is finite where the other is not.
+    Both are infinite if the shapes differ, or if an element is finite in one array only.
     """
 
     relative_l2: float
@@ -34,10 +35,10 @@ INCOMPARABLE = Distance(math.inf, math.inf)
 
 
 def between(a: Array, b: Array) -> Distance:
-    """The distance of two arrays of any dtypes, in float64, in blocks.
+    """Return the distance between two arrays of any dtypes, computed in float64, in blocks.
 
-    Values that stand for minus infinity (masked logits) and are the same in both count for nothing: with them in the
-    norms, nothing else would. What bf16 cannot hold counts as the largest value that it can: masks are clamped to it.
+    Values that stand for minus infinity (masked logits) and are equal in both are left out, because they would dominate
+    the norms. Values beyond bf16's range count as its largest value, because masks are clamped to it.
     """
     if a.shape != b.shape:
         return INCOMPARABLE
@@ -59,9 +60,10 @@ def between(a: Array, b: Array) -> Distance:
 
 
 def leave_out(array: Array, source: Array, changed: Sequence[Array]) -> Array:
-    """``array`` with the values of ``source`` where one of ``changed``, its likes, has another; floats as they are.
+    """Return ``array``, with each non-float value taken from ``source`` where one of the ``changed`` arrays differs.
 
-    An index or a flag that noise flips says nothing about who computed it, nor does a number of rows.
+    A float array is returned as it is. If noise flips an index, a flag or a number of rows, it says nothing about which
+    program computed it.
     """
     if array.shape != source.shape:
         return source if any(other.shape != array.shape for other in changed) else array
@@ -74,12 +76,12 @@ def leave_out(array: Array, source: Array, changed: Sequence[Array]) -> Array:
 
 
 def is_float(array: Array) -> bool:
-    """Whether its values are rounded, so that noise moves them a little: bfloat16 is of no kind that numpy knows."""
+    """Whether the values are rounded, so that noise moves them a little. numpy knows no kind for bfloat16."""
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def _lowest_if_mask(array: Array) -> float:
-    """The lowest finite value when it stands for minus infinity, else NaN, which nothing equals."""
+    """Return the lowest finite value if it stands for minus infinity, else NaN, which compares equal to nothing."""
     if not is_float(array) or array.size == 0:
         return math.nan
     flat = array.reshape(-1)

@@ -1,8 +1,9 @@
-"""What the cuda profile would answer, on a CPU: every bf16 node computed in fp32 and its result rounded to bf16.
+"""Emulates the cuda profile on a CPU: every bf16 node is computed in fp32 and its result is rounded to bf16.
 
-CUDA's bf16 kernels multiply exactly, accumulate in fp32 and round once at the end; so does this, but for the order of
-the sums. Rounding is a Cast to bf16 and one back. ONNX Runtime keeps such pairs with all its optimisations on (seen on
-1.31.1, and a test holds it to that): the value between them is no longer the value before.
+CUDA's bf16 kernels multiply exactly, accumulate in fp32 and round once at the end. The emulation does the same, except
+for the order of the sums. It rounds by a Cast to bf16 and a Cast back. ONNX Runtime keeps such pairs with all
+optimisations on (observed on 1.31.1, and held by a test), because the second Cast does not restore the first one's
+input.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 
 
 def emulation(cuda_graph: Path) -> bytes:
-    """The emulation of ``cuda_graph`` as an ONNX model; its weights are external data beside ``cuda_graph``.
+    """Return the emulation of ``cuda_graph`` as an ONNX model; its weights are external data beside ``cuda_graph``.
 
-    Raises :class:`~bf16kit.errors.ConversionError` when the graph holds bf16 where it cannot be emulated.
+    Raises :class:`~bf16kit.errors.ConversionError` if the graph holds bf16 where it cannot be emulated.
     """
     return serialize(run([Emulate()], ir.load(cuda_graph)))
 
 
 class Emulate(Step):
-    """Make every bf16 value fp32 that was rounded to bf16.
+    """Replace every bf16 value by an fp32 value that was rounded to bf16.
 
-    Operators that only move or choose values need no rounding: their results are bf16 values already. Those that put
-    panels together move bf16 weights, as in the graph itself: widened first, every copy would be twice as large.
-    Ensures: nothing but initializers, what they are put together to, and the values between two casts is bf16 (Shape
-    may read those, too).
+    Operators that only move or choose values need no rounding, because their inputs are bf16 values already. Nodes that
+    put panels together still move bf16 weights, as in the cuda graph: widening first would double each copy. Ensures:
+    only initializers, values put together from them, and values between two casts are bf16. Only Shape may also read
+    those.
     """
 
     name = "emulate bf16"
@@ -62,7 +63,8 @@ class Emulate(Step):
 
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:
-    """The leading nodes of ``graph`` that put its bf16 initializers together (:mod:`converter.cpukernel.unpanel`)."""
+    """Return the leading nodes of ``graph`` that put its bf16 initializers together
+    (:mod:`converter.cpukernel.unpanel`)."""
     moves: dict[ir.Node, None] = {}
     for node in graph:
         moved = node.op_type in PUT_TOGETHER and all(_is_constant(value, moves) for value in node.inputs)
@@ -77,7 +79,7 @@ def _is_constant(value: ir.Value | None, moves: Container[ir.Node | None]) -> bo
 
 
 def _emulate(graph: ir.Graph, node: ir.Node, output: ir.Value, fresh: FreshNames) -> None:
-    """Let everything that reads ``output`` read its rounded fp32 value instead."""
+    """Make every node that reads ``output`` read its rounded fp32 value instead."""
     narrowing = node.op_type == "Cast"
     if not narrowing:
         output.type = ir.TensorType(FLOAT)

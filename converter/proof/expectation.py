@@ -1,21 +1,21 @@
-"""The expected line: how much noise rounding to bf16 should have brought by each value of a graph, if nothing is wrong.
+"""The expected line: the noise that rounding to bf16 should have added at each value of a graph, if nothing is wrong.
 
-Rounding to nearest moves a value ``m·2^e`` (1 ≤ m < 2) by an error uniform in ±u·2^e, u = 2^-8: its mean square is
-u²·4^e/3. Over data of many magnitudes m is spread evenly in log m, which makes the mean of m² 3/(2 ln 2),
-so rounding costs noise/signal = u²/3 · (2 ln 2)/3 = 2.35e-6, an SQNR of 56.3 dB: :data:`ROUNDING`.
+Rounding to nearest moves a value ``m·2^e`` (1 ≤ m < 2) by an error uniform in ±u·2^e, u = 2^-8. Its mean square is
+u²·4^e/3. Over data of many magnitudes, m is spread evenly in log m, so the mean of m² is 3/(2 ln 2). Rounding therefore
+costs noise/signal = u²/3 · (2 ln 2)/3 = 2.35e-6, an SQNR of 56.3 dB: :data:`ROUNDING`.
 
-Noise travels: independent errors add in power, so
+Noise propagates. Independent errors add in power, so
 
-* a product, and any operator not named here, passes on the noise/signal of its operands, added up;
+* a product, and any operator not named here, passes on the sum of its operands' noise/signal;
 * a sum passes on the mean of its terms' noise/signal, weighted by their power (terms that do not cancel add in power);
-* what moves or chooses elements passes it on as it is; a power p of a value has p² times its noise/signal;
-* a bf16 weight, and the result of a bf16 node, bring :data:`ROUNDING` each, and so does an fp32 value that a bf16 node
-  reads, or a product of the cpu-bf16 profile.
+* an operator that moves or chooses elements passes it on unchanged; a power p of a value has p² times its noise/signal;
+* :data:`ROUNDING` is added by each bf16 weight, by the result of each bf16 node, and by each fp32 value that is read
+  by a bf16 node or by a product of the cpu-bf16 profile.
 
-Along a chain of d products SQNR therefore falls as 56.3 − 10·log10(d) dB (twice the d where results are rounded, too),
-and the branch that a residual network adds to its trunk counts by its power. Nothing is fitted. What the line leaves
-out is what lessens noise (averages of one sign, saturating activations) and what amplifies it: cancellation, and
-functions steep where the values are. The latter is what falling off the line means.
+Along a chain of d products, SQNR therefore falls as 56.3 − 10·log10(d) dB; where results are rounded too, 2d replaces
+d. The branch that a residual network adds to its trunk counts by its power. Nothing is fitted. The line leaves out what
+lessens noise (averages of one sign, saturating activations) and what amplifies it (cancellation, and functions that are
+steep where the values are). A layer below the line therefore amplifies noise.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _POWERS = {"Sqrt": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a profile rounds: the ``tensors`` it stores in bf16, the ``nodes`` that compute in it, and those ``reading``
-    that round what they read and nothing else."""
+    """The rounding of a profile: it stores ``tensors`` in bf16 and computes ``nodes`` in bf16. The nodes in ``reading``
+    round only their inputs."""
 
     tensors: frozenset[str]
     nodes: frozenset[str]
@@ -47,7 +47,8 @@ class Rounded:
 
 
 def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float]) -> dict[ir.Value, float]:
-    """Noise ÷ signal that each value of ``graph`` should have; ``mean`` gives a value's mean square (NaN: unknown)."""
+    """Return the noise ÷ signal that each value of ``graph`` should have; ``mean`` gives a value's mean square (NaN:
+    unknown)."""
     found: dict[ir.Value, float] = {
         value: ROUNDING if name in rounded.tensors else 0.0 for name, value in graph.initializers.items()
     }
@@ -60,7 +61,8 @@ def expected(graph: ir.Graph, rounded: Rounded, mean: Callable[[ir.Value], float
 
 
 def operands(node: ir.Node) -> Iterator[ir.Value]:
-    """The floating point inputs of ``node``; of those that move elements, what is moved."""
+    """Yield the floating point inputs of ``node``; for an operator that moves elements, only the input that it
+    moves."""
     inputs = [value for value in node.inputs if value is not None]
     if node.op_type in EXACT and node.op_type not in _SUMS:
         inputs = inputs[:1]
@@ -68,7 +70,7 @@ def operands(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def depth(graph: ir.Graph) -> dict[ir.Value, int]:
-    """How many products lie on the longest way to each value, its own node's included."""
+    """Return the number of products on the longest path to each value, including the node that computes it."""
     found: dict[ir.Value, int] = {}
     for node in graph:
         before = max((found.get(value, 0) for value in node.inputs if value is not None), default=0)
@@ -78,7 +80,7 @@ def depth(graph: ir.Graph) -> dict[ir.Value, int]:
 
 
 def _as_read(node: ir.Node, value: ir.Value, found: dict[ir.Value, float], rounded: Rounded) -> float:
-    """The noise of ``value`` as ``node`` reads it: an fp32 value is rounded on its way into a bf16 node."""
+    """Return the noise of ``value`` as ``node`` reads it: an fp32 value is rounded on its way into a bf16 node."""
     producer = value.producer()
     cast = node.name in rounded.nodes and (producer is None or producer.name not in rounded.nodes)
     cast = cast or (node.name in rounded.reading and not _is_weight(value))
@@ -86,7 +88,7 @@ def _as_read(node: ir.Node, value: ir.Value, found: dict[ir.Value, float], round
 
 
 def _is_weight(value: ir.Value) -> bool:
-    """Whether ``value`` is a constant, or one that was transposed."""
+    """Whether ``value`` is an initializer, or was computed from initializers alone, as a transposed weight is."""
     producer = value.producer()
     return value.is_initializer() or (
         producer is not None and all(each is None or each.is_initializer() for each in producer.inputs)
@@ -105,7 +107,7 @@ def _carried(node: ir.Node, terms: Collection[tuple[ir.Value, float]], mean: Cal
 
 def _exponent(node: ir.Node) -> float:
     if node.op_type == "Mul" and node.inputs[0] is node.inputs[1]:
-        return math.sqrt(2)  # the sum counts the operand twice: 4 in all
+        return math.sqrt(2)  # the sum counts the operand twice, which makes 4 in all
     if node.op_type == "Pow":
         tensor = const(node.inputs[1])
         return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else 1.0

@@ -1,4 +1,4 @@
-"""Where drift comes from: the SQNR of every layer down the graph, beside what rounding alone should have left of it."""
+"""Locates drift: measures the SQNR of every layer of the graph, beside the SQNR that rounding alone should leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from converter.proof.probing import Graph, Power, compare
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What ran through the reference and a profile on the same feeds."""
+    """The powers of all values that a reference and a profile both have, measured on the same feeds."""
 
     reference: Graph
     rounded: Rounded
@@ -37,13 +37,13 @@ class Trace:
 
     @property
     def graph(self) -> ir.Graph:
-        """The source's graph, as the reference has it."""
+        """The source's graph, as the reference holds it."""
         return self.reference.model.graph
 
     def layers(self) -> list[LayerEntry]:
-        """Every node whose result both graphs have, in the order of the source's graph.
+        """Return every node whose result both graphs have, in the order of the source's graph.
 
-        A node whose result went into a fused operator, or whose result is not fp32, is not among them.
+        Nodes whose result went into a fused operator, or is not fp32, are left out.
         """
         depths = expectation.depth(self.graph)
         return [layer(self, node, depths) for node in self.graph if self.has(node.outputs[0])]
@@ -53,16 +53,16 @@ class Trace:
         return value.name in self.powers
 
     def sqnr(self, value: ir.Value) -> float:
-        """The SQNR of a ``value`` that both graphs have, in dB."""
+        """Return the SQNR in dB of a ``value`` that both graphs have."""
         return decibels(self.powers[value.name or ""].ratio)
 
     def line(self, value: ir.Value) -> float:
-        """The SQNR that ``value`` should have, in dB."""
+        """Return the expected SQNR of ``value``, in dB."""
         return decibels(self.expected[value])
 
 
 def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = None) -> LayerEntry:
-    """``node`` as a layer; where its own result went into a fused operator, its SQNR is that of what it became."""
+    """Return ``node`` as a layer; if its result went into a fused operator, with the SQNR of that operator's result."""
     value = node.outputs[0]
     seen = value
     while not traced.has(seen):
@@ -80,7 +80,8 @@ def layer(traced: Trace, node: ir.Node, depths: Mapping[ir.Value, int] | None = 
 
 @contextmanager
 def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph]:
-    """The fp32 graph of ``artifact``, its weights rebuilt for as long as the block lasts; ArtifactError without one."""
+    """Open the fp32 graph of ``artifact``, with its weights rebuilt while the block runs; ArtifactError if it has
+    none."""
     name = artifact.manifest.reference
     if name is None and artifact.manifest.checkpoint:
         raise ArtifactError(
@@ -101,8 +102,8 @@ def reference(artifact: Artifact, scratch: Path | None = None) -> Iterator[Graph
 def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile: str) -> Trace:
     """Run ``profile`` and the reference on ``feeds``, and compare all values that both have.
 
-    The cuda profile is emulated on the CPU. Raises :class:`ArtifactError` when the artifact has no such ONNX profile,
-    :class:`~bf16kit.errors.RuntimeFailure` when a graph does not run.
+    The cuda profile is emulated on the CPU. Raises :class:`ArtifactError` if the artifact has no such ONNX profile, and
+    :class:`~bf16kit.errors.RuntimeFailure` if a graph does not run.
     """
     plan, entry = artifact.manifest.plan, artifact.manifest.profiles.get(profile)
     if entry is None or entry.format != "onnx":
@@ -118,7 +119,7 @@ def trace(reference: Graph, artifact: Artifact, feeds: Sequence[Feeds], profile:
 
 
 def decibels(ratio: float) -> float:
-    """Noise ÷ signal as an SQNR in dB, within ±:data:`~bf16kit.measurements.MOST_DB`."""
+    """Convert noise ÷ signal to an SQNR in dB, within ±:data:`~bf16kit.measurements.MOST_DB`."""
     if ratio == 0:
         return MOST_DB
     return max(-MOST_DB, min(MOST_DB, 0.0 - 10 * math.log10(ratio))) if math.isfinite(ratio) else -MOST_DB
@@ -126,7 +127,7 @@ def decibels(ratio: float) -> float:
 
 def _profile_graph(artifact: Artifact, profile: str) -> ir.Model:
     path = artifact.file(artifact.manifest.profiles[profile].graph)
-    if PROFILES[profile].uses_kernel:  # which computes on the CPU as it is to be served
+    if PROFILES[profile].uses_kernel:  # the CPU kernel runs here as it does when served
         return ir.load(path)
     return _parsed(emulation(path))
 
@@ -141,7 +142,7 @@ def _weight(node: ir.Node) -> str:
 
 
 class _Means:
-    """The mean square of each value: of computed ones as measured, of weights as they are stored."""
+    """The mean square of each value: measured for computed values, from the stored data for weights."""
 
     def __init__(self, artifact: Artifact, powers: dict[str, Power]) -> None:
         self._artifact = artifact

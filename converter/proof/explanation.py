@@ -1,4 +1,4 @@
-"""``bf16-convert explain``: how each layer of an artifact fares beside the expected line, and what would mend it."""
+"""``bf16-convert explain``: compares each layer of an artifact with the expected line, and looks for a remedy."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from converter.proof.keeping import Late, never
 from converter.proof.probing import Graph
 from converter.report.layers import series
 
-_FEEDS = 2  # samples on which a conversion measures its layers: they vary little between samples
+_FEEDS = 2  # samples on which a conversion measures its layers: results vary little between samples
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One profile: its layers, all of them, and what they say of its outputs."""
+    """All layers of one profile, and the diagnosis drawn from them."""
 
     profile: str
     layers: tuple[LayerEntry, ...]
     diagnosis: DiagnosisEntry
 
     def entry(self, most: int) -> Layers:
-        """This, with no more than ``most`` layers, as ``measurements.json`` keeps it."""
+        """Return this with at most ``most`` layers, as ``measurements.json`` stores it."""
         return Layers(measured=len(self.layers), rows=list(thin(self.layers, most)), diagnosis=self.diagnosis)
 
 
 def explain(path: Path, given: str | None, profiles: Sequence[str], *, as_json: bool = False) -> str:
-    """What happens to the signal down the graph of ``profiles`` (all ONNX ones, for none named), as text or JSON.
+    """Explain the layers of ``profiles`` (of all ONNX profiles if none is named), as text or JSON.
 
-    ``given`` are samples as for ``--samples``; for None the golden samples are run. Raises
-    :class:`~bf16kit.errors.ArtifactError` or its kin when the artifact is damaged, has no such profile or no fp32
-    reference, :class:`~bf16kit.errors.SamplesError` for bad samples.
+    ``given`` are samples as for ``--samples``; if None, the golden samples are run. Raises
+    :class:`~bf16kit.errors.ArtifactError` or a subclass if the artifact is damaged, or has no such profile or no fp32
+    reference, and :class:`~bf16kit.errors.SamplesError` for bad samples.
     """
     artifact = Artifact.open(path)
     onnx = sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
@@ -76,10 +76,10 @@ def tables(
     late: Late = never,
     without: Collection[str] = (),
 ) -> dict[str, Layers]:
-    """What the first of ``feeds`` say of all ONNX profiles but those named in ``without``, and what would mend those
-    named in ``mend``.
+    """Measure the layers of all ONNX profiles, except those in ``without``, on the first of ``feeds``; by profile.
 
-    No verdict needs them: what does not run is a note, and an artifact without a reference has none.
+    For the profiles in ``mend``, also look for a remedy. No verdict needs these tables. So a graph that does not run
+    becomes a note in ``notes``, and an artifact without a reference has no tables.
     """
     found_onnx = (name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
     profiles = sorted(set(found_onnx) - set(without))
@@ -107,7 +107,7 @@ def explained(
     late: Late = never,
     scratch: Path | None = None,
 ) -> Explanation:
-    """What ``feeds`` say of ``profile``; with ``mend``, what would mend it, as far as it was not ``late`` for trying.
+    """Measure ``profile`` on ``feeds``; with ``mend``, also look for a remedy until ``late`` returns true.
 
     Errors: those of :func:`converter.proof.explain.trace`.
     """
@@ -132,14 +132,17 @@ def _feeds(artifact: Artifact, given: str | None) -> tuple[tuple[Feeds, ...], st
 
 
 def as_dict(explanation: Explanation) -> dict[str, object]:
-    """For JSON: every layer."""
+    """Return the explanation with every layer, for JSON."""
     found: dict[str, object] = {"profile": explanation.profile, "layers": plain(explanation.layers)}
     return found | explanation.diagnosis.model_dump(mode="json")
 
 
 def text(explanation: Explanation, origin: str, unsought: str = "") -> str:
-    """For people: a table of the layers that count, and what they say. ``origin`` is what was run, ``unsought`` why no
-    remedy was looked for; by default that none was on this profile."""
+    """Return the explanation as text: a table of the layers that matter, and the diagnosis.
+
+    ``origin`` says which samples were run. ``unsought`` says why no remedy was looked for; the default names this
+    profile.
+    """
     unsought = unsought or f"No remedy was looked for on profile {explanation.profile}."
     shown = [each for each in explanation.layers if _is_shown(each)]
     rows = [
@@ -156,7 +159,7 @@ def text(explanation: Explanation, origin: str, unsought: str = "") -> str:
 
 
 def _is_shown(each: LayerEntry) -> bool:
-    """Layers that have weights, products, and whatever is below the line; ``--json`` has all of them."""
+    """Whether a layer has weights, is a product, or is below the line; ``--json`` has all layers."""
     return bool(each.weight) or each.op in WEIGHTED or bool(_mark(each))
 
 

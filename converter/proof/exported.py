@@ -1,7 +1,7 @@
-"""What an export costs in accuracy: its tensors, widened, in the place of the reference's own, in the same arithmetic.
+"""Measures the accuracy of an export: its tensors, widened, replace the reference's own, in the same arithmetic.
 
-What a framework makes of them is its own affair: one that computes in bf16 rounds activations as well. This is what the
-files themselves determine, and it is measured from the files.
+A framework that loads the export may do more: one that computes in bf16 rounds activations as well. What is measured
+here depends on the files alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Own = Callable[[str, ir.TensorProtocol], Array]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The fp32 graph of an artifact that keeps none, and which of its initializers holds which checkpoint tensor."""
+    """The fp32 graph for an artifact that keeps none, and which of its initializers holds which checkpoint tensor."""
 
     model: ir.Model
     matches: Mapping[str, Match]
@@ -42,10 +42,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A graph in which tensors of an export take the place of initializers.
+    """A graph in which tensors of an export replace initializers.
 
-    ``holders`` says by a checkpoint tensor's name which initializer holds it, and in which order of its axes; ``own``
-    gives an initializer as the reference has it.
+    ``holders`` maps a checkpoint tensor's name to the initializer that holds it, and the order of its axes there.
+    ``own`` returns an initializer as the reference has it.
     """
 
     model: ir.Model
@@ -56,11 +56,11 @@ class _Graph:
 def open_export(
     artifact: Artifact, name: str, source: Reference | None = None, scratch: Path | None = None
 ) -> tuple[Runtime, str]:
-    """The reference with the tensors of the export ``name``, and a note on how that was done.
+    """Open the reference with the tensors of the export ``name``; also return a note on how that was done.
 
-    ``source`` stands in for the reference of an artifact that keeps none. Matrices of the graph that are no tensor of
-    the checkpoint are rounded as well where the export has rounded tensors that the graph does not hold as they are: an
-    LSTM's, whose gates ONNX orders otherwise. Raises :class:`ArtifactError` without a reference.
+    ``source`` replaces the reference of an artifact that keeps none. Some graphs do not hold each rounded tensor of the
+    export as it is: ONNX orders an LSTM's gates differently. In such a graph, matrices that are no checkpoint tensor
+    are rounded as well. Raises :class:`ArtifactError` without a reference.
     """
     tensors = tensors_of(artifact, name)
     graph = _kept(artifact) if source is None else _given(source)
@@ -83,7 +83,7 @@ def open_export(
 
 
 def tensors_of(artifact: Artifact, name: str) -> dict[str, Array]:
-    """The tensors of the export ``name``, as any other program reads them from its files."""
+    """Return the tensors of the export ``name``, read from its files as any other program reads them."""
     found: dict[str, Array] = {}
     for file in artifact.manifest.exports[name].files:
         if file.endswith(_SUFFIX):
@@ -111,6 +111,7 @@ def _given(source: Reference) -> _Graph:
 
 
 def _in_place(array: Array, order: Sequence[int] | None, tensor: ir.TensorProtocol) -> Array:
-    """An exported tensor as the graph holds it: its axes as there, and in fp32 where that computes in it."""
+    """Return an exported tensor as the graph holds it: axes in the graph's order, widened if the graph computes in
+    fp32."""
     placed = array if order is None else array.transpose(np.argsort(order))
     return np.ascontiguousarray(in_fp32(placed) if tensor.dtype == ir.DataType.FLOAT else placed)

@@ -1,4 +1,4 @@
-"""Golden samples: a few inputs and the reference's answers, kept in the artifact and run before the model is ready."""
+"""Golden samples: one input and the reference's outputs, stored in the artifact and run before the model is ready."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ NAME = "golden.safetensors"
 
 
 def own(profile: str) -> str:
-    """The file of golden samples that are those of ``profile`` alone."""
+    """Return the name of the file with golden samples for ``profile`` alone."""
     return f"golden.{profile}.safetensors"
 
 
 def choose(budget: Budget, answered: Collection[Mapping[int, Drifts]]) -> int:
-    """The number of the first sample that all profiles answer within ``budget``; 0 when there is none.
+    """Return the number of the first sample on which all profiles are within ``budget``; 0 if there is none.
 
-    ``answered`` has the drift of each profile by the number of the sample. A budget bounds the mean of many samples; a
-    server judges one, and a model that cancels most of one sample's signal is none the worse for it.
+    ``answered`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
+    server judges a single one. One sample over budget does not make the model worse: the model may cancel most of that
+    sample's signal.
     """
     shared = set.intersection(*map(set, answered)) if answered else set()
     return next((n for n in sorted(shared) if not any(over(budget, [found[n]]) for found in answered)), 0)
@@ -37,16 +38,16 @@ def write(path: Path, feeds: Feeds, outputs: Feeds) -> None:
     """Write one feed and its reference outputs under the keys ``input:NAME`` and ``output:NAME``."""
     from safetensors.numpy import save
 
-    # ascontiguousarray would give a scalar a dimension
+    # ascontiguousarray would turn a scalar into an array of one dimension
     arrays = {f"input:{name}": np.asarray(array, order="C") for name, array in feeds.items()}
     arrays |= {f"output:{name}": np.asarray(array, order="C") for name, array in outputs.items()}
     path.write_bytes(save(arrays))  # save_file makes files that only their owner can read
 
 
 def check(artifact: Artifact, name: str, feeds: Feeds, outputs: Feeds) -> None:
-    """Read the golden samples in the file ``name`` of ``artifact`` back: a server judges every start by them.
+    """Read the golden samples in the file ``name`` of ``artifact`` back, because a server judges every start by them.
 
-    Raises :class:`ConversionError` naming the array that is not what the reference was fed or answered.
+    Raises :class:`ConversionError` that names the array which differs from the reference's input or output.
     """
     kept = artifact.golden_in(name)
     for what, meant, found in (("input", feeds, kept.inputs), ("output", outputs, kept.outputs)):

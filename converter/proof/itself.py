@@ -1,4 +1,4 @@
-"""The source itself as the fp32 reference, where no graph of it could be made: nothing of the artifact takes part."""
+"""The source itself as the fp32 reference, if no graph of it could be made. It uses no part of the artifact."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from converter.model import Oracle
 
 @dataclass(frozen=True, slots=True)
 class Itself:
-    """What answers in a reference's place. Without ``rowwise`` one row may change what is computed of another, so that
-    no batch axis may be declared, whatever two rows show."""
+    """The source in place of a reference graph.
+
+    ``rowwise`` is false if one row's input may change another row's outputs. Then no batch axis may be declared,
+    whatever a test with two rows shows.
+    """
 
     oracle: Oracle
     rowwise: bool
 
     def open(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Answering:
-        """A runtime that takes ``inputs`` and gives ``outputs``."""
+        """Return a runtime that takes ``inputs`` and computes ``outputs``."""
         return Answering(self.oracle, inputs, outputs)
 
 
 class Answering(Edges):
-    """A :class:`bf16kit.runtime.Runtime` that asks ``oracle``."""
+    """A :class:`bf16kit.runtime.Runtime` that calls ``oracle``."""
 
     def __init__(self, oracle: Oracle, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         self._oracle: Oracle | None = oracle
@@ -48,5 +51,5 @@ class Answering(Edges):
         return answer if outputs is None else {name: answer[name] for name in outputs}
 
     def close(self) -> None:
-        """Let go of the source. ``run`` fails from now on."""
+        """Release the source. ``run`` fails from now on."""
         self._oracle = None

@@ -1,4 +1,5 @@
-"""Holding what was measured against the budget: which bounds can be judged, and what becomes of a profile over them."""
+"""Compares measurements with the budget: which bounds can be judged, and what happens to a profile that exceeds
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _Entry = TypeVar("_Entry")
 
 
 def with_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
-    """``outputs`` with the kinds that ``--output`` gave them; UsageError for a name that no output has."""
+    """Return ``outputs`` with the kinds given by ``--output``; UsageError for a name that no output has."""
     names = [spec.name for spec in outputs]
     for name in kinds:
         if name not in names:
@@ -34,9 +35,9 @@ def with_kinds(outputs: Sequence[TensorSpec], kinds: Mapping[str, Kind]) -> tupl
 
 
 def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
-    """Notes on default bounds that no output can be held to; UsageError for one that the owner stated.
+    """Return notes on default bounds that apply to no output; raise UsageError for such a bound if the user stated it.
 
-    Agreement is judged on outputs of kind logits alone, every other metric on all of them.
+    Agreement applies to outputs of kind logits only, every other metric to all outputs.
     """
     if budget.bound(_LOGITS_ONLY) is None or any(spec.kind == "logits" for spec in outputs):
         return []
@@ -54,7 +55,7 @@ def check_budget(budget: Budget, outputs: Sequence[TensorSpec]) -> list[str]:
 
 
 def breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]) -> list[str]:
-    """Where ``summaries`` are over ``budget``, in words."""
+    """Describe where ``summaries`` exceed ``budget``, one sentence each."""
     return [
         f"profile {profile}, {breach}"
         for output, summary in sorted(summaries.items())
@@ -63,13 +64,13 @@ def breaches(profile: str, budget: Budget, summaries: Mapping[str, DriftSummary]
 
 
 def over(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
-    """Where ``drifts``, one entry per answer, are over ``budget``."""
+    """Return where ``drifts``, one entry per sample, exceed ``budget``."""
     summaries = measure.summarise(drifts)
     return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
 
 
 def check_judged(budget: Budget, manifest: Manifest) -> None:
-    """UsageError when a bound that the owner stated judged no output in any profile."""
+    """Raise UsageError if a bound that the user stated judged no output in any profile."""
     summaries = [DriftSummary(e.samples, stats) for e in manifest.drift.values() for stats in e.outputs.values()]
     for name in sorted(budget.stated):
         if summaries and all(summary.judged(name) is None for summary in summaries):
@@ -79,10 +80,11 @@ def check_judged(budget: Budget, manifest: Manifest) -> None:
 def judge(
     over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
 ) -> tuple[Manifest, list[str]]:
-    """The manifest to publish, and notes; ``over`` says in words where each profile is over budget.
+    """Return the manifest to publish, and notes; ``over`` describes where each profile exceeds the budget.
 
-    An optional profile is left out, whatever was allowed: nobody asked for it. Raises :class:`BudgetExceeded` for any
-    other unless that was allowed, or the profiles may be dropped and one is left.
+    An optional profile over budget is always left out, because the user did not ask for it. For any other profile,
+    raises :class:`BudgetExceeded` unless the options allow drift over budget, or allow to drop profiles and one is
+    left.
     """
     over = {profile: words for profile, words in over.items() if words}
     manifest, left_out = _without_optional(over, manifest, options, stage)
@@ -109,7 +111,7 @@ def _without_optional(
 def _judged(
     over: Mapping[str, Sequence[str]], manifest: Manifest, options: Options, stage: StagingArtifact
 ) -> tuple[Manifest, list[str]]:
-    """As :func:`judge`, of profiles that are over budget and were asked for."""
+    """Do as :func:`judge` for profiles that are over budget and were asked for."""
     listed = "".join(f"\n  {breach}" for profile in sorted(over) for breach in over[profile])
     if options.allow_over_budget:
         return manifest, [f"drift over budget, published because that was allowed:{listed}"]
@@ -121,13 +123,13 @@ def _judged(
 
 
 def _remedies(failing: Collection[str], manifest: Manifest, options: Options) -> str:
-    """What the owner of a model can do about profiles over budget. No flag mends what torch runs."""
+    """Say what the user can do about profiles over budget. No flag helps for modules that torch runs."""
     others = "raise the --budget, or pass --allow-over-budget"
     exports = [name for name in failing if name in manifest.exports]
     if exports:
         leave = "leave profiles out (--profile)" if len(exports) < len(failing) else ""
         return ", ".join(filter(None, [f"{_KEEP_WEIGHTS}", leave, others]))
-    if options.drop_failing_profiles:  # or there would be one left
+    if options.drop_failing_profiles:  # otherwise at least one profile would be left
         return f"Every profile is over budget, so that none could be dropped. {_KEEP}, {others}"
     scripts = sorted(name for name in failing if name in TRACED)
     if len(scripts) < len(failing):
@@ -135,7 +137,7 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
         return f"{_KEEP}, {leave}, {others}"
     titles = " or ".join(TRACED[name].title for name in scripts)
     leave = "leave it out with --format onnx or --drop-failing-profiles"
-    if not manifest.plan.tensors:  # nor was there a graph
+    if not manifest.plan.tensors:  # then no graph was made either
         return f"No search mends {titles}, and no ONNX graph, which one could, was made: {others}"
     if manifest.profiles.keys() == set(failing):
         leave = "convert to ONNX instead (--format onnx), whose fp32 islands are searched for"
@@ -143,7 +145,7 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
 
 
 def without(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
-    """The manifest without ``profiles``, whose graphs leave the staging directory."""
+    """Return the manifest without ``profiles``, and delete their graphs from the staging directory."""
     for profile in profiles:
         entry = manifest.profiles[profile]
         for name in (entry.graph, entry.golden):

@@ -1,4 +1,4 @@
-"""A profile of an artifact built anew in memory with other nodes in fp32, and what that does to one output."""
+"""Rebuilds a profile in memory with further nodes in fp32, and measures the effect on one output."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from converter.proof.explain import Trace, decibels
 from converter.proof.probing import Graph, compare
 from converter.proof.spool import Spool
 
-Late = Callable[[], bool]  # whether the time for trying is over
+Late = Callable[[], bool]  # returns whether the time for trials is over
 
 
 def never() -> bool:
-    """There is time enough."""
+    """Return that there is time left."""
     return False
 
 
 class Trials:
-    """A profile built anew in memory, with other nodes in fp32, and the SQNR of one output.
+    """A profile, rebuilt in memory with further nodes in fp32, and the SQNR of one output.
 
-    Once it is ``late``, what was not tried counts as no help at all. Rounded weights lie in a file in ``scratch``.
+    Once ``late`` returns true, an untried set of nodes counts as no improvement. Rounded weights are kept in a file in
+    ``scratch``.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Trials:
         self.known = frozenset(entry.name for entry in plan.nodes[profile])
 
     def sqnr(self, keep: tuple[str, ...]) -> float:
-        """The SQNR in dB of the output with the nodes ``keep`` in fp32."""
+        """Return the SQNR in dB of the output with the nodes ``keep`` in fp32."""
         if keep not in self._tried:
             if self._late():
                 return -MOST_DB
@@ -78,7 +79,8 @@ class Trials:
         return self._tried[keep]
 
     def pruned(self, keep: tuple[str, ...], goal: float) -> tuple[str, ...]:
-        """``keep`` without those that ``goal`` dB do not need; the products, which cost most, are asked first."""
+        """Return ``keep`` without the nodes that ``goal`` dB do not need; products, which cost most, are tried
+        first."""
         products = {node.name for node in self._trace.graph if node.op_type in WEIGHTED}
         for name in sorted(keep, key=lambda name: name not in products):
             fewer = tuple(other for other in keep if other != name)
@@ -106,7 +108,7 @@ class Trials:
         return Graph(run([Emulate()], model), self._artifact.path, weights)
 
     def _narrowed(self, name: str, tensor: ir.TensorProtocol) -> Array:
-        """What ``tensor`` is in bf16, widened and mapped: no trial holds all weights in memory."""
+        """Return ``tensor`` rounded to bf16 and widened, mapped from a file: no trial holds all weights in memory."""
         if name not in self._places:
             self._places[name] = len(self._rounded)
             self._rounded.append({name: to_fp32(to_bf16(tensor.numpy()))})
@@ -118,12 +120,12 @@ class Trials:
 
 
 def _searched(entries: Iterable[PlanEntry]) -> dict[str, str]:
-    """What a search keeps in fp32 already, each with why."""
+    """Return the entries that a search keeps in fp32 already, each with its reason."""
     return {entry.name: entry.reason for entry in entries if entry.code == "budget"}
 
 
 def _whole(reference: Graph) -> ir.Model:
-    """The reference with its weights: what the conversion prepared once."""
+    """Return the reference with its weights, as the conversion had it to prepare."""
     model = reference.model.clone()
     for name, array in reference.external.items():
         model.graph.initializers[name].const_value = ir.tensor(array, name=name)

@@ -1,4 +1,4 @@
-"""Running a model on samples, and how far one runtime's answers are from another's."""
+"""Runs a model on samples, and measures how far one runtime's outputs are from another's."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from converter.model import Array, Feeds
 from converter.proof.samples import Samples
 from converter.proof.spool import Spool
 
-# fp32 arithmetic in another order: what a model gives two samples together may differ this much from what it gives them
-# apart, and no more.
+# Allowed relative_l2 between two samples run together and run apart: fp32 arithmetic in another order, and no more.
 _SAME = 1e-4
 
 Drifts = dict[str, list[SampleDrift]]  # by output, a row per sample
 
 
 def answers(runtime: Runtime, feeds: Sequence[Feeds]) -> Iterator[Feeds]:
-    """What ``runtime`` gives for each of ``feeds``, one at a time."""
+    """Yield the outputs of ``runtime`` for each of ``feeds``, one at a time."""
     return (runtime.run(feed) for feed in feeds)
 
 
 def spool(runtime: Runtime, samples: Samples, directory: Path | None) -> Spool:
-    """What the reference ``runtime`` answers to ``samples``, kept in a temporary file in ``directory``.
+    """Run the reference ``runtime`` on ``samples`` and store its outputs in a temporary file in ``directory``.
 
-    :class:`SamplesError` when it answers with NaN, from which every candidate is equally far: none. Infinities are let
-    through; masked logits hold them.
+    Raises :class:`SamplesError` if an output is NaN, because no distance to NaN can be measured. Infinities are
+    allowed: masked logits hold them.
     """
     kept = Spool(directory)
     for answer in answers(runtime, samples.feeds):
@@ -56,9 +55,10 @@ def _check_answer(array: Array, sample: str, output: str) -> None:
 def drifts(
     reference: Sequence[Feeds], candidate: Iterable[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
 ) -> list[Drifts]:
-    """Drift of ``candidate``'s answers from ``reference``'s, one entry per answer, each let go once it is measured."""
+    """Return the drift of ``candidate``'s outputs from ``reference``'s, one entry per sample; each output is released
+    once measured."""
     found: list[Drifts] = []
-    for answer in candidate:  # not zip, which holds its last pair while the next answer is computed
+    for answer in candidate:  # zip would hold its last pair while the next outputs are computed
         expected = reference[len(found)]
         found.append({s.name: drift.measure(expected[s.name], answer[s.name], s, batch_axis) for s in outputs})
         del expected, answer
@@ -68,20 +68,24 @@ def drifts(
 
 
 def joined(found: Sequence[Drifts]) -> Drifts:
-    """The drifts of all answers as one."""
+    """Join the drifts of all samples into one."""
     return {output: [row for one in found for row in one[output]] for output in found[0]}
 
 
 def summarise(found: Sequence[Drifts]) -> dict[str, DriftSummary]:
-    """Drift over all samples, by output."""
+    """Summarise drift over all samples, by output."""
     return {output: DriftSummary.of(rows) for output, rows in joined(found).items()}
 
 
 def batch_axis(
     runtime: Runtime, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], feeds: Sequence[Feeds]
 ) -> int | None:
-    """0 when every input and output has a free first dimension, the inputs' of one name, and running two samples
-    together gives what they give apart; None when not, or when ``feeds`` hold no two samples of the same shape."""
+    """Return 0 if the first axis is a batch axis, else None.
+
+    It is one if three things hold. Every input and output has a free first dimension. The inputs give it one name. And
+    two samples run together give the same as when run apart. Also None if ``feeds`` hold no two samples of the same
+    shape.
+    """
     first = {spec.shape[0] if spec.shape else None for spec in inputs}
     if len(first) != 1 or not isinstance(next(iter(first)), str):
         return None
@@ -94,12 +98,13 @@ def batch_axis(
         apart = [runtime.run({name: array[i : i + 1] for name, array in pair.items()}) for i in (0, 1)]
         together = runtime.run(pair)
     except RuntimeFailure:
-        return None  # a dimension that looks free and is not
+        return None  # a dimension that is declared free but is not
     return 0 if all(_same(together, apart, spec) for spec in outputs) else None
 
 
 def _pair(feeds: Sequence[Feeds]) -> Feeds | None:
-    """Two different samples in one feed: the first two rows of one, or a row of each of two of the same shape."""
+    """Return two different samples in one feed: the first two rows of one feed, or one row each of two feeds of one
+    shape."""
     for feed in feeds:
         if all(len(array) > 1 for array in feed.values()):
             return {name: np.ascontiguousarray(array[:2]) for name, array in feed.items()}
@@ -118,10 +123,10 @@ def _same(together: Feeds, apart: Sequence[Feeds], spec: TensorSpec) -> bool:
 
 
 def named_alike(outputs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:
-    """``outputs`` with their first dimension called ``name``: the batch, once it was proved to be one."""
+    """Return ``outputs`` with their first dimension called ``name``, once it was proved to be the batch."""
     return tuple(replace(spec, shape=(name, *spec.shape[1:])) for spec in outputs)
 
 
 def as_dict(summaries: Mapping[str, DriftSummary]) -> dict[str, dict[str, dict[str, float]]]:
-    """Summaries as the manifest keeps them."""
+    """Return the summaries as the manifest stores them."""
     return {output: summary.as_dict() for output, summary in summaries.items()}

@@ -1,7 +1,7 @@
-"""How much fp32 noise a model has: what its answers do when every weight moves by a few ulps.
+"""Measures a model's fp32 noise: how its outputs change when every weight moves by a few ulps.
 
 A sum of products computed in another order is, to the last bit, the exact sum for weights that differ by a few ulps
-(backward error). So what such weights change is what another program may answer for the same model.
+(backward error). So the change that nudged weights cause is the difference that another program may show.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LARGEST = 0x7F800000  # bits of infinity
 
 
 def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUNDOFF) -> Array:
-    """``array`` with each fp32 value moved by up to :data:`ULPS` units in the last place, up or down.
+    """Return ``array`` with each fp32 value moved up or down by up to :data:`ULPS` units in the last place.
 
-    Values of an arithmetic coarser than fp32, with a larger unit ``roundoff``, move by as many of its own units. Other
-    dtypes, zeros, and what would leave its sign or become infinite stay.
+    If the source's arithmetic is coarser than fp32, with a larger unit ``roundoff``, values move by as many units of
+    that arithmetic. Other dtypes, zeros, and values that would change sign or become infinite are unchanged.
     """
     if array.dtype != np.float32:
         return array
@@ -47,7 +47,7 @@ def nudge(array: Array, random: np.random.Generator, roundoff: float = FP32_ROUN
 
 
 def nudged_feeds(feeds: Sequence[Feeds], random: np.random.Generator, roundoff: float) -> Iterator[Feeds]:
-    """``feeds``, their fp32 arrays nudged."""
+    """Yield ``feeds`` with their fp32 arrays nudged."""
     for feed in feeds:
         yield {name: nudge(array, random, roundoff) for name, array in feed.items()}
 
@@ -55,9 +55,9 @@ def nudged_feeds(feeds: Sequence[Feeds], random: np.random.Generator, roundoff: 
 def open_nudged(
     artifact: Artifact, source: ir.Model | None, random: np.random.Generator, roundoff: float, scratch: Path
 ) -> Runtime:
-    """The fp32 reference with all weights nudged but those small enough to be in the graph's own file.
+    """Open the fp32 reference with its weights nudged, except those small enough to be stored in the graph file.
 
-    ``source`` is the reference of an artifact that keeps none of its own. The weights are mapped from ``scratch``.
+    ``source`` is the reference if the artifact keeps none of its own. The weights are mapped from ``scratch``.
     """
     import onnx_ir as ir
 

@@ -1,9 +1,9 @@
-"""Certifying the fp32 reference against the source itself, which answered a few samples before anything was done to it.
+"""Certifies the fp32 reference against the source itself, which answered a few samples before anything was changed.
 
-Drift says how far a profile is from the reference; this says that the reference is the model that was given. Both
-compute in fp32, in another order, so their answers differ by fp32 noise and no more. :data:`FLOOR` is noise that any
-model may have. A model that amplifies noise may differ more: how much is measured by nudging its weights (``nudge``),
-but only where the floor does not do. docs/decisions/0017-the-oracle.md has the numbers.
+Drift measures how far a profile is from the reference; this check proves that the reference is the given model. Both
+compute in fp32, in another order, so their outputs differ only by fp32 noise. :data:`FLOOR` is noise that any model may
+have. A model that amplifies noise may differ more. How much is measured by nudging its weights (``nudge``), but only if
+the floor is exceeded. docs/decisions/0017-the-oracle.md has the numbers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from converter.proof.distance import Distance, between, is_float, leave_out
 from converter.proof.nudge import nudged_feeds
 from converter.proof.spool import Spool
 
-FEEDS = 4  # the source answers the first so many samples
+FEEDS = 4  # the source answers this many samples, the first ones
 FLOOR = 64 * FP32_ROUNDOFF
-# In unit roundoffs, like FLOOR. Fewer: fp16 is rounded to once a node, fp32 once for each term of a sum.
+# In unit roundoffs, like FLOOR. Smaller, because fp16 rounds once per node, fp32 once per term of a sum.
 _COARSE_FLOOR = 8
-_MULTIPLE = 4  # the bound is so many times what nudging the weights by 16 ulps changes
+_MULTIPLE = 4  # the bound is this many times the change that nudging the weights by 16 ulps causes
 _RUNS = 3
-_TELLING = 1e-3  # a bound above this could hide faults as large as bf16's own drift; a note says so
+_TELLING = 1e-3  # a bound above this could hide faults as large as bf16's own drift, so a note says so
 
 OpenNudged = Callable[[np.random.Generator], Runtime]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the source itself answered to the first samples; without answers, ``how`` says why it was not asked."""
+    """The source's own outputs for the first samples; if there are none, ``how`` says why the source was not run."""
 
     answers: Sequence[Feeds]
     how: str
@@ -43,10 +43,10 @@ class Asked:
 
 
 def ask(source: Source, feeds: Sequence[Feeds], scratch: Path) -> Asked:
-    """The answers of ``source`` to the first :data:`FEEDS` of ``feeds``, in an unnamed file in ``scratch``.
+    """Run ``source`` on the first :data:`FEEDS` of ``feeds``; its outputs are kept in an unnamed file in ``scratch``.
 
-    A source that cannot be run, or answers the same feed differently from one time to the next, is not an error: the
-    result says so.
+    A source that cannot be run, or gives different outputs for the same feed each time, is no error: the result says
+    so.
     """
     oracle = source.oracle
     if oracle is None:
@@ -75,12 +75,12 @@ def certify(
     scratch: Path | None = None,
     what: str = "the fp32 reference",
 ) -> OracleEntry:
-    """Compare the answers ``expected`` of the reference, or ``what`` else, with the source's own, by output.
+    """Compare the outputs ``expected`` of the reference, or of ``what``, with the source's own, by output.
 
-    ``nudged`` opens the reference with its weights nudged, and is asked only when an answer is beyond :data:`FLOOR`;
-    what it answers lies in an unnamed file in ``scratch`` (None: the system's directory). None where its weights cannot
-    be: then nothing beyond that is explained.
-    Raises :class:`ConversionError` naming the outputs that differ more than this model's fp32 noise explains.
+    ``nudged`` opens the reference with its weights nudged. It is called only if an output is beyond :data:`FLOOR`, and
+    its outputs are kept in an unnamed file in ``scratch`` (None: the system's directory). It is None if the weights
+    cannot be nudged; then any difference beyond the floor is an error. Raises :class:`ConversionError` that names the
+    outputs whose difference exceeds this model's fp32 noise.
     """
     if not asked.answers:
         return OracleEntry(checked=False, how=asked.how)
@@ -96,7 +96,7 @@ def measure(
     nudged: OpenNudged | None,
     scratch: Path | None = None,
 ) -> OracleEntry:
-    """How far the answers ``expected`` are from those ``asked``, by output, and what noise explains; judges nothing.
+    """Measure how far ``expected`` is from the outputs in ``asked``, by output, and the noise bound; do not judge.
 
     The arguments are those of :func:`certify`.
     """
@@ -128,7 +128,7 @@ def _worst(answers: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Di
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """What nudging the reference's weights changed in its answers: by run, by feed."""
+    """The reference's outputs with nudged weights: by run, by feed."""
 
     expected: Sequence[Feeds]
     runs: Sequence[Sequence[Feeds]]
@@ -147,7 +147,7 @@ class _Noise:
         return cls(expected[: len(chosen)], [run for run in runs if run is not None])
 
     def figure(self, name: str) -> float:
-        """The largest relative change of an output."""
+        """Return the largest relative change of an output."""
         distances = [
             between(reference[name], run[index][name]).relative_l2
             for run in self.runs
@@ -156,7 +156,7 @@ class _Noise:
         return max(distances, default=0.0)
 
     def without_unstable(self, answers: Sequence[Feeds], expected: Sequence[Feeds], name: str) -> Distance:
-        """The distance from the source's own answers, of integers and the like over those that noise does not flip."""
+        """Return the distance from the source's outputs; values that noise flips (integers and flags) are left out."""
         worst = []
         for index, (own, reference) in enumerate(zip(answers, expected, strict=False)):
             changed = [run[index][name] for run in self.runs]
@@ -167,7 +167,7 @@ class _Noise:
 def _run(
     nudged: OpenNudged, feeds: Sequence[Feeds], random: np.random.Generator, roundoff: float, scratch: Path | None
 ) -> Spool | None:
-    """The nudged reference's answers; None where it does not run: a size that was computed came out another."""
+    """Return the nudged reference's outputs; None if it does not run, because noise changed a computed size."""
     runtime = nudged(random)
     kept = Spool(scratch)
     try:
@@ -197,7 +197,7 @@ def _judge(entry: OracleEntry, what: str) -> None:
 
 
 def remarks(entry: OracleEntry) -> Iterator[str]:
-    """What the conversion's maker should know about the check: that there was none, or that it proves little."""
+    """Yield notes on the check for the user: that there was none, or that it proves little."""
     if not entry.checked:
         yield f"the fp32 reference was not checked against the source itself: {entry.how}"
     for name, figure in _vague(entry.outputs):

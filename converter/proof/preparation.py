@@ -1,7 +1,8 @@
-"""Checking what the profiles start from: the prepared graph, still in fp32, answers as the source itself does.
+"""Checks the graph that the profiles start from: prepared, still in fp32, it must match the source's outputs.
 
 Folding a BatchNorm, clamping masks, raising the opset and rewriting operators must not change a model. A fault of a few
-parts in a thousand would be taken for bf16's own drift; here nothing is rounded yet: fp32 noise is all there may be.
+parts in a thousand would be mistaken for bf16's own drift. At this point nothing is rounded, so only fp32 noise is
+allowed.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def check_prepared(
     feeds: Sequence[Feeds],
     scratch: Path,
 ) -> None:
-    """Run ``model``, one of ``prepared``'s, in fp32 and compare it with what the source itself answered.
+    """Run ``model``, one of the graphs of ``prepared``, in fp32 and compare it with the source's own outputs.
 
-    Nothing is run when preparing changed nothing, or when the source could not be asked. Its weights lie in a file in
-    ``scratch`` meanwhile. Raises :class:`~bf16kit.errors.ConversionError` when more than fp32 noise is between them.
+    Nothing is run if preparing changed nothing, or if the source has no outputs to compare with. The weights are kept
+    in a file in ``scratch`` while it runs. Raises :class:`~bf16kit.errors.ConversionError` if the difference exceeds
+    fp32 noise.
     """
     if not asked.answers or not _changed(prepared, model):
         return

@@ -1,7 +1,7 @@
-"""What runs through two graphs of one model, value by value: inner values become outputs, and are reduced at once.
+"""Compares two graphs of one model, value by value: inner values become outputs, and are reduced at once.
 
-Values carry the source's names through all passes, so two graphs are compared by name. A value that only one graph has
-(it went into a product of the CPU kernel, or a BatchNorm into its weights) is not compared.
+Values keep the source's names through all passes, so values are matched by name. A value that only one graph has is not
+compared: it went into a product of the CPU kernel, or a BatchNorm into its weights.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from converter.model import Array, Feeds
 if TYPE_CHECKING:
     from bf16kit.runtime.onnx import OnnxRuntime
 
-CHUNK = 128 << 20  # bytes of inner values that one graph may give at a time, about
-_FIRST = 8  # values in the first chunk, from which the size of the next is told
-_BLOCK = 1 << 14  # elements that are float64 at a time: few enough for the cache, and for malloc not to map them anew
+CHUNK = 128 << 20  # approximate bytes of inner values that one graph may return at a time
+_FIRST = 8  # values in the first chunk; their size decides that of the next
+_BLOCK = 1 << 14  # elements converted to float64 at a time: they fit the cache, and malloc need not map them anew
 
-# What a value of the source is called where a graph holds it in bf16 as well: the widened one, which readers see.
+# The suffix of a value's name where a graph also holds it in bf16: the widened value, which its readers see.
 _WIDENED = ("/emulated", "/fp32")
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A graph to be run on the CPU: its external data lies in ``base``, or is one of the arrays in ``external``."""
+    """A graph to run on the CPU: its external data is in files in ``base``, or in the arrays of ``external``."""
 
     model: ir.Model
     base: Path
@@ -43,21 +43,22 @@ class Graph:
 
 @dataclass(slots=True)
 class Power:
-    """Sums over all elements of one value: of the reference squared, of the difference squared; ``count`` elements."""
+    """Sums over all elements of one value: the squared reference, the squared difference, and the ``count`` of
+    elements."""
 
     signal: float = 0.0
     noise: float = 0.0
     count: int = 0
 
     def add(self, reference: Array, candidate: Array) -> None:
-        """Count one run's value in. A candidate that is not finite where the reference is has infinite noise.
+        """Add one run's value. A candidate that is not finite where the reference is has infinite noise.
 
-        Masks lie beyond bf16's largest number, where profiles hold that number instead: they are left out.
+        Masks beyond bf16's largest number are left out, because profiles hold that largest number instead.
         """
         flat_r, flat_c = reference.reshape(-1), candidate.reshape(-1)
         for start in range(0, flat_r.size, _BLOCK):
             r, c = (flat[start : start + _BLOCK].astype(np.float64) for flat in (flat_r, flat_c))
-            if not -LARGEST <= r.min() <= r.max() <= LARGEST:  # NaN compares false, too
+            if not -LARGEST <= r.min() <= r.max() <= LARGEST:  # false for NaN, too
                 masks = (np.abs(r) > LARGEST) & (np.abs(c) > LARGEST / 2) & np.isfinite(c)
                 judged = np.isfinite(r) & ~masks
                 r, c = r[judged], c[judged]
@@ -72,7 +73,7 @@ class Power:
 
     @property
     def ratio(self) -> float:
-        """Noise ÷ signal; 0 for equal values, infinite where the reference is zero and the candidate is not."""
+        """Noise ÷ signal; 0 for equal values, infinite if the reference is zero and the candidate is not."""
         if self.noise == 0:
             return 0.0
         return self.noise / self.signal if self.signal else math.inf
@@ -90,11 +91,12 @@ def compare(
     only: Container[str] | None = None,
     chunk: int = CHUNK,
 ) -> dict[str, Power]:
-    """How far every fp32 value of ``reference`` (or those named in ``only``) that ``candidate`` has too is from it, by
-    name, over all ``feeds``.
+    """Measure the difference between ``candidate`` and ``reference`` at every fp32 value that both have, by name, over
+    all ``feeds``.
 
-    Both graphs run once per feed and chunk of values; about ``chunk`` bytes of values of each are in memory at a time.
-    Raises :class:`~bf16kit.errors.RuntimeFailure` when a graph does not run.
+    ``only`` limits the values compared. Both graphs run once per feed and chunk of values, so that about ``chunk``
+    bytes of values of each are in memory at a time. Raises :class:`~bf16kit.errors.RuntimeFailure` if a graph does not
+    run.
     """
     there = frozenset(_values(candidate.model))
     here = [name for name in _values(reference.model) if only is None or name in only]
@@ -111,7 +113,7 @@ def compare(
 
 
 def _values(model: ir.Model) -> list[str]:
-    """The fp32 values that the nodes of the main graph give; inputs and weights are not among them."""
+    """Return the names of the fp32 values that nodes of the main graph compute; without inputs and weights."""
     outputs = chain.from_iterable(node.outputs for node in model.graph)
     return [value.name for value in outputs if value.name and value.dtype == ir.DataType.FLOAT]
 
@@ -123,7 +125,7 @@ def _find(name: str, there: Container[str]) -> str | None:
 def _compare(
     sides: tuple[_Side, _Side], pairs: Mapping[str, str], feeds: Sequence[Feeds], powers: dict[str, Power]
 ) -> int:
-    """Count ``pairs`` of values into ``powers``; the largest number of bytes that they were in one run."""
+    """Add ``pairs`` of values to ``powers``; return the largest number of bytes they took in one run."""
     there = dict.fromkeys(pairs.values())
     largest, runtimes = 0, (sides[0].open(list(pairs)), sides[1].open(list(there)))
     try:
@@ -140,7 +142,7 @@ def _compare(
 
 
 class _Side:
-    """One of two graphs, made ready once for all sessions of it, which differ in the values that they give."""
+    """One of two graphs, parsed once for all its sessions, which differ only in their outputs."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -154,7 +156,7 @@ class _Side:
             self._rest.graph.ClearField(part)
 
     def open(self, names: Sequence[str]) -> OnnxRuntime:
-        """The graph with the values ``names`` for outputs, in place of its own, and no nodes but those they need."""
+        """Open the graph with the values ``names`` as its outputs, and only the nodes that they need."""
         from bf16kit.runtime.onnx import OnnxRuntime
 
         model = onnx.ModelProto()
@@ -162,7 +164,7 @@ class _Side:
         model.graph.node.extend(self._needed(names))
         given = frozenset(names)
         model.graph.value_info.extend(value for name, value in self._values.items() if name not in given)
-        for name in names:  # without a shape: a dimension that shape inference took for another would be warned of
+        for name in names:  # without a shape: no warning if shape inference names a dimension differently
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
         data = model.SerializeToString(deterministic=True)
         outputs = [TensorSpec(name, "float32", ()) for name in names]
@@ -174,7 +176,7 @@ class _Side:
             precision="fp32",
             base_dir=base,
             external=external,
-            pack=False,  # two sessions are open at once, anew for every chunk, and run a few feeds each
+            pack=False,  # two sessions are open at once, created for every chunk, and run only a few feeds
         )
 
     def _needed(self, names: Sequence[str]) -> list[onnx.NodeProto]:
@@ -187,7 +189,7 @@ class _Side:
 
 
 def _read(node: onnx.NodeProto) -> Iterator[str]:
-    """The names of the values that ``node`` and its bodies read."""
+    """Yield the names of the values that ``node`` and its subgraphs read."""
     yield from node.input
     for attribute in node.attribute:
         for body in (attribute.g, *attribute.graphs):

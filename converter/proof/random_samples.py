@@ -1,8 +1,8 @@
-"""Seeded random samples for a model that came without any: integers stay within the tables that they index.
+"""Seeded random samples for a model that has none: integers stay within the tables that they index.
 
-Nobody says what the free dimensions of a stranger's model may be. So a few plausible sizes are tried on the source
-itself, and the first that it runs on are taken: pictures of several sizes, sequences, one row where the model keeps a
-state of one.
+The sizes of free dimensions are not known for a given model. So a few plausible sizes are tried on the source, and the
+first sizes that it runs on are used: images of several sizes, sequences, and one row for models that keep a state of
+one row.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
     from converter.model import Sampler
 
 COUNT = 8  # feeds
-ROWS = 2  # of the first named dimension: two, so that batching can be tried
-_TRIED = 2  # feeds of an attempt: sizes that do not run fail at once
-_DEFAULT_BOUND = 2  # an integer that indexes no table found: a flag or a mask
+ROWS = 2  # size of the first named dimension: two, so that batching can be tested
+_TRIED = 2  # feeds per attempt: sizes that do not run fail at once
+_DEFAULT_BOUND = 2  # for an integer that indexes no known table: a flag or a mask
 
 Runs = Callable[[Sequence[Feeds]], object]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What free dimensions are in one attempt: the first, those after it, and the height and width of pictures."""
+    """The sizes of free dimensions in one attempt: the first one, the later ones, and the height and width of
+    images."""
 
     rows: int = ROWS
     lengths: tuple[int, int] = (4, 32)
     picture: tuple[int, int] = (64, 64)
 
 
-# Multiples of 32, which nets of five halvings want; 48 × 192 is a line of print; 576 samples are a window of sound.
+# Multiples of 32, for networks with five halvings; 48 × 192 is a line of text; 576 samples are a window of audio.
 _ATTEMPTS = (
     _Sizes(),
     _Sizes(rows=1),
@@ -56,11 +57,11 @@ _ATTEMPTS = (
 def generate(
     inputs: Sequence[TensorSpec], graph: ir.Model | None, sampler: Sampler | None, seed: int, runs: Runs | None = None
 ) -> Samples:
-    """:data:`COUNT` feeds: from ``sampler`` when the source brought one, else random within the bounds that ``graph``
-    tells, where there is one.
+    """Return :data:`COUNT` feeds: from ``sampler`` if the source has one, else random within the bounds found in
+    ``graph``.
 
-    ``runs`` is the source answering feeds; None where it cannot. Where it runs on none of the sizes tried, the first
-    are taken: whoever runs the model next says what is wrong, with the model or with them.
+    ``runs`` runs the source on feeds; it is None if the source cannot run. If the source runs on none of the sizes, the
+    first sizes are used: the next step that runs the model reports what is wrong with it or with them.
     """
     if sampler is not None:
         speaks = any(spec.name == "input_ids" for spec in inputs)
@@ -70,11 +71,11 @@ def generate(
     free = any(isinstance(dim, str) for spec in inputs for dim in spec.shape)
     for sizes in _ATTEMPTS if free and runs is not None else ():
         feeds = _random(inputs, within, seed, sizes)
-        tried = tuple(islice(feeds, _TRIED))  # the others are made when they are wanted: an input may be wide
+        tried = tuple(islice(feeds, _TRIED))  # the others are made on demand: an input may be wide
         if runs is None or _run(runs, tried):
             return Samples((*tried, *feeds), f"random inputs (seed {seed})")
         if sizes is _ATTEMPTS[0] and not _run(runs, ()):
-            break  # it cannot even be loaded, so that no sizes will do
+            break  # it cannot even be loaded, so no sizes would help
     return Samples(tuple(_random(inputs, within, seed, _ATTEMPTS[0])), f"random inputs (seed {seed})")
 
 
@@ -88,7 +89,7 @@ def _run(runs: Runs, feeds: Sequence[Feeds]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Within:
-    """What an integer input may be: less than ``bound``, or one of ``choices``."""
+    """The allowed values of an integer input: less than ``bound``, or one of ``choices``."""
 
     bound: int | None = None
     choices: tuple[int, ...] = ()
@@ -121,7 +122,7 @@ def _choose(inputs: Sequence[TensorSpec], sizes: _Sizes, random: np.random.Gener
 
 
 def _width(spec: TensorSpec) -> int:
-    """The axis that is a picture's width: the last, or the one before the colours."""
+    """Return the axis that is an image's width: the last, or the one before the colours."""
     return len(spec.shape) - (2 if spec.shape[-1] in (1, 3, 4) else 1)
 
 

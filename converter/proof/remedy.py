@@ -1,8 +1,9 @@
-"""The layer at which a profile leaves the expected line, and the nodes to keep in fp32 so that its output is mended.
+"""Finds the layer at which a profile leaves the expected line, and the nodes to keep in fp32 to mend its output.
 
-The first is found by following the noise of an output upstream. The others are found by trying, each time with the
-profile built anew in memory: the node that left the line, with the nodes before it whose rounding it amplifies, level
-by level; then, if that is not enough, the nodes on the way one by one. What turns out not to be needed is taken out.
+The layer is found by following the noise of an output upstream. The nodes are found by trials, each with the profile
+rebuilt in memory. First comes the node that left the line, with the nodes before it whose rounding it amplifies, level
+by level. If that is not enough, the nodes on the path follow one by one. Nodes that turn out not to be needed are
+removed.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from converter.proof.expectation import operands
 from converter.proof.explain import Trace
 from converter.proof.keeping import Late, Trials, never
 
-_LEVELS = 5  # of rounding before a node that are tried
-_SINGLES = 12  # nodes on the way that are tried one by one
-_MOST = 24  # nodes that a remedy may name
-_GAIN = 1.0  # dB that one more node must bring
-_WORTH = 3.0  # dB that a remedy must bring
+_LEVELS = 5  # levels of rounding nodes before a node that are tried
+_SINGLES = 12  # nodes on the path that are tried one by one
+_MOST = 24  # nodes that a remedy may name, at most
+_GAIN = 1.0  # dB that one more node must gain
+_WORTH = 3.0  # dB that a remedy must gain
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """An output that needs mending, from where its noise comes, and the SQNR in dB to reach.
+    """An output that needs mending, the path its noise takes, and the SQNR in dB to reach.
 
-    ``path`` holds values up the graph, the output first, each the one farthest below the line that the one before is
-    computed from. ``node`` is where the path left the line, None when it never did; ``readers`` is what computes the
-    next value of the path from it.
+    ``path`` holds values from the output upstream: each is, of the values that the one before is computed from, the
+    farthest below the line. ``node`` is where the path left the line, or None if it never did. ``readers`` are the
+    nodes that compute the next value of the path from it.
     """
 
     output: ir.Value
@@ -49,11 +50,11 @@ class Departure:
 
 
 def departure(trace: Trace, budget: Budget) -> Departure | None:
-    """That of the worst output that is off the line, or over ``budget`` in relative_l2; None when none is."""
+    """Return the departure of the worst output that is off the line or exceeds ``budget`` in relative_l2, else None."""
     bound = budget.bounds.get("relative_l2", math.inf)
     allowed = -20 * math.log10(bound) if 0 < bound < math.inf else -math.inf
     found = []
-    for output in (value for value in trace.graph.outputs if value.producer() is not None):  # not an input handed on
+    for output in (value for value in trace.graph.outputs if value.producer() is not None):  # no input passed through
         goal = max(trace.line(output) - MARGIN_DB, allowed)
         if trace.has(output) and trace.sqnr(output) < goal:
             path = _path(trace, output)
@@ -70,10 +71,10 @@ def find(
     late: Late = never,
     scratch: Path | None = None,
 ) -> RemedyEntry | None:
-    """The smallest set found of nodes that, kept in fp32, bring the output to its goal, or nearest to it.
+    """Return the smallest set found of nodes that, kept in fp32, bring the output to its goal, or nearest to it.
 
-    Once it is ``late`` nothing more is tried. Temporary files go to ``scratch``. None when keeping what was tried gains
-    less than 3 dB. Raises what :func:`converter.passes.prepare` and running a graph raise.
+    Once ``late`` returns true, nothing more is tried. Temporary files go to ``scratch``. Returns None if the best set
+    gains less than 3 dB. Raises what :func:`converter.passes.prepare` and running a graph raise.
     """
     if found.node is None:
         return None
@@ -98,13 +99,13 @@ def find(
 
 
 def pattern(names: Sequence[str]) -> str:
-    """``names`` as one regular expression for ``--keep-fp32``."""
+    """Return ``names`` as one regular expression for ``--keep-fp32``."""
     one_of = "|".join(re.escape(name) for name in names)
     return f"^{one_of}$" if len(names) == 1 else f"^({one_of})$"
 
 
 def _best(trials: Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple[str, ...]:
-    """The first of ``sets`` that reaches ``goal``, or else the one that gets nearest."""
+    """Return the first of ``sets`` that reaches ``goal``, else the one that comes nearest."""
     best: tuple[str, ...] = ()
     for nodes in sets:
         if trials.sqnr(nodes) > trials.sqnr(best) + _GAIN:
@@ -115,7 +116,7 @@ def _best(trials: Trials, sets: Iterable[tuple[str, ...]], goal: float) -> tuple
 
 
 def _grown(trials: Trials, chosen: tuple[str, ...], names: Iterable[str], goal: float) -> tuple[str, ...]:
-    """``chosen`` with those of ``names`` that bring most, one after the other, until ``goal`` is reached."""
+    """Return ``chosen`` extended by the ``names`` that gain most, one after the other, until ``goal`` is reached."""
     order = sorted(names, key=lambda name: trials.sqnr((*chosen, name)), reverse=True)
     for name in order:
         if trials.sqnr(chosen) >= goal:
@@ -133,11 +134,10 @@ def _path(trace: Trace, output: ir.Value) -> tuple[ir.Value, ...]:
 
 
 def _leaves(trace: Trace, path: Sequence[ir.Value]) -> tuple[ir.Node | None, tuple[ir.Node, ...]]:
-    """Where the last stretch below the line before the output begins, and what reads it.
+    """Return the node where the last stretch below the line before the output begins, and the nodes that read it.
 
-    Among nodes that were one it is the product.
-
-    A stretch lasts as long as values lie below by half the margin: one on the edge does not part it.
+    If several nodes were fused into one, the product is returned. A stretch lasts as long as values are below the line
+    by half the margin, so that one value near the edge does not split it.
     """
     below = [_below(trace, value) for value in path]
     begin = next((index for index, fall in enumerate(below) if fall > MARGIN_DB), None)
@@ -151,7 +151,7 @@ def _leaves(trace: Trace, path: Sequence[ir.Value]) -> tuple[ir.Node | None, tup
 
 
 def _on_the_way(trace: Trace, path: Sequence[ir.Value], known: Collection[str]) -> list[str]:
-    """The rounding nodes that give the values of ``path``, those first whose results fall most: a few."""
+    """Return a few rounding nodes that compute the values of ``path``, in order of how far their results fall."""
     falls: dict[str, float] = {}
     for value, source in pairwise(path):
         for node in _between(trace, value)[0]:
@@ -161,12 +161,12 @@ def _on_the_way(trace: Trace, path: Sequence[ir.Value], known: Collection[str]) 
 
 
 def _below(trace: Trace, value: ir.Value) -> float:
-    """dB below the line; a value that only the reference has, and an exact one, are not below it."""
+    """Return the dB below the line; 0 for a value that only the reference has."""
     return trace.line(value) - trace.sqnr(value) if trace.has(value) else 0.0
 
 
 def _between(trace: Trace, value: ir.Value) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes that give ``value``, and what they read: back to the nearest values that both graphs have."""
+    """Return the nodes that compute ``value``, and the nearest values they read that both graphs have."""
     nodes: list[ir.Node] = []
     sources: list[ir.Value] = []
     waiting = [value]
@@ -181,7 +181,7 @@ def _between(trace: Trace, value: ir.Value) -> tuple[list[ir.Node], list[ir.Valu
 
 
 def _levels(trace: Trace, nodes: Sequence[ir.Node], known: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Growing sets: ``nodes``, with those before them up to the nearest that round, with those before these …"""
+    """Yield growing sets of names: ``nodes``, then with the nearest rounding nodes before them, and so on."""
     chosen: dict[ir.Node, None] = dict.fromkeys(nodes)
     edge = list(nodes)
     for _ in range(_LEVELS):
@@ -196,7 +196,8 @@ def _levels(trace: Trace, nodes: Sequence[ir.Node], known: Collection[str]) -> I
 
 
 def _rounding_before(trace: Trace, node: ir.Node, seen: dict[ir.Node, None]) -> Iterator[ir.Node]:
-    """The nearest nodes upstream of ``node`` that bring noise; all that is passed on the way is added to ``seen``."""
+    """Yield the nearest nodes upstream of ``node`` that add noise; every node passed on the way is added to
+    ``seen``."""
     waiting = [node]
     while waiting:
         for value in operands(waiting.pop()):

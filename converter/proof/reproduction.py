@@ -1,4 +1,4 @@
-"""``bf16-convert explain EVIDENCE``: what a server answered over its budget, run again here, and where it comes from.
+"""``bf16-convert explain EVIDENCE``: reruns a response that a server sent over budget, and locates the drift.
 
 Two questions, in this order. Does the artifact give what was served? If not, the server had something else in memory,
 and no layer of the artifact is to blame. If it does, which layer leaves the expected line on exactly this input?
@@ -28,18 +28,18 @@ from converter.proof import explanation
 from converter.proof.explain import reference
 from converter.proof.running import open_profile
 
-#: Of the distance between what was served and the reference, what may be left between what was served and what is
-#: computed here: then 15/16 of the drift's power are the artifact's own. Another CPU sums in another order, and rounds
-#: a few activations to the other side.
+#: The part of the served drift that may remain between the served output and the one computed here. At 1/4, the
+#: artifact accounts for 15/16 of the drift's power. It is not 0 because another CPU sums in another order, and so
+#: rounds some activations to the other side.
 EXPLAINED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """One output, run again here. Distances are relative to the norm of the reference's answer then.
+    """One output, run again here. Distances are relative to the norm of the reference's output at the time of serving.
 
-    ``served`` is what was answered from the reference, ``left`` from what the artifact gives here; ``reference`` is the
-    reference here from the reference then.
+    ``served`` is the distance from the served output to the reference then; ``left`` from the served output to the
+    artifact's output here; ``reference`` from the reference here to the reference then.
     """
 
     output: str
@@ -49,12 +49,12 @@ class Again:
 
     @property
     def reproduced(self) -> bool:
-        """Whether what was served is what the artifact gives."""
+        """Whether the artifact gives the served output here."""
         return self.left <= _allowed(self.served)
 
     @property
     def same_reference(self) -> bool:
-        """Whether the reference is what it was there."""
+        """Whether the reference gives the same output here as when served."""
         return self.reference <= _allowed(self.served)
 
 
@@ -63,10 +63,10 @@ def _allowed(served: float) -> float:
 
 
 def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
-    """What the evidence in the file ``path`` says of the artifact in ``where``, as text or JSON.
+    """Explain the evidence in the file ``path`` with the artifact in ``where``, as text or JSON.
 
-    Raises :class:`~bf16kit.errors.UsageError` for a file that is no evidence, or of another artifact;
-    :class:`~bf16kit.errors.ArtifactError` or its kin when the artifact is damaged.
+    Raises :class:`~bf16kit.errors.UsageError` for a file that is no evidence or belongs to another artifact, and
+    :class:`~bf16kit.errors.ArtifactError` or a subclass if the artifact is damaged.
     """
     evidence = Evidence.read(path)
     artifact = Artifact.open(where)
@@ -91,7 +91,7 @@ def explain_evidence(path: Path, where: Path, *, as_json: bool = False) -> str:
 
 
 def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
-    """The profile that answered; UsageError where the evidence is not of this artifact."""
+    """Return the profile that served the response; raise UsageError if the evidence is not of this artifact."""
     header, manifest = evidence.header, artifact.manifest
     if manifest.reference is None:
         raise UsageError(f"{artifact.path}: keeps no fp32 reference, so no server has measured its drift")
@@ -122,7 +122,7 @@ def _check(evidence: Evidence, artifact: Artifact, path: Path) -> str:
 
 
 def _deciding(manifest: Manifest, graph: str) -> list[str]:
-    """The files that decide what a profile and the reference answer: not reports and figures."""
+    """Return the files that decide the outputs of a profile and the reference; reports and measurements do not."""
     names = {graph, manifest.reference, *(tensor.file for tensor in manifest.tensors)}
     names |= {"residual.bin"} if any(tensor.residual is not None for tensor in manifest.tensors) else set()
     return sorted(name for name in names if name is not None)
@@ -152,7 +152,7 @@ def _run(runtime: Runtime, feeds: Mapping[str, Array], outputs: list[str]) -> di
 
 
 def _distance(one: Array, other: Array, scale: Array) -> float:
-    """‖one − other‖ ÷ ‖scale‖, in float64; elements that are the same are no distance, whatever they are."""
+    """Return ‖one − other‖ ÷ ‖scale‖, in float64. Equal elements have no distance, NaN and infinities included."""
     if one.shape != other.shape:
         return math.inf
     if one.dtype == np.object_:
@@ -169,7 +169,7 @@ def _distance(one: Array, other: Array, scale: Array) -> float:
 
 
 def _mends(again: list[Again]) -> bool:
-    """Whether a remedy is worth looking for: no fp32 island mends what the artifact did not do."""
+    """Whether to look for a remedy: fp32 islands cannot mend outputs that the artifact did not give."""
     return all(each.reproduced for each in again)
 
 

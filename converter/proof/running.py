@@ -1,4 +1,4 @@
-"""Opening what a conversion wrote, with the runtime that will serve it, or emulating a device that is not here."""
+"""Opens what a conversion wrote: in the runtime that will serve it, or emulating a device that is missing here."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _WEIGHTS = "fp32.weights"
 
 
 def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
-    """``profile`` of ``artifact``, loaded as a server would, and whether that is an emulation.
+    """Load ``profile`` of ``artifact`` as a server would; also return whether it is emulated.
 
-    A profile for a device runs on the first one there is; where there is none, an emulation on the CPU stands in.
+    A profile for a device runs on the first such device; if there is none, it is emulated on the CPU.
     """
     device = PROFILES[profile].device if profile in PROFILES else CPU
     if device == CPU:
@@ -46,7 +46,7 @@ def open_profile(artifact: Artifact, profile: str) -> tuple[Runtime, bool]:
 
 
 def open_traced(artifact: Artifact, profile: str, *, native_bf16: bool) -> Runtime:
-    """A profile that torch runs, on the CPU, computing in bf16 or, as CPUs without such instructions do, in fp32."""
+    """Open a profile that torch runs, on the CPU: in bf16 or, as on CPUs without bf16 instructions, in fp32."""
     from bf16kit.runtime.torchexport import TorchExportRuntime
     from bf16kit.runtime.torchscript import TorchScriptRuntime
 
@@ -86,11 +86,11 @@ def open_source(
     *,
     arena: bool = False,
 ) -> OnnxRuntime:
-    """An fp32 graph of a conversion, run for itself: what it starts from, what profiles start from.
+    """Open one of a conversion's fp32 graphs to be run: the source's, or the one that profiles start from.
 
-    ``read`` gives each of its weights by name; the graph keeps its own. They lie in a file in ``scratch``, or where
-    :func:`~bf16kit.runtime.scratch.on_disk` says, which is mapped and gone from there: given as arrays they would be in
-    memory twice. ``arena`` is for many runs of the same shapes.
+    ``read`` returns each weight by name; ``model`` keeps its own. The weights are written to a file in ``scratch``, or
+    where :func:`~bf16kit.runtime.scratch.on_disk` says. The file is mapped and deleted: passed as arrays, the weights
+    would be in memory twice. ``arena`` is for many runs of the same shapes.
     """
     from bf16kit.runtime.onnx import OnnxRuntime
 
@@ -111,7 +111,8 @@ def open_source(
 
 
 def placed(model: ir.Model, place: Callable[[str, ir.TensorProtocol], tuple[str, int, int]]) -> ir.Model:
-    """A copy of ``model`` whose weights are external data: file, offset and bytes as ``place`` says."""
+    """Return a copy of ``model`` whose weights are external data: ``place`` returns each one's file, offset and
+    bytes."""
     slim = model.clone()
     for name, value in slim.graph.initializers.items():
         tensor = value.const_value

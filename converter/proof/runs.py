@@ -1,4 +1,4 @@
-"""Running one profile or export of an artifact on samples, and how far its answers are from the reference's."""
+"""Runs one profile or export of an artifact on samples, and measures the drift from the reference's outputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from converter.proof.measure import Drifts
 from converter.proof.running import open_profile, open_traced
 from converter.proof.seen import edges
 
-_BOTH = 8  # samples that modules of torch answer in both arithmetics, this CPU's and the other
+_BOTH = 8  # samples that a torch module is run on in both arithmetics: this CPU's and the other
 _ARITHMETICS = {"bf16": "bf16", "bf16-weights": "fp32, to which a CPU without bf16 instructions widens it"}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How far a profile's answers are from the reference's, one entry per answer, and how it ran.
+    """The drift of a profile from the reference, one entry per sample that was run, and how the profile ran.
 
-    Every ``step``-th sample was answered, the first among them. ``note`` is what people should know of it; "" where it
-    is what ``info`` says.
+    Every ``step``-th sample was run, starting with the first. ``note`` tells the user what ``info`` does not say; it is
+    "" if there is nothing to add.
     """
 
     drifts: list[Drifts]
@@ -35,21 +35,22 @@ class Run:
     step: int = 1
 
     def by_sample(self) -> dict[int, Drifts]:
-        """The drift of each answer by the number of its sample."""
+        """Return the drift of each sample that was run, by sample number."""
         return {self.step * place: found for place, found in enumerate(self.drifts)}
 
 
 def run_as_served(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    """As :func:`run_profile`; of what torch runs, in the worse of the two arithmetics that a server may have."""
+    """Run as :func:`run_profile` does; for a torch module, in the worse of the two arithmetics that a server may
+    use."""
     if profile in TRACED and (worse := _worse_arithmetic(artifact, profile, feeds, expected)) is not None:
         return worse
     return run_profile(artifact, profile, feeds, expected)
 
 
 def run_profile(artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]) -> Run:
-    """Run ``profile`` on ``feeds`` as a server would, or emulated where there is no device for it.
+    """Run ``profile`` on ``feeds`` as a server would, or emulated if there is no device for it.
 
-    ``expected`` are the reference's answers to ``feeds``. Each answer is reduced to its drift at once.
+    ``expected`` are the reference's outputs for ``feeds``. Each output is reduced to its drift at once.
     """
     manifest = artifact.manifest
     outputs = edges(manifest)[1]
@@ -69,7 +70,8 @@ def run_export(
     source: Reference | None = None,
     scratch: Path | None = None,
 ) -> Run:
-    """Run the reference on ``feeds`` with the tensors of ``export`` in it; ``source`` is it where none is kept."""
+    """Run the reference on ``feeds`` with the tensors of ``export``; ``source`` replaces a reference that is not
+    kept."""
     runtime, note = open_export(artifact, export, source, scratch)
     try:
         outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
@@ -81,11 +83,11 @@ def run_export(
 def _worse_arithmetic(
     artifact: Artifact, profile: str, feeds: Sequence[Feeds], expected: Sequence[Feeds]
 ) -> Run | None:
-    """A module of torch's in the worse of bf16 and fp32, to which a CPU without bf16 instructions widens it; None
-    where it has nothing in bf16.
+    """Run a torch module in bf16 and in fp32, to which CPUs without bf16 instructions widen it; return the worse run.
 
-    A server may have either. Both run on the same :data:`_BOTH` of ``feeds`` at most, so that what is found does not
-    depend on which of them is this CPU's: where bf16 is not, it takes ten times as long.
+    Returns None if the module has nothing in bf16. A server may use either arithmetic. Both run on the same
+    :data:`_BOTH` of ``feeds`` at most, so that the result does not depend on this CPU. A run takes ten times as long on
+    a CPU without bf16 instructions.
     """
     outputs, axis = edges(artifact.manifest)[1], artifact.manifest.batch_axis
     step = -(-len(feeds) // _BOTH)
@@ -106,10 +108,10 @@ def _worse_arithmetic(
 
 
 def _mean(found: Sequence[Drifts]) -> float:
-    """The largest mean relative_l2 of an output."""
+    """Return the largest mean relative_l2 of any output."""
     return max(summary.stats["relative_l2"]["mean"] for summary in measure.summarise(found).values())
 
 
 def how(info: RuntimeInfo) -> str:
-    """What was special about a run that was not emulated, for people; "" when nothing was."""
+    """Describe what was special about a run that was not emulated; "" if nothing was."""
     return f"on the CPU kernel, path {info.kernel}" if info.kernel else info.note

@@ -1,4 +1,4 @@
-"""Calibration samples: the inputs on which a conversion is run and its drift measured."""
+"""Calibration samples: the inputs on which a conversion runs the model and measures drift."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from converter.process.imports import import_callable, is_import_spec
 from converter.process.quiet import first_line
 
 SUFFIXES = (".npz", ".safetensors")
-LIMIT = 1000  # feeds; what a function yields beyond it is not asked for, so that an endless generator ends
+LIMIT = 1000  # feeds; a function is asked for no more, so that an endless generator ends
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Feeds that fit the model's inputs, and in a few words where they came from.
+    """Feeds that match the model's inputs, and a short description of where they came from.
 
-    ``inputs`` are the model's as the feeds show them, where those contradict what it says of itself; else empty.
-    ``expected`` has, for each feed, the outputs that came with it: what another program answered.
+    ``inputs`` are the model's inputs as the feeds show them, if the feeds contradict the declared ones; else empty.
+    ``expected`` holds, for each feed, the outputs that came with it, computed by another program.
     """
 
     feeds: tuple[Feeds, ...]
@@ -44,14 +44,14 @@ def load(
     *,
     outputs: Collection[str] = (),
 ) -> Samples:
-    """The samples that ``--samples`` names: a file is one feed, a directory many, a function yields them.
+    """Load the samples that ``--samples`` names: a file is one feed, a directory holds many, a function yields them.
 
-    Arrays called like one of ``outputs`` are no inputs but ``Samples.expected``.
+    Arrays named like one of ``outputs`` are not inputs: they become ``Samples.expected``.
 
-    ``runs`` is the source answering feeds, where the names of dimensions are a stranger's. Samples that contradict
-    those names are let through when the source runs on them: then it is the names that are wrong, and
-    ``Samples.inputs`` says what is left of them. Raises :class:`SamplesError` when the samples cannot be read, there
-    are none, or one does not fit ``inputs``.
+    ``runs`` runs the source on feeds; it is given if the names of dimensions may be wrong. Samples that contradict
+    those names are accepted if the source runs on them: then the names are wrong, and ``Samples.inputs`` has the
+    corrected specs. Raises :class:`SamplesError` if the samples cannot be read, there are none, or one does not match
+    ``inputs``.
     """
     try:
         return _load(given, inputs, outputs)
@@ -68,13 +68,13 @@ def load(
 
 
 def of_artifact(given: str, manifest: Manifest) -> Samples:
-    """The samples that ``--samples`` names for a converted model; outputs that came with them are left out."""
+    """Load the samples that ``--samples`` names for a converted model, without the outputs that came with them."""
     inputs = [entry.spec() for entry in manifest.inputs]
     return load(given, inputs, outputs=[entry.name for entry in manifest.outputs])
 
 
 def how_to_give(inputs: Sequence[TensorSpec]) -> str:
-    """How a user gives samples for ``inputs``, in words that can be pasted."""
+    """Say how a user gives samples for ``inputs``, in words to copy."""
     keys = ", ".join(f"{spec.name}=…" if spec.name.isidentifier() else f"**{{{spec.name!r}: …}}" for spec in inputs)
     described = ", ".join(f"{spec.name} {spec.dtype}{describe(spec.shape)}" for spec in inputs)
     return (
@@ -103,7 +103,7 @@ def _load(given: str, inputs: Sequence[TensorSpec], outputs: Collection[str]) ->
 def _of(
     read: Sequence[tuple[object, Feeds]], inputs: Sequence[TensorSpec], outputs: Collection[str], origin: str
 ) -> Samples:
-    """The samples that were ``read``, each with where it was found."""
+    """Build samples from the feeds ``read``, each with the place it was found at."""
     answers = frozenset(outputs) - {spec.name for spec in inputs}
     feeds = tuple(_checked(where, {k: v for k, v in feed.items() if k not in answers}, inputs) for where, feed in read)
     expected = tuple({k: v for k, v in feed.items() if k in answers} for _, feed in read)
@@ -161,7 +161,7 @@ def _read_file(path: Path) -> Feeds:
 
 
 def _read_npz(path: Path) -> Feeds:
-    with path.open("rb") as file:  # opened here: numpy leaves a damaged archive open
+    with path.open("rb") as file:  # opened here, because numpy leaves a damaged archive open
         loaded = np.load(file, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
             raise ValueError("one array, not an archive of an array per input")

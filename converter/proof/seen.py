@@ -1,4 +1,4 @@
-"""A manifest's inputs and outputs as running the reference has shown them."""
+"""Corrects a manifest's inputs and outputs by what running the reference has shown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from converter.proof import measure
 
 
 def edges(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs."""
+    """Return the manifest's inputs and outputs."""
     return tuple(entry.spec() for entry in manifest.inputs), tuple(entry.spec() for entry in manifest.outputs)
 
 
 def as_seen(manifest: Manifest, feeds: Sequence[Feeds], answers: Sequence[Feeds]) -> tuple[Manifest, list[str]]:
-    """Believe the outputs' dimensions, their names, sizes and number, as far as the answers bear them out; with a note
-    on each output of which they do not."""
+    """Correct the outputs' dimensions (names, sizes and number) where the ``answers`` contradict them.
+
+    Also returns a note on each corrected output.
+    """
     inputs = [entry.spec() for entry in manifest.inputs]
     declared = [entry.spec() for entry in manifest.outputs]
     runs = [
@@ -48,7 +50,7 @@ def _of_one_rank(output: str, shapes: Sequence[tuple[int, ...]]) -> Sequence[tup
 
 
 def with_axis(manifest: Manifest, axis: int | None) -> Manifest:
-    """Declare the batch axis, and call every output's batch dimension what the inputs call it."""
+    """Declare the batch axis, and name every output's batch dimension as the inputs name it."""
     if axis is None:
         return manifest
     outputs: Sequence[TensorSpec] = [entry.spec() for entry in manifest.outputs]

@@ -1,4 +1,4 @@
-"""Answers kept on disk: 200 samples of 128 tokens over 50,000 words are 5 GB, which no conversion should hold."""
+"""Outputs kept on disk: 200 samples of 128 tokens over 50,000 words take 5 GB, too much for a conversion's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGNMENT = 64  # bytes
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an array lies in the file."""
+    """The place of an array in the file."""
 
     offset: int
     dtype: np.dtype[Any]
@@ -32,25 +32,25 @@ class _Place:
 
 
 class Spool(Sequence[Feeds]):
-    """A sequence of answers in a temporary file of ``directory``, or where :func:`~bf16kit.runtime.scratch.on_disk`
-    says, each mapped while it is read.
+    """A sequence of outputs in a temporary file, each mapped while it is read.
 
-    The file has no name, so nothing is left of it, however the process ends. Arrays come back read-only, bit for bit as
-    they were appended; strings, which cannot be mapped, stay in memory.
+    The file is in ``directory``, or where :func:`~bf16kit.runtime.scratch.on_disk` says. It has no name, so nothing is
+    left of it, however the process ends. Arrays come back read-only, bit for bit as they were appended. Strings cannot
+    be mapped and stay in memory.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self._file = tempfile.TemporaryFile(dir=on_disk(directory), buffering=0)  # noqa: SIM115 - open as long as this object
-        weakref.finalize(self, self._file.close)  # with this object at the latest
+        weakref.finalize(self, self._file.close)  # closed with this object at the latest
         self._end = 0
         self._answers: list[dict[str, _Place | Array]] = []
 
     def append(self, answer: Feeds) -> None:
-        """Write ``answer`` to the end of the file; OSError when there is no room."""
+        """Write ``answer`` to the end of the file; raise OSError if there is no space."""
         self._answers.append({name: self._put(array) for name, array in answer.items()})
 
     def close(self) -> None:
-        """Give the file's space back. Arrays that are still in use stay readable."""
+        """Release the file's space. Arrays that are still in use stay readable."""
         self._file.close()
 
     def __len__(self) -> int:

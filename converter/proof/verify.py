@@ -1,4 +1,4 @@
-"""Verifying an artifact that was published: every digest, then its drift from the reference, against its budget."""
+"""Verifies a published artifact: every digest, then the drift from its reference, judged by its budget."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from converter.proof.judging import breaches
 from converter.proof.runs import how, run_export, run_profile
 from converter.report.inspect import DRIFT, drift_cells
 
-VERSION = 1  # of what `verify --json` writes
+VERSION = 1  # of the format that `verify --json` writes
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The drift found on samples that are called ``origin``; ``ran`` says how each profile ran where that is worth
-    telling, ``over`` where drift is over the budget, in words."""
+    """The drift found on the samples called ``origin``.
+
+    ``ran`` says how each profile ran, if that is worth telling. ``over`` describes where drift exceeds the budget.
+    """
 
     path: Path
     model: str
@@ -38,7 +40,7 @@ class Verified:
     over: tuple[str, ...]
 
     def text(self) -> str:
-        """For people."""
+        """Return the result as text for the user."""
         if not self.rows:
             return "\n".join(self.ran)
         count = f"{self.samples} sample{'' if self.samples == 1 else 's'}"
@@ -46,21 +48,20 @@ class Verified:
         return "\n".join([table(title, DRIFT, map(drift_cells, self.rows)), *self.ran])
 
     def record(self) -> dict[str, Any]:
-        """For programs, see docs/json.md."""
+        """Return the result for programs, see docs/json.md."""
         fields: dict[str, Any] = plain(self)
         return fields | {"version": VERSION, "within": not self.over}
 
     def check(self) -> None:
-        """:class:`BudgetExceeded`, saying where, when drift is over the budget."""
+        """Raise :class:`BudgetExceeded`, with the places, if drift exceeds the budget."""
         if self.over:
             raise BudgetExceeded("drift over budget:" + "".join(f"\n  {breach}" for breach in self.over))
 
 
 def verify(path: Path, given: str | None, profiles: Sequence[str]) -> Verified:
-    """What the drift of ``profiles`` is (for none named, of all and of the exports); ``given`` are samples as for
-    ``--samples``.
+    """Measure the drift of ``profiles`` (of all profiles and exports if none is named); ``given`` as for ``--samples``.
 
-    Raises :class:`ArtifactError` or its kin when the artifact is damaged or has no such profile,
+    Raises :class:`ArtifactError` or a subclass if the artifact is damaged or has no such profile, and
     :class:`~bf16kit.errors.SamplesError` for bad samples.
     """
     artifact = Artifact.open(path)
@@ -98,7 +99,7 @@ _Answered = tuple[tuple[Feeds, ...], Sequence[Feeds], str]
 
 
 def _golden(artifact: Artifact, profile: str) -> _Answered:
-    """Feeds and what the reference answers, by which a server judges ``profile``, and what they are called."""
+    """Return feeds and the reference's outputs by which a server judges ``profile``, and their name for messages."""
     if artifact.manifest.golden is None:
         raise UsageError(f"{artifact.path}: keeps no golden samples (a model with strings); give some with --samples")
     kept = artifact.golden(profile)
@@ -106,7 +107,7 @@ def _golden(artifact: Artifact, profile: str) -> _Answered:
 
 
 def _answered(artifact: Artifact, given: str) -> _Answered:
-    """The samples given, what the reference answers to them, and what they are called."""
+    """Return the given samples, the reference's outputs for them, and their name for messages."""
     found = samples.of_artifact(given, artifact.manifest)
     reference = load_reference(artifact)
     try:

@@ -1,4 +1,4 @@
-"""Recovery: a short fine-tune that makes a model's bf16 answers those that its fp32 weights gave.
+"""Recovery: a short fine-tuning after which a model's bf16 outputs match those of its original fp32 weights.
 
-``walk`` is the whole of it: read → convert as it is → train → round → convert → compare with what fp32 answered.
+``walk`` runs all steps: read → convert unchanged → train → round → convert → compare with the fp32 outputs.
 """

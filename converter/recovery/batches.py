@@ -1,7 +1,8 @@
-"""The user's batches: a function that yields them, held to the model's inputs, the same ones at every run of a seed.
+"""The user's batches: yielded by a function, checked against the model's inputs, and the same for every run of a seed.
 
-A batch is a mapping of an array per input, with or without ``labels``; or a sequence of the inputs in their order, with
-or without labels behind them; for a model of one input the array alone will do. Arrays are numpy's or torch's.
+A batch is a mapping with an array per input, with or without ``labels``. It may also be a sequence of the inputs in
+order, optionally followed by labels. For a model with one input, the array alone is enough. Arrays are numpy's or
+torch's.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from converter.process.imports import import_callable
 from converter.process.quiet import first_line
 
 LABELS = "labels"
-IGNORED = -100  # a label that does not count, as torch has it
+IGNORED = -100  # torch's value for a label that does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """An array per input, and the labels of its rows where the loader gave any; ``where`` says which batch it is."""
+    """An array per input, and the labels of its rows if the loader gave any; ``where`` names the batch in messages."""
 
     feeds: Feeds
     labels: Array | None = None
@@ -36,7 +37,8 @@ class Batch:
 
 
 def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
-    """Refuse labels that do not fit logits of ``shape`` [..., classes]: :class:`UsageError` says which of them."""
+    """Check that labels match logits of ``shape`` [..., classes]; raise :class:`UsageError` that names the wrong
+    one."""
     labels, classes = batch.labels, shape[-1]
     if labels is None:
         return
@@ -54,10 +56,10 @@ def check_labels(batch: Batch, output: str, shape: Sequence[int]) -> None:
 
 
 class Loader:
-    """What ``flag`` names: a function that gives a pass over the data each time it is called.
+    """A loader named by ``flag``: a function that returns one pass over the data each time it is called.
 
-    It draws random numbers from generators of its own, seeded by ``seed`` and the number of the pass: what is computed
-    between two batches does not change them, and a recovery that is resumed sees what it would have seen.
+    It draws random numbers from its own generators, seeded by ``seed`` and the number of the pass. So computations
+    between two batches do not change the batches, and a resumed recovery sees the same ones.
     """
 
     def __init__(self, flag: str, given: str, inputs: Sequence[TensorSpec], seed: int) -> None:
@@ -67,10 +69,10 @@ class Loader:
         self._seed = seed
 
     def endless(self, skip: int = 0) -> Iterator[Batch]:
-        """Batches without end, pass after pass, but for the first ``skip`` of them.
+        """Yield batches without end, pass after pass, after skipping the first ``skip``.
 
-        Raises :class:`UsageError` for a pass without a batch, for a batch that does not fit the model, and for whatever
-        the user's code raises.
+        Raises :class:`UsageError` for a pass without a batch, for a batch that does not match the model, and for any
+        error in the user's code.
         """
         for number in itertools.count():
             empty = True
@@ -84,7 +86,7 @@ class Loader:
                 raise UsageError(self._nothing(number))
 
     def first(self, most: int) -> list[Batch]:
-        """The first batches of the first pass, ``most`` at most; raises as :meth:`endless` does."""
+        """Return the first batches of the first pass, at most ``most``; raises as :meth:`endless` does."""
         found = list(itertools.islice(self._pass(0), most))
         if not found:
             raise UsageError(self._nothing(0))
@@ -120,7 +122,7 @@ class Loader:
 
     @contextmanager
     def _blamed(self, place: str) -> Iterator[None]:
-        """Within it runs the user's code, which may raise anything: that is told with its own file and line."""
+        """Run the user's code, which may raise anything; report the error with the user's own file and line."""
         try:
             yield
         except UsageError:
@@ -180,7 +182,7 @@ class _Chance:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Within it, the generators go on where they were when this was last left."""
+        """Restore the loader's generators as this context last left them."""
         with _restoring():
             _set_state(self._state)
             try:
@@ -190,7 +192,7 @@ class _Chance:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch, by a number of any size."""
+    """Seed the generators of Python, numpy and torch; ``seed`` may be of any size."""
     _seed(seed)
 
 
@@ -236,7 +238,7 @@ def _array(where: str, name: str, value: Any) -> Array:
 
 
 def _check_numbers(where: str, name: str, array: Array) -> None:
-    """Refuse NaN. Infinite values may be meant: a mask that is added to scores holds them."""
+    """Reject NaN. Infinite values may be intended: a mask that is added to scores holds them."""
     if array.dtype.kind not in "fV":  # V: bfloat16
         return
     lost = np.isnan(array)

@@ -1,9 +1,9 @@
-"""What rounding adds to a layer's outputs on average, taken off its bias before anything is trained.
+"""Corrects biases before training: subtracts the mean of what rounding adds to each layer's outputs.
 
-Where a layer's inputs lie around a value that is far from 0, nearly all that rounding its weights costs is one constant
-for each of its channels: (Q − W)·E[x]. Biases stay fp32 and can hold it exactly. The constant is measured, not
-computed from weights, so that what earlier layers and the arithmetic add to it is in it as well (M. Nagel et al.,
-"Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section 4.2 and appendix D).
+If the mean of a layer's inputs is far from 0, rounding its weights costs almost only one constant per channel: (Q −
+W)·E[x]. Biases stay fp32 and can hold it exactly. The constant is measured, not computed from weights, so that it
+includes what earlier layers and the arithmetic add (M. Nagel et al., "Data-Free Quantization Through Weight
+Equalization and Bias Correction", ICCV 2019, section 4.2 and appendix D).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from converter.recovery.lessons import Lesson
 from converter.recovery.yardstick import State, Yardstick, published
 
-# By the operation's name, in torch and in aten: which argument its bias is, where it is not called so, and the axis of
-# the output that the bias is added along. Operations, not modules: programs of torch.export and TorchScript have none.
+# By the operation's name in torch and aten: the position of the bias among the arguments, unless it is passed by
+# keyword, and the axis of the output along which it is added. Operations, not modules: programs of torch.export and
+# TorchScript have no modules.
 _ADDED = {
     "linear": (2, -1),
     "layer_norm": (3, -1),
@@ -33,10 +34,12 @@ _See = Callable[[str, torch.Tensor, int], torch.Tensor | None]
 
 
 def corrected(yardstick: Yardstick, state: State) -> tuple[dict[str, torch.Tensor], int]:
-    """``state`` with biases by which each layer's rounded outputs have fp32's mean, and how many biases these are.
+    """Return ``state`` with biases for which each layer's rounded outputs have fp32's mean, and how many were
+    corrected.
 
-    Layers in the order in which they run, each with those before it corrected. One pass over the yardstick's lessons;
-    a bias takes the mean of what each of them calls for. Moved are biases of one dimension that stay fp32.
+    Layers are corrected in the order in which they run, each after those before it. This takes one pass over the
+    yardstick's lessons; a bias moves by the mean of the lessons' corrections. Only biases of one dimension that stay
+    fp32 are moved.
     """
     own = [entry.names[0] for entry in yardstick.trained if not entry.rounds and state[entry.names[0]].ndim == 1]
     found, seen = dict(state), set[str]()
@@ -54,11 +57,11 @@ def _correct(
     wanted: dict[str, list[torch.Tensor]],
     count: int,
 ) -> None:
-    """Move the biases in ``state`` by their share of what ``lesson``, the ``count``-th, calls for."""
+    """Move the biases in ``state`` by their share of the correction from ``lesson``, the ``count``-th."""
     calls = {name: len(means) for name, means in wanted.items()}
 
     def mend(name: str, output: torch.Tensor, axis: int) -> torch.Tensor | None:
-        if not wanted[name]:  # rounded, the module runs a layer more often than in fp32
+        if not wanted[name]:  # rounded, the module may run a layer more often than in fp32
             return None
         missing = wanted[name].pop(0) - _mean(output, axis)
         missing = torch.where(torch.isfinite(missing), missing, 0.0)
@@ -73,7 +76,7 @@ def _correct(
 
 
 def _means(yardstick: Yardstick, names: Sequence[str], lesson: Lesson) -> dict[str, list[torch.Tensor]]:
-    """What fp32 gives on average in the channels behind each bias, fp64, every time that it is added."""
+    """Return the fp32 means, in fp64, of the channels to which each bias is added: one tensor per addition."""
     found: dict[str, list[torch.Tensor]] = {}
     module = yardstick.teacher.model.module
     biases = {name: module.get_parameter(name) for name in names}
@@ -87,12 +90,13 @@ def _means(yardstick: Yardstick, names: Sequence[str], lesson: Lesson) -> dict[s
 
 
 def _mean(output: torch.Tensor, axis: int) -> torch.Tensor:
-    """[channels] of [..., channels, ...], fp64."""
+    """Return the mean per channel, [channels] of [..., channels, ...], in fp64."""
     return output.detach().double().movedim(axis, -1).flatten(0, -2).mean(0)
 
 
 class _Layers(TorchFunctionMode):
-    """Within it, ``see`` is given what every operation gives that adds one of ``biases``, and may give another."""
+    """While active, passes ``see`` the output of every operation that adds one of ``biases``; ``see`` may replace
+    it."""
 
     def __init__(self, biases: Mapping[str, torch.Tensor], see: _See) -> None:
         super().__init__()
@@ -107,7 +111,7 @@ class _Layers(TorchFunctionMode):
             return output
         bias = (kwargs or {}).get("bias", args[place] if place < len(args) else None)
         name = self._names.get(id(bias))
-        if name is None or output.shape[axis] != self._sizes[name]:  # one number for all channels is no channel's own
+        if name is None or output.shape[axis] != self._sizes[name]:  # a bias shared by all channels has another size
             return output
         mended = self._see(name, output, axis)
         return output if mended is None else mended

@@ -1,7 +1,8 @@
-"""Whether recovery worked: the recovered bf16 artifact beside the original one, both held against the original's fp32.
+"""Judges a recovery: compares the recovered bf16 artifact and the original one with the original's fp32 outputs.
 
-What an owner wants is that bf16 answers as well as fp32 did. So the answers of the *original* weights in fp32 are the
-measure; the artifact's own drift budget, from the recovered weights in fp32, says only what rounding still costs.
+The user wants bf16 outputs as good as the fp32 ones were. So the measure is the outputs of the *original* weights in
+fp32. The artifact's own drift budget, measured from the recovered weights in fp32, only shows what rounding still
+costs.
 """
 
 from __future__ import annotations
@@ -35,19 +36,22 @@ RECOVERED = "recovered fp32"
 
 @dataclass
 class Comparison:
-    """What was found, in rows, and, by profile, in words where the recovered artifact is over the budget."""
+    """The rows of a comparison and, by profile, sentences on where the recovered artifact is over the budget."""
 
     drift: list[RecoveredDrift] = field(default_factory=list)
     accuracy: list[AccuracyEntry] = field(default_factory=list)
     over: dict[str, list[str]] = field(default_factory=dict)
 
     def accuracy_of(self, model: str) -> AccuracyEntry | None:
-        """What was counted of ``model``, where there were labels."""
+        """Return the accuracy counted for ``model``, or None without labels."""
         return next((entry for entry in self.accuracy if entry.model == model), None)
 
     def made_worse(self, *, by_labels: bool) -> str | None:
-        """In words, where the recovered bf16 answers are further from fp32's than those before, or, ``by_labels``,
-        fewer of them right. Of all profiles and outputs the worst counts: one may pay for another."""
+        """Return a sentence if the recovered bf16 outputs are farther from fp32's than before, else None.
+
+        With ``by_labels``, compare instead how many labelled rows are right. Only the worst of all profiles and outputs
+        counts before and after, so one may lose if the worst one gains.
+        """
         if by_labels:
             pairs = [(self.accuracy_of(bf16_before(name)), self.accuracy_of(bf16_after(name))) for name in self.over]
             counted = [(was.share, now.share) for was, now in pairs if was is not None and now is not None]
@@ -59,19 +63,19 @@ class Comparison:
 
 
 def bf16_before(profile: str) -> str:
-    """What the accuracy of the original weights in ``profile`` is called."""
+    """Return the name for the accuracy of the original weights in ``profile``."""
     return f"{profile}, as it was"
 
 
 def bf16_after(profile: str) -> str:
-    """What the accuracy of the recovered weights in ``profile`` is called."""
+    """Return the name for the accuracy of the recovered weights in ``profile``."""
     return f"{profile}, recovered"
 
 
 def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget: Budget, scratch: Path) -> Comparison:
-    """Run both artifacts, and both of their fp32 references, on ``batches``; answers are kept in ``scratch``.
+    """Run both artifacts and both their fp32 references on ``batches``; outputs are kept in files in ``scratch``.
 
-    Raises :class:`UsageError` where labels do not fit the logits.
+    Raises :class:`UsageError` if labels do not match the logits.
     """
     found = Comparison()
     outputs = [entry.spec() for entry in after.manifest.outputs]
@@ -99,9 +103,9 @@ def compare(before: Artifact, after: Artifact, batches: Sequence[Batch], budget:
 
 
 def worse_answers(found: Comparison, budget: Budget) -> dict[str, list[str]]:
-    """By profile, where a recovered artifact answers fewer rows with their label than fp32 did, in words.
+    """Return, by profile, sentences on where a recovered artifact has fewer rows right than fp32 had.
 
-    It may be as many fewer as the budget lets top-1 differ.
+    The share may be lower by as much as the budget lets top-1 differ.
     """
     reference, bound = found.accuracy_of(REFERENCE), budget.bound("top1_agreement")
     over: dict[str, list[str]] = {profile: [] for profile in found.over}
@@ -118,7 +122,7 @@ def worse_answers(found: Comparison, budget: Budget) -> dict[str, list[str]]:
 
 
 class _Grades:
-    """Counts the labelled rows that each model answers with the label."""
+    """Counts the labelled rows that each model gets right."""
 
     def __init__(self, outputs: Sequence[TensorSpec], batches: Sequence[Batch]) -> None:
         self.logits = logits_of(outputs)
@@ -162,7 +166,7 @@ def _measured(
     axis: int | None,
     grades: _Grades,
 ) -> list[dict[str, DriftSummary]]:
-    """The drift of ``runtime`` from each of ``references``, by output; every feed is run once."""
+    """Return the drift of ``runtime`` from each of ``references``, by output; every feed is run once."""
     found: list[list[Drifts]] = [[] for _ in references]
     for place, answer in enumerate(measure.answers(runtime, feeds)):
         grades.see(place, answer)

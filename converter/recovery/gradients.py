@@ -1,8 +1,9 @@
-"""What becomes of a step's gradients in fp16 and in bf16, with loss scaling and without: counted, on fp32 gradients.
+"""Counts how many gradients of a step would be lost in fp16 and bf16, with and without loss scaling.
 
-fp16 ends at 2^-24 below and 65,504 above; gradients of activations lie below that in most networks, which is why the
-loss is scaled (P. Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2). bf16 has the exponents of
-fp32 and ends at 2^-133. Each gradient is rounded by torch to the format and looked at.
+The gradients are computed in fp32. fp16 ends at 2^-24 below and 65,504 above. In most networks, gradients of
+activations lie below that, which is why the loss is scaled (P. Micikevicius et al., "Mixed Precision Training", ICLR
+2018, section 3.2). bf16 has the exponents of fp32 and ends at 2^-133. torch rounds each gradient to the format for the
+count.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class _Counts:
 
 @dataclass
 class Survey:
-    """The counts of one step, by what the gradients are of, format and scale."""
+    """The counts of one step, by (weights or activations, format, scale)."""
 
     step: int
     scales: Sequence[float]
     counts: dict[tuple[str, str, float], _Counts] = field(default_factory=dict)
 
     def add(self, of: str, gradient: torch.Tensor) -> None:
-        """Count the finite non-zero values of an fp32 ``gradient``, of ``weights`` or of ``activations``."""
+        """Count the finite non-zero values of an fp32 ``gradient``; ``of`` is "weights" or "activations"."""
         values = gradient.detach().float().reshape(-1)
         values = values[torch.isfinite(values) & (values != 0)]
         for name, dtype in _FORMATS.items():
@@ -48,7 +49,7 @@ class Survey:
                 counts.overflowed += int(torch.isinf(held).sum())
 
     def entries(self) -> list[GradientEntry]:
-        """One for each combination, in the order of the table."""
+        """Return one entry for each combination, in the order of the table."""
         return [
             GradientEntry(
                 step=self.step,
@@ -67,9 +68,10 @@ class Survey:
 def survey(
     step: int, scale: float, module: torch.nn.Module, weights: Sequence[torch.Tensor], loss: Callable[[], torch.Tensor]
 ) -> list[GradientEntry]:
-    """The gradients of ``loss()``, a forward pass of ``module`` in fp32, by ``weights`` and by every layer's output.
+    """Survey the gradients of ``loss()``, a forward pass of ``module`` in fp32, for ``weights`` and every layer's
+    output.
 
-    Without a scale and with ``scale``. The gradients of ``weights`` are left as they were.
+    They are counted without a scale and with ``scale``. The stored gradients of ``weights`` do not change.
     """
     found = Survey(step, sorted({1.0, scale}))
     with _watched(module, lambda gradient: found.add("activations", gradient)):
@@ -82,7 +84,7 @@ def survey(
 
 @contextmanager
 def _watched(module: torch.nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within it, ``see`` is given the gradient of every tensor that a layer, a module without parts, gives."""
+    """While active, passes ``see`` the gradient of every tensor that a layer (a module without submodules) returns."""
 
     def hook(_module: torch.nn.Module, _given: object, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:

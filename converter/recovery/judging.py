@@ -1,4 +1,4 @@
-"""Judging what a recovery wrote: by what the original weights answer in fp32, and beside the bf16 that there was."""
+"""Judges the artifact that a recovery wrote, by the original fp32 outputs and in comparison with the original bf16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from converter.recovery.training import Taught
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """What the recovered artifact is judged by: batches, what they are called, and whether they were held out."""
+    """The batches that judge the recovered artifact, their name for messages, and whether they were held out of
+    training."""
 
     batches: Sequence[Batch]
     origin: str
@@ -31,12 +32,12 @@ class Judging:
 
 
 class MadeWorse(Exception):
-    """The weights that training left do worse in bf16 than those that it began with; the text has the numbers."""
+    """The trained weights do worse in bf16 than the original ones; the text has the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Holds what was written against what the original weights answer in fp32."""
+    """Compares the written artifact with the original weights' fp32 outputs."""
 
     options: Options
     settings: Settings
@@ -69,7 +70,7 @@ class Judge:
         return Judged(manifest, entry, tuple(notes))
 
     def _check_worse(self, found: Comparison) -> None:
-        """:class:`MadeWorse` where the original weights in bf16 did better; not of those weights themselves."""
+        """Raise :class:`MadeWorse` if the original weights did better in bf16; never for those weights themselves."""
         if self.taught.unchanged or self.instead_of is not None:
             return
         words = found.made_worse(by_labels=self.settings.loss == "cross-entropy")
@@ -79,7 +80,8 @@ class Judge:
     def _kept(
         self, stage: StagingArtifact, manifest: Manifest, over: dict[str, list[str]]
     ) -> tuple[Manifest, list[str]]:
-        """``manifest`` without optional profiles that did not recover; :class:`BudgetExceeded` for any other."""
+        """Return ``manifest`` without optional profiles over the budget; raise :class:`BudgetExceeded` for any
+        other."""
         unasked = [profile for profile in over if profile in self.options.optional_profiles]
         notes = [f"no profile {profile}: {words}" for profile in unasked for words in over[profile]]
         if unasked:

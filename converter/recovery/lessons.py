@@ -1,4 +1,4 @@
-"""Batches with what fp32 answers to them, and the loss of other answers to them."""
+"""Batches with their fp32 outputs, and the loss of other outputs for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from converter.recovery.settings import Loss
 
 
 class Lesson:
-    """A batch on its device with what fp32 answers to it. Lightning leaves it alone: neither moved nor cast."""
+    """A batch on its device with its fp32 outputs. Lightning leaves an object of this class alone: no move, no cast."""
 
     __slots__ = ("inputs", "labels", "reference")
 
@@ -26,7 +26,7 @@ class Lesson:
 
 
 class Teacher:
-    """The fp32 module, which answers every batch before it is learnt from."""
+    """The fp32 module, which computes the reference outputs of every batch before training uses it."""
 
     def __init__(self, model: TorchModel, outputs: Sequence[TensorSpec], loss: Loss, where: torch.device) -> None:
         self.model = model
@@ -36,7 +36,7 @@ class Teacher:
             model.module.to(where)
 
     def lesson(self, batch: Batch) -> Lesson:
-        """``batch`` with fp32's answers; :class:`UsageError` where there is nothing in them to be learnt."""
+        """Return ``batch`` with its fp32 outputs; raise :class:`UsageError` if nothing can be learnt from them."""
         inputs = [torch.from_numpy(batch.feeds[spec.name].copy()).to(self._where) for spec in self.model.inputs]
         with torch.no_grad(), torch.autocast(self._where.type, enabled=False):
             answers = self.model.module(*(tensor.clone() for tensor in inputs))
@@ -63,15 +63,16 @@ class Teacher:
         return torch.from_numpy(batch.labels)
 
     def loss(self, answers: Mapping[str, torch.Tensor], lesson: Lesson) -> torch.Tensor:
-        """What ``answers`` to ``lesson`` cost."""
+        """Return the loss of ``answers`` for ``lesson``."""
         if lesson.labels is None:
             return distillation(answers, lesson.reference, len(lesson.inputs[0]))
-        assert self._logits is not None  # noqa: S101 - or it would have no labels
+        assert self._logits is not None  # noqa: S101 - without logits it would have no labels
         return cross_entropy(answers[self._logits], lesson.labels)
 
 
 def _check_answers(batch: Batch, reference: Mapping[str, torch.Tensor]) -> None:
-    """Infinite ones may be meant, as masked logits are; NaN never is."""
+    """Reject outputs with NaN or without any finite value. Some infinite values may be intended, as in masked
+    logits."""
     for name, answer in reference.items():
         if not answer.is_floating_point():
             continue

@@ -1,4 +1,4 @@
-"""What a recovery lessens: the distance from the fp32 answers, or the cross-entropy of labels."""
+"""The loss that a recovery minimises: the distance from the fp32 outputs, or the cross-entropy of labels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from bf16kit.errors import UsageError
 from bf16kit.tensors import TensorSpec
 
-_SMALLEST = 1e-12  # of a squared norm: an answer of zeros has no relative distance
+_SMALLEST = 1e-12  # of a squared norm: an output of zeros has no relative distance
 
 
 def distillation(answers: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
-    """The mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², c of ``answers`` and r of ``reference``, in fp32.
+    """Return the mean over outputs and samples of ‖c − r‖² ÷ ‖r‖², in fp32; c is from ``answers``, r from
+    ``reference``.
 
-    That is the square of the drift budget's ``relative_l2``. A sample is a row of the first axis where every output has
-    ``rows`` of them, else the whole of an output. Elements that r has infinite, such as masked logits, are left out.
-    Integer outputs cannot be learnt.
+    This is the square of the drift budget's ``relative_l2``. A sample is a row of the first axis if every output has
+    ``rows`` of them, else a whole output. Elements that are infinite in r, such as masked logits, are left out. Integer
+    outputs are left out too. Raises :class:`UsageError` if no output holds floats.
     """
     batched = all(tensor.ndim > 0 and tensor.shape[0] == rows for tensor in reference.values())
     distances = []
@@ -35,11 +36,13 @@ def distillation(answers: Mapping[str, torch.Tensor], reference: Mapping[str, to
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy, in fp32, of ``labels`` [...] and ``logits`` [..., classes]; −100 does not count."""
+    """Return the mean cross-entropy, in fp32, of ``labels`` [...] and ``logits`` [..., classes]; label −100 is
+    ignored."""
     return torch.nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def logits_of(outputs: Sequence[TensorSpec]) -> str | None:
-    """The name of the output that labels speak of: the only one of kind logits; None where there is no such one."""
+    """Return the name of the output that labels belong to, the only one of kind logits; None if there is not exactly
+    one."""
     found = [spec.name for spec in outputs if spec.kind == "logits"]
     return found[0] if len(found) == 1 else None

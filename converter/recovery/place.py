@@ -1,4 +1,4 @@
-"""The directory beside the target in which a recovery keeps what it needs to be resumed, locked while it is used."""
+"""The directory beside the target in which a recovery keeps what resuming needs; locked while in use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ORIGINAL = "original"
 
 
 class Place:
-    """A locked directory: the last checkpoint, the artifact of the weights as they were, and what was asked for."""
+    """A locked directory with the last checkpoint, the artifact of the original weights, and the options of the
+    recovery."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,19 +31,19 @@ class Place:
 
     @property
     def checkpoint(self) -> Path:
-        """Where the last checkpoint is, or will be."""
+        """The path of the last checkpoint, whether it exists or not."""
         return self.path / _LAST
 
     @property
     def last(self) -> Path | None:
-        """The last checkpoint, None where there is none yet."""
+        """The last checkpoint, or None if there is none yet."""
         found = self.checkpoint
         return found if found.is_file() else None
 
     def keep(self, write: Callable[[BinaryIO], object]) -> None:
-        """Have ``write`` write a checkpoint into a file, synced and renamed: a killed run leaves the one before it.
+        """Write a checkpoint by ``write`` into a file that is synced and renamed: a killed run leaves the previous one.
 
-        Raises :class:`UsageError` where the file cannot be written, a full disk among the reasons.
+        Raises :class:`UsageError` if the file cannot be written, for example because the disk is full.
         """
         partial = self.path / f"{_LAST}.tmp"
         watched = None
@@ -55,7 +56,7 @@ class Place:
             partial.replace(self.checkpoint)
             _sync(self.path)
         except Exception as error:
-            partial.unlink(missing_ok=True)  # what is left of it takes the room that somebody has to find
+            partial.unlink(missing_ok=True)  # the partial file takes space that the user has to free
             cause = error if watched is None or watched.failed is None else watched.failed
             if not isinstance(cause, OSError):
                 raise
@@ -74,15 +75,15 @@ class Place:
         )
 
     def agree(self, asked: Mapping[str, Any]) -> None:
-        """Keep what was asked for, or hold it against what was asked when this recovery began.
+        """Record the options at the start of a recovery; when it is resumed, check that they are the same.
 
-        Raises :class:`UsageError` naming the first option that is another one now: weights that were trained half by
-        one and half by another are nobody's.
+        Raises :class:`UsageError` that names the first option that differs: training half by one option and half by
+        another would give a result that no options describe.
         """
         file = self.path / _PLAN
         now = json.loads(json.dumps(asked))
         if self.last is None or not file.is_file():
-            shutil.rmtree(self.path / ORIGINAL, ignore_errors=True)  # of a run that was killed, and perhaps of others
+            shutil.rmtree(self.path / ORIGINAL, ignore_errors=True)  # of a killed run, perhaps with other options
             file.write_text(json.dumps(now, sort_keys=True, indent=1) + "\n", "utf-8")
             return
         try:
@@ -99,10 +100,9 @@ class Place:
 
 @contextlib.contextmanager
 def workplace(target: Target, *, resume: bool) -> Iterator[Place]:
-    """The place of a recovery to ``target``; removed when it is ``finished``, or when nothing can be resumed from it.
+    """Yield the directory of a recovery to ``target``; remove it if ``finished``, or if nothing can be resumed from it.
 
-    Raises :class:`UsageError` when another recovery uses it, and when there is a checkpoint that nobody asked to
-    ``resume``.
+    Raises :class:`UsageError` if another recovery uses it, or if it holds a checkpoint and ``resume`` is false.
     """
     path = place(target)
     made = tuple(parent for parent in path.parents if not parent.exists())
@@ -135,7 +135,7 @@ def workplace(target: Target, *, resume: bool) -> Iterator[Place]:
 
 
 class _Watched:
-    """A file that remembers why it could not be written: torch.save may say something else of it."""
+    """A file that remembers why writing failed, because torch.save may report another error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -149,11 +149,11 @@ class _Watched:
             raise
 
     def flush(self) -> None:
-        """Left to whoever opened the file, so that only writing can fail here."""
+        """Do nothing: whoever opened the file flushes it, so that only writing can fail here."""
 
 
 def _sync(directory: Path) -> None:
-    """Have what was renamed in ``directory`` outlast a loss of power."""
+    """Sync ``directory``, so that a rename in it survives a loss of power."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""The arithmetic of a recovery: Lightning's precision plugins, chosen by hand, and which device it is done on.
+"""The arithmetic of a recovery: Lightning's precision plugins, chosen explicitly, and the device.
 
-By hand, because ``Trainer(precision="16-mixed")`` on a CPU computes in bf16 without a word.
+They are chosen explicitly because ``Trainer(precision="16-mixed")`` silently computes in bf16 on a CPU.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _DTYPES = {
     "16-mixed": torch.float16,
     "32-true": torch.float32,
 }
-# torch refuses 1 for either factor. In fp32, which a scale is held in, these are 1: it never changes, and a step whose
-# gradients are not finite is left out all the same.
+# torch rejects 1 for either factor. The scale is held in fp32, in which both equal 1. So it never changes, but steps
+# with gradients that are not finite are still skipped.
 _UP, _DOWN = 1 + 1e-12, 1 - 1e-12
 
 
 def dtype(precision: Precision) -> torch.dtype:
-    """What products are to compute in."""
+    """Return the dtype in which products are computed."""
     return _DTYPES[precision]
 
 
 def arithmetic(precision: Precision, where: torch.device) -> torch.autocast:
-    """The context in which weights in fp32 are multiplied as ``precision`` says."""
+    """Return the context in which products of fp32 weights are computed as ``precision`` says."""
     computed = dtype(precision)
     return torch.autocast(where.type, computed, enabled=computed != torch.float32)
 
 
 def device(given: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``; :class:`UsageError` for another word, or a GPU that is not there."""
+    """Parse ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raise :class:`UsageError` for another word or a missing GPU."""
     if given == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, number = given.partition(":")
@@ -51,7 +51,8 @@ def device(given: str) -> torch.device:
 
 
 def scaler(scaling: Scaling, where: torch.device) -> torch.amp.GradScaler:
-    """What multiplies the loss, and leaves steps out whose gradients are not finite; with ``none`` it does neither."""
+    """Return the scaler of the loss, which also skips steps with gradients that are not finite; with ``none``, it does
+    neither."""
     if scaling.kind == "none":
         return torch.amp.GradScaler(where.type, enabled=False)
     if scaling.kind == "static":
@@ -60,7 +61,7 @@ def scaler(scaling: Scaling, where: torch.device) -> torch.amp.GradScaler:
 
 
 def plugin(precision: Precision, scaling: Scaling, where: torch.device) -> Any:
-    """Lightning's plugin for ``precision``; its autocast computes in what :func:`dtype` says, on a CPU, too."""
+    """Return Lightning's plugin for ``precision``; its autocast computes in :func:`dtype`, also on a CPU."""
     from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
     from lightning.pytorch.plugins.precision import Precision as FullPrecision
 
@@ -74,7 +75,7 @@ def plugin(precision: Precision, scaling: Scaling, where: torch.device) -> Any:
 
 
 def notes(precision: Precision, scaling: Scaling, where: torch.device) -> list[str]:
-    """What people should know of the arithmetic that they asked for."""
+    """Return notes for the user on the chosen arithmetic."""
     found = []
     if precision == "16-mixed" and where.type == "cpu":
         found.append(

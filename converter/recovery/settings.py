@@ -1,4 +1,4 @@
-"""What a recovery was asked to do, parsed and checked before any long work begins."""
+"""The settings of a recovery, parsed and checked before any long work begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Loss = Literal["distillation", "cross-entropy"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 
-# The values of P. Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and of torch.amp.GradScaler: begin far
+# The values of P. Micikevicius et al., "Mixed Precision Training" (ICLR 2018), and of torch.amp.GradScaler: start far
 # too high, halve at an overflow, double after 2,000 steps without one.
 FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
@@ -28,10 +28,11 @@ _LARGEST_SCALE = 2.0**127
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the loss is multiplied by before gradients are computed, and the gradients divided by afterwards.
+    """The scale by which the loss is multiplied before gradients are computed; the gradients are divided by it
+    afterwards.
 
-    ``factor`` is the scale of ``static``, the first one of ``dynamic``, 1 for ``none``; ``interval`` the steps without
-    an overflow after which a dynamic one doubles.
+    ``factor`` is the scale of ``static``, the first scale of ``dynamic``, and 1 for ``none``. ``interval`` is the
+    number of steps without an overflow after which a dynamic scale doubles.
     """
 
     kind: Literal["none", "static", "dynamic"]
@@ -46,7 +47,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One recovery; ``every`` is the number of steps from one checkpoint to the next."""
+    """The settings of one recovery; ``every`` is the number of steps between checkpoints."""
 
     data: str
     evaluation: str | None
@@ -60,7 +61,7 @@ class Settings:
     resume: bool
 
     def recorded(self, recovered_from: str) -> dict[str, Any]:
-        """What shaped the recovered weights, for the manifest."""
+        """Return the settings that shaped the recovered weights, for the manifest."""
         return {
             "recovered_from": recovered_from,
             "steps": self.steps,
@@ -72,7 +73,7 @@ class Settings:
 
 
 def parse_settings(given: Mapping[str, Any]) -> Settings:
-    """Settings of what the command line was given; :class:`UsageError` for what cannot be meant."""
+    """Parse the command line's values; raise :class:`UsageError` for those that make no sense."""
     steps: int = given["steps"]
     if steps < 1:
         raise UsageError(
@@ -100,10 +101,10 @@ def parse_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def parse_scaling(text: str | None, precision: Precision) -> Scaling:
-    """``none``, ``static=K``, ``dynamic`` or ``dynamic=STEPS``; for None what ``precision`` needs.
+    """Parse ``none``, ``static=K``, ``dynamic`` or ``dynamic=STEPS``; for None, choose what ``precision`` needs.
 
-    Raises :class:`UsageError` for another text, and for a scale where gradients are bf16: its exponents are fp32's, so
-    that there is nothing to scale.
+    Raises :class:`UsageError` for another text, and for a scale if gradients are bf16: it has fp32's exponents, so that
+    scaling is useless.
     """
     if text is None:
         return Scaling("dynamic", FIRST_SCALE) if precision == "16-mixed" else Scaling("none")
@@ -133,7 +134,7 @@ def _number(text: str, value: str) -> float:
         number = float(value)
     except ValueError:
         raise UsageError(f"--loss-scaling {text}: {value!r} is not a number; for example static=1024") from None
-    if not 1 <= number <= _LARGEST_SCALE:  # also NaN
+    if not 1 <= number <= _LARGEST_SCALE:  # rejects NaN too
         raise UsageError(f"--loss-scaling {text}: a scale is 1 or more, and at most 2**127; for example static=1024")
     return number
 
@@ -147,5 +148,5 @@ def _count(text: str, value: str) -> int:
 
 
 def place(target: Target) -> Path:
-    """The directory beside ``target`` in which a recovery that was interrupted can be resumed."""
+    """Return the directory beside ``target`` from which an interrupted recovery can be resumed."""
     return target.path.with_name(f".{target.path.name}.recovery")

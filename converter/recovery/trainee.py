@@ -1,4 +1,4 @@
-"""The model in training, as Lightning's trainer knows it: forward with rounded weights, backward straight through."""
+"""The model in training, as Lightning's trainer uses it: forward with rounded weights, backward straight through."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from converter.recovery.settings import Settings
 from converter.recovery.weights import Trained, straight_through
 from converter.recovery.yardstick import Yardstick
 
-_SMALLEST_SIZE = 1e-3  # of a tensor, by which its steps are measured: one of zeros must be able to leave them
+_SMALLEST_SIZE = 1e-3  # the least size of a tensor that scales its steps, so that a tensor of zeros can move
 _FACTS = "bf16kit_recovery"
 
 
 @dataclass
 class Facts:
-    """What is seen while training; it travels in the checkpoints.
+    """The facts recorded while training; they are stored in the checkpoints.
 
-    ``looks`` are the yardstick's losses by step, from 0 on. ``slower`` is what the learning rate has become, as a share
-    of what it would be.
+    ``looks`` are the yardstick's losses by step, from 0 on. ``slower`` is the factor by which the learning rate was
+    reduced.
     """
 
     skipped: int = 0
@@ -46,7 +46,7 @@ class Facts:
 
 @dataclass
 class Kept:
-    """The best weights seen, in fp32 by first name: those after ``step``, of the yardstick's ``loss``."""
+    """The best weights so far, in fp32 by first name: those after ``step``, with the yardstick's ``loss``."""
 
     step: int
     loss: float
@@ -54,9 +54,9 @@ class Kept:
 
 
 class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
-    """``student`` with its masters: parameters in fp32, or in bf16 for ``bf16-true``.
+    """The module of ``student``, whose parameters are the masters: in fp32, or in bf16 for ``bf16-true``.
 
-    Dropout is off and the statistics of BatchNorm stand still: what is trained is the model as it is served.
+    Dropout is off and the statistics of BatchNorm are fixed, because the model is trained as it is served.
     """
 
     def __init__(
@@ -85,22 +85,23 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         return self._settings.precision == "bf16-true"
 
     def masters(self) -> list[tuple[Trained, torch.Tensor]]:
-        """What is trained, each with its parameter."""
+        """Return what is trained, each with its parameter."""
         parameters = dict(self.student.named_parameters(remove_duplicate=False))
         return [(entry, parameters[entry.names[0]]) for entry in self._trained]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """A copy of what is trained, in fp32, by first name."""
+        """Return a copy of what is trained, in fp32, by first name."""
         return {entry.names[0]: master.detach().float().clone() for entry, master in self.masters()}
 
     def put(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from ``state``."""
+        """Set the parameters to ``state``."""
         with torch.no_grad():
             for entry, master in self.masters():
                 master.copy_(state[entry.names[0]])
 
     def loss(self, lesson: Lesson, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The loss of the model as the artifact would hold it; ``dtype`` is that of floating inputs, None: as given."""
+        """Return the loss of the model as the artifact would hold it; float inputs are cast to ``dtype`` (None:
+        unchanged)."""
         found = {
             name: straight_through(master, None if entry.scale is None else entry.scale.to(master.device))
             for entry, master in self.masters()
@@ -112,7 +113,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         return self._yardstick.teacher.loss(answers, lesson)
 
     def take_survey(self, step: int, lesson: Lesson, scale: float) -> None:
-        """Look at the gradients of ``lesson`` in fp32, in which the student has to be."""
+        """Survey the gradients of ``lesson`` in fp32; the student must be in fp32."""
         weights = [master for _, master in self.masters()]
         where = weights[0].device.type
         with torch.autocast(where, enabled=False), torch.enable_grad():
@@ -122,7 +123,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
 
     def training_step(self, lesson: Lesson, _index: int) -> torch.Tensor:
         step = self.global_step
-        seed_all(self._seed + step)  # a model that draws random numbers draws these again when it is resumed
+        seed_all(self._seed + step)  # random numbers that a model draws are the same after a resume
         watch = _Computed(self.student) if not self.facts.computed else None
         loss = self.loss(lesson, dtype=torch.bfloat16 if self._true else None)
         if watch is not None:
@@ -136,8 +137,11 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW without decay. A step is a share of each tensor's own size (its root mean square), as in Adafactor
-        (N. Shazeer and M. Stern 2018, section 8): a unit in the last place of bf16 is such a share, too."""
+        """Return AdamW without decay.
+
+        A step is a share of each tensor's own size (its root mean square), as in Adafactor (N. Shazeer and M. Stern
+        2018, section 8), because a unit in the last place of bf16 is such a share too.
+        """
         groups = [
             {
                 "params": [master],
@@ -154,8 +158,8 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
             group["lr"] = rate * group["share"]
 
     def on_before_optimizer_step(self, _optimizer: torch.optim.Optimizer) -> None:
-        """Here gradients are divided by the scale already, and torch is about to leave the step out if one of them is
-        not finite."""
+        """Count the steps to be skipped. At this point gradients are unscaled, and torch skips the step if one is not
+        finite."""
         gradients = [master.grad for _, master in self.masters() if master.grad is not None]
         if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             self.facts.skipped += 1
@@ -167,8 +171,11 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Count what the step changed, and look whether it helped. Not Lightning's hook of the batch's end: that runs
-        after the callback by which a checkpoint is kept, in which all this has to be."""
+        """Count what the step changed, and check whether it helped.
+
+        Lightning's hook for a batch's end would be too late: it runs after the callback that stores the checkpoint,
+        which must contain all this.
+        """
         for was, (_, master) in zip(self._before, self.masters(), strict=False):
             if master.grad is not None:
                 moved = master.grad != 0
@@ -180,7 +187,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
             self._look(step)
 
     def _look(self, step: int) -> None:
-        """Keep the weights where they are the best yet; go back to those, and on at half the rate, where not."""
+        """Keep the weights if they are the best so far; else restore the best ones and halve the learning rate."""
         state = self.state()
         loss = self._yardstick.loss(state)
         self.facts.looks.append((step, loss))
@@ -188,7 +195,7 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
             self.kept = Kept(step, loss, state)
             return
         self.put(self.kept.state)
-        self.optimizers(use_pl_optimizer=False).state.clear()  # momentum of the way that was left
+        self.optimizers(use_pl_optimizer=False).state.clear()  # its momentum belongs to the abandoned weights
         self.facts.slower /= 2
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -210,18 +217,18 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
 
 
 def looking(steps: int) -> int:
-    """Steps from one look to the next. Not those between checkpoints: these may be others when it is resumed."""
+    """Return the steps between looks. Not those between checkpoints, which may change when training is resumed."""
     return max(1, steps // 10)
 
 
 def schedule(step: int, steps: int) -> float:
-    """The share of the learning rate at ``step`` of ``steps``: up over the first tenth, then down in a line to 0."""
+    """Return the share of the learning rate at ``step`` of ``steps``: rising over the first tenth, then linear to 0."""
     warm = max(1, steps // 10)
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
 class _Computed:
-    """The dtype of what the first product of a forward pass gives."""
+    """Records the dtype of the first product's output in a forward pass."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._found = ""

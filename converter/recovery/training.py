@@ -1,4 +1,4 @@
-"""The training of a recovery: Lightning's loop over lessons, with checkpoints from which it can go on."""
+"""The training of a recovery: Lightning's loop over lessons, with checkpoints from which it can be resumed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What training left: the weights that it kept, in fp32 on the CPU, by first name, and what was seen on the way.
+    """The result of training: the weights that it kept, in fp32 on the CPU, by first name, and what was recorded.
 
-    ``step`` is the one that they were kept after; 0: before any, perhaps with corrected biases. ``start`` are the
-    weights as they were.
+    ``step`` is the step after which they were kept; 0 means before any, perhaps with corrected biases. ``start`` are
+    the original weights.
     """
 
     start: State
@@ -47,12 +47,12 @@ class Taught:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the weights that were kept are those that it began with."""
+        """Whether the kept weights are those that training started with."""
         return self.step == 0 and self.training.biases_corrected == 0
 
 
 def check_installed() -> None:
-    """:class:`UsageError` where Lightning, which trains, is not installed."""
+    """Raise :class:`UsageError` if Lightning, which does the training, is not installed."""
     try:
         import lightning  # noqa: F401
     except ImportError:
@@ -69,11 +69,11 @@ def train(
     place: Place,
     progress: Progress,
 ) -> Taught:
-    """Train a copy of ``model`` on the answers of ``model`` itself, or on labels, as ``settings`` say.
+    """Train a copy of ``model`` on the outputs of ``model`` itself, or on labels, as ``settings`` say.
 
-    Goes on from the last checkpoint in ``place``, where there is one. Raises :class:`ConversionError` when the loss or,
-    without loss scaling, a gradient is not finite, or when every step was left out; :class:`UsageError` for batches
-    that do not fit.
+    Resumes from the last checkpoint in ``place`` if there is one. Raises :class:`ConversionError` if the loss is not
+    finite, if a gradient is not finite without loss scaling, or if every step was skipped. Raises :class:`UsageError`
+    for batches that do not match the model.
     """
     from converter.recovery.trainee import Trainee
 
@@ -140,7 +140,7 @@ def _on_cpu(state: State) -> State:
 
 
 def _correct(trainee: Trainee, yardstick: Yardstick, start: State) -> None:
-    """Give ``trainee``, before its first step, biases that make up for rounding, where that lessens the loss."""
+    """Before the first step, give ``trainee`` biases that compensate rounding, if that lowers the loss."""
     from converter.recovery.trainee import Kept
 
     facts = trainee.facts
@@ -156,7 +156,7 @@ def _correct(trainee: Trainee, yardstick: Yardstick, start: State) -> None:
 
 
 class _full_fp32:  # noqa: N801 - reads as the context that it is
-    """Within it, products in fp32 are in fp32: no TF32."""
+    """Compute fp32 products in fp32, without TF32, while active."""
 
     def __enter__(self) -> None:
         self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -169,7 +169,7 @@ class _full_fp32:  # noqa: N801 - reads as the context that it is
 
 
 class _Lessons(torch.utils.data.IterableDataset[Lesson]):
-    """The lessons that are left of a training, once."""
+    """The remaining lessons of a training, once."""
 
     def __init__(self, lessons: Iterator[Lesson], count: int) -> None:
         self._lessons, self._count = lessons, count
@@ -181,7 +181,7 @@ class _Lessons(torch.utils.data.IterableDataset[Lesson]):
 def _fit(
     trainee: Trainee, lessons: _Lessons, settings: Settings, place: Place, progress: Progress, where: torch.device
 ) -> float:
-    """Run Lightning's loop; gives the scale that the loss had at the end."""
+    """Run Lightning's loop; return the loss scale at the end."""
     import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -193,11 +193,11 @@ def _fit(
             devices=1 if where.type == "cpu" else [where.index or 0],
             max_steps=settings.steps,
             max_epochs=-1,
-            # nothing that the environment says makes it a cluster
+            # so that no environment variable makes it a cluster
             plugins=[arithmetic, LightningEnvironment(), _writer(place)],
             callbacks=[keeper],
             logger=False,
-            enable_checkpointing=False,  # `keeper` writes them, and never half of one
+            enable_checkpointing=False,  # `keeper` writes them, and never leaves half a file
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
@@ -207,7 +207,7 @@ def _fit(
         data = torch.utils.data.DataLoader(lessons, batch_size=None)
         try:
             trainer.fit(trainee, data, ckpt_path=None if place.last is None else str(place.last), weights_only=True)
-        except SystemExit:  # Lightning's answer to Control-C
+        except SystemExit:  # Lightning raises it on Control-C
             raise KeyboardInterrupt from None
         finally:
             keeper.close()
@@ -219,7 +219,8 @@ def _fit(
 
 
 def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
-    """A callback that keeps a checkpoint every so many steps, and at the last, and says how far training is."""
+    """Return a callback that stores a checkpoint every ``settings.every`` steps and at the last, and reports
+    progress."""
     import lightning
 
     class Keeper(lightning.Callback):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
@@ -248,7 +249,7 @@ def _keeper(settings: Settings, place: Place, progress: Progress) -> Any:
 
 
 def _writer(place: Place) -> Any:
-    """What writes Lightning's checkpoints into ``place``: its own would go through a file in /tmp, and move that."""
+    """Return the writer of checkpoints into ``place``. Lightning's own would write to a file in /tmp and move it."""
     from lightning.pytorch.plugins import TorchCheckpointIO
 
     class Writer(TorchCheckpointIO):  # type: ignore[misc,unused-ignore]  # lightning may not be installed
@@ -259,7 +260,7 @@ def _writer(place: Place) -> Any:
 
 
 def _begun(last: Path, settings: Settings) -> int:
-    """How many steps the last checkpoint is of."""
+    """Return the step that the last checkpoint was written after."""
     try:
         found = torch.load(last, weights_only=True, map_location="cpu")["global_step"]
     except Exception as error:
@@ -271,7 +272,7 @@ def _begun(last: Path, settings: Settings) -> int:
 
 
 def _load(trainee: Trainee, last: Path) -> float:
-    """The end state of a training that had ended; gives the scale that the loss had."""
+    """Load the end state of a training that had finished; return its loss scale."""
     found = torch.load(last, weights_only=True, map_location="cpu")
     trainee.load_state_dict(found["state_dict"])
     trainee.on_load_checkpoint(found)

@@ -1,4 +1,4 @@
-"""The walk of a recovery: read → convert as it is → train → round → convert → compare with what fp32 answered."""
+"""The steps of a recovery: read → convert unchanged → train → round → convert → compare with the fp32 outputs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from converter.recovery.training import check_installed, train
 from converter.recovery.weights import digest, find, put, recovered
 from converter.recovery.yardstick import State
 
-JUDGED = 1000  # batches, at most, that a recovery is judged on: as many as --samples takes
+JUDGED = 1000  # batches that a recovery is judged on, at most: as many as --samples takes
 
 
 def recover(options: Options, settings: Settings, progress: Progress) -> Result:
     """Train the weights of ``options.source`` for bf16, and publish them as an artifact at ``options.target``.
 
-    Nothing is published unless the bf16 artifact answers within the budget as the *original* fp32 weights did (for
-    ``cross-entropy``: answers as many labels), and within it as its own fp32 does. Raises what
-    :func:`converter.pipeline.convert` and :func:`converter.recovery.training.train` raise, and
-    :class:`BudgetExceeded` where recovery did not succeed.
+    The artifact is published only if its bf16 outputs are within the budget twice: compared with the *original* fp32
+    outputs, and with its own fp32 outputs. For ``cross-entropy``, the first comparison counts the rows with the right
+    label. Raises what :func:`converter.pipeline.convert` and :func:`converter.recovery.training.train` raise, and
+    :class:`BudgetExceeded` if recovery did not succeed.
     """
     check_installed()
     where = precision.device(settings.device)
@@ -86,14 +86,14 @@ def recover(options: Options, settings: Settings, progress: Progress) -> Result:
 
 
 def _resuming(settings: Settings, place: Place) -> list[str]:
-    """A job that may be killed at any time is always started with --resume: the first time there is nothing yet."""
+    """Return a note if --resume found no checkpoint. That is no error: jobs that may be killed always pass --resume."""
     if settings.resume and place.last is None:
         return [f"--resume: {place.path} held no checkpoint, so that this recovery began at step 1"]
     return []
 
 
 def check_target(options: Options) -> None:
-    """Refuse a target that is in the way before hours of training, as publishing would after them."""
+    """Reject a target that is in the way before hours of training, as publishing would do after them."""
     from bf16kit.publish import check_target as check
 
     check(options.target.path, options.force)
@@ -107,7 +107,7 @@ def _judging(settings: Settings, loader: Loader, model: TorchModel, options: Opt
 
 
 def _check_labels(outputs: Sequence[TensorSpec], judging: Judging) -> None:
-    """Refuse labels of no class before hours of training, as counting right answers would after them."""
+    """Reject labels out of range before hours of training, as counting right rows would do after them."""
     name = logits_of(outputs)
     *dims, classes = next((spec.shape for spec in outputs if spec.name == name and spec.shape), ("unknown",))
     for batch in judging.batches:
@@ -118,9 +118,9 @@ def _check_labels(outputs: Sequence[TensorSpec], judging: Judging) -> None:
 
 
 def _samples(options: Options, source: Source, judging: Judging) -> Samples:
-    """What drift is measured on: the samples that were given, else the batches that recovery is judged on.
+    """Return the samples to measure drift on: the given ones, else the batches that recovery is judged on.
 
-    Without the outputs that came with them: those are the original's.
+    Outputs that came with them are left out, because they are the original's.
     """
     if options.samples is not None:
         given = load(options.samples, source.inputs, outputs=[spec.name for spec in source.outputs])
@@ -129,8 +129,10 @@ def _samples(options: Options, source: Source, judging: Judging) -> Samples:
 
 
 def _asked(options: Options, settings: Settings, checkpoint: Checkpoint, where: str) -> dict[str, Any]:
-    """What the end state follows from, and what the artifact of the weights as they were was made with, for whoever
-    resumes. A file may hold weights of several kinds: its digest does not say which were chosen."""
+    """Return all options that determine the result, or the artifact of the original weights, to be checked at a resume.
+
+    A file may hold several kinds of weights, and its digest does not say which were chosen.
+    """
     recorded = {f"--{name.replace('_', '-')}": value for name, value in settings.recorded(checkpoint.sha256).items()}
     recorded["the source's sha256"] = recorded.pop("--recovered-from")
     return recorded | {
@@ -157,7 +159,8 @@ def _asked(options: Options, settings: Settings, checkpoint: Checkpoint, where: 
 
 
 def _as_it_is(options: Options, source: Source, place: Place, samples: Samples, progress: Progress) -> Artifact:
-    """The artifact of the weights as they are: what is rounded, what bf16 answers before, and the fp32 answers."""
+    """Return the artifact of the original weights: it tells what is rounded, and the bf16 and fp32 outputs before
+    training."""
     target = Target(place.path / ORIGINAL, options.target.model, options.target.version)
     if not target.path.exists():
         plain = replace(
@@ -169,7 +172,7 @@ def _as_it_is(options: Options, source: Source, place: Place, samples: Samples, 
             residual=True,
             report=False,
         )
-        # A copy of the value: converting lets go of the module and of the oracle, and changes the graph.
+        # A copy of the value, because converting drops the module and the oracle, and changes the graph.
         own = None if options.samples is not None else samples
         given = Given(read=lambda _: replace(source), samples=own)
         convert(plain, progress, given)
@@ -177,7 +180,7 @@ def _as_it_is(options: Options, source: Source, place: Place, samples: Samples, 
 
 
 def _exported(source: Source) -> Source:
-    """``source`` exported again: its graph is that of other weights."""
+    """Export ``source`` again: its graph still holds other weights."""
     from converter.sources.readers.common import exported
 
     assert source.module is not None  # noqa: S101 - it was trained

@@ -1,8 +1,8 @@
-"""Which weights are trained, what the artifact rounds of them, and how they become a checkpoint again.
+"""Finds which weights are trained and how the artifact rounds them, and turns them into a checkpoint again.
 
-What is rounded is told by an artifact of the same model: its plan, and the factors that BatchNorm brought into weights
-before they were rounded (docs/artifact-format.md: ``scale``). A module's parameter is found in the checkpoint by its
-values, since readers change names.
+How they are rounded is taken from an artifact of the same model: from its plan, and from the factors by which BatchNorm
+multiplied weights before rounding (docs/artifact-format.md: ``scale``). A module's parameter is found in the checkpoint
+by its values, because readers change names.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from bf16kit.manifest import RESIDUAL, CheckpointEntry, Manifest
 from converter.model import Array
 from converter.sources.statedict import to_torch
 
-_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)  # folded into nothing
+_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)  # these are folded into no weight
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A parameter of the module, under all its names there, and the checkpoint's ``tensors`` that hold it.
+    """A parameter of the module, with all its names there, and the checkpoint's ``tensors`` that hold it.
 
-    ``rounds``: the artifact stores it in bf16, after multiplying it by ``scale`` (float64, broadcast; None: by 1).
+    If ``rounds``, the artifact stores it in bf16, multiplied by ``scale`` (float64, broadcast; None: 1).
     """
 
     names: tuple[str, ...]
@@ -40,10 +40,11 @@ class Trained:
 
 
 def find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact) -> tuple[Trained, ...]:
-    """What can be trained of ``module``, which was made of ``checkpoint`` as ``artifact`` was.
+    """Return what can be trained of ``module``, which was made from ``checkpoint``, as ``artifact`` was.
 
-    Left as they are: parameters that no tensor of the checkpoint holds as it is, and those by which BatchNorm scales
-    the weights before it, for what is rounded is their product. Raises :class:`ConversionError` where nothing is left.
+    Not trained are parameters that no tensor of the checkpoint holds unchanged, and those by which BatchNorm scales the
+    weights before it, because the artifact rounds their product. Raises :class:`ConversionError` if no rounded weight
+    is left.
     """
     found = tuple(_find(module, checkpoint, artifact))
     if not any(entry.rounds for entry in found):
@@ -58,7 +59,7 @@ def _find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Ar
     manifest = artifact.manifest
     stored = {entry.name: entry for entry in manifest.checkpoint}
     folded = {entry.name for entry in manifest.plan.tensors if entry.code == "reference_only"}
-    folded |= {entry.name for entry in manifest.tensors if entry.file == RESIDUAL}  # too small for the weights' files
+    folded |= {entry.name for entry in manifest.tensors if entry.file == RESIDUAL}  # too small for the files of weights
     index = _by_values(checkpoint)
     normalises = {name for name, part in module.named_modules() if isinstance(part, _NORMS)}
     names: dict[int, list[str]] = defaultdict(list)
@@ -79,7 +80,7 @@ def _find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Ar
 
 
 def _scales(entry: CheckpointEntry, folded: set[str], names: Sequence[str]) -> bool:
-    """Whether the tensor may be one by which BatchNorm scales a weight: no profile reads it, and it is no shift."""
+    """Whether BatchNorm may scale a weight by this tensor: no profile reads it, and it is no shift."""
     return entry.tensor in folded and not any(name.endswith("bias") for name in names)
 
 
@@ -116,10 +117,11 @@ def _numpy(parameter: torch.Tensor) -> Array:
 
 
 def _holders(names: Sequence[str], candidates: Sequence[str]) -> list[str]:
-    """For each of a parameter's ``names`` the checkpoint tensor called most like it, of those with its values.
+    """Return, for each of a parameter's ``names``, the most similarly named tensor among the ``candidates`` of its
+    values.
 
-    Two that are called alike and hold the same, two biases of zeros, are told apart by the longest common end of their
-    names, part by part; where that is no help neither is taken.
+    Tensors of equal values, such as two biases of zeros, are told apart by the longest common end of their names, part
+    by part. If two are equally similar, neither is taken.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -139,7 +141,7 @@ def _common_end(a: str, b: str) -> int:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounded forwards; backwards the gradient passes as if nothing had been rounded (Y. Bengio et al. 2013)."""
+    """Rounds in the forward pass; in the backward pass the gradient passes unchanged (Y. Bengio et al. 2013)."""
 
     @staticmethod
     def forward(_context: Any, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -151,16 +153,16 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """``weight`` as the artifact will hold it; its gradient is that of what is returned."""
+    """Return ``weight`` as the artifact will hold it; gradients pass through unchanged."""
     found: torch.Tensor = _StraightThrough.apply(weight, scale)
     return found
 
 
 def rounded(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """bf16(weight · scale) ÷ scale in the dtype of ``weight``: what a model computes with whose BatchNorm is folded.
+    """Return bf16(weight · scale) ÷ scale in the dtype of ``weight``: the weight of a model whose BatchNorm is folded.
 
-    The product is fp64, then fp32, then bf16, as in a conversion. Converted again, the result gives the same bf16
-    values: half a unit in the last place of fp32 is far from the middle between two of bf16.
+    The product is rounded from fp64 to fp32 to bf16, as in a conversion. Converting the result gives the same bf16
+    values, because half a unit in the last place of fp32 is far from the midpoint between two bf16 values.
     """
     if scale is None:
         return weight.bfloat16().to(weight.dtype)
@@ -171,10 +173,11 @@ def rounded(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def recovered(
     checkpoint: Mapping[str, Array], trained: Sequence[Trained], state: Mapping[str, torch.Tensor]
 ) -> dict[str, Array]:
-    """``checkpoint`` with what was trained, of ``state`` by the module's names, in its own dtypes and order.
+    """Return ``checkpoint`` with the trained values from ``state`` (by the module's names), in its own dtypes and
+    order.
 
-    What the artifact rounds is rounded here: its fp32 checkpoint then holds the very numbers that were trained, and
-    bf16 loses nothing of them.
+    Values that the artifact rounds are rounded here. Its fp32 checkpoint then holds exactly the trained numbers, and
+    bf16 loses nothing.
     """
     found = dict(checkpoint)
     for entry in trained:
@@ -187,7 +190,7 @@ def recovered(
 
 
 def put(module: torch.nn.Module, trained: Sequence[Trained], checkpoint: Mapping[str, Array]) -> None:
-    """Copy what ``checkpoint`` holds of ``trained`` into ``module``."""
+    """Copy the values that ``checkpoint`` holds for ``trained`` into ``module``."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for entry in trained:
@@ -195,7 +198,7 @@ def put(module: torch.nn.Module, trained: Sequence[Trained], checkpoint: Mapping
 
 
 def digest(checkpoint: Mapping[str, Array]) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all tensors, in the order of their names."""
+    """Return the sha256 over names, dtypes, shapes and bytes of all tensors, in order of their names."""
     whole = hashlib.sha256()
     for name in sorted(checkpoint):
         array = checkpoint[name]

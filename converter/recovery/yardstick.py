@@ -1,7 +1,7 @@
-"""The loss of weights as they would be published, on the same few batches whenever it is asked.
+"""The loss of weights as they would be published, always measured on the same few batches.
 
-By it a recovery keeps the best weights that it has seen, those that it began with among them. Its batches are of
---data: what a recovery is judged on chooses nothing on the way, and at its end between the result and the beginning.
+A recovery uses it to keep the best weights so far, including the original ones. Its batches come from --data. The
+batches that judge the recovery choose nothing during training; at its end they only choose between result and start.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from converter.recovery.settings import Precision
 from converter.recovery.weights import Trained, rounded
 
 BATCHES = 8
-State = Mapping[str, torch.Tensor]  # what is trained, fp32, by the first name of each
+State = Mapping[str, torch.Tensor]  # what is trained, in fp32, by each parameter's first name
 
 
 class Yardstick:
-    """Measures on ``lessons``, in the arithmetic of ``precision``, with the fp32 module's own buffers."""
+    """Measures the loss on ``lessons``, in the arithmetic of ``precision``, with the fp32 module's own buffers."""
 
     def __init__(
         self, teacher: Teacher, trained: Sequence[Trained], lessons: Sequence[Lesson], precision: Precision
@@ -29,14 +29,14 @@ class Yardstick:
         self.precision = precision
 
     def loss(self, state: State) -> float:
-        """The mean over the lessons; NaN or infinite where weights answer so."""
+        """Return the mean loss over the lessons; NaN or infinite if the outputs are."""
         held = published(self.trained, state)
         with torch.no_grad():
             losses = [float(self.teacher.loss(self.answers(held, lesson), lesson)) for lesson in self.lessons]
         return sum(losses) / len(losses)
 
     def answers(self, held: State, lesson: Lesson) -> dict[str, torch.Tensor]:
-        """What the module answers with ``held`` in place of its own parameters, by output."""
+        """Return the module's outputs, by name, with ``held`` in place of its own parameters."""
         model = self.teacher.model
         inputs = tuple(tensor.clone() for tensor in lesson.inputs)
         with arithmetic(self.precision, inputs[0].device):
@@ -45,7 +45,7 @@ class Yardstick:
 
 
 def published(trained: Sequence[Trained], state: State) -> dict[str, torch.Tensor]:
-    """``state`` as the artifact would hold it, in fp32, under every name of each parameter."""
+    """Return ``state`` as the artifact would hold it, in fp32, under every name of each parameter."""
     found: dict[str, torch.Tensor] = {}
     for entry in trained:
         value = state[entry.names[0]].float()

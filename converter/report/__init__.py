@@ -1,1 +1,1 @@
-"""Saying what an artifact holds and what was measured: as text and as a page."""
+"""Presents what an artifact holds and what was measured: as text and as an HTML page."""

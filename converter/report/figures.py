@@ -1,4 +1,4 @@
-"""The figures of an artifact that people ask for, computed in one place: text, JSON, page and plots only show them."""
+"""Computes all figures shown of an artifact in one place; text, JSON, page and plots only display them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WITHOUT_RESIDUAL = ("weights.bf16", "weights.fp32")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes: of the source's tensors, of weights and graphs, and of the residual."""
+    """Bytes of the source's tensors, of weights and graphs, and of the residual."""
 
     checkpoint: int
     graphs_and_weights: int
@@ -58,7 +58,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """How far the fp32 reference is from the source's own answers: the worst output's relative_l2, and its bound."""
+    """The distance of the fp32 reference from the source's own outputs: the worst output's relative_l2, and its
+    bound."""
 
     checked: bool
     relative_l2: float | None
@@ -68,10 +69,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Everything that is shown of an artifact.
+    """All figures shown of an artifact.
 
-    ``samples``, ``layers``, ``spans`` and ``input_ranges`` are empty where the artifact keeps no measurements;
-    ``measured_tensors`` is how many bf16 tensors ``spans`` shows the worst of.
+    ``samples``, ``layers``, ``spans`` and ``input_ranges`` are empty if the artifact keeps no measurements. ``spans``
+    are the worst of ``measured_tensors`` bf16 tensors.
     """
 
     model: str
@@ -106,7 +107,7 @@ class Figures:
 
     @property
     def within(self) -> bool:
-        """Whether every profile keeps to the budget."""
+        """Whether every profile is within the budget."""
         return all(verdict.within for verdict in self.verdicts)
 
     @property
@@ -127,7 +128,7 @@ def figures(
     measurements: Measurements | None = None,
     notes: Sequence[str] = (),
 ) -> Figures:
-    """The figures of ``manifest``, whose files are ``files``, and of what was measured where that was kept."""
+    """Compute the figures of ``manifest``, whose files are ``files``, and of the measurements if they were kept."""
     rows = tuple(drift_rows(manifest))
     measured = measurements or Measurements()
     kept = tuple(islands(manifest, measured))
@@ -167,8 +168,11 @@ def figures(
 
 
 def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
-    """Sizes of the ONNX side of an artifact. What torch runs, another format of the same model, is not in it, nor is
-    an export that is a copy: one that holds the weights is."""
+    """Return the sizes of the ONNX side of an artifact.
+
+    Torch modules, another format of the same model, are not counted. Nor is an export that is a copy; an export that
+    holds the artifact's weights is.
+    """
     stored = {tensor.file for tensor in manifest.tensors} - {RESIDUAL}
     counted = [name for name in files if name in (*WITHOUT_RESIDUAL, *stored) or name.endswith(".onnx")]
     residual = files[RESIDUAL].bytes if RESIDUAL in files else 0
@@ -176,7 +180,7 @@ def sizes(manifest: Manifest, files: Mapping[str, FileEntry]) -> Sizes:
 
 
 def layout(manifest: Manifest) -> str:
-    """How the bf16 tensors lie in their file."""
+    """Describe how the bf16 tensors are stored in their file."""
     narrow = [entry for entry in manifest.tensors if entry.dtype == "bfloat16"]
     panels = [entry for entry in narrow if entry.panels is not None]
     if not panels:
@@ -186,7 +190,7 @@ def layout(manifest: Manifest) -> str:
 
 
 def reference(oracle: OracleEntry | None) -> Reference:
-    """What the oracle showed of the fp32 reference."""
+    """Return the oracle's result for the fp32 reference."""
     if oracle is None:
         return Reference(False, None, None, "not checked against the source: the artifact is older than that check")
     worst = max(oracle.outputs.values(), key=lambda figure: figure.relative_l2, default=None)

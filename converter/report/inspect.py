@@ -1,4 +1,4 @@
-"""What an artifact holds, as text for people and as JSON for programs."""
+"""Describes an artifact, as text for the user and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bf16kit.verdicts import DriftRow, share
 from converter.report import recovery
 from converter.report.figures import Figures, figures
 
-VERSION = 1  # of what `inspect --json` writes
-_FEW = 3  # files that are named
+VERSION = 1  # of the format that `inspect --json` writes
+_FEW = 3  # files named in a sentence, at most
 
 
 def describe(path: Path) -> str:
-    """Verdict, profiles, inputs and outputs, sizes, plan, drift and digests of the artifact in ``path``, its files
-    checked.
+    """Describe the artifact in ``path``, after checking its files: verdict, profiles, inputs, outputs, sizes, plan,
+    drift and digests.
 
-    Raises :class:`~bf16kit.errors.ArtifactError` or its kin when it is not an artifact, or damaged.
+    Raises :class:`~bf16kit.errors.ArtifactError` or a subclass if it is damaged or no artifact.
     """
     artifact = Artifact.open(path)
     found = _figures(artifact)
@@ -42,12 +42,12 @@ def describe(path: Path) -> str:
 
 
 def record(path: Path) -> dict[str, Any]:
-    """The same for programs, see docs/json.md; raises as :func:`describe` does."""
+    """Return the description for programs, see docs/json.md; raises as :func:`describe` does."""
     artifact = Artifact.open(path)
     found = _figures(artifact)
     fields: dict[str, Any] = plain(found)
     for rows in ("samples", "layers", "spans", "measured_tensors", "island_groups", "notes"):
-        del fields[rows]  # of measurements.json; notes are said when converting, and kept in the report alone
+        del fields[rows]  # kept in measurements.json; notes are printed when converting, and kept only in the report
     fields["off_the_line"] = plain({s.profile: s.first_off for s in found.layers if s.first_off is not None})
     fields["diagnoses"] = plain({s.profile: s.diagnosis for s in found.layers if s.diagnosis is not None})
     fields["lossy_tensors"] = plain([s for s in found.spans if s.remark])
@@ -57,7 +57,7 @@ def record(path: Path) -> dict[str, Any]:
 
 
 def drift(found: Figures) -> str:
-    """The drift measured at conversion beside its budget."""
+    """Return a table of the drift measured at conversion, beside its budget."""
     if not found.drift:
         return ""
     sources = "; ".join(sorted({f"{v.samples} sample{'s'[: v.samples != 1]} of {v.source}" for v in found.verdicts}))
@@ -68,7 +68,7 @@ DRIFT = ("profile", "output", "metric", "measured", "worst", "budget", "used", "
 
 
 def drift_cells(row: DriftRow) -> tuple[object, ...]:
-    """One row of the table whose columns are :data:`DRIFT`."""
+    """Return one row of the table with the columns :data:`DRIFT`."""
     profile = f"{row.profile}, emulated" if row.emulated else row.profile
     used = None if row.used is None else share(row.used)
     return profile, row.output, row.metric, row.measured, row.worst, row.bound, used, "yes" if row.within else "NO"
@@ -105,7 +105,7 @@ def _head(artifact: Artifact, found: Figures) -> str:
 
 
 def needs(entry: ProfileEntry) -> str:
-    """The least versions that run a profile, in words."""
+    """Describe the lowest versions that run a profile."""
     return ", ".join(f"{name} {version} or later" for name, version in sorted(entry.requires.items()))
 
 
@@ -125,7 +125,7 @@ def _profiles(found: Figures) -> str:
 
 
 def _exports(found: Figures) -> str:
-    """What other programs read."""
+    """Return a table of the exports, which other programs read."""
     if not found.exports:
         return ""
     rows = [
@@ -135,7 +135,7 @@ def _exports(found: Figures) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Some names as words of a sentence, and how many more there are."""
+    """Join the first names into words of a sentence, with the number of the others."""
     more = len(names) - _FEW
     return listed(names) if more <= 0 else f"{', '.join(names[:_FEW])} and {more} more"
 
@@ -146,7 +146,7 @@ def _plan(found: Figures) -> str:
 
 
 def _islands(found: Figures) -> str:
-    """The nodes of bf16 profiles that compute on floats and stay in fp32, and what a search kept."""
+    """Return a table of the fp32 islands: float nodes of bf16 profiles that stay in fp32, and what a search kept."""
     if not found.islands:
         return ""
     worth = any(island.worth is not None for island in found.islands)

@@ -1,4 +1,4 @@
-"""What became bf16 and what stayed fp32: the plan in groups, and the fp32 islands with their reasons."""
+"""Presents what became bf16 and what stayed fp32: the plan in groups, and the fp32 islands with their reasons."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from bf16kit.manifest import Manifest, Plan, PlanEntry
 from bf16kit.measurements import Measurements, SearchEntry
 
-SEARCHED = "budget"  # the code of what a search keeps in fp32
+SEARCHED = "budget"  # the plan's code for what a search keeps in fp32
 _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One wording, and how many entries have it."""
+    """One wording of a reason, and how many entries have it."""
 
     reason: str
     count: int
@@ -23,9 +23,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class PlanGroup:
-    """Entries of a plan that have one precision for one reason. ``of``: "tensors", or a profile's nodes.
+    """The entries of a plan that have one precision for one reason; ``of`` is "tensors" or "PROFILE nodes".
 
-    ``reasons`` are the most frequent wordings, ``more`` how many others there are.
+    ``reasons`` are the most frequent wordings, and ``more`` counts the others.
     """
 
     of: str
@@ -47,10 +47,10 @@ class PlanGroup:
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """A node of a bf16 profile that computes in fp32, or a weight that was kept so to meet the budget (its ``profile``
-    is "tensors").
+    """A node of a bf16 profile that computes in fp32, or a weight kept in fp32 to meet the budget.
 
-    ``worth`` is drift ÷ budget with it in bf16, as far as a search found it out; ``remedy`` what the search did.
+    A weight's ``profile`` is "tensors". ``worth`` is drift ÷ budget with it in bf16, if a search measured that;
+    ``remedy`` is what the search did.
     """
 
     profile: str
@@ -64,7 +64,7 @@ class Island:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What the search for fp32 islands found in one profile, in a sentence, and in numbers."""
+    """The result of the search for fp32 islands in one profile, in numbers and in a sentence."""
 
     profile: str
     found: SearchEntry
@@ -72,7 +72,7 @@ class Searched:
 
 
 def searches(measured: Measurements) -> Iterator[Searched]:
-    """The searches there were."""
+    """Yield the searches that were made."""
     for profile, entry in sorted(measured.profiles.items()):
         if entry.search is not None:
             yield Searched(profile, entry.search, _told(profile, entry.search))
@@ -89,7 +89,8 @@ def _told(profile: str, found: SearchEntry) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IslandGroup:
-    """The islands of one profile that are so for one reason; ``searched``: what a search kept to meet the budget."""
+    """The islands of one profile with one reason; ``searched`` is true for islands that a search kept for the
+    budget."""
 
     profile: str
     reason: str
@@ -98,7 +99,7 @@ class IslandGroup:
 
 
 def island_groups(islands: Iterable[Island]) -> list[IslandGroup]:
-    """Islands by reason, in their order."""
+    """Group islands by reason, in their order."""
     found: dict[tuple[str, str], list[Island]] = {}
     for island in islands:
         searched = island.code == SEARCHED
@@ -112,7 +113,7 @@ def _times(ratio: float) -> str:
 
 
 def plan_groups(plan: Plan) -> Iterator[PlanGroup]:
-    """The plan by reason, the tensors first, then each profile's nodes; the largest group first."""
+    """Yield the plan by reason: the tensors first, then each profile's nodes; within each, the largest group first."""
     yield from _groups("tensors", plan.tensors)
     for profile, entries in sorted(plan.nodes.items()):
         yield from _groups(f"{profile} nodes", entries)
@@ -142,10 +143,10 @@ def _by_count(counted: tuple[str, int]) -> int:
 
 
 def islands(manifest: Manifest, measured: Measurements) -> Iterator[Island]:
-    """The fp32 islands, those that a search made first.
+    """Yield the fp32 islands, those that a search made first.
 
-    The cpu profile computes in fp32 throughout: of it, as of the tensors, only what a search kept is an island; of
-    cpu-bf16 products that were kept, since all but products compute in fp32 there.
+    In the cpu profile, which computes in fp32, and among the tensors, only what a search kept is an island. In
+    cpu-bf16, only products that were kept are islands, because all other nodes compute in fp32 there.
     """
     found = [island for profile, entries in _candidates(manifest) for island in _islands(profile, entries, measured)]
     yield from sorted(found, key=lambda island: island.code != SEARCHED)
@@ -177,5 +178,5 @@ def _islands(profile: str, entries: Iterable[PlanEntry], measured: Measurements)
 
 
 def computes_floats(entry: PlanEntry) -> bool:
-    """Whether a node that stays fp32 gives fp32; entries without a code are older than codes, and say it in words."""
+    """Whether a node that stays fp32 computes floats. Entries older than codes say it in words."""
     return entry.code != "no_floats" if entry.code else "nothing to narrow" not in entry.reason

@@ -1,4 +1,4 @@
-"""SQNR down the graph: what each layer's answer has left of the reference's, and where it leaves the expected line."""
+"""SQNR along the graph: how much of the reference's signal each layer keeps, and where it leaves the expected line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from bf16kit.text import listed
 
 @dataclass(frozen=True, slots=True)
 class LayerSeries:
-    """The layers of one profile in the order of their depth, of ``measured`` in all.
+    """The layers of one profile, sorted by depth; ``measured`` is their number before rows were left out.
 
-    ``first_off`` is the first whose SQNR is :data:`MARGIN_DB` below what bf16 alone would leave of it; None when all
-    keep to the line. ``diagnosis`` is what they say of the outputs; None in artifacts that are older than that.
-    ``within`` says whether the profile keeps to the budget, ``unsought`` why no remedy was looked for where it is not
-    that, in a sentence.
+    ``first_off`` is the first layer whose SQNR is :data:`MARGIN_DB` below the expected line; None if there is none.
+    ``diagnosis`` is what the layers say about the outputs; None in older artifacts. ``within`` says whether the profile
+    is within the budget. ``unsought`` is a sentence on why no remedy was looked for, if the budget is not the reason.
     """
 
     profile: str
@@ -31,18 +30,18 @@ class LayerSeries:
 
     @property
     def leaves(self) -> LayerEntry | None:
-        """The layer from which the noise of an output comes that is off the line."""
+        """The layer where the noise of an output off the line comes from, or None."""
         return None if self.diagnosis is None else self.diagnosis.leaves
 
     @property
     def option(self) -> str:
-        """What to convert with so that the worst output is mended; "" when nothing has to be, or nothing is known."""
+        """The option to convert with to mend the worst output; "" if none is needed or known."""
         remedy = None if self.diagnosis is None else self.diagnosis.remedy
         return "" if remedy is None else f"--keep-fp32 {shlex.quote(remedy.keep_fp32)}"
 
     @property
     def told(self) -> str:
-        """What the layers say of the outputs, in sentences; "" when it is not known. :attr:`option` follows."""
+        """Sentences on what the layers say about the outputs; "" if unknown. :attr:`option` is meant to follow."""
         return (
             ""
             if self.diagnosis is None
@@ -50,29 +49,29 @@ class LayerSeries:
         )
 
     def worst(self) -> list[LayerEntry]:
-        """The rows, those furthest below the expected line first."""
+        """Return the rows, those farthest below the expected line first."""
         return sorted(self.rows, key=shortfall, reverse=True)
 
 
 def shortfall(row: LayerEntry) -> float:
-    """How many dB ``row`` is below the line; an exact layer is as far above it as can be."""
+    """Return how many dB ``row`` is below the line; −inf for an exact layer."""
     return -math.inf if row.sqnr_db >= MOST_DB else row.expected_db - row.sqnr_db
 
 
 def called(row: LayerEntry) -> str:
-    """What a user calls the layer: its weight where it has one, exporters make up the names of nodes."""
+    """Return the user's name for the layer: its weight if it has one, because exporters make up names of nodes."""
     return row.weight or row.name
 
 
 def layer_series(measured: Measurements, failing: Collection[str] = ()) -> Iterator[LayerSeries]:
-    """The layers of each profile for which they were measured; ``failing`` are over budget."""
+    """Yield the layers of each profile for which they were measured; ``failing`` are the profiles over budget."""
     for profile, entry in sorted(measured.profiles.items()):
         if entry.layers is not None and entry.layers.rows:
             yield series(profile, entry.layers, within=profile not in failing)
 
 
 def series(profile: str, layers: Layers, *, within: bool = True, unsought: str = "") -> LayerSeries:
-    """The layers of one profile by depth."""
+    """Sort the layers of one profile by depth."""
     rows = tuple(sorted(layers.rows, key=lambda row: row.depth))
     first = next((row for row in rows if shortfall(row) > MARGIN_DB), None)
     return LayerSeries(profile, layers.measured, rows, first, layers.diagnosis, within, unsought)

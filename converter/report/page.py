@@ -1,4 +1,4 @@
-"""The conversion report: a page for people, and its few most important lines for the terminal."""
+"""The conversion report: an HTML page, and its most important lines for the terminal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from converter.report.inspect import drift, few, needs
 from converter.report.layers import called
 
 NAME = "report.html"
-ROWS = 200  # of a table; a model of 50,000 nodes must stay a page that a browser opens
-PLOTS = 12  # of a kind
-TENSORS = 7  # in one of the two pictures of their ranges
+ROWS = 200  # rows of a table; a browser must be able to open the page of a model with 50,000 nodes
+PLOTS = 12  # plots of a kind
+TENSORS = 7  # tensors in one of the two pictures of their ranges
 
 
 def write(
@@ -32,7 +32,7 @@ def write(
     notes: Sequence[str],
     measurements: Measurements | None = None,
 ) -> None:
-    """Write the self-contained HTML page about ``manifest`` and ``files``; everything in it is escaped."""
+    """Write the self-contained HTML page on ``manifest`` and ``files``; everything in it is escaped."""
     path.write_text(render(manifest, files, notes, measurements), encoding="utf-8")
 
 
@@ -42,7 +42,7 @@ def render(
     notes: Sequence[str],
     measurements: Measurements | None = None,
 ) -> str:
-    """The page as text."""
+    """Return the page as text."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -68,7 +68,7 @@ def render(
 
 
 def summary(artifact: Artifact, notes: Sequence[str]) -> str:
-    """What the command line says when an artifact was published."""
+    """Return the text that the command line prints when an artifact was published."""
     manifest = artifact.manifest
     found = figures(manifest, manifest.files)
     lines = [
@@ -84,7 +84,7 @@ def summary(artifact: Artifact, notes: Sequence[str]) -> str:
 
 
 def _plots(found: Figures) -> dict[str, list[Any]]:
-    """The pictures, safe to put into the page as they are."""
+    """Return the pictures as markup, which needs no further escaping."""
     from markupsafe import Markup
 
     def safe(drawn: list[str]) -> list[Any]:
@@ -104,12 +104,12 @@ def _plots(found: Figures) -> dict[str, list[Any]]:
 
 
 def _entries(manifest: Manifest) -> list[tuple[str, list[PlanEntry]]]:
-    """The plan, entry by entry: of the tensors, then of each profile's nodes."""
+    """Return the plan's entries: those of the tensors, then those of each profile's nodes."""
     return [("tensors", manifest.plan.tensors), *((f"{p} nodes", e) for p, e in sorted(manifest.plan.nodes.items()))]
 
 
 def _shown(value: Any) -> Any:
-    """Control characters but line ends written out, in whatever the template shows but pictures."""
+    """Replace control characters except line ends, in all values of the template that are no pictures."""
     from markupsafe import Markup
 
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -15,11 +15,11 @@ from converter.report.svg import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Picture, Scale
 
 DOTS = 500  # in one picture; more cannot be told apart
 _HEIGHT = 280.0
-_LABELS = 50  # characters of a tensor's name and what is remarked of it
+_LABELS = 50  # characters of a tensor's name together with its remark
 
 
 def sizes_bars(sizes: Sizes) -> str:
-    """The bytes of the artifact beside those of its checkpoint."""
+    """Draw the bytes of the artifact beside those of its checkpoint."""
     bars = [
         ("fp32 checkpoint", sizes.checkpoint, "bar before"),
         ("bf16 weights and graphs", sizes.graphs_and_weights, "bar"),
@@ -39,7 +39,7 @@ def sizes_bars(sizes: Sizes) -> str:
 
 
 def sample_dots(series: SampleSeries, key: str) -> str:
-    """relative_l2 of each sample, against the lines that the budget draws."""
+    """Draw relative_l2 of each sample, with a line for each bound of the budget."""
     finite = [value for value in series.values if math.isfinite(value)]
     top = max([*finite, *(bound for _, bound in series.bounds), 1e-12]) * 1.08
     x = Scale(0, max(1, series.measured - 1), LEFT + 8, WIDTH - RIGHT)
@@ -69,7 +69,7 @@ def sample_dots(series: SampleSeries, key: str) -> str:
 
 
 def layer_dots(series: LayerSeries, key: str) -> str:
-    """SQNR of each layer against its depth, and the line that bf16 alone would draw."""
+    """Draw the SQNR of each layer against its depth, with the line expected for rounding to bf16 alone."""
     values = [value for row in series.rows for value in (row.sqnr_db, row.expected_db)]
     finite = [value for value in values if abs(value) < MOST_DB] or [0.0]
     x = Scale(0, max(1, *(row.depth for row in series.rows)), LEFT + 8, WIDTH - RIGHT)
@@ -100,7 +100,7 @@ def layer_dots(series: LayerSeries, key: str) -> str:
 
 
 def _expected(series: LayerSeries, x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """The expected line: the mean of what is expected at each depth."""
+    """Return the points of the expected line: the mean of the expected SQNR at each depth."""
     depths: dict[int, list[float]] = {}
     for row in series.rows:
         if abs(row.expected_db) < MOST_DB:
@@ -109,7 +109,7 @@ def _expected(series: LayerSeries, x: Scale, y: Scale) -> list[tuple[float, floa
 
 
 def span_bars(spans: Sequence[Span], measured: int, key: str) -> str:
-    """The exponents that the values of each of ``spans`` reach, against those that bf16 holds."""
+    """Draw the exponents of the values of each of ``spans``, beside those that bf16 holds."""
     top, row_height = 6.0, 40.0
     bottom = top + row_height * len(spans)
     x = Scale(LOWEST - 17, HIGHEST + 6, 0, WIDTH)
@@ -145,7 +145,7 @@ def _span(picture: Picture, span: Span, x: Scale, y: float) -> None:
 
 
 def chosen(badness: Sequence[float]) -> list[int]:
-    """Which of many points to draw: all up to :data:`DOTS`; of more the worst tenth of that, and evenly the others."""
+    """Choose the points to draw: all up to :data:`DOTS`; of more, the worst :data:`DOTS` ÷ 10 and the others evenly."""
     if len(badness) <= DOTS:
         return list(range(len(badness)))
     worst = set(sorted(range(len(badness)), key=lambda i: -badness[i])[: DOTS // 10])
@@ -155,5 +155,5 @@ def chosen(badness: Sequence[float]) -> list[int]:
 
 
 def _bounded(name: str) -> str:
-    """What a bound bounds: "relative_l2" its mean, "relative_l2.p99" that quantile."""
+    """Name what a bound applies to: "relative_l2" to the mean, "relative_l2.p99" to that quantile."""
     return {"": "the mean", "worst": "the worst"}.get(name.partition(".")[2], name.partition(".")[2])

@@ -1,4 +1,4 @@
-"""What a recovery measured, as tables for people."""
+"""The measurements of a recovery, as tables for the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ACCURACY = ("model", "right", "of", "accuracy")
 
 
 def text(entry: RecoveryEntry) -> str:
-    """Every table, and how the weights were trained."""
+    """Return every table, and how the weights were trained."""
     count = f"{entry.samples} batch{'' if entry.samples == 1 else 'es'} of {entry.judged_on}"
     parts = [
         table(f"Drift from the original's fp32 answers on {count}", DRIFT, map(drift_cells, entry.drift)),
@@ -23,17 +23,17 @@ def text(entry: RecoveryEntry) -> str:
 
 
 def drift_cells(row: RecoveredDrift) -> tuple[object, ...]:
-    """Columns :data:`DRIFT`."""
+    """Return one row of the columns :data:`DRIFT`."""
     return row.profile, row.output, row.metric, row.before, row.after, row.own, row.bound
 
 
 def accuracy_rows(entry: RecoveryEntry) -> list[tuple[object, ...]]:
-    """Columns :data:`ACCURACY`."""
+    """Return the rows of the columns :data:`ACCURACY`."""
     return [(found.model, found.correct, found.rows, f"{found.share:.4f}") for found in entry.accuracy]
 
 
 def gradient_cells(entry: GradientEntry) -> tuple[object, ...]:
-    """Columns :data:`GRADIENTS`; what was lost as shares of the values that are not zero."""
+    """Return one row of the columns :data:`GRADIENTS`; losses are shares of the values that are not zero."""
     lost = (entry.vanished, entry.subnormal, entry.overflowed)
     values = max(1, entry.values)
     return (
@@ -47,7 +47,7 @@ def gradient_cells(entry: GradientEntry) -> tuple[object, ...]:
 
 
 def sentences(training: TrainingEntry) -> list[str]:
-    """How the weights were trained, a sentence each."""
+    """Describe how the weights were trained, one sentence each."""
     found = [
         f"{training.steps} steps on the {training.device}, {training.precision} (products in {training.computed}),"
         f" {training.weights:,} weights, {training.loss}: {training.loss_first:.3g} at the first,"
@@ -66,7 +66,7 @@ def sentences(training: TrainingEntry) -> list[str]:
 
 
 def _kept(training: TrainingEntry) -> list[str]:
-    """Which weights were kept; nothing of artifacts of an earlier version, which published the last ones."""
+    """Describe which weights were kept; empty for artifacts of an earlier version, which published the last ones."""
     if training.kept is None or training.loss_before is None:
         return []
     batches = f"{training.yardstick} batch{'' if training.yardstick == 1 else 'es'} of --data"

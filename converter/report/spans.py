@@ -1,4 +1,4 @@
-"""How far the values of each bf16 tensor span, in powers of two, against what bf16 holds."""
+"""The range of each bf16 tensor's values, in powers of two, beside the range of bf16."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from bf16kit.measurements import CensusEntry, Ranges
 
-LOWEST, NORMAL, HIGHEST = -133, -126, 128  # exponents: of the smallest subnormal, the smallest normal, and overflow
+LOWEST, NORMAL, HIGHEST = -133, -126, 128  # exponents: smallest subnormal, smallest normal, overflow
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One tensor: exponents (log2) of its smallest and largest magnitude, None where all is zero, and what was lost."""
+    """One tensor: exponents (log2) of its smallest and largest magnitude (None if all are zero), and what bf16 lost."""
 
     name: str
     low: float | None
@@ -22,7 +22,7 @@ class Span:
 
 
 def spans(ranges: Ranges) -> tuple[Span, ...]:
-    """Every tensor of ``ranges``, the worst first."""
+    """Return every tensor of ``ranges``, the worst first."""
     ordered = sorted(ranges.tensors.items(), key=lambda item: (item[1].severity, item[0]))
     return tuple(Span(name, _log2(e.min_abs_nonzero), _log2(e.max_abs), e, _remark(e)) for name, e in ordered)
 
@@ -32,7 +32,7 @@ def _log2(magnitude: float) -> float | None:
 
 
 def _remark(entry: CensusEntry) -> str:
-    """What bf16 does not hold of a tensor; "" when it holds all."""
+    """Describe the values of a tensor that bf16 does not hold exactly; "" if there are none."""
     found = (
         (entry.nan, "NaN"),
         (entry.inf, "infinite"),

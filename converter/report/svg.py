@@ -1,7 +1,7 @@
-"""SVG drawn by hand, as text: axes, dots, lines and bars whose colours the page's style sheet decides.
+"""Draws SVG as text: axes, dots, lines and bars whose colours come from the page's style sheet.
 
-Everything is escaped. A picture has a title and a description for those who do not see it, and no colour alone carries
-a meaning: over-budget dots are squares, expected lines are dashed, every line is labelled.
+Everything is escaped. A picture has a title and a description for users who do not see it. Colour alone never carries a
+meaning: over-budget dots are squares, expected lines are dashed, and every line is labelled.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from html import escape
 
 from bf16kit.text import printable
 
-WIDTH = 480.0  # of every picture, in units of about a pixel; phones show it at two thirds
+WIDTH = 480.0  # width of every picture, in units of about a pixel; phones show it at two thirds
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 34.0, 48.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps ``low`` … ``high`` to ``start`` … ``end``; what lies beyond is put on the nearer end."""
+    """Maps ``low`` … ``high`` to ``start`` … ``end``; values beyond are put on the nearer end."""
 
     low: float
     high: float
@@ -35,7 +35,8 @@ class Scale:
 
 @dataclass(slots=True)
 class Picture:
-    """A picture being drawn, ``height`` units high. ``key`` is unique on the page: it names title and description."""
+    """A picture being drawn, ``height`` units high. ``key`` is unique on the page: it identifies title and
+    description."""
 
     key: str
     title: str
@@ -44,19 +45,19 @@ class Picture:
     parts: list[str] = field(default_factory=list)
 
     def add(self, tag: str, text: str | None = None, **attributes: object) -> None:
-        """An element; attributes in the order given, ``class_`` is ``class``, underscores are hyphens."""
+        """Add an element. Attributes keep their order; ``class_`` becomes ``class``, and underscores become hyphens."""
         named = " ".join(
             f'{name.rstrip("_").replace("_", "-")}="{_attribute(value)}"' for name, value in attributes.items()
         )
         self.parts.append(f"<{tag} {named}/>" if text is None else f"<{tag} {named}>{escaped(text)}</{tag}>")
 
     def dot(self, x: float, y: float, kind: str, title: str) -> None:
-        """A point with a title that shows when it is pointed at: a square when its ``kind`` is "over", else round."""
+        """Add a point whose title shows when it is pointed at: a square if its ``kind`` is "over", else a circle."""
         shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"' if kind != "over" else _square(x, y)
         self.parts.append(f'{shape} class="dot {kind}"><title>{escaped(title)}</title></{shape[1:].split()[0]}>')
 
     def svg(self) -> str:
-        """The element."""
+        """Return the SVG element."""
         key = escape(self.key)
         return (
             f'<svg class="plot" role="img" aria-labelledby="{key}-title {key}-desc"'
@@ -67,7 +68,7 @@ class Picture:
 
 
 def axes(picture: Picture, x: Scale, y: Scale, x_name: str, y_name: str, x_whole: bool = True) -> None:
-    """Both axes of ``picture`` with ticks, horizontal grid lines and names."""
+    """Draw both axes of ``picture`` with ticks, horizontal grid lines and names."""
     bottom = y.start
     for value in ticks(y.low, y.high):
         at = y(value)
@@ -82,13 +83,13 @@ def axes(picture: Picture, x: Scale, y: Scale, x_name: str, y_name: str, x_whole
 
 
 def line(picture: Picture, points: Sequence[tuple[float, float]], kind: str) -> None:
-    """A line through ``points``."""
+    """Draw a line through ``points``."""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     picture.add("path", d=path, class_=f"line {kind}")
 
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> Iterator[float]:
-    """At most about ``count`` round numbers from ``low`` to ``high``."""
+    """Yield about ``count`` round numbers from ``low`` to ``high``, at most."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         yield low
         return
@@ -102,17 +103,17 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> Itera
 
 
 def number(value: float) -> str:
-    """A tick's label."""
+    """Format a tick's label."""
     return f"{value:.0f}" if value == round(value) and abs(value) < 1e5 else f"{value:.3g}"
 
 
 def power_of_two(exponent: int) -> str:
-    """``2⁻¹²⁶``."""
+    """Format ``2⁻¹²⁶``."""
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def shortened(name: str, most: int) -> str:
-    """``name`` with its middle left out where it is longer than ``most``: names of layers differ at both ends."""
+    """Shorten ``name`` in the middle if it is longer than ``most``: names of layers differ at both ends."""
     if len(name) <= most:
         return name
     head = (most - 1) // 2
@@ -120,7 +121,7 @@ def shortened(name: str, most: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that a browser shows and does not obey."""
+    """Escape text, so that a browser shows it and never interprets it."""
     return escape(printable(text, keep=""))
 
 

@@ -1,4 +1,5 @@
-"""What could stay fp32: the nodes that compute in bf16 and the weights stored in it, in the order of the graph."""
+"""The candidates for islands: the nodes that compute in bf16 and the weights stored in it, in the order of the
+graph."""
 
 from __future__ import annotations
 
@@ -15,19 +16,20 @@ from converter.search.ranking import Unit
 from converter.search.switches import moved_from
 from converter.search.trials import Bf16
 
-_ISLAND = 1e-4  # what an island costs beside its bytes and arithmetic: casts, and a line in the report
+_ISLAND = 1e-4  # the fixed price of an island, beside its bytes and arithmetic: casts, and a line in the report
 
 
 def bf16_of(plan: Plan, profile: Profile) -> Bf16:
-    """What of ``profile`` is bf16 by ``plan``."""
+    """Return the nodes and weights of ``profile`` that are bf16 by ``plan``."""
     nodes = _names(plan.nodes[profile.name]) if profile.rounds else frozenset()
     return Bf16(nodes, narrowed(plan.tensors))
 
 
 def candidates(model: ir.Model, plan: Plan, profile: Profile, costs: Costs) -> list[Unit]:
-    """The units of ``model``, the base graph of ``profile``; a weight stands before the first node that reads it.
+    """Return the units of ``model``, the base graph of ``profile``; a weight comes before the first node that reads it.
 
-    Left out are those that ``--bf16`` asked for, and nodes that move bf16 data: they follow what they move.
+    Units that ``--bf16`` asked for are left out, and so are nodes that move bf16 data: they follow the data's
+    precision.
     """
     bf16 = bf16_of(plan, profile)
     asked = _asked(plan.tensors)
@@ -51,7 +53,7 @@ def candidates(model: ir.Model, plan: Plan, profile: Profile, costs: Costs) -> l
 
 
 def bf16_alone(units: Iterable[Unit]) -> Bf16:
-    """Those of ``units`` in bf16, and nothing else."""
+    """Return the nodes and weights among ``units`` as a plan in which only they are bf16."""
     chosen = list(units)
     return Bf16(
         frozenset(unit.name for unit in chosen if unit.kind == "node"),
@@ -60,7 +62,7 @@ def bf16_alone(units: Iterable[Unit]) -> Bf16:
 
 
 def _readers(nodes: Iterable[ir.Node], weights: frozenset[str], opset: int) -> Mapping[str, list[ir.Node]]:
-    """Of each weight those of ``nodes`` that would round it, were it stored in fp32."""
+    """Return, for each weight, those of ``nodes`` that would round it if it were stored in fp32."""
     found: dict[str, list[ir.Node]] = {}
     for node in nodes:
         form = bf16_form(node, opset)

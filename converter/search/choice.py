@@ -1,4 +1,4 @@
-"""From what each unit brings about to a set of islands that suffices and of which none can be spared."""
+"""Chooses islands: from the error that each unit causes to a set that suffices and cannot spare any unit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from converter.search.ranking import Group, Unit
 
-_ENOUGH = 1 / 64  # share of the tolerated variance; groups that leave less than this are taken in any order
+_ENOUGH = 1 / 64  # share of the tolerated variance; groups that together leave less than this are taken in any order
 
 Units = frozenset[Unit]
 
 
 class Choice:
-    """Looks for a set; ``suffices`` tells of one whether it meets the budget. ``sufficing`` are those known to."""
+    """Finds a set of islands. ``suffices`` tells whether a set meets the budget; ``sufficing`` are the sets known
+    to."""
 
     def __init__(self, suffices: Callable[[Units], bool]) -> None:
         self._suffices = suffices
@@ -21,7 +22,10 @@ class Choice:
         self.sufficing: list[Units] = []
 
     def find(self, groups: Sequence[Group], tolerance: float, known: Units | None = None) -> Units | None:
-        """The set; None when not even all units suffice. A part of ``known``, where that is known to suffice."""
+        """Return a set that suffices, or None if not even all units do.
+
+        If ``known`` is a set known to suffice, the result is a part of it.
+        """
         steps = steps_of(groups, tolerance)
         if known is not None:
             return self._prune([unit for unit in _in_order(steps) if unit in known])
@@ -34,7 +38,8 @@ class Choice:
         return self._prune(_in_order(steps[:high]))
 
     def _prune(self, order: list[Unit]) -> Units:
-        """Take out what is not needed, the least rewarding first: by halves, by quarters … and at last one by one."""
+        """Remove the units that are not needed, the least rewarding first: by halves, by quarters, … and last one by
+        one."""
         left = list(reversed(order))
         size = max(1, len(left) // 2)
         while True:
@@ -59,9 +64,9 @@ class Choice:
 
 
 def steps_of(groups: Sequence[Group], tolerance: float) -> list[Units]:
-    """What to leave in fp32 first, what next …: by the variance that each step takes away for what it costs.
+    """Return sets of units in the order to keep them in fp32: by the variance that each removes per cost.
 
-    A weight brings the nodes with it that read it. Units that could not be told apart go together.
+    A weight comes with the nodes that read it. Units that were not told apart come together.
     """
     parts = [_Part(group, index) for index, group in enumerate(groups)]
     by_name = {(unit.kind, unit.name): part for part in parts for unit in part.units}
@@ -82,7 +87,7 @@ def steps_of(groups: Sequence[Group], tolerance: float) -> list[Units]:
 
 
 class _Part:
-    """A group on its way to be a step."""
+    """A group that is to become a step."""
 
     def __init__(self, group: Group, index: int) -> None:
         self.units = group.units
@@ -99,12 +104,13 @@ class _Part:
 
 
 def cost(units: Iterable[Unit]) -> float:
-    """What ``units`` keep from bf16, in all; the same in whatever order a set gives them."""
+    """Return the total that ``units`` withhold from bf16; fsum makes it independent of a set's order."""
     return math.fsum(unit.cost for unit in units)
 
 
 def _in_order(steps: Iterable[Units]) -> list[Unit]:
-    """The units of ``steps``, each once. Those of one step by name: a set's order is another one in each process."""
+    """Return the units of ``steps``, each once. Within a step they are sorted by name, because a set's order changes
+    from process to process."""
     by_name = (sorted(step, key=lambda unit: (unit.kind, unit.name)) for step in steps)
     return list(dict.fromkeys(unit for step in by_name for unit in step))
 

@@ -1,4 +1,4 @@
-"""What an island keeps from bf16: arithmetic of nodes, counted from shapes, and bytes of weights."""
+"""The cost of an island: the arithmetic of nodes, counted from shapes, and the bytes of weights that bf16 loses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converter.graph.initializers import const, dims
 
 Shape = tuple[int, ...]
 
-_PRODUCTS_DOMAINS = ("", "com.microsoft")  # FusedMatMul is of the second
+_PRODUCTS_DOMAINS = ("", "com.microsoft")  # FusedMatMul is in the second
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
@@ -25,7 +25,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: ir.Model, weights: frozenset[str], shapes: Mapping[str, Shape]) -> Costs:
-        """``shapes`` are those of each node's first fp32 output, as they were when a sample was run."""
+        """Count the costs; ``shapes`` are those of each node's first fp32 output when one sample was run."""
         sizes = {
             name: value.const_value.nbytes
             for name, value in model.graph.initializers.items()
@@ -34,16 +34,16 @@ class Costs:
         return cls({node.name or "": flops(node, shapes) for node in model.graph}, sizes)
 
     def flops_share(self, nodes: frozenset[str]) -> float:
-        """The share of all arithmetic that ``nodes`` do."""
+        """Return the share of all arithmetic that ``nodes`` do."""
         return _share(self.flops, nodes)
 
     def bytes_share(self, tensors: frozenset[str]) -> float:
-        """The share of all weights' bytes that ``tensors`` hold."""
+        """Return the share of all weights' bytes that ``tensors`` hold."""
         return _share(self.bytes, tensors)
 
 
 def flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
-    """Two per multiplication and addition of a product; one per element of anything else that gives floats."""
+    """Count two per multiply-add of a product, and one per element of any other node that computes floats."""
     shape = shapes.get(node.name or "")
     if shape is None:
         return 0
@@ -51,7 +51,7 @@ def flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
 
 
 def _per_element(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
-    if node.domain not in _PRODUCTS_DOMAINS:  # whose operators may have the same names, and other inputs
+    if node.domain not in _PRODUCTS_DOMAINS:  # operators of other domains may have the same names, but other inputs
         return 1
     if node.op_type in ("MatMul", "Gemm", "FusedMatMul"):
         left = _shape(node.inputs[0], shapes)
@@ -68,7 +68,7 @@ def _per_element(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
 
 
 def _shape(value: ir.Value | None, shapes: Mapping[str, Shape]) -> Shape:
-    """As far as it is known; 1 for a dimension that is not."""
+    """Return the shape as far as it is known, with 1 for each unknown dimension."""
     if value is None:
         return ()
     tensor, producer = const(value), value.producer()

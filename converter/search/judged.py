@@ -1,4 +1,4 @@
-"""What the budget says of sets of islands, each tried once."""
+"""Judges sets of islands by the budget; each set is tried once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from converter.search.ranking import Unit
 
 
 class Judged:
-    """What ``budget`` says of sets of islands, each tried once; ``drifts`` tries one."""
+    """Judges sets of islands by ``budget``. ``drifts`` tries one set; results are kept, so each set is tried once."""
 
     def __init__(self, budget: Budget, drifts: Callable[[Units], list[Drifts]]) -> None:
         self._budget = budget
@@ -23,15 +23,16 @@ class Judged:
         self._known: dict[Units, tuple[list[Breach], dict[str, DriftSummary]]] = {}
 
     def suffices(self, units: Units) -> bool:
-        """Whether a profile with the islands ``units`` is within budget."""
+        """Whether a profile with the islands ``units`` is within the budget."""
         return not self.breaches(units)
 
     def breaches(self, units: Units) -> list[Breach]:
-        """Where a profile with the islands ``units`` is over budget."""
+        """Return where a profile with the islands ``units`` exceeds the budget."""
         return self._of(units)[0]
 
     def worth(self, found: Units, unit: Unit) -> tuple[Breach, float]:
-        """What would be over budget were ``unit`` of ``found`` bf16 after all, and the same figure as it is now."""
+        """Return the first breach if ``unit`` of ``found`` were bf16 after all, and the same figure with ``found``
+        complete."""
         breach = self.breaches(found - {unit})[0]
         judged = self._of(found)[1][breach.output].judged(breach.metric)
         return breach, math.nan if judged is None else judged
@@ -44,7 +45,7 @@ class Judged:
 
 
 def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:
-    """The largest drift ÷ budget."""
+    """Return the largest drift ÷ budget."""
     return max(
         (
             budget.ratio(name, judged)

@@ -1,4 +1,4 @@
-"""What the searches of one profile have found out so far, for the next one, which has less of the budget."""
+"""The results of earlier searches of one profile, kept for the next search, which has less of the budget."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from converter.search.ranking import Group
 
 @dataclass(slots=True)
 class Learnt:
-    """``before`` is the drift without islands, ``groups`` are the candidates as they were ranked (``ranked``: to the
-    end), ``tried`` has the drifts of every set of islands that was tried, by the samples that it was tried on.
+    """``before`` is the drift without islands. ``groups`` are the candidates as ranked; ``ranked`` is false if time ran
+    out. ``tried`` has the drifts of every set of islands that was tried, by the samples it was tried on.
 
-    It holds for as long as the graph, the islands that are there already, and the samples are the same.
+    It stays valid while the graph, the islands that exist already, and the samples are the same.
     """
 
     before: list[Drifts] = field(default_factory=list)

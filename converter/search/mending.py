@@ -1,7 +1,8 @@
-"""What a conversion does about profiles that are over budget: a search for each, until what was written is within it.
+"""Mends profiles that are over budget: runs a search for each, until what is written is within the budget.
 
-A search tries plans in a graph of its own, whose sums are in another order than the written graph's; on a device they
-are in yet another. Where certifying does not bear a search out, it is repeated with less of the budget.
+A search tries plans in its own graph, which sums in another order than the written graph; a device uses yet another
+order. If certifying the written graph does not confirm a search's result, the search is repeated with less of the
+budget.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from converter.search.result import SearchResult, merged
 from converter.search.search import Task, search
 from converter.search.trials import Deadline, Edges
 
-_SHARES = (1.0, 0.9, 0.75)  # of the budget, for the first search of a profile, the second and the third
+_SHARES = (1.0, 0.9, 0.75)  # of the budget, for a profile's first, second and third search
 
 
 class Mending:
-    """The searches of one conversion, whose temporary files go to ``scratch``.
+    """The searches of one conversion; temporary files go to ``scratch``.
 
-    ``results`` has the last of each profile, by name.
+    ``results`` has each profile's last result, by profile name.
     """
 
     def __init__(
@@ -41,15 +42,15 @@ class Mending:
         self._samples = samples
         self._progress = progress
         self._scratch = scratch
-        self._deadline: Deadline | None = None  # begins with the first search
+        self._deadline: Deadline | None = None  # starts with the first search
         self._tried: dict[str, int] = {}
-        self._learnt: dict[str, tuple[Islands, Learnt]] = {}  # and the other profiles' islands at that time
+        self._learnt: dict[str, tuple[Islands, Learnt]] = {}  # with the other profiles' islands at that time
         self.results: dict[str, SearchResult] = {}
 
     def islands(self, certified: Certified) -> Islands | None:
-        """The islands to write and certify next; None when nothing is over budget, or nothing more can be done.
+        """Return the islands to write and certify next; None if nothing is over budget or nothing more can be done.
 
-        Why a search found nothing is added to what ``certified`` says of the profile.
+        If a search found nothing, the reason is added to ``certified.over`` for its profile.
         """
         wanted = self._wanted(certified)
         found = [self._mended(name, certified) for name in wanted]
@@ -57,22 +58,25 @@ class Mending:
         return merged(self.results.values()) if any(found) else None
 
     def sentences(self) -> list[str]:
-        """What the user is told of the islands."""
+        """Return the sentences for the user on the islands."""
         return [sentence for _, result in sorted(self.results.items()) for sentence in result.sentences()]
 
     def remarks(self) -> list[str]:
-        """Of these, what the measurements do not say."""
+        """Return the notes of the searches, which the measurements do not hold."""
         return [note for _, result in sorted(self.results.items()) for note in result.notes]
 
     def _wanted(self, certified: Certified) -> Sequence[str]:
-        """The profiles to search for, weights first. What torch runs has torch.autocast's islands: nothing mends it.
-        cpu-bf16 gains by what is kept for the others, and is not searched for itself."""
+        """Return the profiles to search for, in the order of ``PROFILES``: those that only round weights come first.
+
+        Torch modules are never searched: torch.autocast decides their islands. cpu-bf16 is not searched either, but
+        profits from what is kept in fp32 for the others.
+        """
         if not self._options.search or self._options.allow_over_budget:
             return ()
         return [name for name, profile in PROFILES.items() if profile.searched and certified.over.get(name)]
 
     def _mended(self, name: str, certified: Certified) -> bool:
-        """Whether there are new islands for the profile ``name``."""
+        """Search for new islands for the profile ``name``; return whether there are any."""
         if self._deadline is None:
             self._deadline = Deadline.after(self._options.search_minutes)
         while self._tried.get(name, 0) < len(_SHARES):

@@ -1,4 +1,4 @@
-"""The phases of a search, as its user sees them go by."""
+"""Reports the phases of a search to the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from converter.process.progress import Progress
 
 
 class Phases:
-    """Tells the progress which phase a search is in."""
+    """Reports to the progress which phase a search is in."""
 
     def __init__(self, profile: str, progress: Progress) -> None:
         self._profile = profile

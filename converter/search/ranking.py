@@ -1,8 +1,8 @@
-"""Where the error of a plan comes from: the share of each node and weight, measured in few runs.
+"""Measures where the error of a plan comes from: the share of each node and weight, in few runs.
 
-The candidates in the order of the graph are a tree of halves. The error that a half brings about alone is one run; the
-half with the largest one is parted next, until those that are not parted bring about too little to matter. With k
-guilty ones among n candidates that takes some 2·k·log₂ n runs; errors that are spread over all of them take 2·n.
+The candidates, in the order of the graph, form a binary tree. One run measures the error that one half alone causes.
+The half with the largest error is split next, until the unsplit ones cause too little error to matter. With k guilty
+units among n candidates, this takes about 2·k·log₂ n runs; if all candidates contribute, it takes 2·n.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-_NEGLIGIBLE = 0.25  # share of the tolerated error; groups that together cause less than this are not parted
+_NEGLIGIBLE = 0.25  # share of the tolerated error; groups that together cause less than this are not split
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Something that could stay fp32: a node, or a weight with the nodes that would have to compute in fp32, too.
+    """A candidate for fp32: a node, or a weight with the nodes that would then have to compute in fp32 too.
 
-    ``cost`` is what it keeps from bf16: its share of the graph's arithmetic, or of the weights' bytes.
+    ``cost`` is what it withholds from bf16: its share of the graph's arithmetic, or of the weights' bytes.
     """
 
     kind: Literal["node", "weight"]
@@ -31,7 +31,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring units, and the relative error that they bring about when they alone are bf16."""
+    """Neighbouring units, and the relative error that they cause if they alone are bf16."""
 
     units: tuple[Unit, ...]
     error: float
@@ -44,10 +44,10 @@ class Group:
 def rank(
     units: Sequence[Unit], error: Callable[[Sequence[Unit]], float], tolerance: float, over: Callable[[], bool]
 ) -> tuple[list[Group], bool]:
-    """The groups that ``units`` were parted into, in their order, and whether that was all that there was to part.
+    """Split ``units`` into groups; return these in the units' order, and whether splitting was completed.
 
-    ``error`` measures some units alone, ``tolerance`` is the error that all may bring about together, and ``over`` says
-    that there is no time left: what could not be parted then stays together.
+    ``error`` measures a set of units alone. ``tolerance`` is the error that all may cause together. Once ``over``
+    returns true, the remaining groups stay unsplit.
     """
     first = Group(tuple(units), error(units))
     places = {first: 0}

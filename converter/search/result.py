@@ -1,4 +1,4 @@
-"""What a search found: the islands, what each is worth, and how much of the model is bf16 with them."""
+"""The result of a search: the islands, what each is worth, and how much of the model is bf16 with them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _REMEDIES = {"node": "computes in fp32", "weight": "stored in fp32"}
 class Island:
     """A node or weight that stays fp32.
 
-    ``bound`` is the budget's bound that would be missed without it, ``without`` and ``with_it`` are what it judges then
-    and now, of ``output``, and ``ratio`` is drift ÷ budget then; "" and None where there was no time to measure that.
-    ``flops`` and ``bytes`` are the shares of the model's arithmetic and of its weights' bytes that it keeps from bf16.
+    ``bound`` is the budget's bound that would be exceeded without it. ``without`` and ``with_it`` are the judged
+    figures of ``output`` without and with the island, and ``ratio`` is drift ÷ budget without it. These are "" or None
+    if there was no time to measure them. ``flops`` and ``bytes`` are the shares of the model's arithmetic and of its
+    weights' bytes that the island withholds from bf16.
     """
 
     kind: Literal["node", "weight"]
@@ -35,25 +36,25 @@ class Island:
     bytes: float
 
     def worth(self) -> str:
-        """``relative_l2 2.1e-02 → 1.2e-02``; "" when it was not measured."""
+        """Return what the island is worth, as ``relative_l2 2.1e-02 → 1.2e-02``; "" if it was not measured."""
         if self.without is None or self.with_it is None:
             return ""
         return f"{self.bound} {_number(self.without)} → {_number(self.with_it)}"
 
     def reason(self, profile: str) -> str:
-        """Why it stays fp32, for the plan."""
+        """Return the reason it stays fp32, for the plan."""
         worth = f" ({self.worth()})" if self.worth() else ", as far as the search had time to tell"
         return f"kept in fp32: {profile} is over budget without it{worth}"
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The islands found for ``profile`` among so many ``candidates``.
+    """The islands found for ``profile``; ``candidates`` counts what was searched.
 
-    ``flops`` and ``bytes`` are the shares of arithmetic and of weights' bytes that were bf16 before and are now,
-    ``drift`` is the largest drift ÷ budget. ``blame`` says which weight keeps fp32 activations alone from being within
-    budget. ``complete``: no island can be spared; otherwise the time was over first. ``notes`` are sentences for
-    people. ``error`` is why nothing was found, "" when something was.
+    ``flops_*`` and ``bytes_*`` are the shares of arithmetic and of weights' bytes in bf16 before the search and now.
+    ``drift_*`` are the largest drift ÷ budget. ``blame`` names the weight because of which fp32 activations alone are
+    not within budget. ``complete`` is true if no island can be spared, false if time ran out first. ``notes`` are
+    sentences for the user. ``error`` says why nothing was found; "" if something was.
     """
 
     profile: str
@@ -71,12 +72,12 @@ class SearchResult:
     error: str = ""
 
     def kept(self) -> Islands:
-        """The islands as the plan takes them, nodes and tensors apart, each with its reason."""
+        """Return the islands as the plan takes them: nodes and tensors separately, each with its reason."""
         reasons = {kind: self._reasons(kind) for kind in ("node", "weight")}
         return Islands(reasons["node"], reasons["weight"])
 
     def entry(self) -> SearchEntry:
-        """This, as ``measurements.json`` keeps it."""
+        """Return this as ``measurements.json`` stores it."""
         return SearchEntry(
             candidates=self.candidates,
             before=self.drift_before,
@@ -93,7 +94,7 @@ class SearchResult:
         )
 
     def sentences(self) -> list[str]:
-        """What the user is told: which islands, what they are worth, what is bf16 now."""
+        """Return the sentences for the user: which islands, what they are worth, and how much is bf16 now."""
         if not self.islands:
             return list(self.notes)
         rows = [f"\n  {i.kind} {i.name} ({i.op}){': ' if i.worth() else ''}{i.worth()}" for i in self.islands[:_SHOWN]]
@@ -111,7 +112,7 @@ class SearchResult:
 
 
 def merged(results: Iterable[SearchResult]) -> Islands:
-    """The islands of all profiles; the first that named one says why."""
+    """Merge the islands of all profiles; if several name the same island, the first gives the reason."""
     nodes: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for result in results:

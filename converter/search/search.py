@@ -1,4 +1,4 @@
-"""The search for fp32 islands of one profile: measure, rank, choose, and say what each island is worth."""
+"""The search for fp32 islands of one profile: measure, rank, choose, and determine what each island is worth."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from converter.search.ranking import Group, Unit, rank
 from converter.search.result import Island, SearchResult
 from converter.search.trials import Bf16, Deadline, Edges, OutOfTime, Trials, Where, typical
 
-Replan = Callable[[Islands, Profile], Plan]  # the plan of one profile with these islands
+Replan = Callable[[Islands, Profile], Plan]  # returns the plan of one profile with these islands
 
 _RANKING = 0.5  # the largest share of the remaining time that ranking may take
-_SHARES = (0.97, 0.9, 0.8)  # of the budget, tried in turn: a set that suffices on few samples may not on all
-_NAMED = 3  # nodes and weights named in an error
-_COARSE = 16.0  # the tolerated error is the measured one divided by this where the budget gives no finite one
+_SHARES = (0.97, 0.9, 0.8)  # of the budget, tried in turn: a set that suffices on few samples may not suffice on all
+_NAMED = 3  # nodes and weights named in an error message
+_COARSE = 16.0  # the tolerated error is the measured one divided by this if the budget gives no finite tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is searched for: islands for ``profile`` so that ``feeds`` are answered within ``budget``.
+    """The goal of a search: islands for ``profile`` with which the outputs for ``feeds`` are within ``budget``.
 
-    ``islands`` are there already and stay. ``saturate``: weights that overflow become the largest finite number.
-    ``learnt`` is what earlier searches with another budget found out, and grows. Temporary files go to ``scratch``.
+    ``islands`` exist already and stay. With ``saturate``, weights that overflow become the largest finite number.
+    ``learnt`` holds results of earlier searches with another budget, and is extended. Temporary files go to
+    ``scratch``.
     """
 
     prepared: Prepared
@@ -58,7 +59,7 @@ class Task:
 
 
 def search(task: Task, progress: Progress) -> SearchResult:
-    """The smallest set of islands found for ``task``, or why there is none."""
+    """Return the smallest set of islands found for ``task``, or the reason why there is none."""
     with Phases(task.profile.name, progress) as phases:
         try:
             finder = _Search(task, phases)
@@ -76,7 +77,7 @@ _NO_TIME = "the search for fp32 islands ran out of time before it knew a set tha
 
 
 class _Search:
-    """One search under way."""
+    """One search in progress."""
 
     def __init__(self, task: Task, phases: Phases) -> None:
         self._task = task
@@ -85,7 +86,7 @@ class _Search:
         self._plan = task.replan(task.islands, task.profile)
         self._bf16 = bf16_of(self._plan, task.profile)
         phases.tell("preparing")
-        # A search that goes on from an earlier one may open its session when its time is over: it has sets to check.
+        # A search that continues an earlier one opens its session even if time has run out: it has known sets to check.
         deadline = Deadline(math.inf) if task.learnt.tried else task.deadline
         self._trials = Trials(
             self._base, self._bf16, task.edges, task.feeds, deadline, saturate=task.saturate, scratch=task.scratch
@@ -99,7 +100,7 @@ class _Search:
         self._before = 0.0
 
     def run(self) -> SearchResult:
-        """The result. Raises :class:`OutOfTime`."""
+        """Run the search and return its result. Raises :class:`OutOfTime`."""
         units = candidates(self._base, self._plan, self._task.profile, self._costs)
         learnt = self._task.learnt
         before = learnt.before = learnt.before or self._trials.drifts(self._bf16)
@@ -118,7 +119,8 @@ class _Search:
         return self._choose(typical(before), tolerance)
 
     def _choose(self, samples: Sequence[int], tolerance: float) -> SearchResult:
-        """Choose on a few ``samples``; where all of them do not bear it out, again with less of the budget."""
+        """Choose on a few ``samples``; if all samples together do not confirm the set, choose again with less of the
+        budget."""
         for share in _SHARES if len(samples) < len(self._task.feeds) else (1.0,):
             judged = Judged(self._task.budget.tightened(share), lambda units: self._drifts(units, samples))
             self._choices.append(Choice(judged.suffices))
@@ -133,7 +135,8 @@ class _Search:
         return self.best_known()
 
     def best_known(self) -> SearchResult:
-        """The best that is known and that all samples bear out, which takes a few runs more; an error when none is."""
+        """Return the best known set that all samples confirm, which takes a few more runs; an error if there is
+        none."""
         self._ranked = False
         self._trials.keep_to(Deadline(math.inf))
         known = sorted({units for choice in self._choices for units in choice.sufficing}, key=_by_cost)
@@ -149,7 +152,7 @@ class _Search:
         self._trials.close()
 
     def _known(self, budget: Budget, samples: Sequence[int] | None = None) -> list[Units]:
-        """The sets that were seen to meet ``budget``, on ``samples`` or on any, the cheapest first."""
+        """Return the sets known to meet ``budget``, on exactly ``samples`` or (None) on any, the cheapest first."""
         found = {
             units
             for (units, on), drifts in self._task.learnt.tried.items()
@@ -158,7 +161,7 @@ class _Search:
         return sorted(found, key=_by_cost)
 
     def _known_worth(self, units: Units) -> dict[Unit, tuple[Breach, float]]:
-        """What those of ``units`` are worth that were tried to do without, before the time was over."""
+        """Return the worth of those ``units`` that were tried without before time ran out."""
         worth: dict[Unit, tuple[Breach, float]] = {}
         tried = self._task.learnt.tried
         for without, samples in tried:
@@ -180,7 +183,8 @@ class _Search:
         return self._trials.error(bf16_alone(alone), where)
 
     def _with(self, units: Units) -> Bf16:
-        """What is bf16 with ``units`` as islands: the plan says it, so that nothing differs from what is written."""
+        """Return what is bf16 with ``units`` as islands, according to the plan, so that it equals what will be
+        written."""
         alone = bf16_alone(units)
         islands = Islands(
             {**self._task.islands.nodes, **dict.fromkeys(sorted(alone.nodes), "")},
@@ -189,7 +193,7 @@ class _Search:
         return bf16_of(self._task.replan(islands, self._task.profile), self._task.profile)
 
     def _tolerance(self, breaches: Sequence[Breach], error: float) -> float:
-        """The relative L2 error that would just be within budget, for an ``error`` that is not."""
+        """Return the relative L2 error that would just be within budget, given an ``error`` that is not."""
         budget = self._task.budget
         ratios = [budget.ratio(breach.metric, breach.measured) for breach in breaches]
         # cosine distances are squares of errors
@@ -226,7 +230,7 @@ class _Search:
         )
 
     def _blame(self, found: Units) -> str:
-        """A sentence on weights where fp32 activations alone would not do."""
+        """Return a sentence on the weight to blame if fp32 activations alone do not meet the budget, else ""."""
         weights = [unit for unit in found if unit.kind == "weight"]
         if not weights or not self._task.profile.rounds:
             return ""

@@ -1,8 +1,9 @@
-"""One fp32 graph in which each rounding to bf16 is switched by an element of an input.
+"""Builds one fp32 graph in which each rounding to bf16 is switched by an element of an input.
 
-A graph for every plan would mean a session for every plan, and the weights once more in each. Here every reader of a
-value x that bf16 would round takes ``If(switch, rounded, x)`` instead, rounded by a Cast and one back: what is switched
-off costs a copy. (``Where(switch, rounded, x)`` rounds for nothing, and took twice the time of all else together.)
+One graph per plan would need a session per plan, with its own copy of the weights. Instead, every reader of a value x
+that bf16 would round takes ``If(switch, rounded, x)``, where ``rounded`` is a Cast to bf16 and a Cast back. A rounding
+that is switched off costs a copy. (``Where(switch, rounded, x)`` always rounds, and took twice the time of all the
+rest.)
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from converter.model import Array
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _Use = tuple[ir.Node, int]
-_LARGEST = np.float32(3.3895313892515355e38)  # of bf16
+_LARGEST = np.float32(3.3895313892515355e38)  # the largest finite bf16 value
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """One place where a value may be rounded.
 
-    ``weight`` is the stored tensor that the value is, ``producer`` the node that gives it and rounds what it gives,
-    ``reader`` the node that rounds what it reads; "" for each that there is not. ``is_weight``: nodes at most moved
-    what a stored tensor holds, to give this value.
+    ``weight`` is the stored tensor, if the value is one. ``producer`` is the node that computes the value and rounds
+    its result. ``reader`` is the node that rounds what it reads. Each is "" if there is none. ``is_weight`` is true if
+    the value holds the elements of a stored tensor, at most moved by nodes.
     """
 
     weight: str
@@ -40,9 +41,9 @@ class Site:
     is_weight: bool = False
 
     def rounds(self, nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True) -> bool:
-        """Whether the value is rounded here when ``nodes`` compute in bf16 and ``weights`` are stored in it.
+        """Whether the value is rounded here if ``nodes`` compute in bf16 and ``weights`` are stored in it.
 
-        With ``reading_weights`` off, nodes are taken to read weights as they are stored.
+        Without ``reading_weights``, nodes read weights as they are stored, without rounding them.
         """
         reads = self.reader in nodes and (reading_weights or not self.is_weight)
         return self.weight in weights or self.producer in nodes or reads
@@ -50,12 +51,12 @@ class Site:
 
 @dataclass
 class Switch(Step):
-    """Let every rounding that the nodes in ``forms`` and the tensors ``narrow`` bring about be switched.
+    """Make every rounding switchable that the nodes in ``forms`` and the tensors ``narrow`` cause.
 
-    The graph gets an input (``switches``: bool, one element per :class:`Site` in ``sites``, in order) and for each
-    output of a node an output that holds its shape (``shapes``, by node name). ``saturated`` names the tensors whose
-    overflowing values become the largest finite one. Requires: types are known. Ensures: with all switches off the
-    graph computes what it computed before.
+    The graph gets an input ``switches`` (bool, one element per :class:`Site` in ``sites``, in order). For each node's
+    first named fp32 output it gets an output with the shape (``shapes``, by node name). ``saturated`` names the tensors
+    whose overflowing values become the largest finite one. Requires: types are known. Ensures: with all switches off,
+    the graph computes what it computed before.
     """
 
     forms: Mapping[str, Bf16Form]
@@ -72,12 +73,12 @@ class Switch(Step):
 
     @property
     def spec(self) -> TensorSpec:
-        """The input that was added."""
+        """The spec of the added input."""
         return TensorSpec(self.input, "bool", (len(self.sites),))
 
     @property
     def shape_specs(self) -> tuple[TensorSpec, ...]:
-        """The outputs that were added."""
+        """The specs of the added outputs."""
         return tuple(TensorSpec(name, "int64", ("rank",)) for name in self.shapes.values())
 
     def apply(self, model: ir.Model) -> bool:
@@ -96,7 +97,7 @@ class Switch(Step):
         return bool(self.sites)
 
     def _switch(self, graph: ir.Graph, value: ir.Value, switches: list[ir.Value], fresh: FreshNames) -> None:
-        """Let the readers of ``value`` that bf16 would give a rounded one read a switched one."""
+        """Make the readers of ``value`` for which bf16 would round it read a switched value."""
         groups: dict[Site, list[_Use]] = {}
         owner, is_weight = self._owner(value), moved_from(value, self.narrow) is not None
         for node, index in value.uses():
@@ -120,7 +121,7 @@ class Switch(Step):
         made.insert()
 
     def _owner(self, value: ir.Value) -> tuple[str, str]:
-        """The weight that ``value`` is, and the node that rounds it when it computes it."""
+        """Return the stored weight that ``value`` is, and the node that computes and rounds it; "" for each if none."""
         node = value.producer()
         if node is None:
             return (value.name or "", "") if value.is_initializer() and value.name in self.narrow else ("", "")
@@ -145,7 +146,7 @@ class Switch(Step):
 
 
 def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
-    """The tensor among ``narrow`` whose elements, and no others, ``value`` holds; None for any other value."""
+    """Return the tensor in ``narrow`` whose elements ``value`` holds, unchanged or moved; None if there is none."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type not in MOVEMENT or node.op_type in MERGING:
             return None
@@ -156,12 +157,15 @@ def moved_from(value: ir.Value | None, narrow: Collection[str]) -> str | None:
 def positions(
     sites: Sequence[Site], nodes: Collection[str], weights: Collection[str], *, reading_weights: bool = True
 ) -> Array:
-    """What to feed so that exactly ``nodes`` compute in bf16 and ``weights`` are stored in it: see :class:`Site`."""
+    """Return the switches to feed so that exactly ``nodes`` compute in bf16 and ``weights`` are stored in it.
+
+    See :class:`Site`.
+    """
     return np.array([site.rounds(nodes, weights, reading_weights=reading_weights) for site in sites], np.bool_)
 
 
 class _Nodes:
-    """The nodes made for one value, inserted together behind what gives it."""
+    """The nodes made for one value, inserted together after the node that computes it."""
 
     def __init__(self, graph: ir.Graph, value: ir.Value, fresh: FreshNames) -> None:
         self._graph = graph
@@ -170,7 +174,7 @@ class _Nodes:
         self._made: list[ir.Node] = []
 
     def switched(self, switch: ir.Value, *, clamped: bool) -> ir.Value:
-        """The value, rounded where ``switch`` is on."""
+        """Return the value, rounded if ``switch`` is on."""
         branches = (
             self._body("rounded", self._rounding(clamped)),
             self._body("kept", [self._node("Identity", [self._value])]),
@@ -224,7 +228,8 @@ def _switch_of(value: ir.Value, fresh: FreshNames) -> ir.Value:
 
 
 def _part(graph: ir.Graph, switches: ir.Value, each: Sequence[ir.Value], fresh: FreshNames) -> None:
-    """Let ``each`` be one element of ``switches``, in order: one node, where a Gather for each took as long as Conv."""
+    """Make each value of ``each`` one element of ``switches``, in order. One Split does it: a Gather for each took as
+    long as Conv."""
     if each:
         sizes = _constant(graph, "switches/sizes", np.ones(len(each), np.int64), fresh)
         node = ir.Node("", "Split", [switches, sizes], outputs=each, name=fresh.make("switches/split"))
@@ -237,7 +242,7 @@ def _constant(graph: ir.Graph, name: str, array: Array, fresh: FreshNames) -> ir
 
 
 def _become_output(graph: ir.Graph, value: ir.Value, switched: ir.Value, fresh: FreshNames) -> None:
-    """Let ``switched`` be the output of ``graph`` that ``value`` was, under its name."""
+    """Make ``switched`` the output of ``graph`` in place of ``value``, under the same name."""
     for index, output in enumerate(graph.outputs):
         if output is value:
             graph.outputs[index] = switched

@@ -1,4 +1,4 @@
-"""Trying a plan without writing it: one session of the switched graph, and how far its answers are from fp32's."""
+"""Tries a plan without writing it: runs the switched graph in one session and measures drift from its fp32 outputs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MOST = 16  # samples on which a set of islands is tried
 
 
 class OutOfTime(Exception):
-    """The time that a search was given is over."""
+    """The time of a search has run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When a search ends; ``clock`` counts seconds."""
+    """The end of a search's time; ``clock`` counts seconds."""
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
@@ -44,23 +44,23 @@ class Deadline:
         return cls(60 * minutes, clock, clock())
 
     def over(self) -> bool:
-        """Whether the time is over."""
+        """Whether the time has run out."""
         return self.clock() - self.start > self.seconds
 
     def part(self, share: float) -> Deadline:
-        """When ``share`` of the time that is left will be over."""
+        """Return the deadline at which ``share`` of the remaining time will have passed."""
         now = self.clock()
         return Deadline(share * (self.start + self.seconds - now), self.clock, now)
 
     def check(self) -> None:
-        """:class:`OutOfTime` when it is over."""
+        """Raise :class:`OutOfTime` if the time has run out."""
         if self.over():
             raise OutOfTime
 
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """What a model takes and gives, and which axis of both is the batch."""
+    """The inputs and outputs of a model, and which axis of both is the batch."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -69,17 +69,18 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Bf16:
-    """What of a profile is bf16: the nodes that compute in it, and the weights that are stored in it."""
+    """The bf16 parts of a profile: the nodes that compute in bf16, and the weights stored in it."""
 
     nodes: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
 
 
 class Trials:
-    """The graph ``base`` in a session, the roundings that ``bf16`` brings about switched; tried on ``feeds``.
+    """The graph ``base`` in one session, with the roundings of ``bf16`` switched, tried on ``feeds``.
 
-    Its weights and fp32's answers lie in files in ``scratch``, or where :func:`~bf16kit.runtime.scratch.on_disk` says.
-    Every method raises :class:`OutOfTime` when ``deadline`` is over.
+    Its weights and fp32 outputs are kept in files in ``scratch``, or where :func:`~bf16kit.runtime.scratch.on_disk`
+    says. Every method that runs the model raises :class:`OutOfTime` once ``deadline`` has passed, except
+    :meth:`shapes`.
     """
 
     def __init__(
@@ -109,14 +110,15 @@ class Trials:
             self._expected.append(answer)
 
     def drifts(self, bf16: Bf16, samples: Sequence[int] | None = None) -> list[Drifts]:
-        """How far each answer is from fp32's when so much is bf16, to all samples or to those numbered."""
+        """Return the drift of each sample, of all or of those numbered, from the fp32 outputs if ``bf16`` is
+        rounded."""
         chosen = range(len(self._feeds)) if samples is None else samples
         return self._measured(chosen, self._positions(bf16), self._edges.outputs)
 
     def error(self, bf16: Bf16, where: Where) -> float:
-        """The relative L2 error that these roundings alone bring about, of the worst output, the samples' mean.
+        """Return the relative L2 error that these roundings alone cause: mean over the samples, for the worst output.
 
-        Nodes are taken to read weights as they are stored: what rounding a weight brings about is the weight's.
+        Nodes read weights as they are stored, so that the error of rounding a weight is attributed to the weight.
         """
         on = positions(self._switch.sites, bf16.nodes, bf16.weights, reading_weights=False)
         outputs = [spec for spec in self._edges.outputs if spec.name in where.outputs]
@@ -124,13 +126,13 @@ class Trials:
         return max(_relative(summary) for summary in measure.summarise(found).values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each node's result, by node name, when the first sample is run."""
+        """Return the shape of each node's result when the first sample is run, by node name."""
         names = list(self._switch.shapes.values())
         found = self._runtime.run({**self._feeds[0], self._switch.input: self._positions(Bf16())}, names)
         return {node: tuple(int(n) for n in found[name]) for node, name in self._switch.shapes.items()}
 
     def keep_to(self, deadline: Deadline) -> None:
-        """Raise :class:`OutOfTime` when this ``deadline`` is over, in place of the one before."""
+        """Replace the deadline: raise :class:`OutOfTime` once ``deadline`` has passed."""
         self._deadline = deadline
 
     def close(self) -> None:
@@ -153,7 +155,8 @@ class Trials:
 
 
 def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
-    """The numbers of :data:`MOST` samples at most, evenly spaced from the best to the worst."""
+    """Return the numbers of at most :data:`MOST` samples, evenly spaced in rank from the smallest drift to the
+    largest."""
     if len(drifts) <= MOST:
         return tuple(range(len(drifts)))
     far = [max(_relative(DriftSummary.of(rows)) for rows in one.values()) for one in drifts]
@@ -163,20 +166,20 @@ def typical(drifts: Sequence[Drifts]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The samples and the outputs in which an error is looked for."""
+    """The samples and the outputs in which an error is measured."""
 
     samples: tuple[int, ...]
     outputs: frozenset[str]
 
     @classmethod
     def worst(cls, drifts: Sequence[Drifts], outputs: Collection[str]) -> Where:
-        """The samples in which ``outputs`` are furthest from the reference, :data:`WORST` of them at most."""
+        """Choose the samples in which ``outputs`` are farthest from the reference, at most :data:`WORST` of them."""
         far = [max(_relative(DriftSummary.of(one[output])) for output in outputs) for one in drifts]
         order = sorted(range(len(far)), key=lambda i: (-far[i], i))
         return cls(tuple(sorted(order[:WORST])), frozenset(outputs))
 
     def error(self, drifts: Sequence[Drifts]) -> float:
-        """The largest relative error in ``drifts``, of all samples, as :meth:`Trials.error` measures it."""
+        """Return the error in ``drifts``, known for all samples, as :meth:`Trials.error` would measure it."""
         there = [drifts[i] for i in self.samples]
         return max(_relative(s) for output, s in measure.summarise(there).items() if output in self.outputs)
 
