@@ -115,7 +115,7 @@ def _rows_alone(found: Attention) -> Attention | None:
     """Return the attention up to the Reshape that merges the heads into rows.
 
     If the Reshape does something else, the attention ends before it, and the Reshape reads merged heads. None if the
-    Reshape would then give another result.
+    Reshape might then give another result.
     """
     merged = found.result
     given, wanted = known_shape(merged.outputs[0]), found.shape

@@ -30,8 +30,8 @@ class Operand:
 
     @classmethod
     def of(cls, value: ir.Value | None, *, scaled: bool = True) -> Operand | None:
-        """Trace ``value`` [batch, heads, rows, columns] back through moves and, with ``scaled``, factors; None if
-        unknown."""
+        """Trace ``value`` [batch, heads, rows, columns] back through moves and, if ``scaled``, factors; None for other
+        shapes."""
         value, scale = _unscaled(value) if scaled else (value, 1.0)
         shape = known_shape(value)
         if value is None or shape is None or len(shape) != 4:

@@ -26,9 +26,8 @@ class Unpanel(Step):
 
     The initializer becomes the panels as the file holds them, ``[P, K, 32]``. A narrower last panel becomes an
     initializer of its own, ``[K, N mod 32]``, of the bytes after them. A Transpose, a Reshape and, with a narrower
-    panel, a Concat compute the matrix. They only move constants, so ONNX Runtime runs them once, at load. Because the
-    file's bytes are declared in their own shape, no Split and Reshape of a flat tensor are needed, which would each
-    copy every weight.
+    panel, a Concat compute the matrix. They only move constants, so ONNX Runtime runs them once, at load. The file's
+    bytes are declared in their own shape. A flat tensor would need a Split and a Reshape, which each copy every weight.
 
     ``stored`` says how each tensor is stored. Afterwards ``declared`` holds the external tensors to write, by
     initializer name. Initializers that are no matrices, because something reads the panels themselves, stay as they

@@ -29,8 +29,8 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Products in graph order, tables by the node that looks rows up in them, and the weights stored in ``panels``,
-    each with the axis that holds the columns. Also attention, and normalisations with the sums before them."""
+    """The kernel's work: products in graph order, tables by the node that looks rows up in them, attention and
+    normalisations. ``panels`` are the weights stored in panels, each with the axis that holds the columns."""
 
     fused: tuple[Fused, ...] = ()
     lookups: Mapping[ir.Node, ir.Value] = field(default_factory=dict)

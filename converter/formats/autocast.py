@@ -36,8 +36,8 @@ def narrowed(module: torch.nn.Module, scratch: Path) -> Iterator[torch.nn.Module
     The rounded tensors are kept in temporary files in ``scratch``.
 
     1-D parameters of norms stay fp32. Kernels that need input and parameters of one dtype (norms on CUDA) get fp32
-    inputs, and tables return fp32. Recurrent layers stay fp32 as a whole, for two reasons: torch has no bf16 kernel for
-    them on many CPUs, and a state rounded at every step would drift with the length.
+    inputs, and tables return fp32. Recurrent layers stay fp32 as a whole: torch has no bf16 kernel for them on many
+    CPUs. A state rounded at every step would also drift with the length.
     """
     with ExitStack() as undo:
         with TensorFiles(scratch):

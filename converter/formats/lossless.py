@@ -1,7 +1,7 @@
 """Reads back the written files: each checkpoint tensor must be restored bit for bit, each bf16 value be the nearest.
 
-The reference for drift is itself decoded from these files, so a fault in writing them would be in both sides of the
-comparison and not show. This pass compares the closed files with the source's own memory, by code that did not write
+The reference for drift is itself decoded from these files. A fault in writing them would be on both sides of the
+comparison, and not show. This pass compares the closed files with the source's own memory, by code that did not write
 them. The decoding is what ``restore`` uses; the rounding rule is implemented a second time here.
 """
 

@@ -2,7 +2,7 @@
 
 Nothing is traced again, so branches, loops and free sizes stay. A product reads and returns bf16, and its output is
 widened at once, so that all other dtypes in the graph stay right. Sums inside a product are in fp32. Operators that do
-more than a product may round values inside, so they compute in fp32 as before: their matrices are stored in bf16 and
+more than a product may round values inside, so they compute in fp32 as before. Their matrices are stored in bf16 and
 widened at the start of the graph.
 """
 

@@ -54,8 +54,8 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
 def _forget_classes() -> None:
     """Make torch forget the classes of earlier traces, because they would change the names of this trace's classes.
 
-    All three registries are cleared, as torch's own tests do: a type that is remembered after its class was forgotten
-    ends the process when a module of that kind is scripted again.
+    All three registries are cleared, as torch's own tests do. A type remembered after its class was forgotten would end
+    the process when a module of that kind is scripted again.
     """
     import torch
 

@@ -35,11 +35,11 @@ class Fold:
 class FoldBatchNorm(Step):
     """Fold BatchNormalization into the Conv, ConvTranspose, Gemm or MatMul with Add before it.
 
-    Not folded: into a weight or a value that has another reader, in training mode, with parameters that are not
-    constants, into ConvTranspose with groups, and if fp32 cannot hold a channel's scale, shift or weights. Weights
-    named in ``halves`` are not multiplied either: bf16 or fp16 values would be rounded once more, and take 16 low bits
-    to restore. A scale of zero (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` maps each weight to the
-    scale it was multiplied by, from one BatchNorm or several in a row. Requires: types are known.
+    A BatchNorm stays if the weight or the value before it has another reader, in training mode, or if its parameters
+    are not constants. It also stays after a ConvTranspose with groups, and if fp32 cannot hold a channel's scale, shift
+    or weights. Weights named in ``halves`` are not multiplied either: bf16 or fp16 values would be rounded once more,
+    and take 16 low bits to restore. A scale of zero (a pruned channel) becomes :data:`SMALLEST_SCALE`. ``folds`` maps
+    each weight to the scale it was multiplied by, from one BatchNorm or several in a row. Requires: types are known.
     """
 
     name = "fold BatchNorm"

@@ -1,8 +1,8 @@
 """Decides which nodes of a graph compute in bf16 and which are fp32 islands, with the reason for each.
 
 A node computes in bf16 if the provider has a kernel for it and it reads data that varies. It stays in fp32 if bf16
-would cost accuracy for nothing (positions and masks computed from integers) or only add casts (a node alone between
-fp32 islands, or one that only moves fp32 data).
+would cost accuracy for nothing, as for positions and masks computed from integers. It also stays if bf16 would only add
+casts: for a node alone between fp32 islands, or one that only moves fp32 data.
 """
 
 from __future__ import annotations

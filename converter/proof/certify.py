@@ -220,7 +220,7 @@ def _keep_golden(
 ) -> None:
     """Write the golden samples and read them back.
 
-    A profile over budget on these counts as over budget, even if it is within budget on all samples together: a server
+    A profile over budget on these counts as over budget, even if it is within budget on all samples together. A server
     judges it by these, and would never report it ready. Optional profiles do not take part in the choice; each has
     golden samples of its own where it needs them.
     """

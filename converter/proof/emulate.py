@@ -2,8 +2,8 @@
 
 CUDA's bf16 kernels multiply exactly, accumulate in fp32 and round once at the end. The emulation does the same, except
 for the order of the sums. It rounds by a Cast to bf16 and a Cast back. ONNX Runtime keeps such pairs with all
-optimisations on (observed on 1.31.1, and held by a test), because the second Cast does not restore the first one's
-input.
+optimisations on, because the second Cast does not restore the first one's input (observed on 1.31.1, and checked by a
+test).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Noise propagates. Independent errors add in power, so
 
 Along a chain of d products, SQNR therefore falls as 56.3 − 10·log10(d) dB; where results are rounded too, 2d replaces
 d. The branch that a residual network adds to its trunk counts by its power. Nothing is fitted. The line leaves out what
-lessens noise (averages of one sign, saturating activations) and what amplifies it (cancellation, and functions that are
-steep where the values are). A layer below the line therefore amplifies noise.
+lessens noise: averages of one sign, saturating activations. It also leaves out what amplifies noise: cancellation, and
+functions that are steep where the values are. So a layer below the line amplifies noise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Golden samples: one input and the reference's outputs, stored in the artifact and run before the model is ready."""
+"""Golden samples: one feed and the reference's outputs, stored in the artifact and run before the model is ready."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def judge(
     """Return the manifest to publish, and notes; ``over`` describes where each profile exceeds the budget.
 
     An optional profile over budget is always left out, because the user did not ask for it. For any other profile,
-    raises :class:`BudgetExceeded` unless the options allow drift over budget, or allow to drop profiles and one is
-    left.
+    raises :class:`BudgetExceeded` unless the options allow drift over budget, or allow profiles to be dropped and one
+    is left.
     """
     over = {profile: words for profile, words in over.items() if words}
     manifest, left_out = _without_optional(over, manifest, options, stage)

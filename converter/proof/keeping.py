@@ -33,7 +33,7 @@ Late = Callable[[], bool]  # returns whether the time for trials is over
 
 
 def never() -> bool:
-    """Return that there is time left."""
+    """Return False: there is no time limit."""
     return False
 
 
@@ -125,7 +125,7 @@ def _searched(entries: Iterable[PlanEntry]) -> dict[str, str]:
 
 
 def _whole(reference: Graph) -> ir.Model:
-    """Return the reference with its weights, as the conversion had it to prepare."""
+    """Return the reference with its weights, to be prepared as the conversion did."""
     model = reference.model.clone()
     for name, array in reference.external.items():
         model.graph.initializers[name].const_value = ir.tensor(array, name=name)

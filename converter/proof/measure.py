@@ -82,9 +82,8 @@ def batch_axis(
 ) -> int | None:
     """Return 0 if the first axis is a batch axis, else None.
 
-    It is one if three things hold. Every input and output has a free first dimension. The inputs give it one name. And
-    two samples run together give the same as when run apart. Also None if ``feeds`` hold no two samples of the same
-    shape.
+    Every input and output must have a free first dimension, with one name for all inputs. Two samples run together must
+    give the same outputs as run apart. Also None if ``feeds`` hold no two samples of the same shape.
     """
     first = {spec.shape[0] if spec.shape else None for spec in inputs}
     if len(first) != 1 or not isinstance(next(iter(first)), str):

@@ -1,8 +1,8 @@
 """Seeded random samples for a model that has none: integers stay within the tables that they index.
 
-The sizes of free dimensions are not known for a given model. So a few plausible sizes are tried on the source, and the
-first sizes that it runs on are used: images of several sizes, sequences, and one row for models that keep a state of
-one row.
+The sizes of free dimensions are not known for a given model. So a few plausible sizes are tried on the source: images
+of several sizes, sequences, and one row for models that keep a state of one row. The first sizes that it runs on are
+used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def generate(
     ``graph``.
 
     ``runs`` runs the source on feeds; it is None if the source cannot run. If the source runs on none of the sizes, the
-    first sizes are used: the next step that runs the model reports what is wrong with it or with them.
+    first sizes are used. The next step that runs the model then reports what is wrong.
     """
     if sampler is not None:
         speaks = any(spec.name == "input_ids" for spec in inputs)

@@ -37,9 +37,9 @@ _WORTH = 3.0  # dB that a remedy must gain
 class Departure:
     """An output that needs mending, the path its noise takes, and the SQNR in dB to reach.
 
-    ``path`` holds values from the output upstream: each is, of the values that the one before is computed from, the
-    farthest below the line. ``node`` is where the path left the line, or None if it never did. ``readers`` are the
-    nodes that compute the next value of the path from it.
+    ``path`` holds values, from the output upstream. Each is the one farthest below the line among the inputs of the
+    value before it. ``node`` is where the path left the line, or None if it never did. ``readers`` are the nodes that
+    compute the next value of the path from it.
     """
 
     output: ir.Value

@@ -38,8 +38,8 @@ EXPLAINED = 0.25
 class Again:
     """One output, run again here. Distances are relative to the norm of the reference's output at the time of serving.
 
-    ``served`` is the distance from the served output to the reference then; ``left`` from the served output to the
-    artifact's output here; ``reference`` from the reference here to the reference then.
+    ``served`` is the distance between the served output and the reference then. ``left`` is that between the served
+    output and the artifact's output here. ``reference`` is that between the reference here and then.
     """
 
     output: str

@@ -77,8 +77,8 @@ class Place:
     def agree(self, asked: Mapping[str, Any]) -> None:
         """Record the options at the start of a recovery; when it is resumed, check that they are the same.
 
-        Raises :class:`UsageError` that names the first option that differs: training half by one option and half by
-        another would give a result that no options describe.
+        Raises :class:`UsageError` that names the first option that differs. Weights trained half by one option and half
+        by another would match no options at all.
         """
         file = self.path / _PLAN
         now = json.loads(json.dumps(asked))

@@ -158,8 +158,8 @@ class Trainee(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  #
             group["lr"] = rate * group["share"]
 
     def on_before_optimizer_step(self, _optimizer: torch.optim.Optimizer) -> None:
-        """Count the steps to be skipped. At this point gradients are unscaled, and torch skips the step if one is not
-        finite."""
+        """Count the step as skipped if a gradient is not finite; gradients are unscaled here, and torch is about to
+        skip it. Without loss scaling, raise ConversionError."""
         gradients = [master.grad for _, master in self.masters() if master.grad is not None]
         if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             self.facts.skipped += 1

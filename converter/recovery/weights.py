@@ -1,8 +1,8 @@
 """Finds which weights are trained and how the artifact rounds them, and turns them into a checkpoint again.
 
-How they are rounded is taken from an artifact of the same model: from its plan, and from the factors by which BatchNorm
-multiplied weights before rounding (docs/artifact-format.md: ``scale``). A module's parameter is found in the checkpoint
-by its values, because readers change names.
+An artifact of the same model tells how they are rounded: by its plan, and by the factors that BatchNorm multiplied
+weights by before rounding (docs/artifact-format.md: ``scale``). A module's parameter is found in the checkpoint by its
+values, because readers change names.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Trained:
 def find(module: torch.nn.Module, checkpoint: Mapping[str, Array], artifact: Artifact) -> tuple[Trained, ...]:
     """Return what can be trained of ``module``, which was made from ``checkpoint``, as ``artifact`` was.
 
-    Not trained are parameters that no tensor of the checkpoint holds unchanged, and those by which BatchNorm scales the
-    weights before it, because the artifact rounds their product. Raises :class:`ConversionError` if no rounded weight
-    is left.
+    Not trained are parameters that no tensor of the checkpoint holds unchanged. Nor are those by which BatchNorm scales
+    the weights before it, because the artifact rounds their product. Raises :class:`ConversionError` if no rounded
+    weight is left.
     """
     found = tuple(_find(module, checkpoint, artifact))
     if not any(entry.rounds for entry in found):
@@ -162,7 +162,7 @@ def rounded(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Return bf16(weight · scale) ÷ scale in the dtype of ``weight``: the weight of a model whose BatchNorm is folded.
 
     The product is rounded from fp64 to fp32 to bf16, as in a conversion. Converting the result gives the same bf16
-    values, because half a unit in the last place of fp32 is far from the midpoint between two bf16 values.
+    values: half a unit in the last place of fp32 is far from the midpoint between two bf16 values.
     """
     if scale is None:
         return weight.bfloat16().to(weight.dtype)

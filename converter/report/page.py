@@ -109,7 +109,7 @@ def _entries(manifest: Manifest) -> list[tuple[str, list[PlanEntry]]]:
 
 
 def _shown(value: Any) -> Any:
-    """Replace control characters except line ends, in all values of the template that are no pictures."""
+    """Escape control characters except line ends, in all values of the template that are no pictures."""
     from markupsafe import Markup
 
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
