@@ -1,4 +1,4 @@
-"""``python -m service`` is ``bf16-serve``."""
+"""Entry point of ``python -m service``: the same as ``bf16-serve``."""
 
 from service.cli import main
 

@@ -1,4 +1,4 @@
-"""The server as one process: what it serves, its gRPC port and the stop signal, wired."""
+"""A server of one process: connects the models, the gRPC port and the stop signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _TEND_SECONDS = 0.1
 
 
 def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
-    """Serve until ``stop`` is set, then drain. Answers (live, not ready) while the models load in the background.
+    """Serve until ``stop`` is set, then drain. The server listens at once: it is live, and ready once its models are
+    loaded.
 
     Raises ConfigError for a port in use.
     """

@@ -7,7 +7,8 @@ from service.process.stop import Ending, Started, Stop
 
 
 def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, http_port: None) -> Ending:
-    """Serve until ``stop`` is set, then drain. Answers (live, not ready) while the models load in the background.
+    """Serve until ``stop`` is set, then drain. The server listens at once: it is live, and ready once its models are
+    loaded.
 
     Raises ConfigError for a port in use.
     """
@@ -15,6 +16,6 @@ def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, h
         from service.workers.supervisor import supervise
 
         return supervise(config, stop, started)
-    from service.alone import serve_alone  # gRPC and what runs models: nothing for a supervisor
+    from service.alone import serve_alone  # imports gRPC and the runtimes, which a supervisor does not need
 
     return serve_alone(config, stop, started)

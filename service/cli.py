@@ -1,4 +1,4 @@
-"""``bf16-serve``: the command line. Everything heavy is imported after the arguments are known to be right.
+"""``bf16-serve``: the command line. Heavy modules are imported only after the arguments have been checked.
 
 Without a command it serves. Commands take the server's options after their name: ``bf16-serve check --repository …``.
 """
@@ -24,7 +24,7 @@ from service.commands.list import list_models
 if TYPE_CHECKING:
     from service.process.stop import Ending
 
-EXIT_UNCLEAN = 1  # requests were cut off when the time to drain was over
+EXIT_UNCLEAN = 1  # requests were still in flight when drain_seconds ended
 EXIT_USAGE = 2
 
 
@@ -77,7 +77,7 @@ def main(context: click.Context, /, file: Path | None, **flags: object) -> None:
     Exit code 1: some requests were not answered in time.
     """
     if context.invoked_subcommand is not None:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without ÷ or – is no reason to fail
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal whose encoding lacks ÷ or – must not cause an error
             sys.stdout.reconfigure(errors="backslashreplace")
         _refuse_misplaced(context)
         return
@@ -87,14 +87,16 @@ def main(context: click.Context, /, file: Path | None, **flags: object) -> None:
         click.echo(f"bf16-serve: {error}", err=True)
         sys.exit(EXIT_USAGE)
     if not ending.freed:
-        # A thread is still inside native code (loading a large model, or running one): the interpreter cannot be taken
-        # down around it.
+        # A thread is still in native code (it loads or runs a model). A normal exit of the interpreter would crash it.
         logging.shutdown()
         os._exit(0 if ending.answered else EXIT_UNCLEAN)
 
 
 def _refuse_misplaced(context: click.Context) -> None:
-    """An option before a command's name would be the server's, and the command would not hear of it."""
+    """Reject options before the command's name: click gives them to the server, and the command would not see them.
+
+    Raises click.UsageError naming the option.
+    """
     for parameter in main.params:
         if parameter.name and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(
@@ -102,7 +104,7 @@ def _refuse_misplaced(context: click.Context) -> None:
             )
 
 
-# What a server may be started with may be checked.
+# `check` takes all options of the server.
 check.params.extend(main.params)
 for _command in (check, list_models, bench, evidence, health):
     main.add_command(_command)
@@ -119,13 +121,13 @@ def _serve(file: Path | None, flags: dict[str, object]) -> Ending:
     from service.process.memory import announce, bounded
     from service.process.stop import Stop
 
-    bound_heap()  # before there are threads
+    bound_heap()  # before any thread starts: each thread chooses its malloc arena once
     stop = Stop()
-    stop.on_signals()  # before the slow imports: a signal during them is kept, not lost
+    stop.on_signals()  # before the slow imports, so that a signal during them is not lost
     memory = controlgroup.memory()
     config = bounded(load_config(flags, file), memory)
     allow_open_files()
-    kernel.chosen()  # a wrong BF16KIT_KERNEL_PATH is known now, not when the first model has been read
+    kernel.chosen()  # report a wrong BF16KIT_KERNEL_PATH now, not when the first model loads
     configure(config.log_level, config.log_format)
     announce(config, memory)
     if ignored := unread(os.environ):

@@ -1,8 +1,8 @@
-"""The contract between the transport (gRPC) and the core (models, batching, metrics), importing neither.
+"""The contract between the transport (gRPC) and the core (models, batching, metrics). It imports neither.
 
-The transport turns wire messages into :class:`~service.request.Request` and
-:class:`~service.request.Reply` into wire messages. The core owns everything
-between. Errors cross as :mod:`bf16kit.errors`; ``service.transport.status`` maps them to gRPC codes.
+The transport turns protocol messages into :class:`~service.request.Request`, and :class:`~service.request.Reply` into
+protocol messages. The core owns everything between. Errors cross the border as :mod:`bf16kit.errors`;
+``service.transport.status`` maps them to gRPC codes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ GATE_FAILED = "FAILED"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one request may ask of a model, beyond its message's own size.
+    """Limits on one request to a model, in addition to the limit on its message's size.
 
-    ``dims`` bounds free dimensions by their names; ``response_bytes`` the outputs of one answer.
+    ``dims`` has the largest sizes of free dimensions, by name; ``response_bytes`` limits the outputs of one response.
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What the numbers of a model's tensors stand for, as its owner says, by the tensors' names.
+    """The meaning of a model's tensors, as ``serving.yaml`` declares it, by tensor name.
 
-    ``labels`` are those of an output's classes, the first for index 0; ``formats`` how inputs hold images.
+    ``labels`` has the class labels of an output, the first for index 0; ``formats`` the image layouts of inputs.
     """
 
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """What may wait: requests, and the seconds that one is expected to."""
+    """Limits of a queue: the number of waiting requests, and the expected wait of one request in seconds."""
 
     max_requests: int = 128
     max_wait_s: float = math.inf
@@ -54,10 +54,10 @@ class QueueBounds:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How a model's requests wait, and which of its versions are served, as its owner says.
+    """The queue limits of a model and the versions of it to serve, as ``serving.yaml`` declares them.
 
-    ``by_level`` has the bounds of single levels of priority, ``bounds`` those of all others. ``versions`` is how many
-    of the newest are served, or which; None: all of them.
+    ``by_level`` has the limits of single priority levels; ``bounds`` applies to all others. ``versions`` is the number
+    of newest versions to serve, or a tuple of versions, or None for all.
     """
 
     bounds: QueueBounds = QueueBounds()
@@ -69,7 +69,10 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """Which precision answers now, and for people why it is not bf16, or that it should not be; else empty."""
+    """The precision that answers now, and why, as text for operators.
+
+    ``reason`` says why fp32 answers, or what is wrong with bf16 while it still answers; it is empty otherwise.
+    """
 
     precision: Precision = "bf16"
     reason: str = ""
@@ -77,7 +80,7 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """How often something happened and how long it took in all."""
+    """The number of times that something happened, and the total time that it took in nanoseconds."""
 
     count: int = 0
     ns: int = 0
@@ -85,7 +88,8 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """Executions of one batch size (rows), or of those over 128 up to it and over half of it."""
+    """Executions of one batch size in rows. Above 128 rows, one entry counts every size over half of ``batch_size`` up
+    to it."""
 
     batch_size: int
     compute_input: Duration
@@ -95,7 +99,7 @@ class BatchStatistics:
 
 @dataclass(frozen=True, slots=True)
 class StatisticsSnapshot:
-    """Triton's ``ModelStatistics``, without the names: one consistent view."""
+    """A consistent snapshot of Triton's ``ModelStatistics``, without the names."""
 
     last_inference_ms: int = 0  # since the epoch; 0 = never
     inference_count: int = 0  # rows
@@ -111,14 +115,13 @@ class StatisticsSnapshot:
 
 
 class Statistics(Protocol):
-    """What the core counts per model version."""
+    """The counters that the core keeps for each model version."""
 
     def snapshot(self) -> StatisticsSnapshot: ...
 
 
 class Model(Protocol):
-    """One loaded generation of one version of a model: nothing changes while it lives but its statistics, and which
-    precision answers."""
+    """One loaded generation of one version of a model. Only its statistics and the precision that answers change."""
 
     @property
     def name(self) -> str: ...
@@ -151,41 +154,42 @@ class Model(Protocol):
     def answering(self) -> Answering: ...
     @property
     def golden(self) -> str:
-        """How it answered the golden samples the last time, for people; begins with :data:`GATE_FAILED` where that was
-        over budget, or could not be."""
+        """The result of the newest run of the golden samples, as text for operators.
+
+        It begins with :data:`GATE_FAILED` if the drift was over budget or the samples could not be run.
+        """
         ...
 
     @property
     def budget(self) -> Mapping[str, float]:
-        """The bounds on drift in force, by name: :meth:`bf16kit.budget.Budget.as_dict`."""
+        """The drift budget in force, by metric name: :meth:`bf16kit.budget.Budget.as_dict`."""
         ...
 
     @property
     def statistics(self) -> Statistics: ...
 
     def infer(self, request: Request) -> Reply:
-        """Run one request; blocks the calling thread until its batch has run.
+        """Run one request; block the calling thread until its batch has run.
 
-        Raises :class:`~bf16kit.errors.RequestError` (refused: the text is for the caller) or
-        :class:`~bf16kit.errors.RuntimeFailure` (failed: the text is for the log).
+        Raises :class:`~bf16kit.errors.RequestError` (rejected; the text is for the client) or
+        :class:`~bf16kit.errors.RuntimeFailure` (failed; the text is for the log).
         """
         ...
 
     def claim(self, nbytes: int) -> Claim | None:
-        """The right to run a request now, whose message has ``nbytes``, where that is expected to take less than waking
-        another thread would.
+        """Return the right to run a request of ``nbytes`` bytes now, on the calling thread, or None. Never blocks.
 
-        None where it would not, or where the model is at work. Never blocks.
+        It is granted if the model is idle and the run is expected to take less time than waking another thread.
         """
         ...
 
     def observe(self, seen: Observation) -> None:
-        """Count a request that this model was asked, whether or not it came to :meth:`infer`."""
+        """Count a request to this model, whether or not it reached :meth:`infer`."""
         ...
 
 
 class Slot(Protocol):
-    """The place of one version of one model, whatever is in it: its generation may be replaced, or be none."""
+    """The place of one version of one model. Its generation may be replaced, and there may be none."""
 
     @property
     def name(self) -> str: ...
@@ -195,57 +199,60 @@ class Slot(Protocol):
     def state(self) -> State: ...
     @property
     def reason(self) -> str:
-        """For people: why nothing answers here or, of a slot that is ready, why nothing newer does; else empty."""
+        """Why nothing answers here, as text for operators; for a ready slot, why its replacement failed; else empty."""
         ...
 
     @property
     def model(self) -> Model | None:
-        """The generation that answers; None where none does. It may be unloaded at any time: it is for looking at."""
+        """The generation that answers, or None. For inspection only: it may be unloaded at any time."""
         ...
 
     def observe(self, seen: Observation) -> None:
-        """Count a request for this version, which no generation of it was asked."""
+        """Count a request for this version that reached no generation."""
         ...
 
 
 class Registry(Protocol):
-    """The models of this server. ``version`` is as it came from the wire: ``""`` asks for the newest ready one."""
+    """The models of this server. ``version`` is the text from the request; ``""`` selects the newest ready version."""
 
     @property
     def live(self) -> bool: ...
     @property
     def ready(self) -> bool:
-        """All models ready that it was started with, one of them at least where it needs any, and not draining. What is
-        added to a server that is ready does not make it less so."""
+        """Whether all models that the server started with are ready, and it is not draining.
+
+        At least one model must be ready, unless the server needs none. Models added to a ready server do not change
+        this.
+        """
         ...
 
     def acquire(self, name: str, version: str) -> AbstractContextManager[Model]:
-        """A ready model, which is not unloaded before the context is left: once its answer is encoded.
+        """Return a context that keeps a ready model loaded; leave it only after the response is encoded.
 
         Raises NotFound, Unavailable (loading, draining) or InvalidRequest (the version is no integer).
         """
         ...
 
     def get(self, name: str, version: str) -> Model:
-        """The same without a lease: for looking at, not for inference."""
+        """Return a ready model without a lease: for inspection, not for inference. Raises as :meth:`acquire` does."""
         ...
 
     def find(self, name: str, version: str) -> Slot:
-        """A slot in whatever state. Raises NotFound or InvalidRequest."""
+        """Return a slot in any state. Raises NotFound or InvalidRequest."""
         ...
 
     def is_ready(self, name: str, version: str) -> bool:
-        """Whether :meth:`get` would give a model; False for what is not known. Raises InvalidRequest like it."""
+        """Return whether :meth:`get` would return a model; False for an unknown one. Raises InvalidRequest as well."""
         ...
 
     def models(self) -> Sequence[Slot]:
-        """Every version, by name and then by version."""
+        """Return the slots of all versions, sorted by name and then by version."""
         ...
 
     def versions(self, name: str) -> list[int]:
-        """The versions that are ready, ascending."""
+        """Return the ready versions of a model, ascending."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """``callback`` runs, on any thread, after every change of a state; it must not block."""
+        """Have ``callback`` called, on any thread, after every change of a state; it must not block."""
         ...

@@ -1,4 +1,4 @@
-"""The gRPC port as the configuration says: the transport around a registry."""
+"""Build the gRPC port from the configuration: the transport around a registry."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Front(Protocol):
-    """What brings requests: a :class:`Transport` or a :class:`Direct`."""
+    """The source of requests that a drain stops: a :class:`Transport` or a :class:`Direct`."""
 
     def stop(self, grace: float) -> bool: ...
 
@@ -40,7 +40,7 @@ def build_transport(
     operations: Operations = Operations(),  # noqa: B008 -- frozen: nothing but inference and looking
     tracer: Tracer | None = None,
 ) -> Transport:
-    """Not started yet. Several workers share the port."""
+    """Return a transport that is not started yet. Several workers share its port."""
     access = Access(credentials.tokens, frozenset(config.token_free))
     options = transport_options(config)
     return Transport(registry, refused, options, access, credentials.certificates, operations, tracer)
@@ -54,7 +54,7 @@ def build_direct(
     operations: Operations,
     tracer: Tracer | None = None,
 ) -> Direct:
-    """The same RPCs without a port: for whoever brings calls by another way."""
+    """Return the same RPCs without a port, for a caller that brings requests by another way."""
     access = Access(credentials.tokens, frozenset(config.token_free))
     return Direct(registry, refused, transport_options(config), access, operations, tracer)
 
@@ -62,7 +62,10 @@ def build_direct(
 def open_tracing(
     config: ServerConfig, registry: Registry, counted: Callable[[TraceOutcome, int], None]
 ) -> tuple[TraceSettings, Tracing | None]:
-    """Which requests are traced, and by what, not started yet; None where traces go nowhere. Raises ConfigError."""
+    """Return the trace settings, and the tracing that exports spans, not started yet; None if spans are not exported.
+
+    Raises ConfigError if OpenTelemetry is not installed.
+    """
     exports = config.trace_exporter != "none" and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
     settings = TraceSettings(exports=exports, rate=config.trace_rate, find=lambda model: registry.find(model, ""))
     if not exports:
@@ -77,18 +80,19 @@ def open_tracing(
 
 
 def guarded(config: ServerConfig, settings: Settings) -> Settings:
-    """``settings`` as clients may have them."""
+    """Return ``settings``, read-only unless the configuration lets clients change them."""
     return settings if config.change_settings else ReadOnly(settings, "start with change_settings: true")
 
 
 def extensions(config: ServerConfig, *, explicit: bool) -> tuple[str, ...]:
-    """Of the protocol, as they are on; ``explicit``: clients load and unload models."""
+    """Return the protocol's optional extensions that are on. ``explicit``: clients load and unload models."""
     memory = ("system_shared_memory",) if config.shared_memory else ()
     return ("logging", "trace", *memory, *(MODEL_CONTROL if explicit else ()))
 
 
 def drain(repository: Repository, front: Front, seconds: float) -> Ending:
-    """No new work, and what is at work finishes within ``seconds``."""
+    """Reject new requests, and give those in flight ``seconds`` to finish. Returns whether all requests and threads
+    ended."""
     until = time.monotonic() + seconds
     repository.drain()
     answered = front.stop(seconds)
@@ -97,7 +101,7 @@ def drain(repository: Repository, front: Front, seconds: float) -> Ending:
 
 
 def transport_options(config: ServerConfig) -> TransportOptions:
-    """What of the configuration concerns the transport."""
+    """Return the part of the configuration that the transport needs."""
     return TransportOptions(
         host=config.host,
         port=config.grpc_port,

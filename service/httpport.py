@@ -1,4 +1,4 @@
-"""The HTTP port as the configuration says: probes, metrics and the status page. It knows nothing of gRPC."""
+"""Build the HTTP port from the configuration: probes, metrics and the status page. It knows nothing of gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials: Credentials) -> HttpServer:
-    """Bound, and not serving yet. Raises ConfigError for a port in use."""
+    """Return the HTTP server, bound but not serving yet. Raises ConfigError for a port in use."""
     return HttpServer(
         config.host,
         config.http_port,
@@ -28,7 +28,7 @@ def open_http(config: ServerConfig, pages: Routes, metrics: Metrics, credentials
 
 
 def http_limits(config: ServerConfig) -> Limits:
-    """What of the configuration concerns the HTTP port."""
+    """Return the part of the configuration that limits the HTTP port."""
     return Limits(
         connections=config.http_max_connections,
         request_seconds=config.http_request_seconds,
@@ -39,7 +39,7 @@ def http_limits(config: ServerConfig) -> Limits:
 
 
 def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:
-    """Where to reach the server."""
+    """Log the addresses of the server, with a warning if it takes tokens without TLS from other machines."""
     _log.info(
         "gRPC on %s port %d; metrics and status page on %s://%s:%d/",
         config.host,

@@ -1,7 +1,7 @@
-"""What operators may ask of a running server beside inference: protocols, which import neither gRPC nor the models.
+"""The operations of a running server beside inference, as protocols. They import neither gRPC nor the models.
 
-One process answers by itself; several have their supervisor answer, which asks all of them. The transport cannot tell
-the difference.
+With one process, that process implements them. With several, the supervisor does, and asks all of them. The transport
+cannot tell the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Setting: TypeAlias = bool | int | str
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """A line of the repository's index. One that was never loaded has neither version nor state."""
+    """One line of the repository's index. A model that was never loaded has neither version nor state."""
 
     name: str
     version: str = ""
@@ -31,7 +31,8 @@ class Indexed:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one ready version of a model has done, in all processes together. ``device`` is as in ``RuntimeInfo``."""
+    """The statistics of one ready version of a model, summed over all processes. ``device`` is as in
+    ``RuntimeInfo``."""
 
     name: str
     version: int
@@ -41,7 +42,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of shared memory that a client has registered: ``byte_size`` bytes of ``key`` from ``offset`` on."""
+    """A registered region of shared memory: ``byte_size`` bytes of the file ``key`` from ``offset`` on."""
 
     name: str
     key: str
@@ -50,19 +51,21 @@ class Region:
 
 
 class Models(Protocol):
-    """Which models are served."""
+    """The models that are served, and their statistics."""
 
     def index(self) -> Sequence[Indexed]:
-        """Every model and version that is known, by name and version."""
+        """Return every known model and version, sorted by name and version."""
         ...
 
     def statistics(self, name: str, version: str) -> Sequence[Counted]:
-        """Of every ready version; of those of ``name``; or of the one ``version``. Raises NotFound."""
+        """Return the statistics of every ready version, of those of ``name``, or of the one ``version``. Raises
+        NotFound."""
         ...
 
 
 class RegistryModels:
-    """The :class:`Models` of one process, and nothing of a repository beside them."""
+    """The :class:`Models` of one process. It lists only what the registry knows, not what else lies in the
+    repository."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -87,70 +90,77 @@ MODEL_CONTROL = ("model_repository", "model_repository(unload_dependents)")
 
 
 class ModelControl(Protocol):
-    """Changes which models are served. What served goes on serving where the change cannot be made."""
+    """Changes which models are served. If a change fails, the models that are served stay."""
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
-        """Serve what the repository holds of ``name`` now; ``config`` is a ModelConfig in JSON that overrides.
+        """Load ``name`` as the repository holds it now. ``config`` is a ModelConfig in JSON that overrides
+        ``serving.yaml``.
 
-        The future ends when every process serves it, or fails with the reason. Raises NotFound or InvalidRequest. What
-        is served already, and has not changed, is left alone.
+        The future ends when every process serves the model, or fails with the reason. Raises NotFound or
+        InvalidRequest. Versions that are served already and have not changed are not loaded again.
         """
         ...
 
     def unload(self, name: str) -> Future[None]:
-        """Serve ``name`` no more; the future ends when its last request is answered, or at once where there is no such
-        model, or nothing of it is served."""
+        """Unload ``name``. The future ends when the last request to it has been answered.
+
+        It ends at once if there is no such model, or no version of it is served.
+        """
         ...
 
 
 class RegionSlice(Protocol):
-    """Bytes of a region, which stay there for as long as somebody refers to this, whether it is registered or not.
+    """Bytes of a region. They stay valid as long as this object is referenced, even if the region is unregistered.
 
-    Both methods raise InvalidRequest where the region's file no longer has them.
+    Both methods raise InvalidRequest if the region's file no longer holds these bytes.
     """
 
     def read(self) -> bytes:
-        """A copy: what the client writes afterwards is not in it."""
+        """Return a copy. Later writes of the client do not change it."""
         ...
 
     def write(self, data: Array) -> None:
-        """Copy the bytes of ``data`` to the beginning. Raises InvalidRequest where there are too many."""
+        """Copy ``data`` to the beginning of the slice. Raises InvalidRequest if it is longer than the slice."""
         ...
 
 
 class Regions(Protocol):
-    """Registered shared memory. Every method raises InvalidRequest or NotFound naming the region."""
+    """Registered regions of shared memory. Every method raises InvalidRequest or NotFound naming the region."""
 
     def register(self, region: Region) -> None:
-        """Raises AlreadyExists for a name that is taken, Overloaded where there are as many as may be."""
+        """Register a region. Raises AlreadyExists for a name that is taken, Overloaded at the limit on regions or
+        bytes."""
         ...
 
     def unregister(self, name: str) -> None:
-        """Forget a region, which need not be known, or, for an empty name, all; slices that are out stay valid."""
+        """Forget a region, or all of them for an empty name. An unknown name is no error; existing slices stay
+        valid."""
         ...
 
     def status(self, name: str) -> Sequence[Region]:
-        """The region of this name; all of them for an empty one."""
+        """Return the region of this name, or all of them for an empty name."""
         ...
 
     def lease(self, name: str, offset: int, byte_size: int) -> RegionSlice: ...
 
 
 class Settings(Protocol):
-    """Named values that may be changed while the server runs. ``model``: those of one model; empty: the server's."""
+    """Named values that can be changed while the server runs. ``model`` names a model; empty: the server's own
+    settings."""
 
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
-        """Change these, none of them where one is wrong; returns all. One without values goes back to its default.
+        """Apply all changes, or none if one is wrong; return all settings. A setting without values returns to its
+        default.
 
-        Raises InvalidRequest naming the setting, or NotFound naming the model. The same changes in the same
-        order make any process' settings the same.
+        Raises InvalidRequest naming the setting, or NotFound naming the model. The result depends only on the changes
+        and their order, so every process that gets the same changes has the same settings.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOnly:
-    """Settings that may be looked at and not changed. ``remedy``: how to let them be changed."""
+    """Settings that can be read but not changed. ``remedy`` tells the client how to allow changes."""
 
     settings: Settings
     remedy: str
@@ -164,11 +174,12 @@ class ReadOnly:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What is there of it; None: it is off, and its RPCs are refused with what to do instead."""
+    """The operations that this server offers. A field that is None is off: its RPCs are rejected with a hint how to
+    enable it."""
 
     models: Models | None = None  # None: the registry's own
     control: ModelControl | None = None
     regions: Regions | None = None
     logs: Settings | None = None
     traces: Settings | None = None
-    extensions: tuple[str, ...] = field(default=())  # of the protocol, beside those that are always there
+    extensions: tuple[str, ...] = field(default=())  # of the protocol, in addition to those that are always on

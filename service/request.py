@@ -1,6 +1,6 @@
-"""One request on its way: what a client wants, what it is answered, where its time went and what became of it.
+"""One request: its inputs, its reply, where its time went, and how it ended.
 
-The transport makes it of a message and the core answers it; this file imports neither.
+The transport makes it from a message and the core answers it; this file imports neither.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 from bf16kit.tensors import Array
 
-#: What a client is told of the precision that made its answer: the model's own, or the fp32 reference's in its place.
+#: The precision of a response, as clients see it: the model's own (bf16), or that of the fp32 reference in its place.
 Precision = Literal["bf16", "fp32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
-#: Why something was refused before any model was asked: the metrics' words, and no others. Those with ``http_`` are the
-#: HTTP port's, ``unauthenticated`` and ``forbidden`` are both ports'.
+#: All reasons to reject a request before it reaches a model, under their names in the metrics. Those with ``http_`` are
+#: of the HTTP port; ``unauthenticated`` and ``forbidden`` are of both ports.
 REFUSALS = (
-    "in_flight",  # as many requests are at work as may be
-    "connection_share",  # this connection has as many of them as it may have
-    "model_share",  # and this model
-    "bytes",  # the messages at work are as large as they may be together
-    "streams",  # as many streams are open as may be
-    "watches",  # as many health watches are open as may be
-    "reflection",  # as many reflection streams
-    "control",  # as many calls for health and metadata
-    "regions",  # as much shared memory is registered as may be
-    "too_slow",  # the client kept the server waiting, in sending or in taking, for too long
+    "in_flight",  # the limit on requests in flight
+    "connection_share",  # the share of one connection in that limit
+    "model_share",  # the share of one model in that limit
+    "bytes",  # the limit on the bytes of all messages in flight
+    "streams",  # the limit on open streams
+    "watches",  # the limit on open health watches
+    "reflection",  # the limit on open reflection streams
+    "control",  # the limit on calls for health and metadata
+    "regions",  # a limit on registered shared memory
+    "too_slow",  # the client was too slow to send its request or to read its response
     "draining",  # the server is shutting down
-    "unauthenticated",  # no token, or one that is not known; no client certificate where one is needed
-    "forbidden",  # a token without the scope that this needs
-    "http_connections",  # a connection was closed to make room for another
-    "http_busy",  # too many different pages were asked for at once
-    "http_timeout",  # a request did not come within its time
-    "http_malformed",  # what came was no request, too large, or of a method that this port does not answer
+    "unauthenticated",  # no token, an unknown token, or no client certificate although one is required
+    "forbidden",  # the token lacks the required scope
+    "http_connections",  # a connection was closed to make room for a new one
+    "http_busy",  # too many different pages were requested at once
+    "http_timeout",  # a request was not complete before its timeout
+    "http_malformed",  # not an HTTP request, too large, or a method that is not supported
     "other",
 )
 
 
 class Cancellation:
-    """The client has left: a flag that the transport raises once, and callbacks for those who wait.
+    """A flag that the transport sets once when the client has left, with callbacks for waiting threads.
 
-    A callback runs once, on whatever thread raises the flag, or at once where it is up already; it must not block.
+    A callback runs once, on the thread that sets the flag, or at once if the flag is set already. It must not block.
     """
 
     __slots__ = ("_callbacks", "_lock", "cancelled")
@@ -69,30 +69,30 @@ class Cancellation:
         callback()
 
     def unsubscribe(self, callback: Callable[[], None]) -> None:
-        """Forget ``callback``; no matter whether it has run, or was ever known."""
+        """Remove ``callback``. It is no error if it has run already or was never added."""
         with self._lock, contextlib.suppress(ValueError):
             self._callbacks.remove(callback)
 
 
 class Claim(Protocol):
-    """The right to run one request at once, on the thread that holds it: for a thread that must not wait."""
+    """The right to run one request at once, on the thread that holds the claim: for a thread that must not wait."""
 
     def give_back(self) -> None:
-        """Nothing where a request has used it."""
+        """Release the claim; does nothing if a request has used it."""
         ...
 
 
 @dataclass(slots=True)
 class Request:
-    """One client's work. ``feeds`` are already of the model's dtypes and checked against its inputs.
+    """One request of a client. ``feeds`` have the model's dtypes and have been checked against its inputs.
 
-    ``rows`` is the size of the batch axis (1 for a model without one), ``deadline`` is in :func:`time.monotonic`
-    seconds, ``outputs`` are names in the order wanted (``None`` = all of them), ``priority`` is 1 for the most urgent,
-    0 for the model's default. A ``patient`` one waits for a place in a full queue, where others are refused.
+    ``rows`` is the size of the batch axis (1 for a model without one). ``deadline`` is in :func:`time.monotonic`
+    seconds. ``outputs`` names the outputs in the order wanted; ``None`` means all. ``priority`` is 1 for the most
+    urgent, 0 for the model's default. A ``patient`` request waits for room in a full queue; others are rejected.
 
-    ``timings`` is stamped by whoever spends the time, whatever becomes of the request; None while it has neither waited
-    nor run. ``nbytes`` are those of its message, 0 where its transport does not tell; ``claim`` is of the model that is
-    asked, where it has one.
+    ``timings`` is set by the code that spends the time, however the request ends; it is None until the request has
+    waited or run. ``nbytes`` is the size of the request's message, 0 if the transport does not know it. ``claim`` is
+    the claim on the model that is called, if there is one.
     """
 
     feeds: dict[str, Array]
@@ -109,11 +109,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of one request went, in seconds. All but ``queue`` and ``arrived`` are its batch's, whole; of one
-    that ran and failed, ``compute_infer`` is all of it.
+    """Where the time of one request went, in seconds.
 
-    ``arrived`` (in the queue) and ``begun`` (the batch) are :func:`time.monotonic` seconds; 0 where neither was.
-    ``rows`` are those of the batch.
+    ``queue`` and ``arrived`` are the request's own; all other values are those of its whole batch. If the run failed,
+    ``compute_infer`` holds all of the run. ``arrived`` (when it entered the queue) and ``begun`` (when the batch began)
+    are :func:`time.monotonic` seconds, 0 if that did not happen. ``rows`` is the size of the batch.
     """
 
     queue: float = 0.0
@@ -125,7 +125,7 @@ class Timings:
     rows: int = 0
 
     def queued(self, arrived: float, taken: float) -> Timings:
-        """Those of a request that waited from ``arrived`` until it was ``taken`` for this batch."""
+        """Return the timings of a request of this batch that waited from ``arrived`` until it was ``taken``."""
         phases = self.compute_input, self.compute_infer, self.compute_output
         return Timings(taken - arrived, *phases, arrived, self.begun, self.rows)
 
@@ -136,9 +136,9 @@ class Timings:
 
 @dataclass(slots=True)
 class Reply:
-    """Outputs by name, in the order asked for, and which precision made them.
+    """Outputs by name, in the order requested, and the precision that made them.
 
-    ``precision`` is :attr:`~bf16kit.runtime.RuntimeInfo.precision` of what ran the batch.
+    ``precision`` is :attr:`~bf16kit.runtime.RuntimeInfo.precision` of the runtime that ran the batch.
     """
 
     outputs: dict[str, Array]
@@ -146,15 +146,15 @@ class Reply:
 
     @property
     def told(self) -> Precision:
-        """The same in the words of clients and metrics: what is not all fp32 is bf16."""
+        """The precision as clients and metrics name it: fp32 if everything ran in fp32, else bf16."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
 
 class Observation(NamedTuple):
-    """What became of one request: made once, when it is over; the metrics, the statistics and the log all read this.
+    """The outcome of one request, made once when it is over. The metrics, the statistics and the log read it.
 
-    ``model`` and ``version`` are those that were asked, or, where there are none, what the client named. ``code`` is a
-    gRPC code's name; ``seconds`` are those from the request's arrival to its encoded answer.
+    ``model`` and ``version`` are those that were called, or those that the client named if there are none. ``code`` is
+    the name of a gRPC code. ``seconds`` runs from the request's arrival to its encoded response.
     """
 
     model: str
@@ -162,9 +162,9 @@ class Observation(NamedTuple):
     request_id: str  # the client's own
     code: str
     seconds: float
-    timings: Timings | None = None  # None: it was refused before it waited or ran
-    rows: int = 0  # 0: it was refused before they were counted
-    trace: str = ""  # the trace that this request is part of, in hexadecimal; empty: it is not traced
+    timings: Timings | None = None  # None: it was rejected before it waited or ran
+    rows: int = 0  # 0: it was rejected before they were counted
+    trace: str = ""  # the id of the request's trace, in hexadecimal; empty: it is not traced
 
     @property
     def answered(self) -> bool:
@@ -172,15 +172,15 @@ class Observation(NamedTuple):
 
 
 class Trace(Protocol):
-    """One request's part of a trace that is to be recorded."""
+    """The part of a recorded trace that belongs to one request."""
 
     @property
     def id(self) -> str:
-        """In hexadecimal, as in W3C's ``traceparent``."""
+        """The trace id in hexadecimal, as in W3C's ``traceparent``."""
         ...
 
     def end(self, rpc: str, seen: Observation) -> None:
-        """The request is over, just now. Never blocks and never raises."""
+        """Record the end of the request, with its outcome. Never blocks and never raises."""
         ...
 
 
@@ -188,5 +188,6 @@ class Tracer(Protocol):
     """Decides which requests are traced."""
 
     def sample(self, model: str, header: Callable[[str], str | bytes | None]) -> Trace | None:
-        """The trace of a request for ``model``, whose metadata ``header`` looks up; None: it is not traced."""
+        """Return the trace of a request for ``model``, or None if it is not traced. ``header`` looks up its
+        metadata."""
         ...

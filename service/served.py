@@ -1,4 +1,4 @@
-"""What one process serves, wired: its models, their metrics and drift, the HTTP port; and not what brings requests."""
+"""Everything that one process serves: its models, their metrics and drift, and the HTTP port, but not the gRPC port."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from service.telemetry.history import NAMES, TICK_SECONDS, History
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_LAST_TRACES_SECONDS = 3.0  # that a stop waits for a collector, at most
+_LAST_TRACES_SECONDS = 3.0  # the longest that a stop waits to export the last traces
 
 
 class Served:
-    """Built with the HTTP port bound, and nothing running: :meth:`start`; :meth:`tend` again and again; :meth:`drain`;
-    :meth:`close` in any case.
+    """The models, metrics and HTTP port of one process. The constructor binds the HTTP port and starts nothing.
 
-    ``wishes``: these are served, and the repository is not looked at, nor do clients load anything.
+    Call :meth:`start`, then :meth:`tend` about ten times a second, then :meth:`drain`; call :meth:`close` in any case.
+    ``wishes``: serve exactly these; the repository is not read, and clients cannot load models.
     """
 
     def __init__(self, config: ServerConfig, wishes: Iterable[Wish] | None = None) -> None:
@@ -95,7 +95,7 @@ class Served:
         self._ticking = Ticking("history", TICK_SECONDS, self._history.tick)
 
     def start(self, grpc_port: int, listening: Callable[[], object] = lambda: None) -> None:
-        """Answer HTTP, call ``listening``, and load the models in the background."""
+        """Serve HTTP, call ``listening``, then load the models in the background."""
         self._status.listening(grpc_port, self.http.port)
         self.http.start()
         listening()
@@ -110,12 +110,14 @@ class Served:
         self._ticking.start()
 
     def tend(self) -> None:
-        """Ten times a second or so, on one thread."""
+        """Do the periodic work of the shadow process and the fallback. Call it about ten times a second, from one
+        thread."""
         self._shadow.tend()
         self._owner.tend()
 
     def drain(self, front: Front) -> Ending:
-        """Not ready, then no new work, then what is at work finishes; the HTTP port answers to the last."""
+        """Report not ready, then reject new requests, then wait for those in flight. The HTTP port serves until the
+        end."""
         self._ticking.stop()
         self._heap.stop()
         if self._poll is not None:
@@ -138,7 +140,7 @@ class Served:
         return ending
 
     def close(self) -> None:
-        """End the process with the references: what it measures is lost."""
+        """End the process that runs the fp32 references; its unfinished measurements are lost."""
         self._shadow.close()
 
     def _operations(self) -> Operations:

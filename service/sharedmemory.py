@@ -12,7 +12,8 @@ _log = logging.getLogger(__name__)
 
 
 def open_regions(config: ServerConfig) -> RegionTable | None:
-    """None where shared memory is off. Raises ConfigError where the system does not let us use it."""
+    """Return the table of regions, or None if shared memory is off. Raises ConfigError if the system does not allow
+    it."""
     if not config.shared_memory:
         return None
     check_system()
@@ -24,6 +25,6 @@ def open_regions(config: ServerConfig) -> RegionTable | None:
 
 
 def new_table(config: ServerConfig) -> RegionTable:
-    """One more, for another process of a server that has one."""
+    """Return a table with the configured limits: for another process of a server that has shared memory on."""
     limits = (config.shared_memory_prefix, config.shared_memory_max_regions, config.shared_memory_max_bytes)
     return RegionTable(RegionLimits(*limits))
