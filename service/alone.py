@@ -12,8 +12,7 @@ _TEND_SECONDS = 0.1
 
 
 def serve_alone(config: ServerConfig, stop: Stop, started: Started) -> Ending:
-    """Serve until ``stop`` is set, then drain. The server listens at once: it is live, and ready once its models are
-    loaded.
+    """Serve until ``stop`` is set, then drain. The server is live at once, and ready when its models are loaded.
 
     Raises ConfigError for a port in use.
     """

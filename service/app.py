@@ -7,8 +7,7 @@ from service.process.stop import Ending, Started, Stop
 
 
 def run(config: ServerConfig, stop: Stop, started: Started = lambda grpc_port, http_port: None) -> Ending:
-    """Serve until ``stop`` is set, then drain. The server listens at once: it is live, and ready once its models are
-    loaded.
+    """Serve until ``stop`` is set, then drain. The server is live at once, and ready when its models are loaded.
 
     Raises ConfigError for a port in use.
     """

@@ -88,8 +88,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """Executions of one batch size in rows. Above 128 rows, one entry counts every size over half of ``batch_size`` up
-    to it."""
+    """Executions of one batch size in rows. Above 128, one entry has all sizes over half of ``batch_size`` up to it."""
 
     batch_size: int
     compute_input: Duration
@@ -221,7 +220,7 @@ class Registry(Protocol):
     def ready(self) -> bool:
         """Whether all models that the server started with are ready, and it is not draining.
 
-        At least one model must be ready, unless the server needs none. Models added to a ready server do not change
+        One model at least must be ready, unless the server needs none. Models added to a ready server do not change
         this.
         """
         ...

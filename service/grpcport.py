@@ -91,8 +91,7 @@ def extensions(config: ServerConfig, *, explicit: bool) -> tuple[str, ...]:
 
 
 def drain(repository: Repository, front: Front, seconds: float) -> Ending:
-    """Reject new requests, and give those in flight ``seconds`` to finish. Returns whether all requests and threads
-    ended."""
+    """Reject new requests, and give those in flight ``seconds`` to finish. Returns how that ended."""
     until = time.monotonic() + seconds
     repository.drain()
     answered = front.stop(seconds)

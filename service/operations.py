@@ -31,8 +31,7 @@ class Indexed:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The statistics of one ready version of a model, summed over all processes. ``device`` is as in
-    ``RuntimeInfo``."""
+    """The statistics of one ready version of a model, over all processes. ``device`` is as in ``RuntimeInfo``."""
 
     name: str
     version: int
@@ -58,14 +57,15 @@ class Models(Protocol):
         ...
 
     def statistics(self, name: str, version: str) -> Sequence[Counted]:
-        """Return the statistics of every ready version, of those of ``name``, or of the one ``version``. Raises
-        NotFound."""
+        """Return the statistics of every ready version, or of those of ``name``, or of the one ``version``.
+
+        Raises NotFound.
+        """
         ...
 
 
 class RegistryModels:
-    """The :class:`Models` of one process. It lists only what the registry knows, not what else lies in the
-    repository."""
+    """The :class:`Models` of one process: what its registry knows, without the rest of the repository."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -93,8 +93,7 @@ class ModelControl(Protocol):
     """Changes which models are served. If a change fails, the models that are served stay."""
 
     def load(self, name: str, config: str | None = None) -> Future[None]:
-        """Load ``name`` as the repository holds it now. ``config`` is a ModelConfig in JSON that overrides
-        ``serving.yaml``.
+        """Load ``name`` as the repository holds it now; ``config``, a ModelConfig in JSON, overrides ``serving.yaml``.
 
         The future ends when every process serves the model, or fails with the reason. Raises NotFound or
         InvalidRequest. Versions that are served already and have not changed are not loaded again.
@@ -128,13 +127,11 @@ class Regions(Protocol):
     """Registered regions of shared memory. Every method raises InvalidRequest or NotFound naming the region."""
 
     def register(self, region: Region) -> None:
-        """Register a region. Raises AlreadyExists for a name that is taken, Overloaded at the limit on regions or
-        bytes."""
+        """Register a region. Raises AlreadyExists for a name that is taken, Overloaded if a limit is reached."""
         ...
 
     def unregister(self, name: str) -> None:
-        """Forget a region, or all of them for an empty name. An unknown name is no error; existing slices stay
-        valid."""
+        """Forget a region, or all for an empty name. An unknown name is no error; existing slices stay valid."""
         ...
 
     def status(self, name: str) -> Sequence[Region]:
@@ -145,12 +142,10 @@ class Regions(Protocol):
 
 
 class Settings(Protocol):
-    """Named values that can be changed while the server runs. ``model`` names a model; empty: the server's own
-    settings."""
+    """Named values that can be changed while the server runs. ``model`` names a model; empty: the server itself."""
 
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
-        """Apply all changes, or none if one is wrong; return all settings. A setting without values returns to its
-        default.
+        """Apply all changes, or none if one is wrong; return all settings. No values: back to the default.
 
         Raises InvalidRequest naming the setting, or NotFound naming the model. The result depends only on the changes
         and their order, so every process that gets the same changes has the same settings.
@@ -174,8 +169,7 @@ class ReadOnly:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations that this server offers. A field that is None is off: its RPCs are rejected with a hint how to
-    enable it."""
+    """The operations that this server offers. None: the operation is off, and its RPCs are rejected with a remedy."""
 
     models: Models | None = None  # None: the registry's own
     control: ModelControl | None = None

@@ -188,6 +188,5 @@ class Tracer(Protocol):
     """Decides which requests are traced."""
 
     def sample(self, model: str, header: Callable[[str], str | bytes | None]) -> Trace | None:
-        """Return the trace of a request for ``model``, or None if it is not traced. ``header`` looks up its
-        metadata."""
+        """Return the trace of a request for ``model``, whose metadata ``header`` looks up; None: it is not traced."""
         ...

@@ -110,14 +110,12 @@ class Served:
         self._ticking.start()
 
     def tend(self) -> None:
-        """Do the periodic work of the shadow process and the fallback. Call it about ten times a second, from one
-        thread."""
+        """Do the periodic work of shadow process and fallback. Call it about ten times a second, on one thread."""
         self._shadow.tend()
         self._owner.tend()
 
     def drain(self, front: Front) -> Ending:
-        """Report not ready, then reject new requests, then wait for those in flight. The HTTP port serves until the
-        end."""
+        """Report not ready, then reject new requests, then wait for those in flight. HTTP is served until the end."""
         self._ticking.stop()
         self._heap.stop()
         if self._poll is not None:

@@ -12,8 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 def open_regions(config: ServerConfig) -> RegionTable | None:
-    """Return the table of regions, or None if shared memory is off. Raises ConfigError if the system does not allow
-    it."""
+    """Return the table of regions, or None if shared memory is off.
+
+    Raises ConfigError if the system does not allow shared memory.
+    """
     if not config.shared_memory:
         return None
     check_system()

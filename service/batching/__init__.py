@@ -1,1 +1,1 @@
-"""Requests into batches, before one runtime."""
+"""Batching: joins requests into batches for one runtime."""

@@ -1,9 +1,9 @@
-"""Requests into batches: a bounded queue before one runtime, and the threads that run it.
+"""The batcher: a bounded queue before one runtime, and the executor threads that run it.
 
-Work-conserving: a batch starts as soon as the runtime is idle, with whatever is waiting (or after ``max_delay_s``,
-where an operator prefers fuller batches to short waits). What runs next is :class:`~service.batching.queue.Queue`'s
-decision, how it runs :class:`~service.batching.execution.Execution`'s; here are the threads. A request whose client has
-left is taken out at once, and one whose deadline has passed is never run.
+Work-conserving: a batch starts as soon as the runtime is idle, with whatever is waiting. An operator who prefers fuller
+batches to short waits sets ``max_delay_s``. :class:`~service.batching.queue.Queue` decides what runs next,
+:class:`~service.batching.execution.Execution` how it runs; this module has the threads. A request whose client has left
+is removed at once. A request whose deadline has passed never runs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from service.batching.slots import Slots
 from service.batching.waiting import LEFT, TOO_LATE, Waiting, invalid, unloading, until, why_over, word
 from service.request import Reply, Request, Timings
 
-_PACE_S = 0.02  # at most so often is the queue told how long requests run while nothing waits in it
-_ROOM_S = 0.1  # how often a request that waits for room looks whether its client is still there
-_LONG_S = 5e-4  # what takes less is over soon after another thread was woken for it
+_PACE_S = 0.02  # the least time between two run times reported to the queue by inline runs
+_ROOM_S = 0.1  # how often a request that waits for room checks that its client is still there
+_LONG_S = 5e-4  # a shorter batch is over soon after another thread was woken for it: beside others it gains nothing
 _Job = Job[Waiting]
 
 
 class Batcher:
-    """Start it before the first :meth:`submit`; :meth:`close` refuses what still waits and ends the threads."""
+    """Joins requests into batches and runs them. Call :meth:`start` before the first :meth:`submit`.
+
+    :meth:`close` rejects the requests that still wait, and ends the threads.
+    """
 
     def __init__(self, run: Run, policy: BatchPolicy, observer: BatchObserver, *, name: str = "model") -> None:
         self._run = run
@@ -40,8 +43,8 @@ class Batcher:
         self._queue: Queue[Waiting] = Queue(policy.queue())
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # work for an executor, or the end
-        self._wake_beside = threading.Condition(self._lock)  # the same for those whose batches run beside others
-        self._room = threading.Condition(self._lock)  # a place in the queue, for those that wait for one
+        self._wake_beside = threading.Condition(self._lock)  # the same, for executors of batches beside others
+        self._room = threading.Condition(self._lock)  # room in the queue, for patient requests
         self._slots = Slots(policy.instances, policy.beside if policy.batches and policy.max_delay_s == 0 else 0)
         self._paced = -math.inf
         self._quickness = Quickness()
@@ -58,7 +61,10 @@ class Batcher:
             thread.start()
 
     def close(self, deadline: float = math.inf) -> bool:
-        """False when a batch still runs at ``deadline``, in :func:`time.monotonic` seconds: its thread is left."""
+        """Reject what waits, and end the threads. Returns False if a batch still runs at ``deadline``.
+
+        The thread of such a batch is left. ``deadline`` is in :func:`time.monotonic` seconds.
+        """
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -76,10 +82,11 @@ class Batcher:
         return not any(thread.is_alive() for thread in started)
 
     def submit(self, request: Request) -> Reply:
-        """Run one request in some batch; blocks until it is done.
+        """Run one request in some batch; block until it is done.
 
-        When nothing waits and the runtime is idle, an ``inline`` batcher runs the request on the calling thread: that
-        saves two thread switches, most of what a server adds to a small model. Not for runtimes with memory per thread.
+        If nothing waits and the runtime is idle, an ``inline`` batcher runs the request on the calling thread. That
+        saves two thread switches, which are most of what a server adds to a small model's latency. It is not for
+        runtimes with memory per thread.
 
         Raises InvalidRequest (more rows than a batch holds, no such priority, or inputs that the model cannot run on),
         DeadlineExceeded, Cancelled, Overloaded (queue full), Unavailable (closed), or what the runtime raised.
@@ -107,7 +114,7 @@ class Batcher:
         return IdleClaim(self.release) if quick and self._claim_idle() else None
 
     def release(self, request: Request | None = None) -> None:
-        """A run outside the executors is over, or will not be."""
+        """End a run outside the executors, or a claim that was not used. Wakes an executor if requests wait."""
         with self._lock:
             self._slots.left(request)
             if len(self._queue):
@@ -117,7 +124,7 @@ class Batcher:
 
     def _level(self, priority: int) -> int:
         levels = len(self._policy.levels)
-        if levels == 1:  # no priorities here: every request is as urgent as the next
+        if levels == 1:  # no priorities: all requests share one level
             return 0
         if not 0 <= priority <= levels:
             raise InvalidRequest(f"priority is {priority}, expected 0 (the default) to {levels} (the least urgent)")
@@ -157,16 +164,16 @@ class Batcher:
         return Reply(outputs, precision)
 
     def _observe(self, shape: Hashable, rows: int, seconds: float) -> None:
-        """Tell the queue how long something ran, for what others will wait."""
+        """Tell the queue how long a batch ran: it estimates the wait of other requests from that."""
         with self._lock:
             self._queue.pace.observe(shape, rows, seconds)
 
     def _fits_beside(self, shape: Hashable, rows: int) -> bool:
-        """Whether such a batch may begin beside those that run: only if it takes so long that this does any good."""
+        """Return whether such a batch may begin beside those that run. It must be long enough to gain anything."""
         return self._queue.pace.seconds(shape, rows) >= _LONG_S and self._slots.fits(shape, self._shape)
 
     def _shape(self, request: Request) -> Hashable:
-        """What must be equal for two requests to share a batch."""
+        """Return what must be equal for two requests to share a batch."""
         axis = self._policy.axis
         return signature(request.feeds, axis) if self._policy.batches and axis is not None else ()
 
@@ -189,13 +196,13 @@ class Batcher:
         return job
 
     def _put(self, job: _Job) -> bool:
-        """False when there is no room, for a request that waits for it. Raises what ends the others."""
+        """Put the job into the queue. Returns False if there is no room and the request is patient; else raises."""
         request = job.work.request
         if self._closed:
             self._observer.rejected("draining")
             raise unloading()
         now = time.monotonic()
-        over = why_over(request, now) if request.patient else None  # it may have waited for long
+        over = why_over(request, now) if request.patient else None  # it may have waited for room for long
         if over is not None:
             job.work.stamp(job.arrived, now)
             self._observer.rejected(word(over))
@@ -228,7 +235,7 @@ class Batcher:
                 cancellation.unsubscribe(leave)
 
     def _withdraw(self, job: _Job, why: RequestError) -> None:
-        """End a job that still waits; one that runs already is let be."""
+        """Fail a job that still waits; do nothing if it runs already."""
         with self._lock:
             if not self._queue.remove(job):
                 return
@@ -238,10 +245,10 @@ class Batcher:
     # --- the executors' side ------------------------------------------------------------------------------------------
 
     def _work(self, beside: bool) -> None:
-        """Of one executor, which looks for its next batch itself: nobody wakes it for that.
+        """Run batches on one executor thread, which looks for its next batch itself: nothing needs to wake it.
 
-        Those for batches beside others are threads of their own, so that all the others stay with the same thread: two
-        that took turns were slower.
+        Batches beside others have threads of their own. So all other batches stay on the same thread: two threads that
+        took turns were slower.
         """
         while batch := self._next_batch(beside):
             try:
@@ -251,7 +258,7 @@ class Batcher:
                     self._slots.ended(batch[0].shape, beside)
 
     def _next_batch(self, beside: bool) -> list[_Job]:
-        """Blocks until there is one; empty when the batcher is closed."""
+        """Block until there is a batch, and return it; return an empty list when the batcher is closed."""
         wake = self._wake_beside if beside else self._wake
         with self._lock:
             while not self._closed:
@@ -269,7 +276,7 @@ class Batcher:
             return []
 
     def _call(self, job: _Job | None = None) -> None:
-        """Wake an executor, if one may run ``job``, or else what waits first."""
+        """Wake an executor if one may run ``job``, or without ``job`` the first one in the queue."""
         if self._slots.idle:
             self._wake.notify()
         elif self._slots.beside and (job := job or self._queue.first(time.monotonic())) and self._fits(job):
@@ -288,7 +295,7 @@ class Batcher:
             job.work.fail(error)
 
     def _left(self, job: _Job, why: RequestError, now: float) -> None:
-        """A job has left the queue without having run."""
+        """Record that a job has left the queue without having run."""
         job.work.stamp(job.arrived, now)
         self._observer.queued(-1)
         self._observer.rejected(word(why))

@@ -1,42 +1,42 @@
-"""Which requests are quick enough to run on a thread that must not wait, and the right to do so."""
+"""Claims: the right to run a quick request on a thread that must not wait."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-# A run that takes less is over before another thread would have begun it: waking one costs some 50 µs where others are
-# at work, and 200 µs where none is.
+# A shorter run is over before another thread would have begun it: waking a thread takes some 50 µs if others are busy,
+# and 200 µs if none is.
 _QUICK_S = 1e-4
-_RECENT = 0.1  # of the newest run, in what one is expected to take
-_CLASSES = 64  # of sizes, one for each power of two: more than a message can have
+_RECENT = 0.1  # weight of the newest run in the moving average
+_CLASSES = 64  # size classes, one for each power of two: more than messages can have
 
 
 class Quickness:
-    """Whether the next run is expected to be quick, from what runs for messages of about its size took of their
-    callers' threads: what is known of small requests says nothing of large ones.
+    """Predicts whether the next run is quick, from the thread time of past runs, by the size of their messages.
 
-    Of the time on the clock much is waiting for Python's lock, while other threads answer requests. There is no lock:
-    an observation that is lost changes nothing.
+    Sizes are kept apart because small requests say nothing about large ones. Thread time is used because much of the
+    elapsed time is waiting for Python's lock while other threads answer requests. There is no lock: a lost observation
+    changes nothing.
     """
 
     def __init__(self) -> None:
-        self._expected = [math.inf] * _CLASSES  # seconds, by the bits of a size; nothing is known yet
+        self._expected = [math.inf] * _CLASSES  # seconds, by the bit length of the size; inf: nothing is known yet
 
     def quick(self, nbytes: int) -> bool:
         return self._expected[nbytes.bit_length()] < _QUICK_S
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A run for a message of ``nbytes`` has taken so much of its thread's time."""
+        """Record a run for a message of ``nbytes`` that took ``seconds`` of its thread's CPU time."""
         size = nbytes.bit_length()
         known = self._expected[size]
         self._expected[size] = seconds if known == math.inf else known + _RECENT * (seconds - known)
 
 
 class IdleClaim:
-    """See :class:`service.request.Claim`: one of a batcher's idle runs, taken before there is a request for it.
+    """See :class:`service.request.Claim`: one idle run of a batcher, reserved before the request is known.
 
-    ``release`` gives it back to its batcher, and tells whose it is.
+    ``release`` returns the run to its batcher, and identifies that batcher.
     """
 
     __slots__ = ("_held", "_release")
@@ -46,7 +46,10 @@ class IdleClaim:
         self._held = True
 
     def use(self, release: Callable[[], None]) -> bool:
-        """Whether the claim is of the batcher with this ``release``, which from now on has to call it; once."""
+        """Use the claim, once, if it belongs to the batcher with this ``release``. Returns whether it did.
+
+        After True, the caller must call ``release`` when the run is over.
+        """
         if not self._held or self._release != release:
             return False
         self._held = False

@@ -1,4 +1,4 @@
-"""One batch: joined, run, parted again; and what becomes of one that fails."""
+"""One batch in execution: joins requests, runs them, splits the outputs, and handles failures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from service.batching.waiting import Waiting, invalid, why_over, word
 from service.contract import Array
 from service.request import Reply, Timings
 
-# Feeds and the outputs wanted (None = all) to the outputs, and which precision made them.
+# Takes feeds and the names of the outputs wanted (None = all); returns the outputs and the precision that made them.
 Run = Callable[[Mapping[str, Array], Sequence[str] | None], tuple[dict[str, Array], str]]
-# Told the shape, the rows and the seconds of what has run.
+# Called with the shape, the rows and the run time in seconds of each batch.
 Paced = Callable[[Hashable, int, float], None]
 _Job = Job[Waiting]
 
 
 class Execution:
-    """For any number of threads. ``axis`` is the one that requests are joined along."""
+    """Runs batches; any number of threads may share it. ``axis`` is the axis along which requests are joined."""
 
     def __init__(self, run: Run, axis: int | None, observer: BatchObserver) -> None:
         self._run = run
@@ -29,8 +29,11 @@ class Execution:
         self._observer = observer
 
     def run(self, batch: list[_Job], paced: Paced) -> None:
-        """Answer every job of a batch, or fail it. One that fails is halved until those that fail are alone: each is
-        answered as soon as it can be, and nobody's input fails another's answer."""
+        """Answer or fail every job of a batch.
+
+        A batch that fails is halved until each failing job is alone. So each job is answered as early as possible, and
+        no client's input fails another client's request.
+        """
         taken = time.monotonic()
         parts = [batch]
         while parts:
@@ -38,7 +41,7 @@ class Execution:
             begun = time.monotonic()
             try:
                 self._run_together(part, taken, paced)
-            except Exception as error:  # noqa: BLE001 - whatever it was belongs to the clients; this thread must live on
+            except Exception as error:  # noqa: BLE001 - the error goes to the clients; this thread must live on
                 if len(part) == 1:
                     part[0].work.stamp(part[0].arrived, taken, begun, time.monotonic())
                     part[0].work.fail(invalid(error) if isinstance(error, InputRefused) else error)
@@ -48,7 +51,7 @@ class Execution:
                 parts += [half_part for half_part in (living[half:], living[:half]) if half_part]
 
     def _still_wanted(self, jobs: list[_Job]) -> list[_Job]:
-        """Those whose client still waits; the others are told that it is over."""
+        """Return the jobs whose clients still wait; fail the others."""
         now = time.monotonic()
         living = []
         for job in jobs:

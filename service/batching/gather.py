@@ -1,4 +1,4 @@
-"""Several requests' tensors into one batch along the batch axis, and the batch's outputs back to each of them."""
+"""Join the tensors of several requests along the batch axis, and split the batch's outputs again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from service.request import Request
 
 
 def signature(feeds: Mapping[str, Array], axis: int) -> tuple[object, ...]:
-    """What must be equal for two requests to share a batch: dtypes, and shapes but for the batch axis."""
+    """Return what must be equal for two requests to share a batch: dtypes, and shapes without the batch axis."""
     parts = [(name, array.dtype.char, array.shape[:axis], array.shape[axis + 1 :]) for name, array in feeds.items()]
     parts.sort(key=lambda part: part[0])
     return tuple(parts)
 
 
 def gather(requests: Sequence[Request], axis: int | None) -> Mapping[str, Array]:
-    """One feed per input, ``rows`` summed along ``axis``; a request alone is passed on without a copy."""
+    """Return one feed per input, with the requests joined along ``axis``; a single request's feeds are not copied."""
     if len(requests) == 1 or axis is None:
         return requests[0].feeds
     return {
@@ -28,7 +28,7 @@ def gather(requests: Sequence[Request], axis: int | None) -> Mapping[str, Array]
 
 
 def wanted(requests: Sequence[Request]) -> tuple[str, ...] | None:
-    """The outputs to compute: every one that some request asks for, in order of asking; None = all."""
+    """Return the outputs to compute: all that any request asks for, in order of asking; None = all."""
     if len(requests) == 1:
         return requests[0].outputs
     names: dict[str, None] = {}
@@ -40,7 +40,10 @@ def wanted(requests: Sequence[Request]) -> tuple[str, ...] | None:
 
 
 def split(outputs: dict[str, Array], requests: Sequence[Request], axis: int | None) -> list[dict[str, Array]]:
-    """Each request's rows of each output it asked for, as views. Raises RuntimeFailure if an output has other rows."""
+    """Return each request's rows of the outputs it asked for, as views.
+
+    Raises RuntimeFailure if an output does not have the batch's number of rows.
+    """
     if len(requests) == 1 or axis is None:
         return [outputs]
     total = sum(request.rows for request in requests)

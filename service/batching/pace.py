@@ -1,17 +1,17 @@
-"""How long a model takes, as measured: what tells how long a request would have to wait."""
+"""The measured speed of a model, from which the queue estimates how long a request would wait."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-_WEIGHT = 0.2  # of the newest batch: the last ten or so decide
-_SHAPES = 256  # remembered; callers choose shapes, and must not choose how much is remembered
+_WEIGHT = 0.2  # of the newest batch: about the last ten batches count
+_SHAPES = 256  # remembered at most: clients choose the shapes, and must not choose how much memory they take
 
 
 class Pace:
-    """Seconds per row, by shape (a batch's signature), each a moving average of the batches that ran.
+    """Seconds per row by shape (a batch's signature), each a moving average over past batches.
 
-    Not thread-safe: the queue that asks is behind a lock, and so is whoever tells.
+    Not thread-safe: the batcher calls it with its lock held.
     """
 
     def __init__(self) -> None:
@@ -19,16 +19,16 @@ class Pace:
         self._of: dict[Hashable, float] = {}
 
     def observe(self, shape: Hashable, rows: int, seconds: float) -> None:
-        """A batch of ``rows`` rows of this shape ran for ``seconds``."""
+        """Record that a batch of ``rows`` rows of this shape ran for ``seconds``."""
         per_row = seconds / max(rows, 1)
         self._any = _moved(self._any, per_row)
         known = self._of.pop(shape, None)
         if known is None and len(self._of) >= _SHAPES:
-            del self._of[next(iter(self._of))]  # the one that has not run for longest
+            del self._of[next(iter(self._of))]  # the shape that has not run for the longest time
         self._of[shape] = _moved(known, per_row)
 
     def seconds(self, shape: Hashable, rows: int) -> float:
-        """What ``rows`` rows of this shape are expected to take; 0 while nothing has run."""
+        """Return the expected run time of ``rows`` rows of this shape in seconds; 0 while nothing has run."""
         per_row = self._of.get(shape, self._any)
         return 0.0 if per_row is None else per_row * max(rows, 1)
 

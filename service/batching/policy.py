@@ -1,4 +1,4 @@
-"""What an operator says of a model's batches, and what whoever counts is told of them."""
+"""The batching policy that an operator sets for a model, and the observer of its batches."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from service.request import Timings
 
 
 class BatchObserver(Protocol):
-    """Told what happens in the queue; must be quick and thread-safe."""
+    """Observes what happens in the queue; must be quick and thread-safe."""
 
     def rejected(self, reason: str) -> None:
-        """``reason`` is ``deadline``, ``cancelled``, ``draining``, or what :class:`Overloaded` says."""
+        """Count a rejected request. ``reason`` is ``deadline``, ``cancelled``, ``draining``, or the reason of an
+        :class:`Overloaded`."""
         ...
 
     def queued(self, change: int) -> None: ...
 
     def executed(self, requests: int, rows: int, timings: Timings) -> None:
-        """One batch has run; the queue time in ``timings`` means nothing here."""
+        """Record one batch that has run. The queue time in ``timings`` has no meaning here."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """``axis`` None or ``max_rows`` 0: every request runs alone. ``inline``: see :meth:`Batcher.submit`. ``beside``: so
-    many more batches at once than ``instances``, of shapes that none of the others has, where ``max_delay_s`` is 0.
+    """How a model's requests are batched. With ``axis`` None or ``max_rows`` 0 every request runs alone.
 
-    A request's ``priority`` chooses one of ``levels``, counted from 1, the most urgent; 0 means ``default_level``.
+    ``inline``: see :meth:`Batcher.submit`. ``beside``: how many batches may run in addition to ``instances``, each of a
+    shape that no running batch has; used only if ``max_delay_s`` is 0. A request's ``priority`` chooses one of
+    ``levels``, counted from 1, the most urgent; 0 means ``default_level``.
     """
 
     axis: int | None = None

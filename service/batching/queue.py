@@ -1,6 +1,6 @@
-"""What waits for a model: which request may wait, which run next, together with which. No thread, no lock, no clock.
+"""The queue of a model: which requests may wait, which run next, and which share a batch. No threads, locks or clock.
 
-Whoever owns a queue guards it with a lock and gives every method the time, so that a test can have any time it likes.
+The owner guards the queue with a lock and passes the time to every method, so that tests can choose the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _any(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The bounds of one level of priority: ``max_wait_s`` is expected seconds, before the request would run."""
+    """The limits of one priority level. ``max_wait_s`` limits the expected wait in seconds before the request would
+    run."""
 
     max_requests: int = 128
     max_wait_s: float = math.inf
@@ -37,11 +38,12 @@ class LevelPolicy:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """``max_rows`` 0: every request runs alone. ``levels`` is most urgent first, and never empty."""
+    """The limits of a queue. With ``max_rows`` 0 every request runs alone. ``levels`` starts with the most urgent,
+    never empty."""
 
     max_rows: int = 0
     max_delay_s: float = 0.0
-    max_bytes: int = 1 << 62  # of the inputs of all that wait
+    max_bytes: int = 1 << 62  # of the inputs of all waiting requests
     instances: int = 1  # batches that run at once
     levels: tuple[LevelPolicy, ...] = (LevelPolicy(),)
 
@@ -57,9 +59,9 @@ class Job(Generic[Work]):
     deadline: float = math.inf
     level: int = 0
     nbytes: int = 0
-    key: _Key = (0, 0.0, 0)  # the queue's: its place in the order
-    cost: float = 0.0  # the queue's: the seconds that it is expected to run
-    queued: bool = False  # the queue's: whether it is in there
+    key: _Key = (0, 0.0, 0)  # set by the queue: its place in the order
+    cost: float = 0.0  # set by the queue: the expected run time in seconds
+    queued: bool = False  # set by the queue: whether it is queued
 
 
 @dataclass(slots=True)
@@ -71,13 +73,13 @@ class _Group(Generic[Work]):
 
 
 class Queue(Generic[Work]):
-    """Jobs in order of level, then of deadline, then of arrival; taken as batches of one shape.
+    """Jobs ordered by level, then deadline, then arrival; taken as batches of one shape.
 
-    Every job is *due* when it has waited for ``max_delay_s``, or at once where its deadline is no later than that. The
-    first of those that are due runs next; failing that, a batch that is full, of whatever shape. So no shape waits
-    for another's batch to fill, and none is starved by another's full batches.
+    A job is *due* when it has waited for ``max_delay_s``, or at once if its deadline comes before that. The first due
+    job runs next. If none is due, the first job of a full batch of any shape runs next. So no shape waits for another's
+    batch to fill, and no shape starves because another's batches are full.
 
-    :attr:`pace` is to be told how long what was taken ran: the measure of what others will wait.
+    Report the run time of each batch to :attr:`pace`: the expected wait of other requests is estimated from it.
     """
 
     def __init__(self, policy: QueuePolicy, pace: Pace | None = None) -> None:
@@ -86,16 +88,16 @@ class Queue(Generic[Work]):
         self._groups: dict[Hashable, _Group[Work]] = {}
         self._places = itertools.count()
         self._counts = [0] * len(policy.levels)
-        self._seconds = [0.0] * len(policy.levels)  # expected work that waits
+        self._seconds = [0.0] * len(policy.levels)  # expected run time of the waiting jobs, by level
         self._rows = 0
         self._nbytes = 0
-        self._soonest = math.inf  # no deadline in here is earlier
+        self._soonest = math.inf  # a lower bound of the deadlines in the queue
 
     def __len__(self) -> int:
         return sum(self._counts)
 
     def put(self, job: Job[Work]) -> None:
-        """Let ``job`` wait. Raises :class:`Overloaded`, which says what is exhausted."""
+        """Add ``job``. Raises :class:`Overloaded`, which names the limit that is reached."""
         job.cost = self.pace.seconds(job.shape, job.rows)
         self._refuse(job)
         urgency = min(job.deadline, job.arrived + PATIENCE_S)
@@ -109,7 +111,7 @@ class Queue(Generic[Work]):
         self._count(job, 1)
 
     def remove(self, job: Job[Work]) -> bool:
-        """Take out one job, wherever it is; False when it is not in here (any more)."""
+        """Remove one job; return False if it is not in the queue (any more)."""
         if not job.queued:
             return False
         group = self._groups[job.shape]
@@ -121,7 +123,7 @@ class Queue(Generic[Work]):
         return True
 
     def expire(self, now: float) -> list[Job[Work]]:
-        """Take out the jobs whose deadline has passed."""
+        """Remove and return the jobs whose deadline has passed."""
         if now < self._soonest:
             return []
         late = [job for job in self if job.deadline <= now]
@@ -131,8 +133,11 @@ class Queue(Generic[Work]):
         return late
 
     def take(self, now: float, fits: Callable[[Job[Work]], bool] = _any) -> list[Job[Work]]:
-        """The next batch; empty when nothing waits, or a fuller batch is to be waited for (:meth:`next_wakeup`), or the
-        job that decides it does not fit: none overtakes it."""
+        """Remove and return the next batch.
+
+        It is empty if nothing waits, if a fuller batch should be waited for (:meth:`next_wakeup`), or if the job that
+        decides the batch does not fit: no other job overtakes it.
+        """
         first = self.first(now)
         if first is None or not fits(first):
             return []
@@ -149,7 +154,7 @@ class Queue(Generic[Work]):
         return batch
 
     def first(self, now: float) -> Job[Work] | None:
-        """The job that decides the next batch, if one may run."""
+        """Return the job that decides the next batch, if one may run now."""
         heads = [group.jobs[0] for group in self._groups.values()]
         if self._policy.max_delay_s == 0 or not self._policy.max_rows:
             return min(heads, key=_by_key, default=None)
@@ -160,7 +165,7 @@ class Queue(Generic[Work]):
         return min(full, key=_by_key, default=None)
 
     def next_wakeup(self, now: float) -> float | None:
-        """When :meth:`take` will have a batch if nothing else comes: not before ``now``; None when nothing waits."""
+        """Return when :meth:`take` will have a batch if no job is added: ``now`` or later; None if nothing waits."""
         if not self._groups:
             return None
         if self.first(now) is not None:
@@ -168,7 +173,7 @@ class Queue(Generic[Work]):
         return max(now, min(self._due(job) for job in self))
 
     def clear(self) -> list[Job[Work]]:
-        """Take out everything."""
+        """Remove and return all jobs."""
         jobs = list(self)
         for job in jobs:
             self.remove(job)
@@ -190,7 +195,7 @@ class Queue(Generic[Work]):
                 f" {self._policy.max_bytes}; try again later",
                 "queue_bytes",
             )
-        # A batch for each instance may always wait: what runs now says nothing about a queue.
+        # One batch per instance may always wait: so little shows that batches run now, not that a queue builds up.
         if self._rows + job.rows > self._policy.instances * max(self._policy.max_rows, 1):
             wait = sum(self._seconds[: job.level + 1]) / self._policy.instances
             if wait > level.max_wait_s:
@@ -207,7 +212,7 @@ class Queue(Generic[Work]):
         self._rows += sign * job.rows
         self._nbytes += sign * job.nbytes
         if not self._counts[job.level]:
-            self._seconds[job.level] = 0.0  # what rounding has left
+            self._seconds[job.level] = 0.0  # drop the rounding error of the sums
 
     def _due(self, job: Job[Work]) -> float:
         until = job.arrived + self._policy.max_delay_s

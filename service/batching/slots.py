@@ -1,4 +1,5 @@
-"""Which batches run, and what may begin beside them. No thread, no lock: whoever owns them guards them with one."""
+"""Counts running batches, and decides which may begin beside them. No threads, no lock: the owner guards it with
+one."""
 
 from __future__ import annotations
 
@@ -8,18 +9,20 @@ from service.request import Request
 
 
 class Slots:
-    """``instances`` batches of any shape at once, and ``beside`` them so many more of shapes that none of those has.
+    """Room for ``instances`` batches of any shape, and for ``beside`` more whose shapes none of the running ones has.
 
-    A request whose shape runs already does better to wait: together with others of its shape it costs less. One of
-    another shape can never join that batch, and a long one would hold it up (docs/decisions/0061).
+    A request whose shape is running already should wait: joined with others of its shape it costs less. A request of
+    another shape can never join that batch, and a long batch would hold it up (docs/decisions/0061).
     """
 
     def __init__(self, instances: int, beside: int) -> None:
         self._idle = instances
         self._beside = beside
         self._shapes: list[Hashable] = []  # of the batches that executors run
-        self._requests: dict[int, tuple[Request, bool]] = {}  # by id, those that their callers run, and whether beside
-        self._unknown = 0  # claimed before there was a request
+        self._requests: dict[
+            int, tuple[Request, bool]
+        ] = {}  # by id: requests that run on their caller's thread, and whether beside others
+        self._unknown = 0  # runs claimed before the request was known
 
     @property
     def idle(self) -> bool:
@@ -28,11 +31,11 @@ class Slots:
 
     @property
     def beside(self) -> int:
-        """How many batches may begin beside others, if they fit."""
+        """How many more batches may begin beside others, if they fit."""
         return self._beside
 
     def fits(self, shape: Hashable, shape_of: Callable[[Request], Hashable]) -> bool:
-        """Whether a batch of ``shape`` may begin beside those that run."""
+        """Return whether a batch of ``shape`` may begin beside those that run."""
         return (
             self._beside > 0
             and not self._unknown
@@ -41,7 +44,8 @@ class Slots:
         )
 
     def claimed(self, request: Request | None) -> None:
-        """A caller runs ``request`` itself, or (None) one that it does not know yet; beside others if none is idle."""
+        """Count a run on a caller's thread, of ``request`` or (None) of one not known yet; beside others if none is
+        idle."""
         beside = not self._idle
         self._count(-1, beside)
         if request is None:
@@ -50,14 +54,14 @@ class Slots:
             self._requests[id(request)] = request, beside
 
     def left(self, request: Request | None) -> None:
-        """A caller's run is over, or will not be."""
+        """End a caller's run, or a claim that was not used."""
         found = None if request is None else self._requests.pop(id(request), None)
         if found is None:
             self._unknown -= 1
         self._count(1, found is not None and found[1])
 
     def begun(self, shape: Hashable, beside: bool) -> None:
-        """An executor runs a batch: in an idle run, or beside others."""
+        """Count a batch of an executor, in an idle instance or beside others."""
         self._shapes.append(shape)
         self._count(-1, beside)
 

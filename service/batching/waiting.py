@@ -1,4 +1,4 @@
-"""A request, the thread that waits for its outcome, and why it may end before it has run."""
+"""A waiting request, its result, and the reasons why it may end before it has run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LEFT = "the client left before the request ran"
 
 
 class Waiting:
-    """A request that waits. ``done`` is held from the start; releasing it wakes the one thread that waits."""
+    """A request whose caller waits for the result. ``_done`` is locked from the start; releasing it wakes the one
+    caller."""
 
     __slots__ = ("_done", "_error", "_reply", "request")
 
@@ -35,12 +36,12 @@ class Waiting:
         self._done.release()
 
     def stamp(self, arrived: float, left: float, begun: float = 0.0, ended: float = 0.0) -> None:
-        """Say where the time of a request went that is about to fail: in the queue, and in a run, if there was one."""
+        """Set the timings of a request that is about to fail: its queue time, and its run time if it has run."""
         queue, compute = max(0.0, left - arrived), ended - begun
         self.request.timings = Timings(queue, compute_infer=compute, arrived=arrived, begun=begun)
 
     def wait(self, timeout: float) -> bool:
-        """Whether the outcome is there, after at most ``timeout`` seconds (−1: no limit)."""
+        """Wait at most ``timeout`` seconds (−1: no limit); return whether the result is there."""
         return self._done.acquire(timeout=timeout)
 
     def result(self) -> Reply:
@@ -52,22 +53,22 @@ class Waiting:
 
 
 def unloading() -> Unavailable:
-    """What a batcher that is closed tells those who come, and those who wait."""
+    """Return the error for requests that wait, or arrive, when the batcher is closed."""
     return Unavailable("the model is being unloaded; try again later", "draining")
 
 
 def invalid(error: InputRefused) -> InvalidRequest:
-    """What the client is told whose inputs the runtime refused."""
+    """Return the error for the client whose inputs the runtime has rejected."""
     return InvalidRequest(f"the model cannot run on these inputs: {error.reason}")
 
 
 def until(deadline: float) -> float:
-    """The time-out of a wait for a lock, until ``deadline``; −1 = no limit."""
+    """Return the timeout in seconds for a lock that is waited for until ``deadline``; −1 = no limit."""
     return -1.0 if deadline == math.inf else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
 
 def why_over(request: Request, now: float) -> RequestError | None:
-    """Why this request must not run any more; None when it may."""
+    """Return why this request must not run any more, or None if it may."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineExceeded(TOO_LATE)
     if request.cancellation is not None and request.cancellation.cancelled:
@@ -76,7 +77,7 @@ def why_over(request: Request, now: float) -> RequestError | None:
 
 
 def word(error: RequestError) -> Literal["deadline", "cancelled", "draining"]:
-    """What the metrics call a request that ended so."""
+    """Return the metrics' name for a request that ended with ``error``."""
     if isinstance(error, Unavailable):
         return "draining"
     return "deadline" if isinstance(error, DeadlineExceeded) else "cancelled"
