@@ -1,1 +1,1 @@
-"""The models of a repository: loaded, gated, ready or not, and how each is served."""
+"""The models of a repository: loading, the golden gate, readiness, and how each model is served."""

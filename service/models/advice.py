@@ -1,4 +1,4 @@
-"""What a model's numbers lack, and what to do about it: for the log."""
+"""Warnings in the log about the numerics and the speed of a loaded model, with a remedy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _log = logging.getLogger(__name__)
 
 
 class Advice:
-    """Given once: what one model lacks here, others do too."""
+    """Logs each remedy once: other models on this machine usually need the same one."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
 
     def give(self, label: str, info: RuntimeInfo) -> None:
-        """``label`` names the model that was loaded."""
+        """Log the warnings about a loaded model. ``label`` is the model's name in the log."""
         if info.accumulation != "fp32":
             _log.warning("%s: the accumulation probe found %s, not fp32", label, info.accumulation)
         if info.advice and info.note not in self._given:

@@ -1,6 +1,7 @@
-"""One profile of a model in all processes of a server: two would answer the same request differently.
+"""One profile per model in all processes of a server: two profiles would answer the same request differently.
 
-Which one is fastest is measured, and two measurements need not agree. So the first counts for all.
+The fastest profile is found by measurement, and two measurements may disagree. So the first process to choose decides
+for all.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from typing import Protocol
 
 
 class Agreement(Protocol):
-    """About one model, as one plan has it."""
+    """The choice of a profile for one plan, shared by the processes."""
 
     def known(self) -> str:
-        """The profile that was chosen already; "" where none was."""
+        """Return the profile that was chosen already, or ""."""
         ...
 
     def settle(self, profile: str) -> str:
-        """Choose ``profile``, unless another was meanwhile, which is returned then."""
+        """Choose ``profile``, unless another one was chosen meanwhile. Returns the profile that counts."""
         ...
 
 
 class OwnChoice:
-    """The agreement of a process that serves alone."""
+    """The agreement of a process that serves alone: its own choice counts."""
 
     def known(self) -> str:
         return ""

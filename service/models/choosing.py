@@ -1,6 +1,7 @@
-"""Which profile of a model answers: the one that ``serving.yaml`` names or, for ``auto``, the fastest that may.
+"""Chooses the profile that answers: the one that ``serving.yaml`` names or, for ``auto``, the fastest one allowed.
 
-Speed is measured where and when the model is loaded, on the golden samples, in turn and for a fraction of a second.
+The speed is measured when the model is loaded, on the golden samples. The profiles take turns for a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from collections.abc import Callable, Mapping
 from bf16kit.drift import Budget, DriftSummary
 from bf16kit.manifest import Manifest
 
-SECONDS = 0.3  # that measuring one model may take, but for the last round
+SECONDS = 0.3  # limit on the measurement of one model; the last round may exceed it
 ROUNDS = 31
-#: How many times as long another profile must take: less is no difference between two starts, and it is less accurate.
+#: The first, most accurate profile wins unless it takes this many times as long: less is noise between two starts.
 WORTH = 1.1
 
 Clock = Callable[[], float]
 
 
 def passed_over(manifest: Manifest, profile: str, budget: Budget, *, native: bool) -> str:
-    """Why ``auto`` does not try ``profile``, which is not the first choice; "" when it does.
+    """Return why ``auto`` does not try ``profile``, which is not the first choice; "" if it does.
 
-    ``budget`` is what the server holds the model to, which may be less than the artifact was made for. ``native``:
-    the processor has the instructions that the profile is for.
+    ``budget`` is the drift budget in force, which may be stricter than the artifact's. ``native``: the processor has
+    the instructions that the profile needs.
     """
     entry = manifest.drift.get(profile)
     if entry is None or not entry.outputs:
@@ -39,9 +40,9 @@ def passed_over(manifest: Manifest, profile: str, budget: Budget, *, native: boo
 def medians(
     runs: Mapping[str, Callable[[], object]], *, seconds: float = SECONDS, clock: Clock = time.perf_counter
 ) -> tuple[dict[str, float], int]:
-    """The median seconds of each of ``runs``, which take turns, and the number of rounds: at least one.
+    """Return the median run time of each of ``runs`` in seconds, and the number of rounds, at least one.
 
-    Every other round goes the other way round, so that none always follows the same one.
+    The runs take turns. Every other round is in reverse order, so that no run always follows the same one.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, rounds, start = list(runs), 0, clock()
@@ -59,7 +60,10 @@ def medians(
 
 
 def fastest(taken: Mapping[str, float], rounds: int) -> tuple[str, str]:
-    """The profile to serve of those whose median seconds are in ``taken``, the most accurate first, and why."""
+    """Return the profile to serve, and why.
+
+    ``taken`` has the median run time in seconds by profile, the most accurate profile first.
+    """
     first = next(iter(taken))
     best = min(taken, key=lambda name: taken[name])
     if best != first and taken[first] < WORTH * taken[best]:

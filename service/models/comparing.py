@@ -1,4 +1,4 @@
-"""What compares live answers of an artifact with its fp32 reference's, and with what its conversion measured."""
+"""Builds the comparison of live responses with the fp32 reference, and with the drift at conversion."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _log = logging.getLogger(__name__)
 
 
 def new_comparison(model: str, version: int, opened: Opened) -> Comparison:
-    """Of one version, whose budget may be another than its artifact's. Reads the artifact's measurements; where they
-    cannot be read, what to expect is learnt, and the log says so."""
+    """Return the comparison for one version, with the budget in force, which may differ from the artifact's.
+
+    It reads the artifact's measurements. If they cannot be read, the expected drift is learnt from live samples
+    instead, and the log says so.
+    """
     try:
         measurements = opened.artifact.measurements()
     except (ArtifactError, OSError) as error:

@@ -1,6 +1,6 @@
-"""Which models are wanted, by the rules of ``model_control``: all of the repository, as it changes, or those asked for.
+"""Decides which models are wanted, by ``model_control``: all in the repository, all as it changes, or those asked for.
 
-Knows directories and wishes, and neither loads nor runs a model: it works as well in a process that has none.
+It knows directories and wishes, and neither loads nor runs models. So it also works in a process without models.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from service.operations import Indexed
 
 _log = logging.getLogger(__name__)
 Mode: TypeAlias = Literal["none", "poll", "explicit"]
-ALL = "*"  # among the models to load at start: every one
+ALL = "*"  # as the only name in ``load_model``: load every model at start
 
 
 class Controller:
-    """Says what is wanted to ``want``, of one model, and to ``desire``, of all of them: see
-    :class:`~service.models.reconciler.Reconciler`, whose methods these are where there is one process.
+    """Tells ``want`` (one model) and ``desire`` (all models) what is wanted; with one process these are the methods of
+    :class:`~service.models.reconciler.Reconciler`.
 
-    ``start_up`` names the models that ``explicit`` begins with; ``retries`` says what :meth:`poll` wants once more. See
-    :class:`service.operations.ModelControl` for :meth:`load` and :meth:`unload`.
+    ``start_up`` names the models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models
+    to try again. :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
     """
 
     def __init__(
@@ -47,19 +47,21 @@ class Controller:
         self._desire = desire
         self._start_up = start_up
         self._retries = retries
-        self._lock = threading.RLock()  # what is told last is what was seen last
+        self._lock = threading.RLock()  # held from look to wish, so that the newest look is the last one told
         self._wishes: dict[str, Wish] = {}
         self._past: dict[str, frozenset[int]] = {}  # versions that were ever wanted
         self._notes: set[str] = set()
 
     @property
     def wishes(self) -> Mapping[str, Wish]:
-        """What is wanted now, by name."""
+        """The wishes now, by model name."""
         return dict(self._wishes)
 
     def begin(self) -> None:
-        """Want the models to start with. Raises ConfigError when the repository cannot be listed, or lacks one of
-        them."""
+        """Want the models to start with.
+
+        Raises ConfigError if the repository cannot be listed, or lacks one of them.
+        """
         if self.mode != "explicit" or tuple(self._start_up) == (ALL,):
             self._tell(self._look())
         else:
@@ -78,7 +80,7 @@ class Controller:
 
     def unload(self, name: str) -> Future[None]:
         with self._lock:
-            if name not in self._wishes:  # nor need it exist: who unloads wants it gone
+            if name not in self._wishes:  # a model that does not exist is unloaded already
                 nothing: Future[None] = Future()
                 nothing.set_result(None)
                 return nothing
@@ -86,9 +88,12 @@ class Controller:
             return self._want(Wish(name))
 
     def poll(self, settle: Callable[[], object]) -> None:
-        """Want what the repository holds now. What has changed is looked at again after ``settle``; where it goes on
-        changing, as while it is copied, it is left for the next time. What has not, and could not be loaded, is wanted
-        once more when it is due."""
+        """Want what the repository holds now.
+
+        Models that have changed are read again after ``settle``; those that still change, such as a copy in progress,
+        are left for the next poll. Models that have not changed but could not be loaded are tried again when that is
+        due.
+        """
         with self._lock:
             try:
                 first = self._look()
@@ -106,8 +111,10 @@ class Controller:
                 self._want(wish)
 
     def index(self, served: Iterable[Indexed]) -> list[Indexed]:
-        """The repository's index: ``served`` is what is loaded, loading, unloading or cannot be loaded; beside them
-        those that are unloaded, and those that nobody has asked for."""
+        """Return the repository's index: ``served``, plus unloaded versions and models that were never asked for.
+
+        ``served`` has what is loaded, loading, unloading, or cannot be loaded.
+        """
         lines = list(served)
         try:
             names = self._directory.names()
@@ -140,7 +147,7 @@ class Controller:
         return self._look()
 
     def _note(self, notes: Sequence[str]) -> None:
-        """Tell the log of what it was not told the last time."""
+        """Log the notes that were not in the previous look."""
         for note in notes:
             if note not in self._notes:
                 _log.warning("%s", note)

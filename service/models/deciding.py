@@ -1,4 +1,4 @@
-"""What the owner of the fallback has before it where one process serves."""
+"""The fallback owner's view of a server with one process."""
 
 from __future__ import annotations
 

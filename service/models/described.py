@@ -1,4 +1,4 @@
-"""What a client's ``ModelConfig`` says of a model's inputs and outputs: it has to be so, for it cannot be changed."""
+"""Checks the inputs and outputs in a client's ``ModelConfig``: they cannot be changed, so they must match the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bf16kit.wording import quoted
 
 
 class Tensor(BaseModel):
-    """An input or an output, as ModelConfig shows it; names in camelCase are as good."""
+    """An input or output as ModelConfig shows it; names in camelCase are accepted too."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, alias_generator=AliasGenerator(validation_alias=to_camel)
@@ -26,19 +26,22 @@ class Tensor(BaseModel):
     name: str
     data_type: str = ""
     dims: tuple[int, ...] | None = None
-    format: Literal["FORMAT_NONE", "FORMAT_NCHW", "FORMAT_NHWC"] = "FORMAT_NONE"  # of an input: it can be changed
+    format: Literal["FORMAT_NONE", "FORMAT_NCHW", "FORMAT_NHWC"] = "FORMAT_NONE"  # of an input; it can be changed
     label_filename: Literal[""] = ""
     optional: Literal[False] = False
 
 
 class Described(NamedTuple):
-    """What was said of all of them."""
+    """The inputs and outputs that a client described."""
 
     input: Sequence[Tensor]
     output: Sequence[Tensor]
 
     def check(self, artifact: Path) -> None:
-        """Raises InvalidRequest naming the field that is not so. What cannot be read is for the loading to tell."""
+        """Raise InvalidRequest naming the first field that does not match the artifact.
+
+        An artifact that cannot be read is not checked here: loading it reports the error.
+        """
         if not self.input and not self.output:
             return
         try:
@@ -60,6 +63,6 @@ def _check(field: str, tensor: Tensor, entry: SpecEntry | None, batch_axis: int 
     if tensor.data_type not in ("", kind):
         raise InvalidRequest(f"{what} has data_type {quoted(tensor.data_type)}, the model's is {kind}")
     dims = tuple(dim if isinstance(dim, int) else -1 for dim in entry.shape)
-    known = [dims] if batch_axis != 0 else [dims[1:], dims]  # batched, the first dimension is left out
+    known = [dims] if batch_axis != 0 else [dims[1:], dims]  # ModelConfig leaves the batch dimension out
     if tensor.dims is not None and tensor.dims not in known:
         raise InvalidRequest(f"{what} has dims {list(tensor.dims)[:16]}, the model's are {list(known[0])}")

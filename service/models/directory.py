@@ -1,4 +1,4 @@
-"""The model repository on disk, ``<model>/<version>/``: which models lie there, and what each of them asks for."""
+"""The model repository on disk, ``<model>/<version>/``: its models, and what each model's directory asks for."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ Change = Callable[[Serving], Serving]
 
 
 class Seen(NamedTuple):
-    """What a directory's models ask for, by name, and why others were passed over."""
+    """The result of one look at the repository: wishes by model name, and why other directories were passed over."""
 
     wishes: dict[str, Wish]
     notes: list[str]
 
 
 class Directory:
-    """Reads only. Nothing is kept: every method looks anew."""
+    """Reads the repository. Nothing is cached: every method reads the disk."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def names(self) -> list[str]:
-        """Of the models, whether or not they can be served. Raises ConfigError when the root cannot be listed."""
+        """Return the names of the models, servable or not. Raises ConfigError if the root cannot be listed."""
         return [d.name for d in directories_in(self.root) if _MODEL_NAME.fullmatch(d.name) and _may_be_model(d)]
 
     def nothing_to_serve(self, mode: str) -> str:
-        """Why, and what to do: for the log of a server whose model_control is ``mode``."""
+        """Return why no model is served, and a remedy, for the log. ``mode`` is the server's model_control."""
         then = " and restart" if mode == "none" else ""
         return (
             f"repository {self.root} {self._lack()}: serving, but not ready;"
@@ -62,16 +62,16 @@ class Directory:
         return (self.root / name / str(version)).is_dir()
 
     def wish(self, name: str, change: Change | None = None) -> Wish:
-        """What model ``name`` asks for, its ``serving.yaml`` changed by ``change``. Raises NotFound."""
+        """Return what model ``name`` asks for; ``change`` is applied to its ``serving.yaml``. Raises NotFound."""
         if not self.holds(name):
             raise NotFound(f"the repository has no model {quoted(name)}")
         return wish_of(self.root / name, change)
 
     def look(self, earlier: Mapping[str, Wish] | None = None) -> Seen:
-        """All models. With ``earlier``, what was wanted before, versions without a manifest are on their way, or are
-        being replaced: they stay what they were. So does a model whose directory cannot be read.
+        """Return what all models ask for. ``earlier`` has the previous wishes by name.
 
-        Raises ConfigError when the root cannot be listed.
+        With ``earlier``, a version without a manifest is being copied or replaced, so its previous plan is kept. The
+        same holds for a model whose directory cannot be read. Raises ConfigError if the root cannot be listed.
         """
         seen = Seen({}, [])
         for directory in directories_in(self.root):
@@ -91,7 +91,7 @@ class Directory:
 
 
 def directories_in(root: Path) -> list[Path]:
-    """Where the models of a repository are, by name. Raises ConfigError when ``root`` cannot be listed."""
+    """Return the models' directories, sorted by name. Raises ConfigError if ``root`` cannot be listed."""
     try:
         return [d for d in sorted(root.iterdir()) if d.is_dir() and not d.name.startswith(".")]
     except OSError as error:
@@ -99,7 +99,10 @@ def directories_in(root: Path) -> list[Path]:
 
 
 def versions_in(directory: Path) -> list[int]:
-    """The versions in a model's directory, ascending, whatever they hold. Raises ConfigError where it is unreadable."""
+    """Return the versions in a model's directory, ascending, usable or not.
+
+    Raises ConfigError if the directory cannot be listed.
+    """
     try:
         return _versions_in(directory)
     except OSError as error:
@@ -107,14 +110,19 @@ def versions_in(directory: Path) -> list[int]:
 
 
 def wish_of(directory: Path, change: Change | None = None) -> Wish:
-    """What a model's directory asks for, its ``serving.yaml`` changed by ``change``. Raises ConfigError where it is no
-    model's, and is passed over."""
+    """Return what a model's directory asks for; ``change`` is applied to its ``serving.yaml``.
+
+    Raises ConfigError if it is not a model's directory, which is passed over then.
+    """
     return _wish(directory, _check(directory, versions_in(directory)), change)
 
 
 def _finished(directory: Path, before: Wish) -> Wish:
-    """The same of the versions that are there as a whole, or were wanted before: those stay what they were for as long
-    as they have no manifest. Raises OSError when the directory cannot be listed."""
+    """Return the wish for the versions that are complete or were wanted before.
+
+    A version that was wanted before keeps its previous plan while it has no manifest. Raises OSError if the directory
+    cannot be listed.
+    """
     wanted = {plan.version: plan for plan in before.plans}
     versions = _check(directory, _versions_in(directory))
     there = [version for version in versions if version in wanted or stamp_of(directory / str(version))]
@@ -160,20 +168,20 @@ def _plan(directory: Path, version: int, serving: Serving, broken: str = "") -> 
 
 
 def stamp_of(path: Path) -> str:
-    """Changes when a file of the artifact is replaced, grows or shrinks; empty where there is no manifest."""
+    """Return a digest that changes if a file of the artifact is replaced, grows or shrinks; "" without a manifest."""
     digest, manifest = hashlib.sha256(), False
     try:
         for file in sorted(path.iterdir()):
             seen, name = _stat(file), file.name
             digest.update(f"{name}\0{seen.st_ino} {seen.st_size} {seen.st_mtime_ns}\0".encode(errors="replace"))
             manifest = manifest or name == MANIFEST
-    except OSError:  # gone meanwhile: the next look will tell
+    except OSError:  # removed meanwhile: the next look will see that
         return ""
     return digest.hexdigest() if manifest else ""
 
 
 def _stat(path: Path) -> os.stat_result:
-    """Of the file that a link leads to, or of the link that leads nowhere."""
+    """Return the status of a link's target, or of the link itself if it is dangling."""
     try:
         return path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What runs a model's batches, and says which precision made the outputs."""
+"""Engines run a model's batches and report the precision that made the outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Engine:
         self._runtime = runtime
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
-        """The outputs (None = all of them), and the precision that made them. Raises as :meth:`Runtime.run` does."""
+        """Return the outputs (None: all) and the precision that made them. Raises as :meth:`Runtime.run` does."""
         return self._runtime.run(feeds, outputs), self._runtime.info.precision
 
     def close(self) -> None:
@@ -24,10 +24,10 @@ class Engine:
 
 
 class SwitchedEngine:
-    """bf16's engine, and while it is there the fp32 reference, which then answers in its place.
+    """Runs batches on the bf16 engine, or on the fp32 reference while that is switched on.
 
-    Each batch is wholly of one of them: which, is decided when it begins. No batch fails for a change: those that have
-    begun with the reference end with it.
+    Each batch runs wholly on one of them, chosen when it begins. A switch fails no batch: batches that began on the
+    reference end on it.
     """
 
     def __init__(self, bf16: Engine) -> None:
@@ -50,8 +50,10 @@ class SwitchedEngine:
         return self._fp32 is not None
 
     def switch(self, fp32: Runtime | None) -> None:
-        """From the next batch on ``fp32`` answers, or, for None, bf16; whatever answered in fp32 is closed once its
-        last batch has ended. Not from several threads at once."""
+        """Have the next batches run on ``fp32``, or on bf16 for None. Not for several threads at once.
+
+        The previous fp32 runtime is closed when its last batch has ended.
+        """
         used, self._fp32 = self._fp32, None if fp32 is None else _Used(fp32)
         if used is not None:
             used.end()
@@ -62,15 +64,15 @@ class SwitchedEngine:
 
 
 class _Used:
-    """A runtime that is closed when nobody runs it any more, and not before."""
+    """A runtime that is closed when its last run has ended after :meth:`end`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._lock = threading.Lock()
-        self._runs = 1  # and one more until its end
+        self._runs = 1  # runs in progress, plus 1 until end()
 
     def take(self) -> bool:
-        """False: it has ended."""
+        """Begin a run. Returns False if the runtime has ended."""
         with self._lock:
             if self._runs:
                 self._runs += 1
@@ -87,10 +89,11 @@ class _Used:
 
 
 class SpreadEngine(Engine):
-    """A batch that begins while no other runs has all threads; one beside others runs on ``narrow``, which has few.
+    """Runs a batch on all threads if no other batch runs; otherwise on ``narrow``, which has few threads.
 
-    Threads that share a batch wait for each other at every operator, so where there is work for all cores, batches side
-    by side do more (docs/decisions/0052); a lone client's must not wait for company that does not come.
+    Threads that share a batch wait for each other at every operator. With work for all cores, several batches side by
+    side have more throughput (docs/decisions/0052). A single client's batch should not wait for others that do not
+    come.
     """
 
     def __init__(self, runtime: Runtime, narrow: Runtime) -> None:

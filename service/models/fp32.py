@@ -1,4 +1,4 @@
-"""The fp32 reference as something that may answer requests: loaded with all threads, warmed up, judged."""
+"""Loads the fp32 reference to answer requests: with all threads, warmed up, and checked on the golden samples."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 def load_fp32(label: str, opened: Opened, serving: Serving, *, threads: int | None, weights: WeightStore) -> Runtime:
-    """The reference of ``opened``, on ``threads`` where ``serving`` does not say. Its large weights are in ``weights``
-    where processes share that: alone, ONNX Runtime packs them, which is faster for a few rows.
+    """Return the reference of ``opened``, on ``threads`` threads unless ``serving`` sets another number.
 
-    Raises what loading a model raises: ArtifactError for one whose files are no longer those that were loaded.
+    Its large weights are in ``weights`` if processes share that store. Otherwise ONNX Runtime packs its own copy, which
+    is faster for a few rows. Raises what loading a model raises; ArtifactError if the files are not those that were
+    loaded.
     """
     from bf16kit.runtime.loading import load_reference
 

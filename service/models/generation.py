@@ -1,4 +1,4 @@
-"""One loaded version of a model, from its first request to its last: immutable, and replaced as a whole."""
+"""One loaded generation of a model's version: immutable, and replaced as a whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.telemetry.modelmetrics import ModelMetrics
 from service.telemetry.statistics import ModelStatistics
 
 _log = logging.getLogger(__name__)
-_MOMENT_S = 0.2  # what a thread that has nothing to do may need to end, even where no time is left
+_MOMENT_S = 0.2  # the least time for idle threads to end, even after the deadline
 
 
 def _none() -> Runtime:
@@ -35,7 +35,7 @@ def _none() -> Runtime:
 
 
 class Generation:
-    """See :class:`service.contract.Model`. It answers from :meth:`start` to :meth:`close`; ``metrics`` are its own."""
+    """See :class:`service.contract.Model`. It answers from :meth:`start` to :meth:`close`. ``metrics`` are its own."""
 
     def __init__(
         self,
@@ -51,9 +51,11 @@ class Generation:
         fp32: Callable[[], Runtime] = _none,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``hand``: to the process that has the reference; None: drift is not measured. ``hear`` and ``turn`` are the
-        golden gate's. ``fp32`` loads a reference that may answer; ``changed`` is told, on any thread, that another
-        precision answers."""
+        """``hand`` takes samples to the process that has the reference; None: drift is not measured.
+
+        ``hear`` and ``turn`` are for the golden gate. ``fp32`` loads a reference that can answer. ``changed`` is
+        called, on any thread, when another precision answers.
+        """
         opened, info = loaded.opened, loaded.info
         self.since = time.time()
         self.name = name
@@ -128,10 +130,10 @@ class Generation:
         self.statistics.request(seen)
 
     def close(self, deadline: float) -> bool:
-        """Wait for the leases, refuse what still waits in the queue, end the threads, free the device's memory.
+        """Wait for the leases, reject waiting requests, end the threads, free the device's memory.
 
-        False when a request or a batch was still at work at ``deadline`` (in :func:`time.monotonic` seconds), and is
-        left behind. The log says which.
+        Returns False if a request or a batch was still running at ``deadline`` (in :func:`time.monotonic` seconds). It
+        is left behind, and logged.
         """
         self.leases.end()
         self._standby.close()
@@ -160,14 +162,14 @@ class Generation:
         self.metrics.queued(change)
 
     def executed(self, requests: int, rows: int, timings: Timings) -> None:
-        # Where batching is off, Triton counts every request as one inference, whatever it holds.
+        # With batching off, Triton counts every request as one inference, whatever its number of rows.
         self.statistics.execution(requests, rows if self.max_batch_size else requests, timings)
         self.metrics.executed(rows, timings.compute)
 
     # --- what the batcher runs ----------------------------------------------------------------------------------------
 
     def _run(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> tuple[dict[str, Array], str]:
-        """See :meth:`Engine.run`. After a failure that is not the input's, what the device computes is in doubt."""
+        """See :meth:`Engine.run`. After a failure that no input caused, have the golden gate check the device."""
         try:
             return self._engine.run(feeds, outputs)
         except InputRefused:
@@ -179,7 +181,7 @@ class Generation:
     # --- its parts ----------------------------------------------------------------------------------------------------
 
     def _new_batcher(self, serving: Serving) -> Batcher:
-        # torch's thread pools and CUDA's handles belong to the thread that runs: there, only the executors may run.
+        # torch's thread pools and CUDA's handles belong to one thread each, so there only executors may run batches.
         any_thread = self.info.backend == "onnxruntime" and self.info.device == "cpu"
         policy = BatchPolicy(
             axis=self.batch_axis,
