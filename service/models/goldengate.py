@@ -1,7 +1,7 @@
-"""The golden gate of a model that serves: its golden samples, run again on the very runtimes that answer.
+"""The golden gate of a ready model: runs its golden samples again, on the runtimes that answer requests.
 
-The gate before ready is :func:`service.models.loading.check_golden`. What was loaded may be damaged later: memory, a
-device, a file that is mapped.
+:func:`service.models.loading.check_golden` is the gate before a model is ready. A loaded model can be damaged later: in
+memory, on its device, or in a mapped file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from service.models.generation import Generation
 
 _log = logging.getLogger(__name__)
-_LOOK_SECONDS = 1.0  # how often the schedule is looked at
+_LOOK_SECONDS = 1.0  # how often the schedule is checked
 _REMEDY = (
     "what it computes is no longer what it was loaded with; load it anew (restart the server, or unload and load the"
     " model), and where that comes again look at the machine's memory and the device"
@@ -39,14 +39,14 @@ Hear = Callable[[DriftVerdict], None]
 
 
 def unheard(verdict: DriftVerdict) -> None:
-    """Nobody acts on what a gate says."""
+    """Ignore the verdict of a golden gate."""
 
 
 class GoldenGate:
-    """One generation's. :meth:`run` is for one thread; ``suspect`` and ``words`` are for any.
+    """The golden gate of one generation. :meth:`run` is for one thread; ``suspect`` and ``words`` are for any.
 
-    ``hear`` is told the verdict of a gate that failed, each time, and of one that could not be run twice in a row: once
-    may be for want of memory. Nobody is told of one that was passed.
+    ``hear`` receives the verdict of every gate that failed, and of a gate that could not be run twice in a row, since a
+    single error may be a short lack of memory. Passed gates are not reported.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class GoldenGate:
         self.words = loaded.golden
         self.timetable = Timetable(seconds if self._golden is not None else 0.0, turn, time.monotonic(), random.random)
         if self._golden is not None:
-            metrics.gate("passed", clock())  # or it had not been loaded
+            metrics.gate("passed", clock())  # loading has checked the samples already
 
     def suspect(self) -> None:
-        """A run has failed."""
+        """Note that a run has failed, so that the gate is run soon."""
         if self._golden is not None:
             self.timetable.suspect()
 
     def run(self, why: str) -> Outcome:
-        """Run and judge the golden samples, and tell everybody. ``why`` is for the log."""
+        """Run and judge the golden samples; record, log and report the outcome. ``why`` is for the log."""
         breaches: list[Breach] = []
         words = error = ""
         try:
@@ -122,7 +122,7 @@ class GoldenGate:
         return int(next(iter(golden.inputs.values())).shape[axis])
 
     def _judge(self, breaches: list[Breach]) -> str:
-        """The drift of each output, of the last runtime that was run, in words; ``breaches`` are those of all."""
+        """Run the samples on every runtime, and add to ``breaches``. Returns the last run's drift as text."""
         assert self._golden is not None  # noqa: S101 -- nothing is due without
         opened, words = self._opened, ""
         for runtime in self._runtimes:
@@ -132,7 +132,10 @@ class GoldenGate:
         return words
 
     def _say(self, outcome: Outcome, why: str, moment: str, breaches: list[Breach], error: str) -> None:
-        """An error's own text is for the log: metadata is for whoever asks over the network."""
+        """Log a gate that was not passed, and set :attr:`words`.
+
+        The text of an error goes to the log alone: clients can read the words in the metadata.
+        """
         if outcome == "error":
             self.words = f"{GATE_FAILED} {moment}: the golden samples could not be run; the server's log says why"
             _log.error("%s: golden gate %s: the golden samples could not be run: %s", self._label, why, error)
@@ -148,8 +151,8 @@ class GoldenGate:
 class GoldenSchedule:
     """Runs the gates that are due, one model after another, on one thread of low priority.
 
-    ``serving`` gives what answers now; ``changed`` is called after each gate. What is unloaded meanwhile is freed when
-    its gate is over.
+    ``serving`` returns the generations that answer; ``changed`` is called after each gate. A model that is unloaded
+    during its gate is freed when the gate is over.
     """
 
     def __init__(
@@ -168,11 +171,11 @@ class GoldenSchedule:
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin no other gate. One that is being run is waited for by whoever unloads its model."""
+        """Begin no more gates. A gate that is running holds a lease, so unloading its model waits for it."""
         self._stopped.set()
 
     def look(self) -> None:
-        """Run what is due."""
+        """Run the gates that are due."""
         for model in self._serving():
             why = model.gate.timetable.due(self._clock())
             if not why or self._stopped.is_set() or not model.leases.take():

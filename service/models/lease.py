@@ -1,4 +1,4 @@
-"""Who is still at work with a generation: it is closed when they have finished, or at a deadline."""
+"""Leases on a generation: it is closed when the last one is given back, or at a deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Held = TypeVar("_Held")
 
 
 class Leases:
-    """Counts the holders of one thing, and lets nobody in after :meth:`end`."""
+    """Counts the holders of one object, and grants no lease after :meth:`end`."""
 
     def __init__(self) -> None:
         self._nobody = threading.Condition(threading.Lock())
@@ -20,7 +20,7 @@ class Leases:
         self._ended = False
 
     def take(self) -> bool:
-        """False: it has ended, there is nothing to hold."""
+        """Take a lease. Returns False after :meth:`end`."""
         with self._nobody:
             if not self._ended:
                 self._count += 1
@@ -33,19 +33,22 @@ class Leases:
                 self._nobody.notify_all()
 
     def end(self) -> None:
-        """From now on nobody gets one; those who hold one keep it."""
+        """Grant no more leases. Those that are held stay valid."""
         with self._nobody:
             self._ended = True
 
     def wait(self, deadline: float) -> bool:
-        """False when somebody still holds one at ``deadline`` (in :func:`time.monotonic` seconds, inf = wait)."""
+        """Wait for the last lease; return False if one is still held at ``deadline``.
+
+        ``deadline`` is in :func:`time.monotonic` seconds; inf means no limit.
+        """
         with self._nobody:
             timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             return self._nobody.wait_for(lambda: not self._count, timeout)
 
 
 class Lease(Generic[_Held]):
-    """``held``, for as long as the context lasts. Made by whoever took the lease from ``leases``."""
+    """A context that holds a lease on ``held``. The caller has taken the lease from ``leases`` already."""
 
     __slots__ = ("_held", "_leases")
 

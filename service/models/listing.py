@@ -1,4 +1,4 @@
-"""Which models the server knows, and what they have done: where one process serves them."""
+"""The repository index and the statistics of a server with one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.operations import Indexed, RegistryModels
 
 
 class Listing(RegistryModels):
-    """See :class:`service.operations.Models`: also what lies in the repository and is not served."""
+    """See :class:`service.operations.Models`. The index also has models in the repository that are not served."""
 
     def __init__(self, repository: Repository, controller: Controller) -> None:
         super().__init__(repository)

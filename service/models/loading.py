@@ -1,4 +1,4 @@
-"""An artifact on disk into something that may answer requests: opened, digests checked, loaded, warmed up, judged.
+"""Loads an artifact until it may answer requests: opens it, checks digests, loads, warms up, and checks golden samples.
 
 Each step raises an expected error (:mod:`bf16kit.errors`) with the reason that the log and the status page show.
 """
@@ -44,8 +44,11 @@ _AGREED = "auto: as another worker of this server has measured"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runtime that has shown that it may answer. ``info`` says how it runs, and why it was chosen; ``golden`` how it
-    answered the golden samples; ``summary`` all of that for the log."""
+    """A runtime that has passed every check before it may answer.
+
+    ``info`` says how the model runs and why that was chosen, ``golden`` how the golden samples came out, ``summary``
+    both, for the log.
+    """
 
     opened: Opened
     runtime: Runtime
@@ -53,11 +56,11 @@ class Loaded:
     golden: str
     summary: str
     instances: int = 1
-    narrow: Runtime | None = None  # for batches that run beside others, where that does more
-    samples: Golden | None = None  # the golden ones
+    narrow: Runtime | None = None  # for batches that run beside others, if that has more throughput
+    samples: Golden | None = None  # the golden samples
 
     def close(self) -> None:
-        """For one that does not come to be served."""
+        """Free the runtimes of a model that is not going to be served."""
         self.runtime.close()
         if self.narrow is not None:
             self.narrow.close()
@@ -65,7 +68,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a runtime is to run, the threads of one execution, and where its copied weights lie."""
+    """Where a runtime runs: its device, the threads of one execution, and the store of its copied weights."""
 
     device: str
     threads: int | None
@@ -74,7 +77,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A runtime that may answer, and how it answered the golden samples."""
+    """A runtime that may answer, and its verdict on the golden samples."""
 
     runtime: Runtime
     golden: Golden | None
@@ -91,16 +94,19 @@ def load(
     agreement: Agreement = OWN_CHOICE,
     clock: Clock = time.perf_counter,
 ) -> Loaded:
-    """The whole gate. ``device`` is the server's ``--device``, ``threads`` what one execution may use where
-    ``serving.yaml`` does not say (None = the runtime's choice), ``weights`` where copied weights lie, ``agreement``
-    what other processes serve, ``clock`` what tells which profile is faster. One that fails leaves nothing behind."""
+    """Load and check the artifact at ``path``. A failure leaves nothing behind.
+
+    ``device`` is the server's ``--device``. ``threads`` is the number of threads of one execution if ``serving.yaml``
+    sets none (None = the runtime's choice). ``weights`` stores copied weights. ``agreement`` knows which profile other
+    processes serve. ``clock`` times the profiles.
+    """
     from bf16kit.runtime import loading
 
     opened = open_artifact(path, serving)
     profiles, where = loading.choose_profiles(opened.artifact, serving.profile, device)
     agreed = agreement.known() if len(profiles) > 1 else ""
     first, *others = (agreed,) if agreed in profiles else profiles
-    if weights is OWN:  # what processes share may be there already
+    if weights is OWN:  # in a shared store the weights may be in memory already
         check_room(opened, first)
     ready: dict[str, _Ready] = {}
     try:
@@ -116,7 +122,7 @@ def load(
             words = _AGREED
         spread = _spread(ready[profile], opened, serving, profile, place, clock)
         try:
-            opened.artifact.verify()  # once more: it may have been replaced meanwhile
+            opened.artifact.verify()  # again: files may have been replaced while they were loaded
         except BaseException:
             spread.close()
             raise
@@ -134,7 +140,7 @@ def load(
 
 
 def _ready(opened: Opened, serving: Serving, profile: str, place: _Place) -> _Ready:
-    """``profile`` loaded, warmed up and judged by its golden samples."""
+    """Load ``profile``, warm it up and check its golden samples."""
     from bf16kit.runtime import loading
 
     try:
@@ -155,7 +161,7 @@ def _ready(opened: Opened, serving: Serving, profile: str, place: _Place) -> _Re
 
 
 def _try(ready: dict[str, _Ready], opened: Opened, serving: Serving, profile: str, place: _Place) -> str:
-    """Add ``profile`` to those ``ready``; or say why it does not come into question. None of that fails a model."""
+    """Add ``profile`` to ``ready``, or return why it is passed over. A failure of it does not fail the model."""
     native = kernel.multiplies_bf16()
     why = choosing.passed_over(opened.artifact.manifest, profile, opened.budget, native=native)
     if not why:
@@ -163,18 +169,18 @@ def _try(ready: dict[str, _Ready], opened: Opened, serving: Serving, profile: st
             ready[profile] = _ready(opened, serving, profile, place)
         except BudgetExceeded as error:
             why = str(error)
-        except Bf16kitError as error:  # what a runtime says is for the log, not for whoever asks over the network
+        except Bf16kitError as error:  # a runtime's text is for the log, never for clients
             _log.warning("%s: profile %s was passed over: %s", opened.artifact.path, profile, brief(error))
             why = "it does not run here (the log says why)"
     return f"auto: {profile} was passed over, {why}" if why else ""
 
 
 def _choose(ready: Mapping[str, _Ready], opened: Opened, clock: Clock) -> tuple[str, str]:
-    """The profile that answers, of those that may, and why; "" where there is but one."""
+    """Return the profile that answers, of those that are ready, and why; "" if there is only one."""
     first = next(iter(ready))
     if len(ready) == 1:
         return first, ""
-    # The same samples for all: those of a profile's own may have other shapes.
+    # All profiles are timed on the same samples: a profile's own samples may have other shapes.
     feeds = _feeds(opened, 1, None) if (golden := ready[first].golden) is None else golden.inputs
 
     def run(runtime: Runtime) -> Callable[[], object]:
@@ -184,7 +190,7 @@ def _choose(ready: Mapping[str, _Ready], opened: Opened, clock: Clock) -> tuple[
 
 
 def _settle(agreement: Agreement, ready: Mapping[str, _Ready], profile: str, words: str) -> tuple[str, str]:
-    """What was chosen here, or by another process before. Raises RuntimeFailure where that does not run here."""
+    """Return the profile that all processes agree on. Raises RuntimeFailure if it does not run in this process."""
     settled = agreement.settle(profile)
     if settled == profile:
         return profile, words
@@ -197,7 +203,7 @@ def _settle(agreement: Agreement, ready: Mapping[str, _Ready], profile: str, wor
 
 
 def _spread(chosen: _Ready, opened: Opened, serving: Serving, profile: str, place: _Place, clock: Clock) -> Spread:
-    """How many batches run at once: as ``serving`` says, or as is measured here."""
+    """Return how many batches run at once: as ``serving`` says, or as measured here for ``auto``."""
     if serving.instances != AUTO:
         return Spread(serving.instances)
     rows = min(opened.max_batch_size, ROWS) or 1
@@ -211,7 +217,7 @@ def _spread(chosen: _Ready, opened: Opened, serving: Serving, profile: str, plac
 
 
 def warm_up(runtime: Runtime, opened: Opened, rows: Sequence[int], golden: Golden | None) -> None:
-    """Run once with each number of rows, so that no caller pays for a first run's allocations."""
+    """Run once with each number of rows, so that no client waits for the allocations of a first run."""
     for count in rows:
         if count > 1 and opened.batch_axis is None:
             raise ConfigError(f"warmup asks for {count} rows, but this model has no batch axis; leave warmup at [1]")
@@ -219,9 +225,9 @@ def warm_up(runtime: Runtime, opened: Opened, rows: Sequence[int], golden: Golde
 
 
 def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str:
-    """Run the golden samples and hold their drift against the budget; returns a summary for the log.
+    """Run the golden samples and check their drift against the budget; return a summary for the log.
 
-    Raises :class:`BudgetExceeded` naming output, metric, what was measured and the bound.
+    Raises :class:`BudgetExceeded` naming the output, the metric, the measured value and the bound.
     """
     if golden is None:
         return "no golden samples in the artifact, accuracy not checked"
@@ -233,8 +239,10 @@ def check_golden(runtime: Runtime, opened: Opened, golden: Golden | None) -> str
 
 
 def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
-    """The artifact's golden samples, those of ``profile`` where it has its own; None when there are none. ArtifactError
-    for inputs that are not the model's."""
+    """Return the artifact's golden samples, or None. A profile's own samples take precedence.
+
+    Raises ArtifactError if the inputs do not fit the model.
+    """
     manifest = artifact.manifest
     name = manifest.golden_of(profile)
     if name is None:
@@ -252,7 +260,7 @@ def golden_of(artifact: Artifact, profile: str | None = None) -> Golden | None:
 
 
 def _run(runtime: Runtime, opened: Opened, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """One run whose outputs' dtypes and ranks are held against the manifest: clients are told what it says.
+    """Run once, and check the outputs' dtypes and ranks against the manifest, which clients rely on.
 
     Raises ArtifactError naming the output.
     """
@@ -284,7 +292,7 @@ def _describe(info: RuntimeInfo) -> str:
 
 
 def _feeds(opened: Opened, rows: int, golden: Golden | None) -> Mapping[str, Array]:
-    """``rows`` rows: the golden samples' first row repeated, or zeros where there are none."""
+    """Return feeds of ``rows`` rows: the first golden row repeated, or zeros without golden samples."""
     axis = opened.batch_axis
     if golden is not None:
         if axis is None:

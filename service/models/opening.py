@@ -1,4 +1,4 @@
-"""An artifact opened to be served: its files checked, and what its manifest and ``serving.yaml`` say together."""
+"""Opens an artifact for serving: checks its files, and combines its manifest with ``serving.yaml``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.models.policy import DEFAULT_MAX_BATCH_SIZE, Serving
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A verified artifact, and what its manifest and ``serving.yaml`` say together."""
+    """A verified artifact, and the settings that follow from its manifest and ``serving.yaml``."""
 
     artifact: Artifact
     inputs: tuple[TensorSpec, ...]
@@ -29,11 +29,14 @@ class Opened:
     max_batch_size: int
     budget: Budget
     weight_bytes: int
-    first_run_seconds: float  # the most that one run may take before it is ready
+    first_run_seconds: float  # time limit of one run before the model is ready
 
 
 def open_artifact(path: Path, serving: Serving) -> Opened:
-    """Raises ArtifactError (damaged, no artifact, of a newer schema) or ConfigError (serving.yaml asks too much)."""
+    """Open and check an artifact.
+
+    Raises ArtifactError (damaged, no artifact, of a newer schema) or ConfigError (``serving.yaml`` does not fit it).
+    """
     artifact = Artifact.open(path, copies=serving.weights == "copied")
     manifest = artifact.manifest
     inputs = tuple(entry.spec() for entry in manifest.inputs)
@@ -58,12 +61,12 @@ def open_artifact(path: Path, serving: Serving) -> Opened:
 
 
 def weight_bytes(manifest: Manifest) -> int:
-    """Of the tensors that every profile reads, as they are stored."""
+    """Return the stored size in bytes of the weights that every profile reads."""
     return sum(tensor.bytes for tensor in manifest.tensors if tensor.file.startswith("weights."))
 
 
 def baseline(manifest: Manifest, profile: str) -> dict[str, dict[str, float]]:
-    """The drift measured at conversion, by output and metric: the statistic that a budget bounds, as it was counted."""
+    """Return the drift measured at conversion, by output and metric: the statistics that a budget limits."""
     entry = manifest.drift.get(profile)
     if entry is None:
         return {}
@@ -82,7 +85,7 @@ def _budget(artifact: Artifact) -> Budget:
 
 
 def _share_batch_dimension(specs: Sequence[TensorSpec], axis: int | None) -> bool:
-    """Whether every input and output has the same free dimension at ``axis``: what concatenating and splitting need."""
+    """Return whether all inputs and outputs have the same free dimension at ``axis``, as batching requires."""
     if axis is None or not all(len(spec.shape) > axis for spec in specs):
         return False
     names = {spec.shape[axis] for spec in specs}

@@ -1,4 +1,4 @@
-"""Which precision is to answer for each version, as the owner has ordered: also for what is loaded later."""
+"""The fallback owner's orders: which precision answers for each version, including versions that are loaded later."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from service.models.slot import Slot
 
 
 class Orders:
-    """Remembers the newest order for each version, and has what answers there carry it out."""
+    """Remembers the newest order for each version, and applies it to the generation that answers."""
 
     def __init__(self) -> None:
         self._orders: dict[tuple[str, int], Order] = {}
         self._lock = threading.Lock()
 
     def give(self, order: Order, slot: Slot | None) -> Future[None]:
-        """``slot`` is the place that it is for. The future fails with Unavailable where something else answers there,
-        or nothing; it is carried out when what it is for is :meth:`published`."""
+        """Remember the order, and apply it in ``slot``, the slot of its model and version.
+
+        The future fails with Unavailable if another generation answers there, or none. The order is then applied when
+        the generation that it is for is :meth:`published`.
+        """
         with self._lock:
             self._orders[order.model, order.version] = order
             told = None if slot is None else self._carry_out(slot)
@@ -29,8 +32,10 @@ class Orders:
         return told
 
     def published(self, slot: Slot) -> None:
-        """Something else answers there from now on. An order for what was there before is over: should that be loaded
-        once more, it is another generation, of which nothing is known."""
+        """Apply the order to the slot's new generation. An order for another plan is dropped.
+
+        If that other plan is loaded again, it is a new generation, of which nothing is known yet.
+        """
         key, loaded = (slot.name, slot.version), slot.loaded
         with self._lock:
             order = self._orders.get(key)
@@ -39,7 +44,7 @@ class Orders:
             self._carry_out(slot)
 
     def forget(self, slot: Slot) -> None:
-        """What answers there is unloaded, and is to be itself when it is loaded again."""
+        """Drop the order of a slot that is unloaded: when loaded again, the model begins with bf16."""
         with self._lock:
             self._orders.pop((slot.name, slot.version), None)
 

@@ -1,6 +1,6 @@
-"""A ``ModelConfig`` in JSON, as clients send it with a load, laid over what ``serving.yaml`` says.
+"""Applies a client's ``ModelConfig`` (JSON, sent with a load) on top of ``serving.yaml``.
 
-What it names is changed and all else stays. What has no counterpart here is refused by name, for it would be ignored.
+Only the fields that it names change. Fields without a counterpart here are rejected by name rather than ignored.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from service.models.policy import Serving
 from service.process.config import explain
 
 _MICROSECONDS = 1e-3  # in milliseconds
-#: What ModelConfig answers with, and says how the model came out: sent back it means nothing.
+#: Parameters of the ModelConfig response that report how the model runs; they are ignored if a client sends them back.
 _TOLD = (
     *("precision", "accumulation", "kernel", "device", "note", "choice"),
     *("golden", "active_precision", "active_precision_reason"),
 )
 _WHERE = "load parameter 'config'"
-_UNSET: tuple[Any, ...] = (None, "", 0, [], {})  # what protobuf's printers write of a field that was never set
+_UNSET: tuple[Any, ...] = (None, "", 0, [], {})  # how protobuf's printers write a field that was never set
 
 
 def _unsent(value: Any) -> Any:
@@ -36,18 +36,18 @@ def _unsent(value: Any) -> Any:
 
 
 def _no_truth(value: Any) -> Any:
-    if isinstance(value, bool):  # Python takes it for 0 or 1
+    if isinstance(value, bool):  # a bool is an int in Python
         raise PydanticCustomError("no_number", "Expected a number")
     return value
 
 
 _Nothing = Annotated[None, BeforeValidator(_unsent)]
-#: What is out of its key's range is for serving.yaml's own bounds.
+#: The ranges of single keys are checked with those of serving.yaml.
 _Number = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=1 << 63)]
 
 
 class _Part(BaseModel):
-    """Names are those of Triton's model_config.proto, as they stand there or in camelCase."""
+    """A part of ModelConfig. Names are those of Triton's model_config.proto, as written there or in camelCase."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, alias_generator=AliasGenerator(validation_alias=to_camel)
@@ -87,7 +87,7 @@ class _QueuePolicy(_Part):
     max_queue_size: _Number = 0
 
     def serving(self) -> dict[str, Any]:
-        """0 is Triton's word for no bound of its own."""
+        """Return the keys of ``serving.yaml``. 0 means in Triton that no limit is set."""
         bounds: dict[str, Any] = {}
         if self.max_queue_size:
             bounds["max_queue_size"] = self.max_queue_size
@@ -119,7 +119,7 @@ class _DynamicBatching(_Part):
 
 
 class _InstanceGroup(_Part):
-    """Which device it is, is the server's to say (``--device``)."""
+    """An instance group. It cannot choose the device: the server's ``--device`` does."""
 
     name: str = ""
     kind: Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"] = "KIND_AUTO"
@@ -136,7 +136,7 @@ class _Parameter(_Part):
 
 
 class _ModelConfig(_Part):
-    """What can be changed, and what the server says itself of a model, which clients send back."""
+    """The fields that can be changed, and those that the server itself reports, which clients send back."""
 
     name: str = ""
     platform: Literal["", "onnxruntime_onnx", "pytorch_libtorch"] = ""
@@ -151,7 +151,7 @@ class _ModelConfig(_Part):
     parameters: dict[str, _Parameter] = {}
 
     def serving(self) -> dict[str, Any]:
-        """The keys of ``serving.yaml`` that it speaks of."""
+        """Return the keys of ``serving.yaml`` that this config changes."""
         changes: dict[str, Any] = {}
         if self.version_policy is not None:
             changes["version_policy"] = self.version_policy.serving()
@@ -162,7 +162,7 @@ class _ModelConfig(_Part):
             changes["formats"] = formats
         if self.dynamic_batching is not None:
             changes |= self.dynamic_batching.serving()
-        for group in self.instance_group:  # one at most
+        for group in self.instance_group:  # at most one
             if group.count is not None:
                 changes["instances"] = group.count
             if group.kind == "KIND_GPU":
@@ -173,7 +173,7 @@ class _ModelConfig(_Part):
 
 
 class Override:
-    """What ``config`` makes of model ``model``. Raises InvalidRequest naming the field, as its methods do."""
+    """A client's ``config`` for model ``model``. The constructor and methods raise InvalidRequest naming the field."""
 
     def __init__(self, model: str, config: str) -> None:
         parsed = _parse(model, config)
@@ -181,7 +181,7 @@ class Override:
         self._described = Described(parsed.input, parsed.output)
 
     def change(self, serving: Serving) -> Serving:
-        """``serving.yaml`` as it is with the changes."""
+        """Return ``serving`` with the changes applied."""
         changes = {**serving.model_dump(exclude_unset=True), **self._changes}
         changes["formats"] = {**serving.formats, **self._changes.get("formats", {})}
         try:
@@ -190,7 +190,7 @@ class Override:
             raise InvalidRequest(brief(explain(error, Serving, _WHERE))) from None
 
     def check(self, wish: Wish) -> None:
-        """Hold what is wanted against what was said of it."""
+        """Check that the resulting wish can be served, and has the inputs and outputs that the client described."""
         for plan in wish.plans:
             if plan.broken:
                 raise InvalidRequest(f"model {wish.name!r} cannot be served so: {plan.broken}")

@@ -1,6 +1,6 @@
-"""What is wanted of one model: which versions of it, from where, and how each is served.
+"""Plans and wishes: which versions of a model to serve, from which directory, and how.
 
-Whoever makes wishes and whoever fulfils them may be different processes: a wish can be written as JSON.
+Wishes may be made in one process and fulfilled in another, so they can be written as JSON.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from service.models.policy import Serving
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One version to serve. Equal plans load the same: ``stamp`` changes whenever one of the artifact's files does, and
-    is empty while there is no manifest.
+    """One version to serve. Equal plans load the same model.
 
-    ``broken`` says why nothing can be loaded, e.g. for a ``serving.yaml`` that is wrong.
+    ``stamp`` changes if a file of the artifact changes; it is empty without a manifest. ``broken`` says why the version
+    cannot be loaded, e.g. because of an invalid ``serving.yaml``.
     """
 
     version: int
@@ -30,22 +30,22 @@ class Plan:
 
     @property
     def finished(self) -> bool:
-        """Whether there is an artifact, and not only a directory into which one may be on its way."""
+        """Whether the directory holds an artifact; without a manifest, one may still be being copied."""
         return bool(self.stamp)
 
     def key(self) -> str:
-        """The same for equal plans, in every process."""
+        """Return a text that is equal for equal plans, in every process."""
         return json.dumps(_plan_to_dict(self), sort_keys=True)
 
     @property
     def digest(self) -> str:
-        """The same, short."""
+        """The SHA-256 of :meth:`key`, in hexadecimal."""
         return hashlib.sha256(self.key().encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The versions of one model to serve, ascending; none of them: the model is to be unloaded."""
+    """The versions of one model to serve, ascending. Without plans, the model is to be unloaded."""
 
     name: str
     plans: tuple[Plan, ...] = ()
@@ -59,7 +59,7 @@ class Wish:
 
     @classmethod
     def from_json(cls, text: str) -> Wish:
-        """The wish that :meth:`to_json` wrote: for processes of one server, which trust each other."""
+        """Return the wish that :meth:`to_json` wrote. The text comes from a process of this server, and is trusted."""
         written = json.loads(text)
         return cls(written["name"], tuple(_plan_of(plan) for plan in written["plans"]))
 

@@ -1,4 +1,4 @@
-"""``serving.yaml``: how one model is served. Everything has a default; a key that does not exist is an error."""
+"""``serving.yaml``: how one model is served. Every key has a default; an unknown key is an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from service.process.config import explain, read_mapping
 
 FILE_NAME = "serving.yaml"
 DEFAULT_MAX_BATCH_SIZE = 32
-AUTO = 0  # instances: how "auto" is kept
+AUTO = 0  # how ``instances: auto`` is stored
 _LARGEST_FILE, _LARGEST_LABELS = 1 << 20, 16 << 20  # bytes
 
 
@@ -56,7 +56,10 @@ class VersionPolicy(_Part):
         return self
 
     def choose(self, versions: Sequence[int]) -> list[int]:
-        """The versions to serve of those that exist, ascending. Raises :class:`ConfigError` for one that does not."""
+        """Return the versions to serve of those that exist, ascending.
+
+        Raises :class:`ConfigError` for a version that does not exist.
+        """
         existing = sorted(versions)
         if self.specific is not None:
             missing = sorted(set(self.specific) - set(existing))
@@ -67,7 +70,7 @@ class VersionPolicy(_Part):
 
 
 class LevelBounds(_Part):
-    """What may wait at one level of priority; what is left out is as for the whole queue."""
+    """Queue limits of one priority level. A key that is left out has the limit of the whole queue."""
 
     max_queue_size: PositiveInt | None = None
     max_queue_ms: float | None = Field(default=None, gt=0, le=3_600_000)
@@ -80,29 +83,29 @@ class Serving(_Part):
     max_batch_size: int | None = Field(default=None, ge=0, le=65_536)
     max_queue_delay_ms: float = Field(default=0.0, ge=0, le=60_000)  # 0: batch what is waiting, never wait for more
     max_queue_size: PositiveInt = 128  # requests
-    max_queue_ms: float = Field(default=100.0, gt=0, le=3_600_000)  # expected, from the pace measured
-    max_queue_bytes: PositiveInt = 256 << 20  # of inputs
+    max_queue_ms: float = Field(default=100.0, gt=0, le=3_600_000)  # expected wait, from the measured pace
+    max_queue_bytes: PositiveInt = 256 << 20  # of all waiting inputs
     priority_levels: Annotated[int, Field(ge=0, le=64)] = 0  # 0: a request's priority is checked and ignored
-    default_priority_level: PositiveInt = 1  # of requests that ask for none; 1 is the most urgent
-    priority_queue_policy: dict[PositiveInt, LevelBounds] = {}  # bounds of single levels
+    default_priority_level: PositiveInt = 1  # for requests that set none; 1 is the most urgent
+    priority_queue_policy: dict[PositiveInt, LevelBounds] = {}  # limits of single levels
     max_dims: dict[str, PositiveInt] = {}  # the largest sizes of free dimensions, by name
     max_response_bytes: Annotated[int, Field(ge=1, le=2_000_000_000)] = 256 << 20  # protobuf holds 2 GiB
-    instances: Annotated[int, Field(ge=0, le=64)] = 1  # batches running at once; AUTO: as measured when it is loaded
-    beside: Annotated[int, Field(ge=0, le=64)] = 1  # so many more, of shapes that none of those running has; on CPUs
+    instances: Annotated[int, Field(ge=0, le=64)] = 1  # batches at once; AUTO: measured when the model is loaded
+    beside: Annotated[int, Field(ge=0, le=64)] = 1  # more batches at once, of other shapes; on CPUs
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # of one execution; None = the server's --threads
     profile: Literal["auto", "cpu", "cpu-bf16", "cuda", "torchscript", "pt2"] = "auto"
     version_policy: VersionPolicy = VersionPolicy(latest=1)
-    # Mapped ones are shared with the page cache; whoever changes their file in place ends the server or its answers.
+    # Mapped weights share the page cache. Changing their file in place corrupts responses or crashes the server.
     weights: Literal["copied", "mapped"] = "copied"
-    first_run_seconds: float = Field(default=300.0, gt=0, le=86_400)  # a graph may never end: the longest run at load
+    first_run_seconds: float = Field(default=300.0, gt=0, le=86_400)  # limit of a run at load: a graph may never end
     golden_seconds: float = Field(
         default=3600.0, ge=0, le=2_000_000
     )  # between two runs of the golden samples; 0: at load
     warmup: tuple[PositiveInt, ...] = (1,)  # rows of the executions before ready; () = none
     shadow: ShadowPolicy = ShadowPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
-    labels: dict[str, tuple[str, ...]] = {}  # of an output's classes: in the file the name of a file of lines
-    formats: dict[str, Literal["NCHW", "NHWC"]] = {}  # of inputs that are images: told to clients, and no more
+    labels: dict[str, tuple[str, ...]] = {}  # of an output's classes; the YAML names a file with one per line
+    formats: dict[str, Literal["NCHW", "NHWC"]] = {}  # image layouts of inputs: only told to clients
     budget: dict[str, float | None] = {}  # replaces single bounds of the manifest's budget; null = no bound
 
     @field_validator("instances", mode="before")
@@ -132,11 +135,11 @@ class Serving(_Part):
         return self
 
     def levels(self) -> tuple[LevelPolicy, ...]:
-        """The bounds of every level of priority, the most urgent first; one where there are no priorities."""
+        """Return the limits of every priority level, the most urgent first; one level if there are no priorities."""
         return tuple(self._level(number) for number in range(1, max(self.priority_levels, 1) + 1))
 
     def scheduling(self) -> Scheduling:
-        """The same for whoever asks, and which versions are served."""
+        """Return the queue limits and served versions as the contract has them."""
         levels = dict(enumerate(self.levels(), 1))
         return Scheduling(
             QueueBounds(self.max_queue_size, self.max_queue_ms / 1e3),
@@ -153,9 +156,9 @@ class Serving(_Part):
 
 
 def load_serving(model_dir: Path) -> Serving:
-    """The model's ``serving.yaml``, or the defaults where there is none. Raises :class:`ConfigError` naming the key."""
+    """Return the model's ``serving.yaml``, or the defaults without one. Raises :class:`ConfigError` naming the key."""
     file = model_dir / FILE_NAME
-    if not os.path.lexists(file):  # a dangling link, say of a volume, is an error and not a wish for the defaults
+    if not os.path.lexists(file):  # a dangling link (a missing volume) is an error: it must not select the defaults
         return Serving()
     try:
         _check_plain(file, f"{file}:", _LARGEST_FILE)
@@ -171,7 +174,7 @@ def load_serving(model_dir: Path) -> Serving:
 
 
 def _read_labels(serving: Path, output: str, name: object) -> tuple[str, ...]:
-    """The lines of the file ``name`` beside ``serving.yaml``, without empty ones at its end."""
+    """Return the lines of the file ``name`` beside ``serving.yaml``, without empty lines at its end."""
     key = f"{serving}: 'labels.{output}'"
     if not isinstance(name, str) or Path(name).name != name:
         raise ConfigError(f"{key} is {name!r}: give the name of a file in the model's directory, of a label per line")
@@ -186,7 +189,10 @@ def _read_labels(serving: Path, output: str, name: object) -> tuple[str, ...]:
 
 
 def _check_plain(file: Path, what: str, largest: int) -> None:
-    """Before it is opened: nobody may ever write into a pipe, and a device may have no end."""
+    """Raise ConfigError unless ``file`` is a regular file of at most ``largest`` bytes.
+
+    It is checked before it is opened: reading a pipe may block for ever, and a device may have no end.
+    """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{what} is not a plain file")

@@ -1,4 +1,4 @@
-"""A thread that looks at the repository again and again, for ``model_control: poll``."""
+"""The thread that reads the repository periodically, for ``model_control: poll``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 from service.models.controller import Controller
 
 _log = logging.getLogger(__name__)
-SETTLE_S = 1.0  # what changes for longer than this is left for the next look
+SETTLE_S = 1.0  # a model that still changes after this time is left for the next poll
 
 
 class Poll:
-    """Looks every ``seconds``. By size, inode and time of files: no file system need tell of its changes."""
+    """Polls every ``seconds``. Changes are seen by size, inode and time of files, so that any file system will do."""
 
     def __init__(self, controller: Controller, seconds: float, settle_seconds: float = SETTLE_S) -> None:
         self._controller = controller
@@ -25,7 +25,7 @@ class Poll:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns at once: a look at a network file system that does not answer may never end."""
+        """Ask the thread to end, without waiting: reading a network file system may never end."""
         self._stopped.set()
 
     def _run(self) -> None:
