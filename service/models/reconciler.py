@@ -1,7 +1,7 @@
-"""What should be served, and the one thread that moves what is served towards it.
+"""The reconciler: it knows which models are wanted, and one thread changes what is served accordingly.
 
-Start-up, and whoever else wants models loaded or unloaded, only say what is wanted: a :class:`Wish` for each model, of
-which the newest counts. One at a time, in the order in which they were asked for, the thread fulfils them.
+Callers only say what is wanted, as a :class:`Wish` per model; the newest wish counts. The thread fulfils the wishes one
+at a time, in the order in which they came.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
-UNLOAD_SECONDS = 30.0  # how long the requests of a generation that is unloaded may still take
-#: To the process that has the references, of a model's name and what was loaded.
+UNLOAD_SECONDS = 30.0  # how long an unload waits for requests in flight
+#: Makes the hand that takes samples of a model, loaded by a plan, to the process that runs the references.
 HandOf = Callable[[str, Plan], Hand]
 _STOPPING = "the server is shutting down; try another"
 
 
 class Reconciler:
-    """Owns the slots. :meth:`want` may be called before :meth:`start`; :meth:`close` ends it for good.
+    """Owns the slots. :meth:`want` may be called before :meth:`start`; :meth:`close` is final.
 
     ``changed`` is called, on any thread, after every change of a slot.
     """
@@ -62,7 +62,7 @@ class Reconciler:
         turn: Turn = Turn(),  # noqa: B008 -- frozen
     ) -> None:
         self.orders = Orders()
-        self.leaving: tuple[Slot, ...] = ()  # whose last requests are at work
+        self.leaving: tuple[Slot, ...] = ()  # removed slots whose last requests are in flight
         self._table = SlotTable(metrics, ready_when_empty=ready_when_empty)
         self._metrics = metrics
         self._changed = changed
@@ -86,7 +86,7 @@ class Reconciler:
 
     @property
     def slots(self) -> Slots:
-        """By name and version, ascending."""
+        """All slots, sorted by name and version."""
         return self._table.slots
 
     @property
@@ -95,17 +95,17 @@ class Reconciler:
         return self._table.ready
 
     def want(self, wish: Wish) -> Future[None]:
-        """Ask for a model to be served as ``wish`` says. Versions that are not known yet are ``loading`` at once.
+        """Ask for a model to be served as ``wish`` says. New versions get a slot in state ``loading`` at once.
 
-        The future ends when it is so. It fails with Unavailable where a version cannot be loaded (and says why), where
-        the server is shut down, and where the opposite was wanted before the thread came to it.
+        The future ends when the wish is fulfilled. It fails with Unavailable if a version cannot be loaded (with the
+        reason), if the server shuts down, or if the opposite was wanted before the thread came to it.
         """
         told = self._ask(wish)
         assert told is not None  # noqa: S101 - for the type checker
         return told
 
     def _ask(self, wish: Wish, *, unless_tried: bool = False) -> Future[None] | None:
-        """Have the thread fulfil ``wish``; None, and nothing, where that would be to try once more and must not be."""
+        """Queue ``wish`` for the thread. With ``unless_tried``, return None if that would only repeat an attempt."""
         told: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -124,10 +124,10 @@ class Reconciler:
         return told
 
     def desire(self, wishes: Iterable[Wish]) -> dict[str, Future[None]]:
-        """Ask for exactly these models: every other one is unloaded. A future for each model that changes, by name.
+        """Ask for exactly these models; all others are unloaded. Returns a future per model that changes, by name.
 
-        What could not be loaded, or is being loaded, is tried again only when its plan is another; :meth:`want` always
-        tries.
+        A model that could not be loaded, or is being loaded, is tried again only if its plan has changed. :meth:`want`
+        always tries.
         """
         wanted = {wish.name: wish for wish in wishes}
         with self._lock:
@@ -138,14 +138,17 @@ class Reconciler:
         return {name: told for name, told in asked.items() if told is not None}
 
     def _tried(self, wish: Wish) -> bool:
-        """Whether all that could be done for ``wish`` has been done, or is being done. Called with the lock held."""
+        """Return whether ``wish`` was tried already, or is being tried. Call it with the lock held."""
         if wish.name in self._waiting or not self._table.of(wish.name).keys() >= wish.versions:
             return False
         return wish == self._at_work or self._table.tried(wish)
 
     def close(self, deadline: float = math.inf) -> bool:
-        """Unload everything, all at once. False when something was still at work at ``deadline``, in
-        :func:`time.monotonic` seconds: a request, a batch, a shadow, or a model being loaded."""
+        """Unload everything, in parallel. Returns False if something was still running at ``deadline``.
+
+        That is a request, a batch, a shadow sample, or a model being loaded. ``deadline`` is in :func:`time.monotonic`
+        seconds.
+        """
         with self._lock:
             self._closed = True
             abandoned, self._waiting = self._waiting, {}
@@ -180,7 +183,7 @@ class Reconciler:
             tell(waiting.told, error)
 
     def _next(self) -> Waiting | None:
-        """The oldest wish; blocks until there is one. None when the reconciler is closed."""
+        """Block until there is a wish, and return the oldest; None when the reconciler is closed."""
         with self._wake:
             self._wake.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
@@ -190,8 +193,7 @@ class Reconciler:
             return waiting
 
     def _fulfil(self, wish: Wish) -> None:
-        """Versions are loaded before others of their model are unloaded, and where none of them can be loaded what is
-        served stays."""
+        """Load the versions, then unload the model's others. If none can be loaded, what is served stays."""
         slots = self._table.of(wish.name)
         tried = {plan.version: self._serve(slots[plan.version], plan) for plan in wish.plans}
         failed = {version: reason for version, reason in tried.items() if reason}
@@ -204,7 +206,7 @@ class Reconciler:
             raise Unavailable(f"model {wish.name!r}: {which}")
 
     def _serve(self, slot: Slot, plan: Plan) -> str:
-        """Load what ``plan`` says and let it answer; why it does not, or empty."""
+        """Load ``plan`` and let it answer. Returns the reason if that fails, else ""."""
         if self._closed:
             return _STOPPING
         if slot.serves(plan):
@@ -223,7 +225,7 @@ class Reconciler:
                 weights=self._weights,
                 agreement=self._agree(plan),
             )
-            if not self._waiting and slot.model is None:  # before it answers, and once for the many models of a start
+            if not self._waiting and slot.model is None:  # before it answers; at a start, once for all models
                 garbage.settle()
             replaced = self._publish(slot, plan, loaded, begun)
         except Bf16kitError as error:
@@ -243,7 +245,7 @@ class Reconciler:
         return reason
 
     def _publish(self, slot: Slot, plan: Plan, loaded: loading.Loaded, begun: float) -> Generation | None:
-        """What was loaded takes the place of what the slot holds, which is returned."""
+        """Put what was loaded into the slot. Returns the generation that it replaces, if any."""
         with self._lock:
             if self._closed:
                 loaded.close()
@@ -255,7 +257,7 @@ class Reconciler:
             model.start()
             seconds = time.monotonic() - begun
             model.metrics.ready(True, seconds)
-            # first: whoever sees the model ready can look
+            # before it is published: the log has the line when clients see the model ready
             _log.info("%s is ready after %.2f s: %s", slot.label, seconds, loaded.summary)
             slot.publish(model, plan)
             self.orders.published(slot)
@@ -279,7 +281,7 @@ class Reconciler:
         )
 
     def _unload(self, wish: Wish) -> None:
-        """Unload every version of the model that is not wished for."""
+        """Unload all versions of the model that are not wanted."""
         with self._lock:
             slots = {} if self._closed else self._table.of(wish.name)
             gone = [slot for version, slot in slots.items() if version not in self._wanted(wish)]
@@ -301,6 +303,6 @@ class Reconciler:
         garbage.settle()
 
     def _wanted(self, wish: Wish) -> frozenset[int]:
-        """The versions of ``wish``, and of a newer wish that waits: those have slots already."""
+        """Return the versions of ``wish``, and of a newer wish in the queue, whose versions have slots already."""
         newer = self._waiting.get(wish.name)
         return wish.versions if newer is None else wish.versions | newer.wish.versions

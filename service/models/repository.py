@@ -1,4 +1,4 @@
-"""The models that are served: every request asks here for its own."""
+"""The models that are served; every request gets its model here."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from service.request import Precision
 from service.telemetry.metrics import Metrics
 
 _PREFERENCE = {"ready": 2, "loading": 1, "unavailable": 0}
-_NO_VERSION = 0  # they are counted from 1
+_NO_VERSION = 0  # a version that does not exist: versions begin at 1
 
 
 class Repository:
-    """See :class:`service.contract.Registry`. Models are asked for by :meth:`want` and :meth:`desire`, before or after
-    :meth:`start`; :meth:`drain`, then :meth:`close`.
+    """See :class:`service.contract.Registry`. Say with :meth:`want` and :meth:`desire`, before or after :meth:`start`,
+    which models to serve. To end, call :meth:`drain`, then :meth:`close`.
 
-    ``ready_when_empty``: nothing need be asked for, as where models are loaded and unloaded over the network.
-    ``agree``: about the profile of a plan, with other processes of the server.
-    ``hand``: to the process that has the fp32 references, which samples of live requests are handed to; None: drift is
-    not measured. ``hear``: of golden gates that are not passed. ``turn``: this process', of those that serve the same
-    models.
+    ``ready_when_empty``: the server is ready without models, as when clients load them. ``agree`` returns the agreement
+    with other processes on a plan's profile. ``hand`` makes the hand that takes samples of live requests to the process
+    with the fp32 references; None: drift is not measured. ``hear`` receives the verdicts of golden gates that are not
+    passed. ``turn`` is the turn of this process, of those that serve the same models.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Repository:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load what is wanted, one model after another, on a thread of their own."""
+        """Load the wanted models, one after another, in the background."""
         self._reconciler.start()
         self._schedule.start()
 
@@ -86,7 +85,7 @@ class Repository:
         return self._reconciler.want(wish)
 
     def desire(self, wishes: Iterable[Wish]) -> Mapping[str, Future[None]]:
-        """See :meth:`Reconciler.desire`; nothing is begun any more when the server stops."""
+        """See :meth:`Reconciler.desire`; does nothing once the server stops."""
         return {} if self._stopping else self._reconciler.desire(wishes)
 
     def order(self, order: Order) -> Future[None]:
@@ -94,23 +93,23 @@ class Repository:
         return self._reconciler.orders.give(order, self._slots.get(order.model, {}).get(order.version))
 
     def transition(self, model: str, version: int, to: Precision) -> None:
-        """Count that the precision has changed that answers for this version, where it is here."""
+        """Count that another precision answers for this version, if it is served here."""
         slot = self._slots.get(model, {}).get(version)
         if slot is not None:
             slot.series.transition(to)
 
     def retire(self) -> None:
-        """From now on not ready, so that load balancers send no more; whoever still comes is answered."""
+        """Report not ready from now on, so that load balancers send no more requests. Requests are still answered."""
         self._retired = True
         self._notify()
 
     def drain(self) -> None:
-        """From now on not ready, and every new request is refused."""
+        """Report not ready and reject every new request from now on."""
         self._stopping = True
         self._notify()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Free every model, all at once; False when something was still at work after ``timeout`` seconds."""
+        """Free all models, in parallel. Returns False if something was still running after ``timeout`` seconds."""
         self._stopping = True
         self._schedule.stop()
         return self._reconciler.close(math.inf if timeout is None else time.monotonic() + timeout)
@@ -135,7 +134,7 @@ class Repository:
                 raise
             if model.leases.take():
                 return Lease(model.leases, model)
-            # It was unpublished between the two: what has taken its place is found now.
+            # The model was replaced or unloaded between the two calls: look again.
 
     def get(self, name: str, version: str) -> Generation:
         slot = self.find(name, version)
@@ -172,7 +171,7 @@ class Repository:
         return [slot for versions in self._slots.values() for slot in versions.values()]
 
     def leaving(self) -> Sequence[Slot]:
-        """What has been unpublished, and answers its last requests."""
+        """The removed slots whose last requests are still in flight."""
         return self._reconciler.leaving
 
     def versions(self, name: str) -> list[int]:
@@ -196,7 +195,7 @@ class Repository:
 
 
 def parse_version(version: str) -> int | None:
-    """The version that a client names; None for the empty string, which asks for the newest. Raises InvalidRequest."""
+    """Return the version that a client names, or None for "", which selects the newest. Raises InvalidRequest."""
     if version == "":
         return None
     if not (version.isascii() and version.isdecimal()):
@@ -205,9 +204,9 @@ def parse_version(version: str) -> int | None:
             " leave it empty for the newest version"
         )
     digits = version.lstrip("0")
-    return int(digits or "0") if len(digits) <= LONGEST_VERSION else _NO_VERSION  # no directory has one so long
+    return int(digits or "0") if len(digits) <= LONGEST_VERSION else _NO_VERSION  # no directory has a longer name
 
 
 def _preference(slot: Slot) -> tuple[int, int]:
-    """The newest ready version; failing that the newest that is loading; failing that the newest."""
+    """Order slots: ready before loading before unavailable, and then the newest version."""
     return _PREFERENCE[slot.state], slot.version

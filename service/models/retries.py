@@ -1,8 +1,8 @@
-"""When what could not be loaded is tried again although no file of it has changed.
+"""Decides when to try again to load a model whose files have not changed.
 
-A disk that was full, memory that was short, a device that was busy, a file system that did not answer: such reasons
-pass, and nothing in the repository tells of it. Which of them a failure had is not always to be told from it, so all
-are tried again, ever more rarely; but not what ``serving.yaml`` rules out.
+A full disk, a lack of memory, a busy device, a file system that does not answer: such causes pass, and nothing in the
+repository shows it. The cause cannot always be told from the failure. So every failed load is tried again, with growing
+pauses, except what ``serving.yaml`` rules out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Protocol
 from service.contract import State
 from service.models.plan import Wish
 
-FIRST_SECONDS = 30.0  # from the look that finds something not loaded to the first try
-LONGEST_SECONDS = 3600.0  # between two tries
+FIRST_SECONDS = 30.0  # from the poll that finds a model not loaded to the first retry
+LONGEST_SECONDS = 3600.0  # longest pause between two retries
 
 
 class Place(Protocol):
-    """Of :class:`service.contract.Slot`, what is needed here."""
+    """The part of :class:`service.contract.Slot` that is needed here."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,10 @@ class _Tries:
 
 
 class Retries:
-    """Of the models in ``places``: asked again and again, by one thread. ``clock`` gives seconds."""
+    """The retries of the models in ``places``. For one thread, which calls it at every poll.
+
+    ``clock`` returns seconds.
+    """
 
     def __init__(self, places: Callable[[], Iterable[Place]], clock: Callable[[], float] = time.monotonic) -> None:
         self._places = places
@@ -48,7 +51,7 @@ class Retries:
         self._tries: dict[str, _Tries] = {}
 
     def due(self, wishes: Mapping[str, Wish]) -> list[Wish]:
-        """Those of ``wishes``, by name, that are to be tried again now. One that is asked for anew begins anew."""
+        """Return those of ``wishes`` to try again now. A wish that has changed starts again with the first pause."""
         now = self._clock()
         served = {(place.name, place.version): place for place in self._places()}
         tries = self._tries
@@ -72,5 +75,5 @@ class Retries:
 
 
 def _as_wanted(place: Place) -> bool:
-    """What answers with a reason beside it could not be replaced."""
+    """Return whether the slot serves what is wanted: a reason beside a ready model says that its replacement failed."""
     return place.state == "ready" and not place.reason

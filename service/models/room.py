@@ -1,7 +1,7 @@
-"""Whether a container has room for a model, asked before it is loaded.
+"""Checks, before a model is loaded, that the container has enough memory for it.
 
-The system ends a container that takes more memory than it may, tells nobody why, and whoever starts it again has it end
-again. A model that plainly does not fit is therefore refused in words, and the rest of the server goes on.
+The kernel kills a container that exceeds its memory limit, without a message, and a restarted container would be killed
+again. So a model that clearly does not fit is rejected with a message, and the rest of the server goes on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 def check_room(opened: Opened, profile: str) -> None:
-    """Raises ConfigError where the container may not take the weights of ``profile`` and a little to run them with.
+    """Raise ConfigError if the container has no room for the weights of ``profile`` and a little memory to run them.
 
-    What loading takes beside them, and runs, is not known before: where that is too much the last word of the log is
-    what is being loaded, and how much there was.
+    The memory that loading and running take in addition is not known before. If that is too much, the log's last line
+    tells which model was being loaded, and how much memory was left.
     """
     memory = controlgroup.memory()
     least = least_bytes(opened, profile)
@@ -35,8 +35,10 @@ def check_room(opened: Opened, profile: str) -> None:
 
 
 def least_bytes(opened: Opened, profile: str) -> int:
-    """That loading ``profile`` takes for sure: its weights as they are stored; none of those that are mapped, which
-    the system can take back."""
+    """Return the least memory in bytes that loading ``profile`` takes: its stored weights.
+
+    Mapped weights do not count, since the kernel can reclaim them.
+    """
     entry = opened.artifact.manifest.profiles.get(profile)
     if entry is not None and entry.format != "onnx":
         return opened.artifact.manifest.files[entry.graph].bytes

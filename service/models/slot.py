@@ -1,4 +1,4 @@
-"""The place of one version of a model: loading, ready or unavailable, and the generation that answers in it."""
+"""The slot of one version of a model: its state (loading, ready or unavailable) and the generation that answers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LONGEST_REASON = 1000  # characters
 
 @dataclass(frozen=True, slots=True)
 class _Now:
-    """State, reason and generation together: whoever reads them sees one moment."""
+    """State, reason and generation in one object, so that readers see them consistently without a lock."""
 
     state: State
     reason: str
     model: Generation | None = None
-    plan: Plan | None = None  # that the generation was loaded by
+    plan: Plan | None = None  # the plan by which the generation was loaded
 
 
 class Slot:
-    """See :class:`service.contract.Slot`. Changed by the reconciler's thread alone."""
+    """See :class:`service.contract.Slot`. Only the reconciler's thread changes it."""
 
     def __init__(self, name: str, version: int, series: ModelMetrics, *, awaited: bool = True) -> None:
         self.name = name
         self.version = version
-        self.series = series  # of the generation; before there is one, for the requests that are refused
+        self.series = series  # the generation's metrics; before there is one, they count rejected requests
         self.awaited = awaited  # the server is not ready without it
-        self.tried: Plan | None = None  # the newest that was loaded, or could not be
+        self.tried: Plan | None = None  # the newest plan that was loaded, or failed to load
         self._now = _Now("loading", "loading")
 
     @property
@@ -55,7 +55,7 @@ class Slot:
 
     @property
     def loaded(self) -> tuple[Generation, Plan] | None:
-        """The generation, and what it was loaded by."""
+        """The generation and the plan by which it was loaded; None without a generation."""
         now = self._now
         return None if now.model is None or now.plan is None else (now.model, now.plan)
 
@@ -64,28 +64,28 @@ class Slot:
         self.series.request(seen)
 
     def serves(self, plan: Plan) -> bool:
-        """Whether what answers was loaded by this very plan."""
+        """Return whether the generation that answers was loaded by this very plan."""
         return self._now.plan == plan
 
     def keep(self) -> None:
-        """What answers is what is wanted, whatever should have replaced it meanwhile."""
+        """Clear the reason: the generation that answers is the one wanted, even if a replacement failed before."""
         self._now = replace(self._now, reason="")
 
     def begin(self, plan: Plan) -> None:
-        """``plan`` is about to be loaded; what answers goes on answering."""
+        """Note that ``plan`` is about to be loaded. The generation that answers stays."""
         self.tried = plan
         if self._now.model is None:
             self._now = _Now("loading", "loading")
 
     def publish(self, model: Generation, plan: Plan) -> None:
-        """From now on ``model`` answers."""
+        """Let ``model`` answer from now on."""
         self._now = _Now("ready", "", model, plan)
 
     def fail(self, reason: str, public: str = "") -> str:
-        """Nothing can be loaded. What was loaded before goes on answering; without it, the slot is unavailable.
+        """Note that a load failed. The previous generation goes on answering; without one, the slot is unavailable.
 
-        ``reason`` is for the log; ``public``, or it, for the status page, the repository's index and who asked for it:
-        it is returned. Neither is longer than a person reads, whatever names an artifact has.
+        ``reason`` is for the log. ``public``, or else ``reason``, is for the status page, the repository's index and
+        the caller: it is returned. Both are cut to a readable length, whatever names an artifact contains.
         """
         reason = brief(reason, LONGEST_REASON)
         public = public or reason
@@ -99,6 +99,6 @@ class Slot:
         return public
 
     def withdraw(self, reason: str) -> Generation | None:
-        """From now on nothing answers; returns what did, for closing."""
+        """Let nothing answer from now on. Returns the generation that did, for closing."""
         model, self._now = self._now.model, _Now("unavailable", reason)
         return model

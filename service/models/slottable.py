@@ -1,4 +1,4 @@
-"""All slots of a server: looked up by every request without a lock, changed under the reconciler's."""
+"""The table of all slots. Requests read it without a lock; it is changed under the reconciler's lock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Slots = Mapping[str, Mapping[int, Slot]]
 
 
 class SlotTable:
-    """``ready_when_empty``: a server that needs no model to be ready."""
+    """All slots by name and version. ``ready_when_empty``: the server needs no ready model to be ready."""
 
     def __init__(self, metrics: Metrics, *, ready_when_empty: bool = False) -> None:
         self.slots: Slots = {}  # by name and version, ascending; replaced as a whole, so that readers need no lock
@@ -21,8 +21,11 @@ class SlotTable:
 
     @property
     def ready(self) -> bool:
-        """What was added when all else was ready is not waited for: neither a slow load nor a directory that is half
-        copied may take from clients what serves them."""
+        """Whether all slots are ready that the server waits for, and at least one unless it may be empty.
+
+        Slots added to a ready server are not waited for: neither a slow load nor a half-copied directory may make
+        clients lose a server that serves them.
+        """
         slots = self.all()
         if not self._ready_when_empty and not any(slot.state == "ready" for slot in slots):
             return False
@@ -32,12 +35,15 @@ class SlotTable:
         return [slot for versions in self.slots.values() for slot in versions.values()]
 
     def of(self, name: str) -> Mapping[int, Slot]:
-        """The slots of one model, by version."""
+        """Return the slots of one model, by version."""
         return self.slots.get(name, {})
 
     def tried(self, wish: Wish) -> bool:
-        """Whether all that could be done for ``wish``, whose versions have slots, has been done: each plan was the last
-        to be tried in its slot, and no other slot is left but to go on serving where none of the plans does."""
+        """Return whether ``wish``, whose versions have slots, has been tried as far as possible.
+
+        That is so if each plan was the last one tried in its slot, and no other version is left to unload. Other
+        versions stay if none of the plans is served.
+        """
         slots = self.of(wish.name)
         served = [plan for plan in wish.plans if slots[plan.version].serves(plan)]
         others = slots.keys() - wish.versions
@@ -46,7 +52,7 @@ class SlotTable:
         )
 
     def add(self, wish: Wish, *, awaited: bool) -> None:
-        """A slot for every version of ``wish`` that has none."""
+        """Add a slot for every version of ``wish`` that has none."""
         known = self.of(wish.name)
         versions = [version for version in wish.versions if version not in known]
         new = {v: Slot(wish.name, v, self._metrics.add(wish.name, v), awaited=awaited) for v in versions}
@@ -55,7 +61,7 @@ class SlotTable:
             self.slots = dict(sorted({**self.slots, wish.name: all_of_it}.items()))
 
     def remove(self, name: str, gone: Iterable[Slot]) -> None:
-        """Take these of a model away."""
+        """Remove these slots of a model."""
         out = tuple(gone)
         kept = {version: slot for version, slot in self.of(name).items() if slot not in out}
         self.slots = {each: held for each, held in {**self.slots, name: kept}.items() if held}

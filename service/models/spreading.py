@@ -1,7 +1,7 @@
-"""``instances: auto``: one batch on all threads, or several at once on a few each, whichever does more rows per second.
+"""``instances: auto``: chooses between one batch on all threads, and several at once on a few threads each.
 
-Measured where and when a model is loaded, for a fraction of a second. A model that is spread has a second session for
-the batches side by side; both read the same copy of its weights.
+The choice with more rows per second wins. It is measured when a model is loaded, for a fraction of a second. A spread
+model has a second session for the batches side by side; both sessions read the same copy of the weights.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from service.models import choosing
 from service.models.choosing import Clock
 
 _log = logging.getLogger(__name__)
-SECONDS = 0.4  # that measuring one model may take, but for its first runs and the last round
-ROWS = 8  # of a batch that is measured: what a few dozen clients make
-MOST = 8  # instances: more of them would make single batches slow
-#: How many times as many rows per second several instances must do: they take memory of their own.
+SECONDS = 0.4  # limit on the measurement of one model, without first runs and the last round
+ROWS = 8  # of a measured batch: about what a few dozen clients cause
+MOST = 8  # instances at most: with more of them single batches would be slow
+#: The least gain in throughput for which several instances are used, since they take memory of their own.
 WORTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How many batches run at once, on ``narrow`` where there is one, and why."""
+    """How many batches run at once, the runtime for batches side by side (None: there is none), and why."""
 
     instances: int = 1
     narrow: Runtime | None = None
     why: str = ""
 
     def close(self) -> None:
-        """For a model that does not come to be served."""
+        """Free the second session of a model that is not going to be served."""
         if self.narrow is not None:
             self.narrow.close()
 
@@ -43,7 +43,7 @@ class Spread:
 def spread_out(
     wide: Runtime, load: Callable[[int], Runtime], feeds: Mapping[str, Array], threads: int, *, clock: Clock
 ) -> Spread:
-    """Whether ``wide``, on ``threads``, is to have another session beside it, which ``load`` loads on fewer of them."""
+    """Decide whether ``wide``, which runs on ``threads`` threads, gets a second session on fewer; ``load`` loads it."""
     instances = min(threads, MOST)
     if wide.info.backend != "onnxruntime" or wide.info.device != "cpu" or instances == 1:
         return Spread(why="auto: 1 instance, with no threads to share out")
@@ -67,7 +67,7 @@ def spread_out(
 def _gain(
     wide: Runtime, narrow: Runtime, feeds: Mapping[str, Array], instances: int, clock: Clock
 ) -> tuple[float, int]:
-    """How many times the rows per second ``instances`` runs of ``narrow`` at once do, and in how many rounds."""
+    """Return the throughput of ``instances`` runs of ``narrow`` at once relative to ``wide``, and the rounds."""
     with ThreadPoolExecutor(instances, "spreading") as pool:
 
         def at_once() -> None:
@@ -76,6 +76,6 @@ def _gain(
 
         runs: Mapping[str, Callable[[], object]] = {"wide": lambda: wide.run(feeds), "narrow": at_once}
         for run in runs.values():
-            run()  # the first of each is slower
+            run()  # the first run of each is slower
         taken, rounds = choosing.medians(runs, seconds=SECONDS, clock=clock)
     return instances * taken["wide"] / taken["narrow"], rounds

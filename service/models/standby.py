@@ -1,6 +1,6 @@
-"""The fp32 reference of one generation, for when it is to answer: loaded on a thread of its own, warm before it does.
+"""The fp32 reference that can answer for one generation: loaded on a thread of its own, and warm before it answers.
 
-Nothing of it is in memory while bf16 answers.
+While bf16 answers, it takes no memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class Standby:
-    """Has the precision answer that :meth:`order` says. ``load`` gives the reference, warm.
+    """Switches the precision that answers to the one that :meth:`order` names. ``load`` returns the warm reference.
 
-    ``changed`` is told, on any thread, after every change of :attr:`answering`; ``failed`` that the reference could not
-    be loaded.
+    ``changed`` is called, on any thread, after every change of :attr:`answering`; ``failed`` when the reference could
+    not be loaded.
     """
 
     def __init__(
@@ -49,8 +49,11 @@ class Standby:
         self._closed = False
 
     def order(self, precision: Precision, reason: str) -> Future[None]:
-        """The future ends when ``precision`` answers. It fails with what loading the reference met, or with Unavailable
-        where another order came first, or the model is unloaded."""
+        """Have ``precision`` answer; return a future that ends when it does.
+
+        The future fails with the error of loading the reference, or with Unavailable if another order came first or the
+        model is unloaded.
+        """
         told: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -79,7 +82,7 @@ class Standby:
         return told
 
     def close(self) -> None:
-        """Nothing is switched any more; a reference that is being loaded is closed when it is there."""
+        """Switch no more. A reference that is still being loaded is closed when it is there."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, []
@@ -87,8 +90,10 @@ class Standby:
             each.set_exception(Unavailable(f"{self._label} is unloaded"))
 
     def _begin(self) -> RuntimeError | None:
-        """Load the reference, where it is not being loaded; what the system met where it has no thread for that. Called
-        with the lock held."""
+        """Start the thread that loads the reference, unless it runs. Returns the error if no thread can be started.
+
+        Call it with the lock held.
+        """
         if not self._loading:
             try:
                 threading.Thread(target=self._work, name=f"{self._label}-fp32", daemon=True).start()
@@ -107,7 +112,7 @@ class Standby:
         self._failed()
 
     def _show(self) -> None:
-        """Called with the lock held."""
+        """Update :attr:`answering`. Call it with the lock held."""
         answering = Answering("fp32" if self._engine.switched else "bf16", self._reason)
         if answering != self.answering:
             self.answering = answering
@@ -129,7 +134,7 @@ class Standby:
                 self._show()
                 runtime = None
         if runtime is not None:
-            runtime.close()  # nobody wants it any more
+            runtime.close()  # it was not switched on: no longer wanted
         for each in waiting:
             if error is None:
                 each.set_result(None)

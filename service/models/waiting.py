@@ -1,4 +1,4 @@
-"""Wishes that wait for the reconciler's thread, and who waits for them."""
+"""Wishes that wait for the reconciler's thread, and the futures of their callers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from service.models.plan import Wish
 
 @dataclass(slots=True)
 class Waiting:
-    """``told`` end when ``wish`` is fulfilled, or cannot be."""
+    """A wish, and the futures ``told`` that end when it is fulfilled or has failed."""
 
     wish: Wish
     told: list[Future[None]] = field(default_factory=list)
 
 
 def tell(futures: Iterable[Future[None]], error: Exception | None) -> None:
-    """End them: with ``error`` where there is one."""
+    """End the futures: with ``error``, or successfully for None."""
     for future in futures:
         if not future.set_running_or_notify_cancel():
             continue
