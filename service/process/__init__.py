@@ -1,1 +1,1 @@
-"""Configuration, logs and the signal to stop: what the process brings before any socket or model."""
+"""Configuration, logs and the stop signal: everything a process needs before it opens a socket or loads a model."""

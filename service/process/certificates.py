@@ -1,4 +1,4 @@
-"""The server's TLS certificate, its key, and the CA that clients' certificates come from: files, re-read on change."""
+"""The server's TLS certificate, its key, and the CA for client certificates. The files are read again on change."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the files held at one moment, as PEM; the key stays out of every repr.
+    """The contents of the files at one moment, as PEM. The key is in no repr.
 
-    ``context`` is for servers that speak TLS through :mod:`ssl`: TLS 1.2 or later, and a client's certificate asked for
-    and checked where there is a ``client_ca``, but not demanded: who demands one looks whether there is one.
+    ``context`` is for servers that use :mod:`ssl`: TLS 1.2 or later. With a ``client_ca``, a client certificate is
+    requested and verified but not required; a server that requires one must check for it.
     """
 
     certificate: bytes
@@ -29,10 +29,10 @@ class Certificates:
 
 
 class CertificateFiles:
-    """The files, and what they hold. Raises :class:`ConfigError` for files that cannot be used together.
+    """The TLS files and their contents. Raises :class:`ConfigError` for files that cannot be used together.
 
-    Files that are replaced are read again within a second; a certificate that does not fit its key, as between two
-    writes, leaves the old pair in force and a line in the log.
+    Replaced files are read again within a second. If a certificate does not fit its key, as between two writes, the old
+    pair stays in force and an error is logged.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -42,11 +42,11 @@ class CertificateFiles:
 
     @property
     def asks_clients(self) -> bool:
-        """Whether clients show certificates too (mTLS)."""
+        """Whether clients are asked for certificates too (mTLS)."""
         return self._client_ca is not None
 
     def current(self) -> Certificates:
-        """The same object until the files change."""
+        """Return the contents now; the same object until the files change."""
         return self._watched.current()
 
     def _load(self) -> Certificates:
@@ -56,7 +56,7 @@ class CertificateFiles:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # An encrypted key would ask the terminal for its password; the empty one makes it fail instead.
+            # OpenSSL would ask the terminal for the password of an encrypted key; the empty password makes it fail.
             context.load_cert_chain(self._certificate, self._key, password="")
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -74,7 +74,7 @@ class CertificateFiles:
 
 
 def read_authority(key: str, path: Path) -> bytes:
-    """The certificates (PEM) of those who certify others. Raises ConfigError, naming ``key``, for what holds none."""
+    """Return the CA certificates (PEM) in ``path``. Raises ConfigError, naming ``key``, for a file without any."""
     certificates = _read(key, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificates.decode("ascii"))
@@ -91,7 +91,7 @@ def _read(key: str, path: Path) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """What OpenSSL says, without its file and line; never what the file holds."""
+    """Return OpenSSL's reason, without its source file and line; never the contents of a file."""
     if isinstance(error, ssl.SSLError) and error.reason:
         return error.reason.lower().replace("_", " ")
     if isinstance(error, ssl.SSLError):

@@ -1,4 +1,4 @@
-"""The server's configuration: a flag beats the environment (``BF16KIT_…``), then ``server.yaml``, then the default."""
+"""The server's configuration. Precedence: flags, the environment (``BF16KIT_…``), ``server.yaml``, defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bf16kit.errors import ConfigError
 from bf16kit.wording import refused
 
 ENV_PREFIX = "BF16KIT_"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine's programs reach
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only programs on this machine can reach
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0 = any free port; the log says which
 Seconds = Annotated[float, Field(gt=0, le=2_000_000)]  # 23 days: what fits gRPC's milliseconds
 
@@ -31,12 +31,12 @@ _REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: nothing else 
 
 
 class ServerConfig(BaseSettings):
-    """Checked and frozen. Every key may stand in ``server.yaml`` and, with the prefix, in the environment."""
+    """The checked, frozen configuration. Every key can be in ``server.yaml`` or, prefixed, in the environment."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
 
     repository: Path
-    # A pattern is for programs: `description` says it to people.
+    # Error messages show `description`, not the pattern.
     host: str = Field(default="127.0.0.1", pattern=r"^[!-~]+$", description="a name or an address, in ASCII")
     grpc_port: Port = 8001
     http_port: Port = 8002
@@ -44,16 +44,16 @@ class ServerConfig(BaseSettings):
     workers: int = Field(default=1, ge=1, le=64)  # processes that share the gRPC port
 
     model_control: Literal["none", "poll", "explicit"] = "none"
-    poll_seconds: float = Field(default=15.0, ge=1, le=86_400)  # between two looks at the repository
-    load_model: Annotated[tuple[str, ...], NoDecode] = ()  # that explicit control starts with; "*" alone: all
+    poll_seconds: float = Field(default=15.0, ge=1, le=86_400)  # between two reads of the repository
+    load_model: Annotated[tuple[str, ...], NoDecode] = ()  # to load at start with explicit control; "*" alone: all
 
     threads: int | None = Field(default=None, ge=1)  # per model, for one execution; None = the runtime's choice
-    max_in_flight: int = Field(default=256, ge=1)  # requests; more than this are refused at the door
+    max_in_flight: int = Field(default=256, ge=1)  # requests; more are rejected at once
     max_streams: int = Field(default=64, ge=1)
-    max_watches: int = Field(default=1024, ge=1)  # of health
-    max_connections: int = Field(default=4096, ge=1)  # of gRPC
+    max_watches: int = Field(default=1024, ge=1)  # health watches
+    max_connections: int = Field(default=4096, ge=1)  # gRPC connections
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 10)
-    max_request_bytes: int = Field(default=512 << 20, ge=1 << 10)  # of all requests and answers together
+    max_request_bytes: int = Field(default=512 << 20, ge=1 << 10)  # of all requests and responses in flight
     receive_seconds: Seconds = 10.0
     send_seconds: Seconds = 30.0
     stream_idle_seconds: Seconds = 600.0
@@ -61,31 +61,31 @@ class ServerConfig(BaseSettings):
     max_connection_idle_seconds: Seconds = 1800.0
     max_connection_age_seconds: float = Field(default=0.0, ge=0, le=2_000_000)  # 0 = no limit
     overload_status: Literal["RESOURCE_EXHAUSTED", "UNAVAILABLE"] = "RESOURCE_EXHAUSTED"
-    lame_duck_seconds: float = Field(default=0.0, ge=0, le=86_400)  # not ready, but at work, before the drain
-    drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # below the 30 s that Kubernetes waits before it kills
+    lame_duck_seconds: float = Field(default=0.0, ge=0, le=86_400)  # report not ready, but serve, before the drain
+    drain_seconds: float = Field(default=25.0, ge=0, le=86_400)  # less than the 30 s after which Kubernetes kills a pod
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     trace_exporter: Literal["none", "otlp"] = "none"
-    # Of a collector; "": as OTEL_… says.
+    # The collector's address; "": as the OTEL_… variables say.
     trace_endpoint: str = Field(
         default="", pattern=r"^(https?://[!-~]+)?$", description="http://HOST:PORT or https://…"
     )
     trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
-    change_settings: bool = False  # of log and traces, by RPC; they can be read in any case
-    evidence: bool = False  # a live sample of the newest breach is kept in memory, for whoever may manage
+    change_settings: bool = False  # by RPC, of log and traces; they can always be read
+    evidence: bool = False  # keep a live sample of the newest breach, for tokens with scope manage
 
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
     tls_key: Path | None = None
-    tls_client_ca: Path | None = None  # clients show certificates of this authority
-    reference_ca: Path | None = None  # PEM: who certifies servers that give fp32 answers over TLS; None: gRPC's roots
+    tls_client_ca: Path | None = None  # the CA of client certificates (mTLS)
+    reference_ca: Path | None = None  # PEM: CA of remote fp32 references over TLS; None: gRPC's roots
     token_file: Path | None = None  # lines of "token scope[,scope]"
-    # What needs no token on the gRPC port.
+    # Services on the gRPC port that need no token.
     token_free: Annotated[tuple[Literal["health", "reflection"], ...], NoDecode] = ("health",)
     grpc_socket: Path | None = None  # a Unix socket to listen on as well
     compress: bool = False  # responses, for clients that take gzip
 
-    shared_memory: bool = False  # clients of this machine may register parts of /dev/shm
-    # Of the names of its files.
+    shared_memory: bool = False  # clients on this machine may register parts of /dev/shm
+    # The prefix of the names of files that clients may register.
     shared_memory_prefix: str = Field(
         default="bf16kit", pattern=r"^[^/\x00]*$", description="the start of a name, no /"
     )
@@ -93,14 +93,14 @@ class ServerConfig(BaseSettings):
     shared_memory_max_bytes: int = Field(default=1 << 30, ge=1)  # of all regions together
 
     http_max_connections: int = Field(default=256, ge=8, le=65_536)
-    http_request_seconds: float = Field(default=5.0, gt=0, le=3_600)  # for a whole request to come, TLS included
-    http_idle_seconds: float = Field(default=15.0, gt=0, le=3_600)  # between requests, and for an answer to be taken
+    http_request_seconds: float = Field(default=5.0, gt=0, le=3_600)  # to receive a whole request, TLS included
+    http_idle_seconds: float = Field(default=15.0, gt=0, le=3_600)  # between requests, and to send a response
     http_max_header_bytes: int = Field(default=16 << 10, ge=1 << 10, le=1 << 20)
 
     @field_validator("repository", mode="before")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
-        """Path("") is the current directory: --repository "$UNSET" must not serve what happens to be there."""
+        """Reject an empty path: with --repository "$UNSET" it would be the current directory, as Path("") is."""
         if value == "":
             raise ValueError("give the directory of the models")
         return value
@@ -110,7 +110,10 @@ class ServerConfig(BaseSettings):
     )
     @classmethod
     def _named(cls, value: Any) -> Any:
-        """An empty one is a variable that was not set; taking it for "none" would switch the protection off."""
+        """Reject an empty path, which comes from an unset variable.
+
+        To treat it as absent would switch the protection off.
+        """
         if value == "":
             raise ValueError("give the path of a file, or leave the key out")
         return value
@@ -118,7 +121,7 @@ class ServerConfig(BaseSettings):
     @field_validator("load_model", "token_free", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """In a variable a list is a,b or ["a", "b"]."""
+        """Parse a list from a variable or flag: a,b or ["a", "b"]."""
         if not isinstance(value, str):
             return value
         if not value.lstrip().startswith("["):
@@ -167,7 +170,7 @@ class ServerConfig(BaseSettings):
 
 
 def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:
-    """The configuration from all four sources; a flag that is ``None``, or without values, was not given.
+    """Return the configuration from all four sources. A flag that is ``None``, or without values, was not given.
 
     Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
     """
@@ -200,7 +203,7 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
 
 def _where(error: ValidationError, flags: Mapping[str, Any], file: Path | None, written: Mapping[str, Any]) -> str:
-    """What to mend: the variable, or the file, that brought the bad value or the unknown key."""
+    """Return the source of the bad value or unknown key: the variable, the file, or "configuration"."""
     key = str(next(iter(error.errors()[0]["loc"]), ""))
     variable = ENV_PREFIX + key.upper()
     if key in flags:
@@ -211,7 +214,7 @@ def _where(error: ValidationError, flags: Mapping[str, Any], file: Path | None, 
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """The YAML mapping in ``file`` (an empty file is an empty mapping). Raises :class:`ConfigError` in words."""
+    """Return the YAML mapping in ``file``, {} for an empty file. Raises :class:`ConfigError` with a plain reason."""
     try:
         content = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
@@ -226,7 +229,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """The first thing wrong, in words: the key, what came, what was expected; for an unknown key, the known ones."""
+    """Return the first error as text: the key, its value and what was expected; for an unknown key, the known ones."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
@@ -238,13 +241,13 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     field = model.model_fields.get(key)
     if first["type"] == "string_pattern_mismatch" and field is not None and field.description:
         message = f"give {field.description}"
-    if not key:  # keys that do not go together
+    if not key:  # an error of several keys together
         return f"{where}: {message}"
     return f"{where}: {key!r} is {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """The field names of the model nested at ``path``, or of the last model on the way there."""
+    """Return the field names of the model nested at ``path``, or of the last model on the way there."""
     for part in path:
         field = model.model_fields.get(str(part))
         inner = field.annotation if field else None

@@ -1,4 +1,4 @@
-"""Variables of the environment that look like the server's settings and are none: a typo would go unnoticed."""
+"""Finds environment variables with the server's prefix that nothing reads: a typo would go unnoticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from bf16kit.wording import first_few, quoted
 from service.process.config import ENV_PREFIX, ServerConfig
 
-# What else is read under the prefix: by the command line, the CPU kernel, `health`, and the converter.
+# Other variables with the prefix: read by the command line, the CPU kernel, `health`, and the converter.
 _OTHERS = (
     "CONFIG",
     "HEALTH_CERTIFICATE",
@@ -19,14 +19,16 @@ _OTHERS = (
     "TENSORFLOW_SECONDS",
     "TOKEN",
 )
-# What Kubernetes writes into every pod for a Service whose name begins with bf16kit: nobody has misspelt it.
+# Variables that Kubernetes sets in every pod for a Service whose name begins with bf16kit: no typos.
 _OF_A_SERVICE = re.compile(r".*_SERVICE_(HOST|PORT.*)|.*_PORT_\d+_(TCP|UDP|SCTP).*")
-_ALIKE = 0.8  # of 1: a letter left out or a wrong one, or two that changed places
+_ALIKE = 0.8  # similarity, of 1: a missing or wrong letter, or two swapped ones
 
 
 def unread(environment: Mapping[str, str]) -> str:
-    """The variables with the server's prefix that nothing reads, in words, each with the one that it resembles; empty
-    where there are none. Their values are not told: one may be a secret."""
+    """Return a message that names the variables that nothing reads; "" if there are none.
+
+    Each is shown with the most similar known one, and without its value, which may be a secret.
+    """
     known = [ENV_PREFIX + name.upper() for name in (*ServerConfig.model_fields, *_OTHERS)]
     given = (name for name in sorted(environment) if name.upper().startswith(ENV_PREFIX))
     unknown = [name for name in given if name.upper() not in known and not _of_a_service(name, environment[name])]

@@ -1,4 +1,4 @@
-"""Files that are read again when they change on disk, and how many may be open."""
+"""Files that are read again when they change on disk, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-LOOK_SECONDS = 1.0  # how often the files are looked at, at most: a stat for each request would be wasted
+LOOK_SECONDS = 1.0  # the least time between two checks of the files: a stat per request would be waste
 _MOST_OPEN_FILES = 65_536
 
 
 def allow_open_files() -> None:
-    """Raise this process's soft limit of open files: many systems set 1,024, which idle connections would use up."""
+    """Raise the soft limit of open files: the usual 1,024 would be used up by idle connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -23,10 +23,10 @@ def allow_open_files() -> None:
 
 
 class Watched(Generic[_T]):
-    """What ``read`` makes of ``paths``. It is read here for the first time, and what it raises then goes to the caller.
+    """The value that ``read`` makes of ``paths``. The constructor reads it, and passes on what ``read`` raises.
 
-    Later, when a file has changed, :meth:`current` reads again. What cannot be read or used leaves the last good value
-    in force, and ``failed`` is told once for each change. The value keeps its identity until the files change.
+    Later, :meth:`current` reads again if a file has changed. If that fails, the last good value stays in force, and
+    ``failed`` is called once per change. The value keeps its identity until the files change.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Watched(Generic[_T]):
             self._value = self._read()
         except Exception as error:  # noqa: BLE001 -- a half-written file must not end the server
             self._failed(error)
-        # The signature from before the reading: what changed meanwhile is read once more.
+        # The signature is older than the read: a change during the read causes another read.
         self._signature = signature
 
     def _look(self) -> tuple[object, ...]:
@@ -70,7 +70,7 @@ class Watched(Generic[_T]):
 
 
 def _signature(path: Path) -> object:
-    """Another value whenever the file is another: rewritten, renamed over, or behind a link that was turned."""
+    """Return a value that differs if the file was rewritten, replaced, or is behind a link that was changed."""
     try:
         found = path.stat()
     except OSError as error:

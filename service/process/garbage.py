@@ -1,7 +1,7 @@
-"""Objects that live as long as a model does are kept out of Python's search for garbage.
+"""Keeps objects that live as long as a model out of Python's garbage collection.
 
-A server has some 75,000 of them. Python looks through all when enough new ones have come, a few seconds after the first
-load for example, and no request goes on meanwhile: answers were 50 to 190 ms late. Frozen, they are not looked at.
+A server has some 75,000 of them. Python checks all of them when enough new objects exist, for example a few seconds
+after the first load. No request proceeds meanwhile: responses were 50 to 190 ms late. Frozen objects are not checked.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import gc
 
 
 def settle() -> None:
-    """Collect what is garbage now, frozen or not, and freeze the rest: after a load, and when a model has gone.
+    """Collect garbage, frozen objects included, and freeze the rest. Call it after a load and after an unload.
 
-    Every thread waits meanwhile, for tens of milliseconds.
+    All threads wait meanwhile, for tens of milliseconds.
     """
-    gc.unfreeze()  # or the cycles of a model that is gone would stay for good, with its memory
+    gc.unfreeze()  # otherwise the cycles of an unloaded model would never be freed
     gc.collect()
     gc.freeze()

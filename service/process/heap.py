@@ -1,7 +1,7 @@
-"""The memory that the C library keeps for later: bounded, and given back when the server has nothing to do.
+"""Limits the free memory that the C library keeps, and returns it to the system when the server is idle.
 
-Left alone, glibc keeps up to 64 MiB at the end of each of eight arenas per core, once a message of megabytes was freed,
-and does not give it back when it is asked to: 36 messages of 32 MiB left a server of 112 MiB at 325.
+By default glibc has up to eight arenas per core, and keeps up to 64 MiB at the end of each once a message of megabytes
+was freed. It does not return that memory even when asked to: 36 messages of 32 MiB left a server of 112 MiB at 325 MiB.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Callable
 from bf16kit.heap import trimmer
 from service.process.ticking import Ticking
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for them
-# What is smaller comes from the heap. This is where glibc arrives by itself when large blocks are freed: mapping each
-# anew costs twice the time of a request of 8 MiB, in page faults.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameter numbers of mallopt
+# Smaller blocks come from the heap. glibc's own threshold rises to this value as large blocks are freed. Mapping each
+# block anew would double the time of an 8 MiB request, because of page faults.
 _MAPPED_FROM = 32 << 20
-_KEPT = 8 << 20  # bytes at the end of each arena, for the next messages
-_ARENAS = 2  # of what Python's lock lets run at once, more of them make nothing faster
-_IDLE = 0.1  # of one core's time: with less than this the server has nothing to do
-_WORK_S = 0.1  # of work since the last trim: it is worth another
+_KEPT = 8 << 20  # bytes kept at the end of each arena, for the next messages
+_ARENAS = 2  # more arenas gain nothing: Python's lock lets few allocations run at once
+_IDLE = 0.1  # of one core's time: below this the server is idle
+_WORK_S = 0.1  # CPU seconds since the last trim that make another worthwhile
 _TICK_S = 2.0
 
 
 def bound_heap() -> None:
-    """Bound what glibc keeps; nothing where the operator has said something about it, or for another C library.
+    """Limit the free memory that glibc keeps, unless the operator has set its options.
 
-    Call it before there are threads: each chooses its arena once.
+    Call it before any thread starts: each thread chooses its arena once. Other C libraries are left alone.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
@@ -39,7 +39,7 @@ def bound_heap() -> None:
 
 
 class HeapTrimmer:
-    """Gives free memory back in the first seconds in which the process has nothing to do, on a thread of its own."""
+    """Returns free memory to the system as soon as the process is idle, on a thread of its own."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class HeapTrimmer:
         self._trim = trim or trimmer()
         self._busy_seconds = busy_seconds
         self._tick_s = tick_s
-        self._busy, self._trimmed = busy_seconds(), -_WORK_S  # seconds of work by the last tick, by the last trim
+        self._busy, self._trimmed = busy_seconds(), -_WORK_S  # CPU seconds at the last tick, at the last trim
         self._ticking = Ticking("heap", tick_s, self._tick)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""The log: standard error, one line per event, times in UTC; text for people or JSON for machines."""
+"""The log: standard error, one event per line, times in UTC, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any, Literal
 
 Format = Literal["text", "json"]
 
-#: What an event may carry besides its message, given through ``extra``. Nothing else of a record is written: a payload
-#: or a secret that someone attaches to one does not reach the log.
+#: The fields, given through ``extra``, that are logged beside the message. Other attributes of a record are never
+#: written, so a payload or secret attached to a record does not reach the log.
 FIELDS = ("model", "version", "request_id", "code", "incident", "trace_id", "worker")
-FIGURES = ("total_s", "queue_s", "compute_s")  # the same, in seconds: numbers in JSON
-_LONGEST_FIELD = 256  # characters: request ids are the clients'
-# What a terminal obeys instead of showing it, and what joins or turns text around (Unicode's bidirectional controls).
+FIGURES = ("total_s", "queue_s", "compute_s")  # numeric fields, in seconds: numbers in JSON
+_LONGEST_FIELD = 256  # characters: clients choose request ids
+# Terminal control characters, and characters that join or reorder text (Unicode's bidirectional controls).
 _PLAIN = re.compile(r"[A-Za-z0-9._:/+-]+")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class OneLine(logging.Formatter):
-    """Newlines become ``|``: a traceback stays one event, and no text from outside can forge a second one.
+    """A formatter for text: one line per event. Newlines become ``|``, so that no text from outside can forge an event.
 
-    Control characters are written as ``\\x1b``, so that no text can rewrite what stands in a terminal. FIELDS and
-    FIGURES follow the message as ``name=value``; a value is quoted as in JSON unless it is one plain word.
+    Control characters are written as ``\\x1b``, so that no text can change what a terminal shows. FIELDS and FIGURES
+    follow the message as ``name=value``. A value is quoted as in JSON unless it is one plain word.
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,10 @@ class OneLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One object per line: ``time``, ``level``, ``logger``, ``message``; ``exception`` where there is one; FIELDS and
-    FIGURES."""
+    """A formatter for JSON: one object per line.
+
+    Its keys are ``time``, ``level``, ``logger``, ``message``, ``exception`` if there is one, FIELDS and FIGURES.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, str | float] = {
@@ -57,7 +59,7 @@ class JsonLine(logging.Formatter):
         if record.exc_info and record.exc_info[0] is not None:
             event["exception"] = self.formatException(record.exc_info)
         event |= _carried(record)
-        # ASCII only, so that no character can end the line. A lone surrogate is not JSON to every reader: it is spelt.
+        # ASCII only, so that no character can end the line. Lone surrogates are escaped: not every reader accepts them.
         return json.dumps({key: _unicode(value) if isinstance(value, str) else value for key, value in event.items()})
 
 
@@ -65,8 +67,7 @@ FORMATS: dict[Format, type[logging.Formatter]] = {"text": OneLine, "json": JsonL
 
 
 def configure(level: str, kind: Format = "text", worker: int | None = None) -> None:
-    """Send everything from ``level`` (a name) up to standard error. One of several processes says which ``worker`` it
-    is, in every event."""
+    """Log everything from ``level`` (a name) up to standard error. ``worker`` is added to every event."""
     handler = logging.StreamHandler(sys.stderr)
     if worker is not None:
         _mark(worker)
@@ -78,9 +79,9 @@ def configure(level: str, kind: Format = "text", worker: int | None = None) -> N
 
 
 def adjust(levels: Set[int], kind: Format) -> None:
-    """Change what :func:`configure` has set: from now on, write events of these levels alone in this format.
+    """Change the settings of :func:`configure`: from now on log only events of these levels, in this format.
 
-    What is above ERROR is written with it.
+    Levels above ERROR are logged with ERROR.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, OneLine | JsonLine):
@@ -101,11 +102,11 @@ def _mark(worker: int) -> None:
 
 
 def silence_grpc() -> None:
-    """Have gRPC say nothing of what its peers send: it says so as often as they like.
+    """Stop gRPC from logging what its peers send: they could fill the log.
 
-    Its C library writes to standard error by itself, bytes of peers as they came; ``GRPC_VERBOSITY`` in the environment
-    has it speak again. grpcio has a traceback for every path that is not UTF-8, which no client has. Call it before
-    gRPC is used.
+    Its C library writes the peers' bytes to standard error; setting ``GRPC_VERBOSITY`` in the environment turns that on
+    again. grpcio logs a traceback for every path that is not UTF-8, which no real client sends. Call it before gRPC is
+    used.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_encoding)
@@ -120,7 +121,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _carried(record: logging.LogRecord) -> dict[str, str | float]:
-    """What the event carries of FIELDS and FIGURES, cut to a bounded length."""
+    """Return the FIELDS and FIGURES of the event, cut to a limited length."""
     given = vars(record)
     fields = {name: str(given[name])[:_LONGEST_FIELD] for name in FIELDS if given.get(name) is not None}
     return fields | {name: round(float(given[name]), 6) for name in FIGURES if given.get(name) is not None}

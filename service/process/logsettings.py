@@ -1,4 +1,4 @@
-"""What of the log may be changed while the server runs, under the names that Triton has for it."""
+"""The log settings that can be changed while the server runs, under Triton's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bf16kit.wording import quoted
 from service.process.logs import Format, adjust
 
 _log = logging.getLogger(__name__)
-#: Triton's words for a format, and our own, which means no other. A line of text has its times as ISO 8601 has them.
+#: Triton's names of the log formats, and our own. Triton's ISO8601 is our text, whose times are in ISO 8601.
 _FORMATS: Mapping[str, Format] = {"ISO8601": "text", "text": "text", "json": "json"}
 _NAMES: Mapping[Format, str] = {"text": "ISO8601", "json": "json"}
 _LARGEST_LEVEL = 2**32 - 1  # of Triton's uint32
@@ -19,17 +19,17 @@ _Value = bool | int | str
 
 
 class LogSettings:
-    """See :class:`service.operations.Settings`. ``level`` and ``kind`` are what :func:`~service.process.logs.configure`
-    was given, to which a setting without a value goes back.
+    """See :class:`service.operations.Settings`. ``level`` and ``kind`` are the arguments of
+    :func:`~service.process.logs.configure`; a setting without a value returns to them.
 
-    ``log_verbose_level`` of 1 or more is DEBUG, with a line for each request; the other levels are on and off, each by
-    itself.
+    ``log_verbose_level`` of 1 or more is DEBUG, with a line per request. The other levels are switched on and off
+    separately.
     """
 
     def __init__(self, level: str, kind: Format) -> None:
         number = logging.getLevelNamesMapping()[level.upper()]
         self._defaults: dict[str, _Value] = {
-            "log_file": "",  # none: standard error
+            "log_file": "",  # empty: standard error
             "log_info": number <= logging.INFO,
             "log_warning": number <= logging.WARNING,
             "log_error": number <= logging.ERROR,
@@ -40,20 +40,20 @@ class LogSettings:
         self._lock = threading.Lock()
 
     def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
-        """See :meth:`service.operations.Settings.update`; there are none of a model."""
+        """See :meth:`service.operations.Settings.update`. Models have no log settings of their own."""
         if model:
             raise InvalidRequest("the log's settings are the server's; leave the model's name out")
         with self._lock:
             wanted = self._values | {name: self._checked(name, values) for name, values in changes.items()}
             if wanted != self._values:
                 told = ", ".join(f"{name}={wanted[name]}" for name in wanted if wanted[name] != self._values[name])
-                _log.warning("the log's settings are changed: %s", told)  # as long as it is certain to be written
+                _log.warning("the log's settings are changed: %s", told)  # first: the change may switch warnings off
                 self._values = wanted
                 adjust(_levels(wanted), _FORMATS[str(wanted["log_format"])])
             return {name: (value,) for name, value in wanted.items()}
 
     def _checked(self, name: str, values: Sequence[_Value]) -> _Value:
-        """The value that ``name`` shall have."""
+        """Return the new value of ``name``. Raises InvalidRequest for an unknown name or a wrong value."""
         default = self._defaults.get(name)
         if default is None:
             raise InvalidRequest(f"unknown log setting {quoted(name)}; there are {', '.join(self._defaults)}")
@@ -82,7 +82,7 @@ def _format(value: _Value, default: str) -> str:
 
 
 def _levels(values: Mapping[str, _Value]) -> frozenset[int]:
-    """The levels that are written."""
+    """Return the levels that are logged."""
     named = {
         logging.DEBUG: "log_verbose_level",
         logging.INFO: "log_info",

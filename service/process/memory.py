@@ -1,4 +1,4 @@
-"""The bounds of a server where its container's memory is limited: what requests may hold is a part of that."""
+"""Limits of a server in a container with limited memory: requests may use a fixed part of that memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from bf16kit.controlgroup import Memory
 from service.process.config import ServerConfig
 
 _log = logging.getLogger(__name__)
-PART = 4  # of the container's memory one is for requests and answers, of all workers together
-_LEAST_CONTAINER = 96 << 20  # in which a server that had no model, and its health check, went on
-_LEAST = 1 << 20  # bytes: a server that takes none is of no use
+PART = 4  # requests and responses, over all workers, may take 1/PART of the container's memory
+_LEAST_CONTAINER = 96 << 20  # measured: enough for a server without a model, and its health check
+_LEAST = 1 << 20  # bytes: a server that accepts less is useless
 
 
 def bounded(config: ServerConfig, memory: Memory | None) -> ServerConfig:
-    """``config`` with smaller ``max_request_bytes`` and ``max_message_bytes`` where the container is small; what was
-    given stays as it is."""
+    """Return ``config`` with lower ``max_request_bytes`` and ``max_message_bytes`` in a small container.
+
+    Limits that were set explicitly stay as they are.
+    """
     if memory is None:
         return config
     share = max(_LEAST, for_requests(memory) // config.workers)
@@ -28,12 +30,12 @@ def bounded(config: ServerConfig, memory: Memory | None) -> ServerConfig:
 
 
 def for_requests(memory: Memory) -> int:
-    """The bytes of the container's memory that are kept for what requests hold."""
+    """Return the bytes of the container's memory that requests may use."""
     return memory.limit // PART
 
 
 def announce(config: ServerConfig, memory: Memory | None) -> None:
-    """What the limit is, and what follows from it; nothing where there is none."""
+    """Log the memory limit and its consequences; nothing without a limit."""
     if memory is not None:
         each = " in each worker" if config.workers > 1 else ""
         _log.info(

@@ -1,5 +1,4 @@
-"""Listening on a port, keeping one for processes that share it, and why it cannot be done: in words that name the flag
-to change."""
+"""Listen on a port, or reserve one for several processes. Errors name the flag to change."""
 
 from __future__ import annotations
 
@@ -12,7 +11,10 @@ from bf16kit.errors import ConfigError
 
 
 def listen(host: str, port: int, flag: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens; ``port`` 0 takes any free one. Raises ConfigError naming ``flag``, e.g. --grpc-port."""
+    """Return a listening socket; ``port`` 0 takes any free one.
+
+    Raises ConfigError naming ``flag``, e.g. --grpc-port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=backlog)
@@ -21,10 +23,10 @@ def listen(host: str, port: int, flag: str, backlog: int = 1) -> socket.socket:
 
 
 class ReservedPort:
-    """A port that is this server's for as long as the context lasts, and that its processes share (SO_REUSEPORT).
+    """A context that reserves a port for processes of this server, which share it (SO_REUSEPORT).
 
-    Nobody listens here: the kernel gives connections to those who do. Another program is refused the port as long as it
-    does not ask to share it, too, and one that has it already is found at once. Raises ConfigError for it.
+    This socket does not listen: the kernel gives connections to the processes that do. Another program cannot take the
+    port unless it sets SO_REUSEPORT too. Raises ConfigError if another program has the port already.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -41,7 +43,7 @@ class ReservedPort:
         for family, address in addresses:
             try:
                 self._hold(family, (address[0], self.port, *address[2:]))
-            except OSError as error:  # of a name's several addresses this machine may lack one, as gRPC allows
+            except OSError as error:  # as in gRPC, this machine may lack some addresses of a name
                 failed = error
         if failed is not None and (failed.errno == errno.EADDRINUSE or not self._held):
             self.close()
@@ -54,16 +56,16 @@ class ReservedPort:
         self.close()
 
     def close(self) -> None:
-        """Leave it to whoever wants it."""
+        """Release the port."""
         for each in self._held:
             each.close()
 
     def _hold(self, family: int, address: tuple[object, ...]) -> None:
         held = socket.socket(family, socket.SOCK_STREAM)
         if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as gRPC listens: [::] is every address
-        # Connections that were closed a moment ago keep nobody away; whoever listens does. Then the port is to be
-        # shared, and no longer with those who would only like to have it after us.
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # as gRPC does: [::] covers IPv4 as well
+        # SO_REUSEADDR for the bind: recently closed connections do not block the port, a listening program does.
+        # Afterwards only SO_REUSEPORT stays on, so that another program cannot bind with SO_REUSEADDR alone.
         try:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(address)

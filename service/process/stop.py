@@ -1,4 +1,4 @@
-"""How a server starts and ends: whom it tells, and the signal to stop, set from anywhere, handlers included."""
+"""Start and end of a server: the callback when it listens, how it ended, and the stop signal."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import signal
 from collections.abc import Callable
 from typing import NamedTuple
 
-Started = Callable[[int, int], None]  # told the gRPC port and the HTTP port
+Started = Callable[[int, int], None]  # called with the gRPC port and the HTTP port
 
 
 class Ending(NamedTuple):
     """How the server ended."""
 
-    answered: bool  # every request that was accepted
-    freed: bool  # every thread: none is still loading or running a model
+    answered: bool  # every accepted request got its response
+    freed: bool  # no thread is still loading or running a model
 
 
 class Stop:
     """Like :class:`threading.Event`, but safe to set from a signal handler.
 
-    An Event's lock may be held by the very code the handler interrupts; a byte in a pipe needs no lock.
+    The code that the handler interrupts may hold an Event's lock; writing a byte to a pipe needs no lock.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Stop:
         self._on_signals = False
 
     def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of earlier requests to stop
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls
             os.write(self._writer, b"x")
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until set (True) or until ``timeout`` seconds have passed (False)."""
+        """Block until set (True) or until ``timeout`` seconds have passed (False)."""
         readable, _, _ = select.select([self._reader], [], [], timeout)
         return bool(readable)
 
@@ -45,10 +45,10 @@ class Stop:
         os.close(self._writer)
 
     def on_signals(self) -> None:
-        """Set on SIGTERM or SIGINT; the second one kills at once, for a drain that someone will not wait for.
+        """Set on SIGTERM or SIGINT; a second signal kills the process at once, without a drain.
 
-        The kernel may give the signal to any thread, and Python runs handlers on the main one, which may wait in
-        :meth:`wait` for good: so Python's C handler writes to the pipe itself.
+        The kernel may deliver the signal to any thread. Python runs handlers on the main thread, which may block in
+        :meth:`wait`. So Python's C handler writes to the pipe itself.
         """
 
         def handle(number: int, _: object) -> None:

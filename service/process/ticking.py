@@ -1,4 +1,4 @@
-"""A thread that does one thing again and again, until it is stopped."""
+"""A thread that calls one function periodically until it is stopped."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ _log = logging.getLogger(__name__)
 
 
 class Ticking:
-    """Calls ``tick`` every ``seconds``, on a daemon thread called ``name``. What it raises is logged, and the next tick
-    comes all the same.
-    """
+    """Calls ``tick`` every ``seconds``, on a daemon thread called ``name``. Exceptions are logged; it goes on."""
 
     def __init__(self, name: str, seconds: float, tick: Callable[[], object]) -> None:
         self._seconds = seconds
@@ -24,7 +22,7 @@ class Ticking:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when no tick is at work or will be. Needs no :meth:`start` before."""
+        """End the thread; a tick that runs is waited for. May be called without :meth:`start`."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()

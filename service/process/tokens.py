@@ -1,7 +1,7 @@
-"""Bearer tokens and what each is good for, from a file that is re-read on change.
+"""Bearer tokens and their scopes, from a file that is read again on change.
 
-Tokens are kept as SHA-256 digests: no traceback, core file or repr of this process shows one. They are compared in
-constant time, all of them every time, so that an answer's time tells nothing.
+Tokens are kept as SHA-256 digests, so no traceback, core file or repr shows one. A token is compared with all known
+ones, in constant time, so that the response time reveals nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _Table = Mapping[bytes, Scopes]
 
 
 class TokenFile:
-    """``token scope[,scope]`` on each line; ``#`` begins a comment. Scopes are infer, read and manage.
+    """A file with ``token scope[,scope]`` on each line; ``#`` begins a comment. Scopes are infer, read and manage.
 
-    Raises :class:`ConfigError` for a file that is not so. Once the server runs, a file that cannot be used leaves the
-    old tokens in force, with a line in the log; one without any token is obeyed, and lets nobody in.
+    Raises :class:`ConfigError` for an invalid file. If the file becomes unusable while the server runs, the old tokens
+    stay in force and an error is logged. A file that becomes empty is obeyed: nobody gets in.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,15 +45,15 @@ class TokenFile:
             raise ConfigError(f"token_file {path} holds no token; write lines of 'token scope[,scope]'")
 
     def scopes(self, authorization: str) -> Scopes | None:
-        """What the holder of this Authorization header may do; None for no token, or one that is not known.
+        """Return the scopes of this Authorization header; None if it has no token or an unknown one.
 
-        Authenticated without a scope cannot happen: every line has one.
+        The scopes are never empty: every line of the file has one at least.
         """
         found = _CREDENTIALS.fullmatch(authorization)
         return None if found is None else self.scopes_of(found[1])
 
     def scopes_of(self, token: str) -> Scopes | None:
-        """The same of the bare token."""
+        """Return the scopes of a bare token, or None if it is unknown."""
         asked = _digest(token)
         granted: Scopes | None = None
         for known, scopes in self._watched.current().items():
@@ -82,12 +82,12 @@ class TokenFile:
 
 
 def is_token(text: str) -> bool:
-    """Whether ``text`` can be shown as a bearer token."""
+    """Return whether ``text`` can be sent as a bearer token."""
     return _TOKEN.fullmatch(text) is not None
 
 
 def read_tokens(path: Path) -> list[tuple[str, Scopes]]:
-    """The tokens of such a file, for a program that shows one. Raises :class:`ConfigError` for one that is not so."""
+    """Return the tokens of a token file, for a program that sends one. Raises :class:`ConfigError` if invalid."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)[:LARGEST_FILE]
@@ -99,7 +99,7 @@ def read_tokens(path: Path) -> list[tuple[str, Scopes]]:
 
 
 def _parse(content: bytes, where: str) -> _Table:
-    """The table of a file. Its errors name the line and never what stands there: it may be a token."""
+    """Return the scopes in a token file by digest. Errors name the line, never its text: it may be a token."""
     try:
         lines = content.decode("ascii").splitlines()
     except UnicodeDecodeError:

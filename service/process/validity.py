@@ -1,4 +1,4 @@
-"""What a handshake, in memory, tells a client of a server's certificate: until when it is valid, and for whom."""
+"""Reads validity and names of the server's certificate as a client sees them, by a handshake in memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Any
 from bf16kit.errors import ConfigError
 from service.process.certificates import Certificates
 
-_FLIGHTS = 10  # a handshake of TLS has three or four
+_FLIGHTS = 10  # at most; a TLS handshake has three or four
 
 
 def valid_until(certificates: Certificates) -> datetime:
-    """The end of the certificate's validity. Raises ConfigError for one that is over, or has not begun.
+    """Return the end of the certificate's validity. Raises ConfigError for one that is expired or not valid yet.
 
-    The client trusts this very certificate: whether others trust who signed it is theirs to say.
+    The handshake's client trusts this very certificate: whether real clients trust its issuer is not checked.
     """
     return datetime.fromtimestamp(ssl.cert_time_to_seconds(_shown(certificates)["notAfter"]), UTC)
 
 
 def name_of(certificates: Certificates) -> str:
-    """A name or address that the certificate is for. Raises ConfigError as :func:`valid_until` does, or for none."""
+    """Return a name or address of the certificate.
+
+    Raises ConfigError if there is none, or as :func:`valid_until` does.
+    """
     shown = _shown(certificates)
     names = [name for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
     common = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
@@ -32,7 +35,7 @@ def name_of(certificates: Certificates) -> str:
 
 
 def _shown(certificates: Certificates) -> Mapping[str, Any]:
-    """The certificate as :meth:`ssl.SSLSocket.getpeercert` tells it to a client that trusts it."""
+    """Return the certificate as :meth:`ssl.SSLSocket.getpeercert` shows it to a client that trusts it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -54,7 +57,7 @@ def _shown(certificates: Certificates) -> Mapping[str, Any]:
 
 
 def _step(side: ssl.SSLObject) -> bool:
-    """Whether this side is done."""
+    """Continue the handshake of one side; return whether it is finished."""
     try:
         side.do_handshake()
     except ssl.SSLWantReadError:
