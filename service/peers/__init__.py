@@ -1,1 +1,1 @@
-"""Processes of one server, started and led by one of them: what they tell each other, and that none outlives it."""
+"""The processes of one server, started and led by one of them: their messages, and their supervision."""

@@ -1,6 +1,6 @@
-"""Messages between the processes of one server: JSON of bounded length over a socket pair, open files beside it.
+"""Messages between the processes of one server: JSON of limited size over a socket pair, with open files.
 
-A message is its length in bytes and the number of its files, four bytes each, then a JSON object. Files travel as
+A message is its length in bytes and its number of files, four bytes each, then a JSON object. Files travel as
 ``SCM_RIGHTS``. Nothing is unpickled.
 """
 
@@ -24,16 +24,18 @@ Body = dict[str, Any]
 
 
 class Channel:
-    """One end. One thread may send while another receives; two must not do the same."""
+    """One end of a channel. One thread may send while another receives; two must not do the same."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     def send(self, text: bytes, files: Sequence[int] = ()) -> None:
-        """Blocks until the system has taken all of ``text``, as :func:`written` gives it. ``files`` are descriptors,
-        which stay the caller's. Raises OSError once the other end is closed."""
+        """Send ``text``, as :func:`written` returns it; block until the system has taken all of it.
+
+        ``files`` are descriptors, which stay the caller's. Raises OSError once the other end is closed.
+        """
         head = _HEAD.pack(len(text), len(files))
-        # Files belong to the first byte of what is sent with them, so they go with the head.
+        # The system attaches files to the first byte sent with them, so they go with the head.
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
         sent = self._end.sendmsg([head, text], rights)
         for part in (head, text):
@@ -41,7 +43,7 @@ class Channel:
             sent = max(0, sent - len(part))
 
     def receive(self) -> tuple[Body, list[int]] | None:
-        """The next message, and its files, which are the caller's to close; None once the other end is closed.
+        """Return the next message and its files, which the caller must close; None once the other end is closed.
 
         Raises ConnectionError for bytes that are no message.
         """
@@ -67,16 +69,16 @@ class Channel:
         return body, files
 
     def close(self) -> None:
-        """Both directions: whoever waits in :meth:`receive`, here or there, sees the end."""
+        """Close both directions: threads that wait in :meth:`receive`, here or at the other end, see the end."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Give the descriptor back, once no thread uses it any more."""
+        """Close the descriptor, once no thread uses it any more."""
         self._end.close()
 
     def _exactly(self, size: int, files: list[int]) -> bytes | None:
-        """So many bytes, and the files that came with them appended; None at the end of the stream."""
+        """Read ``size`` bytes, and append the files that came with them; return None at the end of the stream."""
         read = bytearray()
         while len(read) < size:
             part, rights, flags, _ = self._end.recvmsg(size - len(read), _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
@@ -94,7 +96,7 @@ class Channel:
 
 
 def written(body: Mapping[str, Any], files: Sequence[int] = ()) -> bytes:
-    """The text of a message to be sent with these files. Raises ValueError for one that is too long."""
+    """Return the text of a message to be sent with these files. Raises ValueError if there is too much of either."""
     text = json.dumps(body, separators=(",", ":")).encode()
     if len(text) > LONGEST or len(files) > MOST_FILES:
         raise ValueError(f"a message of {len(text)} bytes and {len(files)} files is over {LONGEST} and {MOST_FILES}")
@@ -102,7 +104,7 @@ def written(body: Mapping[str, Any], files: Sequence[int] = ()) -> bytes:
 
 
 def close_all(files: Sequence[int]) -> None:
-    """Close descriptors that a message brought."""
+    """Close the descriptors of a message."""
     for file in files:
         with contextlib.suppress(OSError):
             os.close(file)

@@ -1,4 +1,4 @@
-"""One process of this server that is kept running: started, told what to do, and started again when it has died."""
+"""A child process of this server that is kept running: started, pinged, and started again after it has died."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from service.peers.peer import Handler, Peer
 
 _log = logging.getLogger(__name__)
 PING_SECONDS = 1.0
-SILENT_SECONDS = 10.0  # without an answer: it is stopped, or stands still, and is killed
-# One that works meanwhile has longer, by this factor: ONNX Runtime holds Python's lock while it reads a large model.
+SILENT_SECONDS = 10.0  # without an answer, after which it counts as hung and is killed
+# A busy process has longer by this factor: ONNX Runtime holds Python's lock while it reads a large model.
 _BUSY_FACTOR = 12.0
-_BUSY_SHARE = 0.2  # of one core
-# It ran for this long before it died: the next is started at once. One that dies sooner waits, longer each time.
+_BUSY_SHARE = 0.2  # of one core's time: above this the process counts as busy
+# A process that ran for at least this long is restarted at once; after a shorter run the pause grows with each failure.
 _SETTLED_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 30.0
 
 
 class Child:
-    """:meth:`tend` is to be called again and again, by one thread that lives as long as the child shall.
+    """A process that runs ``module``, and its peer. Call :meth:`tend` periodically, always on the same thread.
 
-    ``begin`` is told the peer of each process that was started, before anything of it is heard; ``lost`` that one has
-    died. Both run on the thread that tends, ``handlers`` on the peer's. An ``expendable`` one is the first that the
-    system ends where memory runs out, in the container or on the machine.
+    That thread must live as long as the child, which the kernel kills with its parent thread.
+
+    ``begin`` is called with the peer of each started process, before its first message is handled; ``lost`` when a
+    process has died. Both run on the tending thread, ``handlers`` on the peer's thread. If memory runs out, in the
+    container or on the machine, the kernel kills an ``expendable`` process first.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Child:
         expendable: bool = False,
     ) -> None:
         self.name = name
-        self.peer: Peer | None = None  # of the process that runs
+        self.peer: Peer | None = None  # the peer of the running process
         self._module = module
         self._handlers = handlers
         self._begin = begin
@@ -59,13 +61,13 @@ class Child:
         self._environment = environment
         self._silent_seconds = silent_seconds
         self._clock = clock
-        self._worked = worked or cpu_seconds  # of a process, by its number
-        self._worked_before = 0.0  # when it was heard last
-        self._memory = memory  # of the container that all processes are in
+        self._worked = worked or cpu_seconds  # CPU seconds of a process, by its pid
+        self._worked_before = 0.0  # CPU seconds when its last answer came
+        self._memory = memory  # of the container of all processes
         self._expendable = expendable
-        self._ended_for_memory = 0  # processes of it, when this one was started
+        self._ended_for_memory = 0  # processes of the container killed for memory, before this one started
         self._process: subprocess.Popen[bytes] | None = None
-        self._over = False  # its peer has ended
+        self._over = False  # the peer has ended
         self._due = clock()  # when to start the next one
         self._started = self._heard = self._pinged = self._tended = 0.0
         self._failures = 0
@@ -77,7 +79,7 @@ class Child:
         return None if process is None else process.pid
 
     def tend(self) -> None:
-        """Whatever is due: start, ping, kill, or take note that it is dead."""
+        """Do what is due: start the process, ping it, kill it, or clean up after its death."""
         now = self._clock()
         if self._process is None:
             if self._wanted and now >= self._due:
@@ -86,10 +88,10 @@ class Child:
                 except (
                     OSError,
                     RuntimeError,
-                ) as error:  # no file, process, thread or memory is left; later there may be
+                ) as error:  # out of files, processes, threads or memory, maybe not for long
                     self._give_up(now, error)
             return
-        # While this process itself stood still, as in a container that was paused, nobody could have answered it.
+        # Do not count the time in which this process itself was paused (with its container): it could hear no answer.
         self._heard += max(0.0, now - self._tended - PING_SECONDS)
         self._tended = now
         if self._process.poll() is not None and self.peer is not None:
@@ -104,18 +106,18 @@ class Child:
             self.peer.ask("ping").add_done_callback(lambda done: None if done.exception() else self._hear())
 
     def retire(self) -> None:
-        """Start no other when this one ends."""
+        """Do not start another process when this one ends."""
         self._wanted = False
 
     def kill(self) -> None:
-        """End it at once; :meth:`tend` takes note of it."""
+        """Kill the process at once; the next :meth:`tend` cleans up."""
         if self._process is not None:
             self._process.kill()
             if self.peer is not None:
                 self.peer.close()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it had ended by itself within ``seconds``; it is killed then."""
+        """Wait for the process to end; kill it after ``seconds``. Returns whether it ended by itself."""
         if self._process is None:
             return True
         try:
@@ -134,19 +136,19 @@ class Child:
             self._worked_before = self._worked(pid)
 
     def _is_busy(self, seconds: float) -> bool:
-        """Whether it has worked in these seconds in which it did not answer, and may go on."""
+        """Return whether the process has worked during these seconds without an answer, and may go on."""
         if self.pid is None or seconds > _BUSY_FACTOR * self._silent_seconds:
             return False
         return self._worked(self.pid) - self._worked_before > _BUSY_SHARE * seconds
 
     def _start(self, now: float) -> None:
-        """Raises OSError, or RuntimeError for want of a thread, with nothing left behind."""
+        """Start a process. Raises OSError, or RuntimeError without a thread, and leaves nothing behind then."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         peer = Peer(Channel(ours), self.name, self._handlers, self._ended)
         try:
             with theirs:
-                # -P: what lies in the working directory is not to be imported. The process ends itself when this one
-                # has died (bf16kit/orphans.py); signals are this one's to take.
+                # -P: do not import from the working directory. The child ends itself when this process has died
+                # (bf16kit/orphans.py), and ignores stop signals: this process handles them.
                 command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())]
                 self._ended_for_memory = 0 if (memory := self._memory()) is None else memory.ended
                 self._process = subprocess.Popen(
@@ -176,7 +178,7 @@ class Child:
 
     def _bury(self, now: float) -> None:
         assert self._process is not None  # noqa: S101 -- for the type checker
-        self._process.kill()  # a process that has closed its channel is no use any more
+        self._process.kill()  # without its channel a process is useless
         code = self._process.wait()
         pid, self._process, self.peer = self._process.pid, None, None
         settled = now - self._started >= _SETTLED_SECONDS
@@ -187,19 +189,22 @@ class Child:
         self._lost()
 
     def _for_memory(self, code: int) -> str:
-        """Whether the system has ended a process of the container since this one began, which was killed now."""
+        """Return lack of memory as the reason, as text, if it is; "" otherwise.
+
+        It is if SIGKILL came, and the container has run out of memory since the process started.
+        """
         memory = self._memory()
         if code != -signal.SIGKILL or memory is None or memory.ended <= self._ended_for_memory:
             return ""
         return f" for want of memory, of which this container may take {memory.limit / 1e6:.0f} MB"
 
     def _give_up(self, now: float, error: Exception) -> None:
-        """It could not be started: whoever leads it goes on without, and tries again."""
+        """Log that the process could not be started, and schedule another attempt. The server goes on without it."""
         pause = self._pause(now, self._failures + 1)
         _log.error("%s cannot be started: %s; it is tried again in %.2g s", self.name, error, pause)
 
     def _pause(self, now: float, failures: int) -> float:
-        """Seconds until the next start, after so many failures one after the other."""
+        """Schedule the next start after ``failures`` consecutive failures; return the pause in seconds."""
         self._failures = failures
         pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** (failures - 1)) if failures else 0.0
         self._due = now + pause
@@ -207,7 +212,7 @@ class Child:
 
 
 def cpu_seconds(pid: int) -> float:
-    """The processor's time that a process has taken until now; 0 for one that is gone, or where nobody says."""
+    """Return the CPU time of a process in seconds; 0 if it has ended, or the system does not tell."""
     try:
         user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     except (OSError, ValueError):

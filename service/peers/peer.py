@@ -1,4 +1,4 @@
-"""Another process of this server, at the other end of a channel: it is told things, asked things, and asks itself."""
+"""A peer: another process of this server, which sends messages and requests, and receives them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from bf16kit.errors import Bf16kitError, ConfigError, RequestError, RuntimeFailu
 from service.peers.channel import LONGEST, Body, Channel, close_all, written
 
 _log = logging.getLogger(__name__)
-_WAITING = 4096  # messages that are not sent yet; a process that leaves more unread is taken for dead,
-_WAITING_BYTES = 2 * LONGEST  # and so is one that leaves as much
-TELL_SECONDS = 1.0  # between what a process tells by itself of what it has counted: little is lost with it
+_WAITING = 4096  # messages not sent yet; a process that leaves more of them unread counts as dead
+_WAITING_BYTES = 2 * LONGEST  # the same limit in bytes
+TELL_SECONDS = 1.0  # between two reports of a process' counters: if it dies, little is lost
 _ANSWER = "answer"  # the kind of message that answers another
-ENDED = "ended"  # the reason of an Unavailable: a process that was asked has ended, or has not begun
+ENDED = "ended"  # the reason of an Unavailable: the process has ended, or has not begun
 _INTERNAL = "an unexpected error; the server's log has it"
-#: Errors that keep their class between processes; what is none of them arrives as a RuntimeFailure.
+#: Errors that keep their class between processes; any other arrives as a RuntimeFailure.
 _KNOWN: list[type[Bf16kitError]] = [ConfigError, RuntimeFailure, *RequestError.__subclasses__()]
 _ERRORS = {each.__name__: each for each in _KNOWN}
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What came. ``files`` are closed when its handler has returned: who keeps one duplicates it."""
+    """A received message. Its ``files`` are closed when the handler has returned; duplicate a file to keep it."""
 
     body: Body
     files: tuple[int, ...] = ()
@@ -40,10 +40,11 @@ Handler = Callable[[Message], Answer]
 
 
 class Peer:
-    """:meth:`start` begins to read and to send; ``ended``, called once on the reading thread, says that it is over.
+    """The conversation with another process. :meth:`start` begins to read and to send.
 
-    ``handlers`` answer what the other side tells or asks, by its kind, in the order in which it came, on the thread
-    that reads: they must not block. One that needs time answers with a future.
+    ``ended`` is called once, on the reading thread, when the conversation is over. ``handlers``, by the kind of
+    message, handle messages and requests in the order in which they came. They run on the reading thread, so they must
+    not block: one that needs time returns a future.
     """
 
     def __init__(self, channel: Channel, name: str, handlers: Mapping[str, Handler], ended: Callable[[], None]) -> None:
@@ -52,7 +53,7 @@ class Peer:
         self._handlers = handlers
         self._ended = ended
         self._outgoing: queue.Queue[tuple[bytes, list[int]] | None] = queue.Queue(_WAITING)
-        self._waiting = 0  # bytes in it, and of the message that is being sent
+        self._waiting = 0  # bytes in _outgoing, and of the message that is being sent
         self._lock = threading.Lock()
         self._asked: dict[int, Future[Body]] = {}
         self._number = 0
@@ -63,21 +64,27 @@ class Peer:
         ]
 
     def start(self) -> None:
-        for thread in reversed(self._threads):  # the one that reads gives everything back when it ends
+        for thread in reversed(self._threads):  # the writer first: the reader releases everything when it ends
             thread.start()
 
     def abandon(self) -> None:
-        """End it in the place of :meth:`start`, or where that has failed."""
+        """End the peer instead of starting it, or after :meth:`start` has failed."""
         self.close()
         self._release()
 
     def tell(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> None:
-        """Send without waiting; nothing happens once it is over. ``files`` are duplicated and stay the caller's."""
+        """Send a message without waiting; do nothing once the peer has ended.
+
+        ``files`` are duplicated, and stay the caller's.
+        """
         self._send({"kind": kind, "body": {} if body is None else body}, files)
 
     def ask(self, kind: str, body: Mapping[str, Any] | None = None, files: Sequence[int] = ()) -> Future[Body]:
-        """The same with an answer, or the error that the other side met; Unavailable when it ends before, OSError where
-        ``files`` cannot be sent."""
+        """Send a request as :meth:`tell` does, and return a future of its answer.
+
+        The future fails with the error of the other side, with Unavailable if the peer ends before it answers, or with
+        OSError if ``files`` cannot be sent.
+        """
         told: Future[Body] = Future()
         with self._lock:
             if self._closed:
@@ -88,7 +95,7 @@ class Peer:
             self._asked[number] = told
         try:
             self._send({"kind": kind, "body": {} if body is None else body, "ask": number}, files)
-        except OSError as error:  # no file is left to duplicate what goes with it
+        except OSError as error:  # no descriptor is left to duplicate the files
             with self._lock:
                 unsent = self._asked.pop(number, None)
             if unsent is not None:
@@ -96,7 +103,7 @@ class Peer:
         return told
 
     def close(self) -> None:
-        """End it, from any thread. Questions that are not answered yet fail."""
+        """End the peer, from any thread. Requests without an answer fail."""
         with self._lock:
             self._closed = True
             asked, self._asked = self._asked, {}
@@ -160,7 +167,7 @@ class Peer:
             self._ended()
 
     def _release(self) -> None:
-        """Give back what is open here, once nobody sends any more."""
+        """Free what is open here, once the writing thread has ended."""
         if self._threads[1].ident is not None:
             self._threads[1].join()
         with contextlib.suppress(queue.Empty):
@@ -195,7 +202,7 @@ class Peer:
     ) -> None:
         if error is not None and not isinstance(error, Bf16kitError):
             _log.error("%s: %r failed", self.name, kind, exc_info=error)
-        elif error is not None and number is None:  # nobody waits to be told
+        elif error is not None and number is None:  # no one waits for the answer
             _log.warning("%s", error)
         if number is not None:
             told = {"body": body or {}} if error is None else {"error": error_as_json(error)}
@@ -213,7 +220,7 @@ class Peer:
 
 
 def _duplicated(files: Sequence[int]) -> list[int]:
-    """Raises OSError with none left open."""
+    """Return duplicates of the descriptors. Raises OSError, and leaves none open then."""
     duplicates: list[int] = []
     try:
         for file in files:
@@ -225,7 +232,7 @@ def _duplicated(files: Sequence[int]) -> list[int]:
 
 
 def error_as_json(error: BaseException) -> Body:
-    """What of an error may travel: nothing of a bug's text."""
+    """Return the error as JSON. The text of an unexpected error (a bug) is left out."""
     if not isinstance(error, Bf16kitError):
         return {"error": RuntimeFailure.__name__, "text": _INTERNAL}
     known = next((each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS), RuntimeFailure.__name__)
@@ -233,7 +240,7 @@ def error_as_json(error: BaseException) -> Body:
 
 
 def error_from_json(told: Mapping[str, str]) -> Bf16kitError:
-    """The same error again, of its class."""
+    """Return the error that :func:`error_as_json` wrote, with its class."""
     error = _ERRORS.get(told.get("error", ""), RuntimeFailure)(told.get("text", ""))
     if told.get("reason"):
         error.reason = told["reason"]  # type: ignore[attr-defined]

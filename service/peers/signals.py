@@ -1,4 +1,4 @@
-"""Signals that a server's processes leave to the one that leads."""
+"""Stop signals are handled by the process that leads the others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import signal
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ctrl-C and systemd tell every process of a server to stop; the parent is told as well, and leads."""
+    """Ignore SIGTERM and SIGINT. Ctrl-C and systemd signal every process of a server; the parent stops the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

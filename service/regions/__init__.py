@@ -1,1 +1,1 @@
-"""Shared memory that clients have registered: their files in /dev/shm, which they may change at any moment."""
+"""Shared memory that clients have registered: files in /dev/shm, which clients can change at any moment."""

@@ -1,7 +1,7 @@
-"""A file of shared memory, which its client may change, shrink or remove at any moment.
+"""A file of shared memory, which the client can change, shrink or remove at any moment.
 
-The client's memory is never touched by this program's own instructions: beyond the end of a file that has been shrunk
-they are answered with SIGBUS, which ends the process. The kernel copies in both directions, and says how far it came.
+This program never reads or writes the client's memory with its own instructions: beyond the end of a shrunk file they
+cause SIGBUS, which ends the process. The kernel copies in both directions, and reports how many bytes it copied.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from pathlib import Path
 from bf16kit.errors import ConfigError, InvalidRequest
 from bf16kit.tensors import Array
 
-# Not through links, not waiting for the other end of a pipe, and not for processes that are started later.
+# Follow no links, do not block on a pipe, and do not pass the descriptor on to child processes.
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 MOST_AT_ONCE = 0x7FFFF000  # bytes: Linux transfers no more in one call
 
 
 class SharedFile:
-    """``byte_size`` bytes from ``offset`` on of the file that ``descriptor`` has open, which it takes over and closes
-    when nobody refers to this any more. Raises InvalidRequest where the file has not so many.
+    """``byte_size`` bytes from ``offset`` on of the file open as ``descriptor``.
+
+    It owns the descriptor, and closes it when the last reference is gone. Raises InvalidRequest if the file is too
+    short.
     """
 
     def __init__(self, descriptor: int, offset: int, byte_size: int) -> None:
@@ -39,22 +41,23 @@ class SharedFile:
         self._mapped, self._address = _map(descriptor, offset, byte_size)
 
     def is_of(self, descriptor: int) -> bool:
-        """Whether that is the same file."""
+        """Return whether ``descriptor`` has the same file open."""
         return os.path.sameopenfile(self.descriptor, descriptor)
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``at`` on; fewer where the file ends."""
+        """Return a copy of ``nbytes`` from ``at`` on; fewer if the file ends before."""
         return os.pread(self.descriptor, nbytes, self._offset + at)
 
     def write(self, at: int, data: Array) -> int:
-        """Copy contiguous ``data`` to ``at``; returns how many bytes there was room for. The file never grows."""
-        if os.fstat(self.descriptor).st_size < self._offset + at + data.nbytes:  # the rest of its last page is memory
+        """Copy contiguous ``data`` to ``at``; return how many bytes there was room for. The file never grows."""
+        # The rest of the file's last page is mapped memory too: a copy into it would succeed, and be lost.
+        if os.fstat(self.descriptor).st_size < self._offset + at + data.nbytes:
             return 0
         return _copy(data.ctypes.data, self._address + at, data.nbytes)
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor of a plain file with one name: another may be one that is not allowed. Raises OSError."""
+    """Open a regular file that has one name; another hard link could be a name that is not allowed. Raises OSError."""
     descriptor = os.open(path, _FLAGS)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
@@ -64,7 +67,7 @@ def open_plain(path: Path) -> int:
 
 
 def check_system() -> None:
-    """Raises :class:`ConfigError` where this process may not copy as :meth:`SharedFile.write` does."""
+    """Raise :class:`ConfigError` if this process may not copy as :meth:`SharedFile.write` does."""
     source, target = ctypes.c_char(b"1"), ctypes.c_char(b"0")
     if _copy(ctypes.addressof(source), ctypes.addressof(target), 1) != 1:
         raise ConfigError(
@@ -74,11 +77,11 @@ def check_system() -> None:
 
 
 def _map(descriptor: int, offset: int, byte_size: int) -> tuple[object, int]:
-    """The mapping, which ends when it is forgotten, and the address of ``offset`` in it."""
+    """Map the bytes. Returns the mapping, which is unmapped with its last reference, and the address of ``offset``."""
     before = offset % mmap.ALLOCATIONGRANULARITY
     try:
         mapped = mmap.mmap(descriptor, before + byte_size, offset=offset - before)
-    except (ValueError, OSError):  # it has been shrunk since it was looked at; or addresses have run out
+    except (ValueError, OSError):  # the file was shrunk meanwhile, or no address space is left
         raise InvalidRequest(f"{byte_size} bytes from offset {offset} of the shared memory cannot be mapped") from None
     return mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + before
 
@@ -100,6 +103,6 @@ _process_vm_writev.argtypes = (
 
 
 def _copy(source: int, target: int, nbytes: int) -> int:
-    """Have the kernel copy within this process; returns how many bytes it did, where the rest has no memory."""
+    """Have the kernel copy within this process; return the number of bytes copied before it met missing memory."""
     done = _process_vm_writev(os.getpid(), _Span(source, nbytes), 1, _Span(target, nbytes), 1, 0)
     return max(int(done), 0)

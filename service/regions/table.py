@@ -1,4 +1,4 @@
-"""The regions of shared memory that are registered, by name."""
+"""The table of registered regions of shared memory, by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_NAME = 255  # characters
 
 @dataclass(frozen=True, slots=True)
 class RegionLimits:
-    """``prefix`` begins the name of every file that may be registered; the bytes are those of all regions together."""
+    """Limits on regions. ``prefix`` begins every allowed file name; ``nbytes`` limits all regions together."""
 
     prefix: str
     regions: int = 1024
@@ -82,21 +82,23 @@ class RegionTable:
         self._add(region, self._open(region))
 
     def adopt(self, region: Region, descriptor: int) -> None:
-        """Register what another process has registered, of the file that it has open; ``descriptor`` stays the
-        caller's. Done already, it is not done again."""
+        """Register a region that another process has registered, with the file that it has open.
+
+        ``descriptor`` stays the caller's. Does nothing if the same region is registered already.
+        """
         known = self._registered.get(region.name)
         if known is not None and known.region == region and known.file.is_of(descriptor):
             return
         self._add(region, SharedFile(os.dup(descriptor), region.offset, region.byte_size))
 
     def descriptor(self, name: str) -> int:
-        """Of this region's file, for as long as it is registered."""
+        """Return the descriptor of this region's file; it is valid as long as the region is registered."""
         return self._find(name).file.descriptor
 
     def unregister(self, name: str) -> None:
         with self._lock:
             if name:
-                self._registered.pop(name, None)  # as Triton: what is not there need not go
+                self._registered.pop(name, None)  # as in Triton, an unknown region is no error
             else:
                 self._registered.clear()
 
@@ -136,7 +138,7 @@ class RegionTable:
             raise self._not_usable(region)
         try:
             descriptor = open_plain(self._directory / file)
-        except (OSError, UnicodeEncodeError):  # why, is nobody's business who has no rights to the file
+        except (OSError, UnicodeEncodeError):  # no reason given: it would tell clients about files of others
             raise self._not_usable(region) from None
         return SharedFile(descriptor, region.offset, region.byte_size)
 
