@@ -1,1 +1,1 @@
-"""Protocol messages from and to arrays: what a request asks for, checked, and what a response says."""
+"""Protocol messages to arrays and back: decodes and checks requests, and encodes responses."""

@@ -1,4 +1,4 @@
-"""How the outputs of one request are to be answered: in which datatype, where, or as the classes that come first."""
+"""How to return the outputs of one request: their datatype, in shared memory or not, as values or as top classes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from service.wire.parameters import RegionPlace
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Where in shared memory an output goes."""
+    """The place in shared memory for one output."""
 
     place: RegionPlace
     slice: RegionSlice
 
     def fill(self, output: pb.ModelInferResponse.InferOutputTensor, data: Array) -> None:
-        """Write it, and say so in the response as Triton does."""
+        """Write the output, and describe its place in the response as Triton does."""
         self.slice.write(data)
         output.parameters["shared_memory_region"].string_param = self.place.region
         output.parameters["shared_memory_byte_size"].int64_param = self.place.byte_size
@@ -29,9 +29,10 @@ class Sink:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """By the outputs' names, ``dtypes`` in the order in which they are to be answered.
+    """How to return the outputs, by name; ``dtypes`` is in the order of the response.
 
-    ``sinks`` has those that go into shared memory, ``classes`` the number of classes of those that become BYTES.
+    ``sinks`` has the outputs that go into shared memory. ``classes`` has the number of classes of outputs returned as
+    BYTES.
     """
 
     dtypes: Mapping[str, DType]

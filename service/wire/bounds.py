@@ -1,4 +1,4 @@
-"""What one request may ask of a model beyond the size of its message: dimensions, empty tensors, its answer."""
+"""Limits on one request beside the size of its message: its dimensions, its empty tensors, and its response."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bf16kit.errors import InvalidRequest
 from bf16kit.tensors import Array, DType, TensorSpec
 from service.contract import Bounds, Model
 
-# Elements that an empty tensor would have, were its empty dimensions 1. It costs the client nothing, whatever its other
-# dimensions, and a model may still make as much of them as of a tensor that was sent: the sum of [2^26,0] is 256 MiB.
+# The most elements that an empty tensor may have if its empty dimensions are counted as 1. An empty tensor costs the
+# client nothing, but a model may make a large one of it: the sum of [2^26,0] along its last axis has 256 MiB.
 _LARGEST_EMPTY = 1 << 20
 _SMALLEST_BYTES = 4  # of one element of a BYTES tensor: the length of an empty string
 
 
 class BoundsCheck:
-    """The bounds of one model, and what of its shapes they need."""
+    """The limits of one model, and the parts of its shapes that the checks need."""
 
     def __init__(self, model: Model) -> None:
         self._bounds: Bounds = model.bounds
@@ -26,9 +26,9 @@ class BoundsCheck:
         self._outputs = {spec.name: _size_of(spec) for spec in model.outputs if known.issuperset(_free(spec))}
 
     def check_request(self, feeds: Mapping[str, Array], sizes: Mapping[str, int], wanted: Mapping[str, DType]) -> None:
-        """Raise InvalidRequest for a dimension that is too large, or an answer that is known to become so.
+        """Raise InvalidRequest if a dimension is too large, or if the response is known to become too large.
 
-        ``sizes`` are those of the free dimensions, by name; ``wanted`` the datatypes of the outputs to answer.
+        ``sizes`` has the sizes of the free dimensions, by name; ``wanted`` the datatypes of the requested outputs.
         """
         for name, bound in self._dims.items():
             if sizes[name] > bound:
@@ -46,7 +46,7 @@ class BoundsCheck:
         self.check_answer(answer)
 
     def check_answer(self, nbytes: int) -> None:
-        """Raise InvalidRequest for an answer of so many bytes of outputs, if that is too much."""
+        """Raise InvalidRequest if ``nbytes`` bytes of outputs are too many for one response."""
         bound = self._bounds.response_bytes
         if nbytes > bound:
             raise InvalidRequest(
@@ -61,7 +61,7 @@ class BoundsCheck:
 
 
 def item_size(dtype: DType) -> int:
-    """The bytes of one element on the wire; of BYTES, the fewest."""
+    """Return the bytes of one element on the wire; for BYTES, the least."""
     return _SMALLEST_BYTES if dtype.oip == "BYTES" else dtype.numpy.itemsize
 
 
@@ -74,5 +74,5 @@ def _fixed(spec: TensorSpec) -> int:
 
 
 def _size_of(spec: TensorSpec) -> tuple[int, Sequence[str]]:
-    """The product of the fixed dimensions, and the names of the free ones."""
+    """Return the product of the fixed dimensions, and the names of the free ones."""
     return _fixed(spec), _free(spec)

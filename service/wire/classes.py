@@ -1,4 +1,4 @@
-"""The classification extension: an output's largest values, as ``value:index`` strings."""
+"""The classification extension: returns an output's largest values as ``value:index`` strings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from bf16kit import numerics
 from bf16kit.errors import InvalidRequest
 from bf16kit.tensors import Array
 
-_MOST = 1 << 16  # strings of one answer: each is some 100 bytes in memory
+_MOST = 1 << 16  # strings of one output: each is some 100 bytes in memory
 
 
 def top_classes(name: str, array: Array, count: int, *, batched: bool, labels: Sequence[str] = ()) -> Array:
-    """The ``count`` largest values of each row, the largest first, as Triton writes them: ``0.913240:7``, and where
-    that index has a label ``0.913240:7:tabby``.
+    """Return the ``count`` largest values of each row, the largest first, as Triton writes them.
 
-    ``batched``: a row is all that belongs to one index of the first axis; otherwise the whole array is one row, and the
-    result has one dimension less. Of equal values the first comes first; NaN comes last.
+    A value is ``0.913240:7``, or ``0.913240:7:tabby`` if index 7 has a label. ``batched``: each index of the first axis
+    is a row; otherwise the whole array is one row, and the result has one dimension less. Equal values are in order of
+    index; NaN comes last. Raises InvalidRequest for too many classes.
     """
     if array.dtype == numerics.BF16:
         array = numerics.to_fp32(array)
@@ -30,8 +30,8 @@ def top_classes(name: str, array: Array, count: int, *, batched: bool, labels: S
     whole = rows.dtype.kind in "iu"
     form = "%d" if whole else "%f"
     answer = np.empty((len(rows), count), np.object_)
-    for row, values in enumerate(rows):  # one at a time: their order takes twice the memory that they do
-        falling = ~values if whole else -values  # ~ turns the order of integers, and never overflows
+    for row, values in enumerate(rows):  # row by row: the sort order takes twice the memory of the values
+        falling = ~values if whole else -values  # ~ reverses the order of integers, and never overflows
         for column, index in enumerate(np.argsort(falling, kind="stable")[:count]):
             label = f":{labels[index]}" if index < len(labels) else ""
             answer[row, column] = f"{form % values[index]}:{index}{label}"

@@ -1,7 +1,7 @@
-"""Compressed requests, decompressed here: gRPC would do so on the one thread that all calls share.
+"""Decompresses requests here. gRPC would do it on the one thread that all calls share.
 
-62 KiB are 63 MiB of zeros: 250 such requests, a second's worth of a slow network, kept that thread from everybody else
-for fifteen seconds.
+62 KiB can decompress to 63 MiB of zeros. 250 such requests, one second of a slow network, blocked that thread for
+fifteen seconds.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from typing import Any
 
 from bf16kit.errors import InvalidRequest
 
-_GZIP = b"\x1f\x8b"  # no message begins so: 0x1f would be a field of a wire type that there is not
-_ZLIB = 0x78  # with the right byte behind it. In protobuf: field 15, which no request has, before those that it has
-_SMALL = 64 << 10  # bytes, decompressed: nobody waits for another's
-_AUTO = zlib.MAX_WBITS | 32  # of the two, whichever it is
+_GZIP = b"\x1f\x8b"  # never the start of a message: 0x1f would have a wire type that does not exist
+_ZLIB = 0x78  # with a valid second byte; in protobuf it would be field 15, which no request has
+_SMALL = 64 << 10  # decompressed bytes; smaller messages need not wait for each other
+_AUTO = zlib.MAX_WBITS | 32  # zlib detects which of the two formats it is
 
 
 class Inflater:
-    """Decompresses messages to at most ``max_bytes``; large ones one at a time: what two do at once takes as long, and
-    twice the memory."""
+    """Decompresses messages to at most ``max_bytes``, large ones one at a time.
+
+    Two at once would take as long, and twice the memory.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, data: bytes, hold: Callable[[int], None]) -> bytes:
-        """``data`` as it was before it was compressed, if it was. ``hold`` is told its size then, and may raise.
+        """Return ``data`` decompressed, or as it is if it is not compressed.
 
-        Raises InvalidRequest for what cannot be decompressed, or is too large then.
+        ``hold`` is called with the bytes that the request takes so far, and may raise. Raises InvalidRequest if
+        ``data`` cannot be decompressed, or is too large when it is.
         """
         if not _compressed(data):
             hold(len(data))
@@ -50,7 +53,7 @@ class Inflater:
 
 
 def _more(inflate: Any, data: bytes, most: int) -> bytes:
-    """``most`` bytes or fewer, and one at least: zlib takes 0 for no limit."""
+    """Decompress up to ``most`` bytes. ``most`` is at least 1: for zlib, 0 means no limit."""
     try:
         more: bytes = inflate.decompress(data, most)
     except zlib.error:

@@ -1,4 +1,4 @@
-"""Inputs and outputs of requests that lie in shared memory, and what one request may have there."""
+"""Inputs and outputs in shared memory, and the limit on the inputs of one request there."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from bf16kit.errors import InvalidRequest, Unsupported
 from service.operations import Regions, RegionSlice
 from service.wire.parameters import RegionPlace
 
-Hold = Callable[[int], None]  # is told bytes that are about to be taken, and may raise
+Hold = Callable[[int], None]  # called with the bytes that are about to be allocated; may raise
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """``regions`` is None where it is off. ``max_bytes`` bounds what one request's inputs have there together."""
+    """Access to shared memory. ``regions`` is None if it is off; ``max_bytes`` limits one request's inputs."""
 
     regions: Regions | None = None
     max_bytes: int = 64 << 20
 
     def lease(self, what: str, place: RegionPlace) -> RegionSlice:
-        """Where ``what`` (an input or output, for messages) lies. Raises InvalidRequest or NotFound."""
+        """Return the bytes of ``what`` (an input or output, as messages name it).
+
+        Raises InvalidRequest or NotFound; Unsupported if shared memory is off.
+        """
         if self.regions is None:
             raise Unsupported(f"{what} lies in shared memory, which is off; send it in the request")
         return self.regions.lease(*place)
 
     def read(self, what: str, place: RegionPlace, hold: Hold | None) -> bytes:
-        """A copy of it; ``hold`` is told its size before it is made."""
+        """Return a copy of an input. ``hold`` is called with its size before it is made."""
         lease = self.lease(what, place)
         if hold is not None:
             hold(place.byte_size)
         return lease.read()
 
     def check_size(self, nbytes: int) -> None:
-        """Of the inputs of one request so far."""
+        """Raise InvalidRequest if ``nbytes``, those of a request's inputs in shared memory so far, are too many."""
         if nbytes > self.max_bytes:
             raise InvalidRequest(
                 f"the inputs have {nbytes} bytes or more in shared memory, expected at most {self.max_bytes}"

@@ -1,4 +1,4 @@
-"""What the server says about itself and its models: metadata, configuration, statistics and the repository's index."""
+"""Responses that describe the server and its models: metadata, configuration, statistics and the repository's index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.contract import Duration, Model, QueueBounds, Scheduling, Statistic
 from service.operations import Counted, Indexed, Region
 
 SERVER_NAME = "bf16kit"
-#: Only what is really there. perf_analyzer looks for ``statistics``.
+#: The extensions that are always on. perf_analyzer requires ``statistics``.
 EXTENSIONS = ("classification", "model_configuration", "parameters", "schedule_policy", "statistics")
 
 _ANY = -1
@@ -22,17 +22,16 @@ _BACKENDS = {"onnxruntime": "onnxruntime", "torchscript": "pytorch", "torchexpor
 
 
 def server_metadata(extensions: Sequence[str] = ()) -> pb.ServerMetadataResponse:
-    """The server's name, version and the extensions of the protocol that it has: ``extensions`` beside those that are
-    always there."""
+    """Return the server's name, version and extensions: ``extensions`` in addition to those that are always on."""
     return pb.ServerMetadataResponse(
         name=SERVER_NAME, version=bf16kit.__version__, extensions=sorted({*EXTENSIONS, *extensions})
     )
 
 
 def model_metadata(model: Model, versions: Iterable[int]) -> pb.ModelMetadataResponse:
-    """Names, datatypes and shapes (−1 = any size), and in ``properties`` how the model really runs.
+    """Return names, datatypes and shapes (−1 = any size); ``properties`` describe how the model runs.
 
-    ``versions`` are those that a client may ask for: the ready ones.
+    ``versions`` are the ready ones, which a client can call.
     """
     return pb.ModelMetadataResponse(
         name=model.name,
@@ -45,9 +44,9 @@ def model_metadata(model: Model, versions: Iterable[int]) -> pb.ModelMetadataRes
 
 
 def model_config(model: Model) -> pb.ModelConfigResponse:
-    """Triton's ``ModelConfig``: with a maximum batch size, ``dims`` leave the batch dimension out.
+    """Return Triton's ``ModelConfig``. With a maximum batch size, ``dims`` leave out the batch dimension.
 
-    Triton knows batches along the first dimension only; a model that is batched along another is shown unbatched.
+    Triton knows batches along the first dimension only, so a model with another batch axis is shown as unbatched.
     """
     batched = model.max_batch_size > 0 and model.batch_axis == 0
     axis = 0 if batched else None
@@ -88,7 +87,7 @@ def _dynamic_batching(how: Scheduling, delay_s: float) -> pb.ModelDynamicBatchin
 
 
 def _queue_policy(bounds: QueueBounds) -> pb.ModelQueuePolicy:
-    """What would wait longer is refused when it comes, and not when it has waited. 0 is no bound."""
+    """Return the queue policy. Requests with a longer expected wait are rejected on arrival; 0 means no limit."""
     microseconds = 0 if bounds.max_wait_s == math.inf else round(bounds.max_wait_s * 1e6)
     return pb.ModelQueuePolicy(
         timeout_action=pb.ModelQueuePolicy.REJECT,
@@ -99,12 +98,12 @@ def _queue_policy(bounds: QueueBounds) -> pb.ModelQueuePolicy:
 
 
 def model_statistics(models: Iterable[Counted]) -> pb.ModelStatisticsResponse:
-    """Counts and durations of each model, ready ones only: the others' device is not known yet."""
+    """Return counts and durations of the ready models; the device of others is not known yet."""
     return pb.ModelStatisticsResponse(model_stats=[_statistics(counted, counted.seen) for counted in models])
 
 
 def repository_index(lines: Iterable[Indexed], ready_only: bool) -> pb.RepositoryIndexResponse:
-    """Every version with its state and, where there is one, the reason for it."""
+    """Return every version with its state and the reason for it, if there is one."""
     index = pb.RepositoryIndexResponse.ModelIndex
     return pb.RepositoryIndexResponse(
         models=[
@@ -116,7 +115,7 @@ def repository_index(lines: Iterable[Indexed], ready_only: bool) -> pb.Repositor
 
 
 def regions_status(regions: Iterable[Region]) -> pb.SystemSharedMemoryStatusResponse:
-    """Registered shared memory, by name."""
+    """Return the registered regions by name."""
     status = pb.SystemSharedMemoryStatusResponse.RegionStatus
     return pb.SystemSharedMemoryStatusResponse(
         regions={r.name: status(name=r.name, key=r.key, offset=r.offset, byte_size=r.byte_size) for r in regions}

@@ -42,14 +42,14 @@ _RESERVED_PREFIX = "triton_"
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What the parameters of a request ask for. ``timeout`` is in seconds; ``priority`` 0 is the model's default."""
+    """The parameters of a request. ``timeout`` is in seconds; ``priority`` 0 means the model's default."""
 
     timeout: float | None = None
     priority: int = 0
 
 
 class RegionPlace(NamedTuple):
-    """Bytes of a region of shared memory, as a request names them: nothing of it is checked yet."""
+    """Bytes of a region of shared memory as a request names them, not checked yet."""
 
     region: str
     offset: int
@@ -76,13 +76,16 @@ def check_request(parameters: Parameters) -> RequestParameters:
 
 
 def wants_final_mark(parameters: Parameters) -> bool:
-    """Whether the caller of a stream asked to see which answer is the last of its request."""
+    """Return whether the client of a stream wants the last response to each request marked."""
     name = "triton_enable_empty_final_response"
     return name in parameters and parameters[name].bool_param
 
 
 def region_place(what: str, parameters: Parameters) -> RegionPlace | None:
-    """Where in shared memory ``what`` (an input or output, for messages) lies; None where it travels in the message."""
+    """Return the place of ``what`` in shared memory, or None if it is in the message.
+
+    ``what`` is an input or output, as messages name it. Raises InvalidRequest naming the parameter.
+    """
     if _REGION not in parameters:
         stray = next((key for key in (_OFFSET, _BYTE_SIZE) if key in parameters), None)
         if stray is not None:
@@ -97,7 +100,10 @@ def region_place(what: str, parameters: Parameters) -> RegionPlace | None:
 
 
 def output_datatype(name: str, native: str, parameters: Parameters) -> str:
-    """The datatype in which to answer output ``name``: its own, or the one asked for (BF16 or FP16 for FP32)."""
+    """Return the datatype of output ``name`` in the response: its own, or the one requested (BF16 or FP16 for FP32).
+
+    Raises InvalidRequest for any other.
+    """
     if "datatype" not in parameters:
         return native
     asked = _expected(f"output {name!r}", "datatype", parameters, "string_param").string_param
@@ -108,7 +114,10 @@ def output_datatype(name: str, native: str, parameters: Parameters) -> str:
 
 
 def class_count(name: str, parameters: Parameters) -> int:
-    """How many classes output ``name`` is to be answered with, in place of its values; 0 = its values."""
+    """Return how many classes to return for output ``name`` in place of its values; 0 = return its values.
+
+    Raises InvalidRequest for a count or combination that is not allowed.
+    """
     if _CLASSES not in parameters:
         return 0
     what = f"output {name!r}"
@@ -122,7 +131,7 @@ def class_count(name: str, parameters: Parameters) -> int:
 
 
 def _expected(what: str, key: str, parameters: Parameters, *choices: str) -> pb.InferParameter:
-    """The parameter ``key`` of ``what``, if it is of one of these types."""
+    """Return the parameter ``key`` of ``what``. Raises InvalidRequest unless it has one of these types."""
     value = parameters[key]
     choice = value.WhichOneof("parameter_choice")
     if choice not in choices:
@@ -131,7 +140,7 @@ def _expected(what: str, key: str, parameters: Parameters, *choices: str) -> pb.
 
 
 def _natural(name: str, parameters: Parameters) -> int:
-    """The number in a parameter, 0 where it is not there."""
+    """Return the number in a parameter, 0 if it is absent. Raises InvalidRequest if it is negative."""
     number = _integer(parameters[name]) if name in parameters else 0
     if number < 0:
         raise InvalidRequest(f"parameter {name!r} is {number}, expected 0 or more")

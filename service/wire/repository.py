@@ -1,4 +1,4 @@
-"""What clients say beside the name of a model that is to be loaded or unloaded."""
+"""Checks the parameters of requests to load or unload a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FILE = "file:"
 
 
 def check_repository(name: str) -> None:
-    """There is one, and it has no name."""
+    """Raise Unsupported for a named repository: there is one only, without a name."""
     if name:
         raise Unsupported("named repositories are not supported; leave repository_name empty")
 
 
 def load_config(parameters: Parameters) -> str | None:
-    """The parameter ``config`` of a load. Raises InvalidRequest for any other, naming it."""
+    """Return the parameter ``config`` of a load. Raises InvalidRequest naming any other parameter."""
     for name, parameter in parameters.items():
         if name.startswith(_FILE):
             raise InvalidRequest(
@@ -33,7 +33,10 @@ def load_config(parameters: Parameters) -> str | None:
 
 
 def check_unload(parameters: Parameters) -> None:
-    """Nothing depends on another model here, so ``unload_dependents`` changes nothing. Raises as above."""
+    """Check the parameters of an unload. Raises InvalidRequest naming any but ``unload_dependents``.
+
+    No model depends on another here, so ``unload_dependents`` changes nothing.
+    """
     for name, parameter in parameters.items():
         if name != "unload_dependents":
             raise InvalidRequest(f"unload parameter {quoted(name)} is not known; there is 'unload_dependents'")

@@ -1,4 +1,4 @@
-"""What one loaded model needs to read its requests and write its answers, worked out once per model."""
+"""The codec of one loaded model: decodes its requests and encodes its responses. It is built once per model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from service.wire.tensors import (
 class InferenceCodec:
     """Turns ``ModelInferRequest`` into :class:`Request` and :class:`Reply` into ``ModelInferResponse`` for one model.
 
-    Holds what the model is made of, never the model: an unloaded one must not be kept alive by its codec.
+    It keeps the model's specs but not the model: a codec must not keep an unloaded model alive.
     """
 
     def __init__(self, model: Model, memory: SharedMemory = SharedMemory()) -> None:  # noqa: B008 -- frozen: it is off
@@ -54,10 +54,10 @@ class InferenceCodec:
         cancellation: Cancellation,
         hold: Hold | None = None,
     ) -> tuple[Request, Answers]:
-        """The request in ``message``, checked, and how to answer it. ``deadline``: monotonic seconds.
+        """Return the checked request in ``message``, and how to return its outputs. ``deadline``: monotonic seconds.
 
-        ``hold`` is told the size of what is about to be read from shared memory. Raises :class:`InvalidRequest` naming
-        the input, what came and what was expected.
+        ``hold`` is called with the size of what is about to be read from shared memory. Raises :class:`InvalidRequest`
+        naming the input, what came and what was expected.
         """
         answers, wanted = self._all, None
         if message.outputs:
@@ -72,11 +72,11 @@ class InferenceCodec:
     def encode(
         self, request_id: str, reply: Reply, answers: Answers, hold: Hold | None = None
     ) -> pb.ModelInferResponse:
-        """The answer to a request: outputs in the order of ``reply``, each in ``raw_output_contents``, where it is
-        empty for one that goes into shared memory. The parameter ``precision`` says what made them: bf16 or fp32.
+        """Return the response: outputs in the order of ``reply``, each in ``raw_output_contents``.
 
-        ``hold`` is told the size of it before it is encoded, and may raise. Raises :class:`InvalidRequest` when it is
-        larger than the model's answers may be.
+        The raw entry of an output in shared memory is empty. The parameter ``precision`` says what made the outputs:
+        bf16 or fp32. ``hold`` is called with the response's size before it is encoded, and may raise. Raises
+        :class:`InvalidRequest` if the response is larger than the model's limit.
         """
         dtypes, sinks, made = answers.dtypes, answers.sinks, reply.outputs
         for name, count in answers.classes.items():
@@ -135,7 +135,7 @@ class InferenceCodec:
         spec, model_dtype = known
         dtype = wire_dtype(spec, model_dtype, tensor.datatype)
         rank = len(tensor.shape)
-        if rank != len(spec.shape):  # before anything is multiplied: a message has room for a million dimensions
+        if rank != len(spec.shape):  # before sizes are multiplied: a message can hold a million dimensions
             raise InvalidRequest(f"input {name!r} is of rank {rank}, expected {describe(spec.shape)}")
         shape = tuple(tensor.shape)
         if place is not None:
@@ -162,7 +162,7 @@ class InferenceCodec:
         return rows
 
     def _answers(self, outputs: Sequence[pb.ModelInferRequest.InferRequestedOutputTensor]) -> Answers:
-        """The outputs asked for, in their order, and how each is to be answered."""
+        """Return the requested outputs in their order, and how to return each."""
         dtypes: dict[str, DType] = {}
         sinks: dict[str, Sink] = {}
         classes: dict[str, int] = {}
@@ -189,7 +189,7 @@ class InferenceCodec:
         sinks: dict[str, Sink],
         classes: dict[str, int],
     ) -> None:
-        """Note of an output whether it goes into shared memory, or is answered with classes."""
+        """Record whether an output goes into shared memory, or is returned as classes."""
         count = class_count(name, parameters)
         if count:
             if dtypes[name].oip in ("BYTES", "BOOL"):
@@ -203,14 +203,14 @@ class InferenceCodec:
 
 
 def _head(model: Model, precision: Precision) -> bytes:
-    """What all answers of one precision begin with, encoded: to read it is cheaper than to make it each time."""
+    """Return the encoded beginning of all responses of one precision: parsing it is cheaper than building it."""
     head = pb.ModelInferResponse(model_name=model.name, model_version=str(model.version))
     head.parameters["precision"].string_param = precision
     return head.SerializeToString()
 
 
 def _check_entries(message: pb.ModelInferRequest) -> None:
-    """Raises InvalidRequest unless there is a raw entry for each input that does not lie in shared memory."""
+    """Raise InvalidRequest unless there is one raw entry per input that is not in shared memory."""
     expected = sum(region_place(f"input {quoted(t.name)}", t.parameters) is None for t in message.inputs)
     if len(message.raw_input_contents) != expected:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Log and trace settings, as the protocol writes them."""
+"""Log and trace settings in protocol messages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Settings = Mapping[str, Sequence[Setting]]
 
 
 def trace_changes(message: pb.TraceSettingRequest) -> Settings:
-    """Texts by setting; none where a setting shall go back to its default."""
+    """Return texts by setting; an empty tuple returns the setting to its default."""
     return {name: tuple(setting.value) for name, setting in message.settings.items()}
 
 
 def trace_response(settings: Settings) -> pb.TraceSettingResponse:
-    """All of them as texts."""
+    """Return the settings as texts."""
     value = pb.TraceSettingResponse.SettingValue
     return pb.TraceSettingResponse(
         settings={name: value(value=[str(each) for each in values]) for name, values in settings.items()}
@@ -24,7 +24,7 @@ def trace_response(settings: Settings) -> pb.TraceSettingResponse:
 
 
 def log_changes(message: pb.LogSettingsRequest) -> Settings:
-    """The value of each setting; none where it shall go back to its default."""
+    """Return the value of each setting; an empty tuple returns the setting to its default."""
 
     def given(setting: pb.LogSettingsRequest.SettingValue) -> tuple[Setting, ...]:
         kind = setting.WhichOneof("parameter_choice")
@@ -34,7 +34,7 @@ def log_changes(message: pb.LogSettingsRequest) -> Settings:
 
 
 def log_response(settings: Settings) -> pb.LogSettingsResponse:
-    """Each by its kind."""
+    """Return the settings, each in the field of its type."""
     return pb.LogSettingsResponse(settings={name: _log_value(values[0]) for name, values in settings.items()})
 
 

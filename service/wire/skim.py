@@ -1,7 +1,7 @@
-"""Parsing with bounds on what it takes: a large message is looked over before it is parsed.
+"""Parses messages with limits on memory and time: a large message is skimmed before it is parsed.
 
-Two bytes are an empty input on the wire, and some ninety in memory: 64 MiB of them took 2.7 GiB, and two seconds in
-which nothing else of the process ran, because protobuf parses in one piece, and holds Python's lock meanwhile.
+An empty input is two bytes on the wire and some ninety in memory. 64 MiB of them took 2.7 GiB, and blocked the process
+for two seconds, because protobuf holds Python's lock while it parses.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from google.protobuf.message_factory import GetMessageClass
 
 from bf16kit.errors import InvalidRequest
 
-_SMALL = 16 << 10  # bytes of a message that may hold whatever it likes: parsed, it is 1 MiB at most
-_FIELDS = 1 << 16  # of a larger one, those of the messages in it included
-_INTEGERS = 8 << 20  # in its shapes and contents: of one byte or more on the wire each
-_INTEGER_BYTES = 16  # in memory: eight in the message, and as many in the array made of it
-_FIELD_BYTES = 100  # in memory, of what an empty one becomes
-_TEXT = 1 << 20  # bytes of a name, an id or any other text: Python copies and hashes it in one piece, again and again
-_MODEL_NAME, _MODEL_VERSION = 0x0A, 0x12  # ModelInferRequest's first two fields: their numbers, of texts
+_SMALL = 16 << 10  # bytes; a smaller message is not checked: parsed, it takes 1 MiB at most
+_FIELDS = 1 << 16  # the most fields of a larger message, nested ones included
+_INTEGERS = 8 << 20  # the most integers in shapes and contents; each has one byte or more on the wire
+_INTEGER_BYTES = 16  # bytes in memory: eight in the message, and eight in the array made from it
+_FIELD_BYTES = 100  # bytes in memory of an empty field
+_TEXT = 1 << 20  # the most bytes of a name, an id or other text: Python copies and hashes texts again and again
+_MODEL_NAME, _MODEL_VERSION = 0x0A, 0x12  # tags of ModelInferRequest's first two fields, which are strings
 _LONGEST_VARINT = 10  # bytes
-_MOST_LOOKED_AT = 64  # fields of a request whose model is asked for before it is parsed
-_OUTERMOST = 1 << 12  # fields of one whose model is looked for behind its tensors, too
-_FIXED = {1: 8, 2: 0, 5: 4}  # bytes of values whose size the field does not say, by wire type
+_MOST_LOOKED_AT = 64  # the most fields that asked_model looks at
+_OUTERMOST = 1 << 12  # the most outermost fields that named_model looks at
+_FIXED = {1: 8, 2: 0, 5: 4}  # bytes of a value by wire type, if the field has no length
 
-#: By number: messages, with what is known of them; texts, and integers that may be packed.
+#: By field number: the fields of a nested message, 'text' for strings, 'packed' for integers that may be packed.
 _Known: TypeAlias = "Mapping[int, _Known | Literal['text', 'packed']]"
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)  # of the same size on the wire as in memory
 
@@ -38,12 +38,12 @@ Parse: TypeAlias = Callable[[bytes, Callable[[int], None]], Message]
 
 
 def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
-    """Parses messages of this kind, of at most ``max_bytes``. What it returns takes a message's bytes, and a function
-    that is told the bytes that it takes in memory before it is parsed, and may raise.
+    """Return a parser of messages of this kind, of at most ``max_bytes``.
 
-    It raises InvalidRequest for a message that would take much more memory than it has bytes, and
-    protobuf's DecodeError for bytes that are no message. Large messages are parsed one at a time: were several threads
-    to do so, the others would wait for all of them.
+    The parser takes a message's bytes, and a function that is called with the memory in bytes that parsing will take;
+    that function may raise. The parser raises InvalidRequest for a message that would take much more memory than its
+    size, and protobuf's DecodeError for bytes that are no message. Large messages are parsed one at a time: several at
+    once would only wait for each other's turn with Python's lock.
     """
     parse, known, one_at_a_time = GetMessageClass(kind).FromString, _known(kind), threading.Lock()
 
@@ -63,16 +63,21 @@ def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
 
 
 def asked_model(data: bytes) -> tuple[str, str]:
-    """The model and version that a ModelInferRequest names, where it begins with them as clients write it: protobuf's
-    libraries write fields in their order. Empty strings where it does not, or where it may name another behind."""
+    """Return the model and version that a ModelInferRequest names in its first fields.
+
+    protobuf's libraries write them first, since they write fields in order. Returns empty strings if the message does
+    not begin with them, or may name another model in later fields.
+    """
     name, at = _short_text(data, 0, _MODEL_NAME)
     version, at = _short_text(data, at, _MODEL_VERSION)
     return (name, version) if name and _names_nothing(data, at) else ("", "")
 
 
 def named_model(data: bytes) -> str:
-    """The model that a ModelInferRequest of any size names, by its outermost fields alone: nothing is copied or parsed.
-    Empty where they name none, or are no message's, or are too many to look at."""
+    """Return the model that a ModelInferRequest of any size names, without parsing or copying it.
+
+    Only its outermost fields are read. Returns "" if they name none, are not a message's, or are too many.
+    """
     skim, at, name = _Skim(data), 0, b""
     try:
         for _ in range(_OUTERMOST):
@@ -91,8 +96,10 @@ def named_model(data: bytes) -> str:
 
 
 def _names_nothing(data: bytes, at: int) -> bool:
-    """Whether the fields from ``at`` on are certain to name no model or version: of two, protobuf takes the last. All
-    that a ModelInferRequest has are of a length, and small ones of one or two bytes' length."""
+    """Return whether the fields from ``at`` on certainly name no model or version: protobuf uses the last of two.
+
+    All fields of a ModelInferRequest have a length; those of small requests a length of one or two bytes.
+    """
     try:
         for _ in range(_MOST_LOOKED_AT):
             if at == len(data):
@@ -113,7 +120,7 @@ def _names_nothing(data: bytes, at: int) -> bool:
 
 
 def _short_text(data: bytes, at: int, tag: int) -> tuple[str, int]:
-    """The text of less than 128 bytes in the field at ``at``, and where it ends; "" where another field is there."""
+    """Return the text of less than 128 bytes in the field at ``at``, and its end; "" if another field is there."""
     start = at + 2
     if len(data) < start or data[at] != tag or data[at + 1] >= 0x80:
         return "", at
@@ -122,7 +129,7 @@ def _short_text(data: bytes, at: int, tag: int) -> tuple[str, int]:
 
 
 class _Skim:
-    """One look over the bytes of a message. What is wrong with them is for protobuf to say: the look ends there."""
+    """One pass over the bytes of a message. It ends at the first error, which protobuf will report."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -131,11 +138,11 @@ class _Skim:
 
     @property
     def swelling(self) -> int:
-        """Bytes that what was looked over takes in memory, beyond those on the wire."""
+        """The memory in bytes that the skimmed fields take beyond their size on the wire."""
         return self._fields * _FIELD_BYTES + self._integers * _INTEGER_BYTES
 
     def count(self, at: int, end: int, known: _Known) -> None:
-        """Add what is between ``at`` and ``end``. Raises InvalidRequest when that is too much."""
+        """Count the fields and integers between ``at`` and ``end``. Raises InvalidRequest if there are too many."""
         try:
             while at < end:
                 at = self._field(at, end, known)
@@ -143,7 +150,7 @@ class _Skim:
             return
 
     def _field(self, at: int, end: int, known: _Known) -> int:
-        """Where the next field begins. IndexError or ValueError where the message is broken off or none."""
+        """Return where the next field begins. Raises IndexError or ValueError if the message is broken."""
         self._fields += 1
         if self._fields > _FIELDS:
             raise InvalidRequest(
@@ -161,7 +168,7 @@ class _Skim:
             return self.varint(at)[1]
         if kind > 5:
             raise ValueError
-        return at + (8, 0, 0, 0, 4)[kind - 1]  # groups begin and end; what is in them follows
+        return at + (8, 0, 0, 0, 4)[kind - 1]  # a group's start and end have no value; its fields follow as others do
 
     def _count_value(self, at: int, end: int, known: _Known | Literal["text", "packed"]) -> None:
         if known == "text":

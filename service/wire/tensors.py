@@ -1,7 +1,7 @@
-"""One tensor between the wire and numpy: raw bytes, typed contents, and the bf16 or fp16 a caller may send for fp32.
+"""Decodes and encodes one tensor: raw bytes, typed contents, and bf16 or fp16 values for fp32 tensors.
 
-Sizes are checked before anything is allocated. Every refusal is an :class:`~bf16kit.errors.InvalidRequest` that names
-the tensor, what came and what was expected.
+Sizes are checked before anything is allocated. Invalid tensors raise :class:`~bf16kit.errors.InvalidRequest` naming the
+tensor, what came and what was expected.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bf16kit.tensors import BY_OIP, DType, TensorSpec
 from bf16kit.tensors import Array as Array
 from bf16kit.wording import quoted
 
-_MOST_STRINGS = 1 << 16  # of a BYTES tensor: six bytes on the wire, of a string of two, are some 140 in memory
+_MOST_STRINGS = 1 << 16  # of a BYTES tensor: a string of two bytes has six on the wire, and some 140 in memory
 _LENGTH = 4  # bytes of the little-endian length before each element of a BYTES tensor
-_PIECE = 1 << 16  # numbers of typed contents that are read at a time
-_MAX_EXTENT = 2**31 - 1  # of the dimensions of an empty tensor: they cost nothing on the wire, but may inside the model
+_PIECE = 1 << 16  # numbers of typed contents that are converted at a time
+_MAX_EXTENT = 2**31 - 1  # the product of an empty tensor's other dimensions: free on the wire, maybe not in the model
 
-#: For each datatype the field of ``InferTensorContents`` that carries it. FP16 and BF16 travel raw only.
+#: The field of ``InferTensorContents`` for each datatype. FP16 and BF16 have none: they are sent raw.
 CONTENTS_FIELD = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -43,7 +43,10 @@ CONTENTS_FIELD = {
 
 
 def wire_dtype(spec: TensorSpec, model_dtype: DType, datatype: str) -> DType:
-    """The datatype in which a tensor for ``spec`` came: the model's own, or FP16 or BF16 for an FP32 input."""
+    """Return the datatype in which a tensor for ``spec`` came: the model's own, or FP16 or BF16 for FP32 inputs.
+
+    Raises InvalidRequest for any other.
+    """
     if datatype == model_dtype.oip:
         return model_dtype
     if model_dtype.oip == "FP32" and datatype in ("BF16", "FP16"):
@@ -53,7 +56,7 @@ def wire_dtype(spec: TensorSpec, model_dtype: DType, datatype: str) -> DType:
 
 
 def element_count(name: str, shape: Sequence[int]) -> int:
-    """The number of elements of ``shape``, exact however large the sizes; an empty dimension is legal."""
+    """Return the number of elements of ``shape``, exact for any sizes. Empty dimensions are allowed."""
     if shape and min(shape) < 0:
         raise InvalidRequest(f"input {name!r} has shape {list(shape)}: a request's dimensions are 0 or more")
     count = math.prod(shape)
@@ -63,7 +66,7 @@ def element_count(name: str, shape: Sequence[int]) -> int:
 
 
 def check_raw_size(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> int:
-    """The number of elements of ``shape``, if that is what ``nbytes`` may hold."""
+    """Return the number of elements of ``shape``. Raises InvalidRequest if ``nbytes`` does not fit it."""
     count = element_count(name, shape)
     if dtype.oip == "BYTES":
         if count * _LENGTH > nbytes:
@@ -79,7 +82,7 @@ def check_raw_size(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int)
 
 
 def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> Array:
-    """The tensor in ``data``: a read-only view, except for BYTES (an object array of ``str``)."""
+    """Return the tensor in ``data``: a read-only view, or for BYTES an object array of ``str``."""
     count = check_raw_size(name, dtype, shape, len(data))
     if dtype.oip == "BYTES":
         return _objects(name, _split_bytes(name, count, data), shape)
@@ -90,7 +93,7 @@ def decode_raw(name: str, dtype: DType, shape: tuple[int, ...], data: bytes) -> 
 
 
 def decode_contents(name: str, dtype: DType, shape: tuple[int, ...], contents: pb.InferTensorContents) -> Array:
-    """The tensor in the typed ``contents``, which must fill the one field of its datatype and nothing else."""
+    """Return the tensor in the typed ``contents``, of which only the field of its datatype may be filled."""
     field = CONTENTS_FIELD.get(dtype.oip)
     if field is None:
         raise InvalidRequest(f"input {name!r} is {dtype.oip}, which travels in raw_input_contents only")
@@ -112,30 +115,30 @@ def decode_contents(name: str, dtype: DType, shape: tuple[int, ...], contents: p
 
 
 def widen(array: Array) -> Array:
-    """bf16 or fp16 to fp32, exactly."""
+    """Convert bf16 or fp16 to fp32, exactly."""
     if array.dtype == numerics.BF16:
         return numerics.to_fp32(array)
     return array.astype(np.float32)
 
 
 def encode_raw(dtype: DType, array: Array) -> bytes:
-    """The bytes of ``array`` as ``raw_output_contents`` wants them: row-major, or length-prefixed for BYTES."""
+    """Return the bytes of ``array`` for ``raw_output_contents``: row-major, or length-prefixed for BYTES."""
     if dtype.oip == "BYTES":
         return _join_bytes(array.ravel())
     return _narrowed(dtype, array).tobytes()
 
 
 def packed(dtype: DType, array: Array) -> Array:
-    """The same bytes in an array: ``array`` itself, where they are its own."""
+    """Return the bytes of :func:`encode_raw` as an array, ``array`` itself if it needs no conversion."""
     if dtype.oip == "BYTES":
         return np.frombuffer(_join_bytes(array.ravel()), np.uint8)
     return _narrowed(dtype, array)
 
 
 def _narrowed(dtype: DType, array: Array) -> Array:
-    """An fp32 array for ``dtype`` BF16 or FP16, rounded to nearest, ties to even; any other as it is.
+    """Round an fp32 array to ``dtype`` BF16 or FP16, to nearest, ties to even; return other arrays as they are.
 
-    What is too large becomes infinite, with its sign: from 65,520 on in FP16, from 3.396e38 on in BF16.
+    Values that are too large become infinite, with their sign: from 65,520 on in FP16, from 3.396e38 on in BF16.
     """
     if dtype.oip not in ("BF16", "FP16") or array.dtype != np.float32:
         return array
@@ -146,7 +149,7 @@ def _narrowed(dtype: DType, array: Array) -> Array:
 
 
 def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
-    """The numbers of a repeated field, piece by piece: while numpy takes one, no other thread runs."""
+    """Return the numbers of a repeated field. Converted piece by piece: numpy holds Python's lock during each."""
     if count <= _PIECE:
         return np.fromiter(values, dtype.numpy, count)
     left, array = iter(values), np.empty(count, dtype.numpy)
@@ -157,7 +160,7 @@ def _gathered(values: Iterable[Any], dtype: DType, count: int) -> Array:
 
 
 def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:
-    """The ``count`` elements framed in ``data``, whose size has been checked against them."""
+    """Return the ``count`` length-prefixed elements in ``data``, whose size has been checked against ``count``."""
     if count > _MOST_STRINGS:
         raise InvalidRequest(f"input {name!r} has {count} BYTES elements, expected at most {_MOST_STRINGS}")
     elements = []
@@ -175,7 +178,7 @@ def _split_bytes(name: str, count: int, data: bytes) -> list[bytes]:
 
 
 def _objects(name: str, elements: Sequence[bytes], shape: tuple[int, ...]) -> Array:
-    """An object array of ``str``: strings in a model are UTF-8, and a runtime would print bytes as ``b'…'``."""
+    """Return an object array of ``str``: strings in a model are UTF-8, and a runtime would print bytes as ``b'…'``."""
     array = np.empty(len(elements), np.object_)
     try:
         array[:] = [element.decode() for element in elements]
