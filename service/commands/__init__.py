@@ -1,1 +1,1 @@
-"""The operator's commands: what `bf16-serve` does beside serving, with the code that serves."""
+"""The operator's commands: everything `bf16-serve` does besides serving. They run the server's own code."""

@@ -1,4 +1,4 @@
-"""Which of the settings that were measured to serve with, and why."""
+"""Chooses the settings that `bench` suggests from its measurements, and says why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.commands.layouts import WORTH, Layout
 
 
 class Seen(NamedTuple):
-    """Rows per second and the p99 in seconds, as so many clients saw them."""
+    """Rows per second, and the p99 latency in seconds, with this number of clients."""
 
     clients: int
     rate: float
@@ -19,21 +19,21 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout with its batches, and what clients saw of it. ``max_rows`` 0: no batching."""
+    """A layout with a maximum batch size, and what clients measured with it. ``max_rows`` 0: no batching."""
 
     layout: Layout
     max_rows: int
     seen: tuple[Seen, ...]
 
     def best(self, target: float | None) -> Seen | None:
-        """The most rows per second, of those within ``target`` seconds."""
+        """Return the measurement with the most rows per second of those whose p99 is within ``target`` seconds."""
         within = [each for each in self.seen if target is None or each.p99 <= target]
         return max(within, key=lambda each: each.rate, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to serve with. ``reason`` is one sentence."""
+    """The suggested settings. ``reason`` is one sentence."""
 
     layout: Layout
     max_rows: int
@@ -42,8 +42,10 @@ class Advice:
 
 
 def advise(candidates: Sequence[Candidate], target: float | None) -> Advice:
-    """The fewest instances of those within 3 % of the best rate that keeps to ``target`` seconds: they answer a lone
-    client soonest. Where nothing keeps to it, what comes nearest."""
+    """Return the layout with the fewest instances whose rate, within ``target`` seconds, is within 3 % of the best.
+
+    Fewer instances answer a single client sooner. If no layout meets the target, the one closest to it is returned.
+    """
     reached = [(each, best) for each in candidates if (best := each.best(target)) is not None]
     if not reached:
         nearest, at = min(((each, min(each.seen, key=_p99)) for each in candidates), key=lambda pair: pair[1].p99)

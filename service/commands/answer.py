@@ -1,4 +1,4 @@
-"""How a command answers: text or JSON on the standard output, one line on the standard error, an exit code."""
+"""The output of a command: text or JSON on standard output, errors on standard error, and the exit code."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ config_file = click.option(
 
 
 def say(text: str) -> None:
-    """One or more lines on the standard output; control characters in names that strangers chose are written out."""
+    """Write lines to standard output. Control characters, for example in a model's name, are escaped."""
     from bf16kit.text import printable
 
     click.echo(printable(text))
 
 
 def say_json(value: Any) -> None:
-    """One JSON object on the standard output."""
+    """Write one JSON object to standard output."""
     from bf16kit.document import dumps
 
     click.echo(dumps(value))
 
 
 def end(command: str, reason: str, code: int) -> NoReturn:
-    """One line on the standard error, and the end."""
+    """Write one line to standard error, and exit with ``code``."""
     from bf16kit.text import printable
 
     click.echo(f"bf16-serve {command}: {printable(reason, keep='')}", err=True)
@@ -49,7 +49,7 @@ def end(command: str, reason: str, code: int) -> NoReturn:
 
 @contextmanager
 def expected(command: str) -> Iterator[None]:
-    """Ends with a line and exit code 2 for wrong usage, 1 for every other error that is expected, 130 for Ctrl-C."""
+    """Turn expected errors into one line and an exit code: 2 for wrong usage, 130 for Ctrl-C, 1 for all others."""
     from bf16kit.errors import Bf16kitError, RequestError, UsageError
 
     try:

@@ -1,4 +1,4 @@
-"""``bf16-serve bench``: how fast a local model is on this machine, and the settings that serve it best."""
+"""``bf16-serve bench``: measures a local model on this machine, and suggests settings for it."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ from service.request import Request
 from service.telemetry.metrics import Metrics
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)
-_SHARES = (0.2, 0.3, 0.5)  # of the time, for each table
+_SHARES = (0.2, 0.3, 0.5)  # of the whole time, per table
 _CLOSE_SECONDS = 30.0
 _Feeds = Mapping[int, Mapping[str, Array]]
 
 
 def measure(options: Options) -> Measured:
-    """Load the model as a server does, and measure it. Raises NotFound, or what keeps the model from being served."""
+    """Load the model as the server does, and measure it. Raises NotFound, or the error that prevents loading it."""
     plan = _plan(options)
     store = Remembering(OWN)
     config = options.config
@@ -71,7 +71,7 @@ def measure(options: Options) -> Measured:
 
 
 def _measure_alone(measured: Measured, load: Callable[[str, int | None], Runtime], feeds: _Feeds) -> None:
-    """One run after the other, on each profile that may serve, with the threads that the server would use."""
+    """Measure one run at a time, on each profile that may serve, with the server's number of threads."""
     opened, serving, config = measured.loaded.opened, measured.plan.serving, measured.options.config
     threads = serving.threads or config.threads
     names, _ = runtimes.choose_profiles(opened.artifact, serving.profile, config.device)
@@ -88,7 +88,7 @@ def _measure_alone(measured: Measured, load: Callable[[str, int | None], Runtime
 
 
 def _measure_bare(measured: Measured, given: Mapping[Layout, Runtime], feeds: _Feeds) -> None:
-    """As many runs at once as a layout has instances."""
+    """Measure each layout with as many runs at once as it has instances."""
     for layout, runtime in given.items():
         for rows, fed in feeds.items():
             measured.bare[layout, rows] = Cell(at_once(_running(runtime, fed), layout.instances, rows))
@@ -96,12 +96,15 @@ def _measure_bare(measured: Measured, given: Mapping[Layout, Runtime], feeds: _F
 
 
 def _measure_served(measured: Measured, given: Mapping[Layout, Runtime], stack: ExitStack) -> None:
-    """Clients, through the batcher, with the smallest batches that are worth it: those that the bare runtime is within
-    3 % of its best rate with, and, where there is a target, within it."""
+    """Measure clients through the batcher, each layout with its smallest worthwhile batch size.
+
+    That is the smallest batch with which the bare runtime is within 3 % of its best rate and, if there is a target,
+    within the target.
+    """
     rows = measured.options.request_rows
     request = measured.inputs.rows(rows)
     settings = {(layout, _batch(measured, layout)) for layout, _ in measured.bare}
-    if measured.now is not None and not 0 < measured.now[1] < rows:  # it would refuse these requests
+    if measured.now is not None and not 0 < measured.now[1] < rows:  # smaller batches would reject these requests
         settings.add(measured.now)
     for layout, max_rows in sorted(settings):
         model = _generation(measured, given[layout], layout, max_rows)
@@ -114,7 +117,7 @@ def _measure_served(measured: Measured, given: Mapping[Layout, Runtime], stack: 
 
 def _take_turns(cells: Collection[Cell], options: Options, table: int, label: str) -> None:
     for cell in cells:
-        cell.run(0.0)  # the first of each is slower, and counts for nobody
+        cell.run(0.0)  # the first turn of each is slower, and not counted
     with click.progressbar(length=len(cells) * ROUNDS, label=label, file=sys.stderr) as bar:
         take_turns(list(cells), options.seconds * _SHARES[table], lambda: bar.update(1))
 
@@ -163,7 +166,10 @@ def _rows(options: Options, loaded: Loaded) -> tuple[int, ...]:
 
 
 def _now(measured: Measured) -> tuple[Layout, int] | None:
-    """What the server would do today; None where that is no layout, because a batch alone has more threads."""
+    """Return the layout and batch size of the server's current settings.
+
+    None if they are no layout: with ``instances: auto`` a batch that runs alone may have more threads than others.
+    """
     if measured.loaded.narrow is not None:
         return None
     serving, config = measured.plan.serving, measured.options.config
@@ -184,7 +190,7 @@ def _batch(measured: Measured, layout: Layout) -> int:
 
 
 def _generation(measured: Measured, runtime: Runtime, layout: Layout, max_rows: int) -> Generation:
-    """A model as it would be served with these settings, whose queue has room for all clients."""
+    """Return the model as it would be served with these settings, with a queue that has room for all clients."""
     changes: dict[str, object] = {
         "instances": layout.instances,
         "threads": layout.threads or None,

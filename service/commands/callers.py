@@ -1,4 +1,4 @@
-"""Threads that call at once, each again as soon as it is answered."""
+"""Threads that call a function in parallel, each again as soon as its call has returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from service.commands.turns import Turn
 
 
 def at_once(call: Callable[[], object], callers: int, rows: int) -> Callable[[float], Turn]:
-    """``callers`` threads of calls of ``rows`` rows each. What a call raises ends the turn and is raised here."""
+    """Return a measurement with ``callers`` threads, whose calls have ``rows`` rows each.
+
+    An exception of a call ends the turn, and is raised by the measurement.
+    """
 
     def run(seconds: float) -> Turn:
         took: list[list[float]] = [[] for _ in range(callers)]
@@ -38,7 +41,7 @@ def at_once(call: Callable[[], object], callers: int, rows: int) -> Callable[[fl
             for thread in threads:
                 thread.join()
         finally:
-            stop.set()  # Ctrl-C comes to this thread alone
+            stop.set()  # Ctrl-C interrupts this thread only: end the others
         if failed:
             raise failed[0]
         calls = [second for mine in took for second in mine]

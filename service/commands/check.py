@@ -1,4 +1,4 @@
-"""``bf16-serve check``: whether a server that is started like this would serve, and what keeps it from it."""
+"""``bf16-serve check``: checks whether a server with these options would serve, and reports what prevents it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bf16-serve check` looks at, in the order in which a server would come to it."""
+"""The checks of `bf16-serve check`, in the order in which a server would meet their subjects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONGEST = 1000  # characters of a reason, as in the server's log
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. ``note``: the server would start, and serve without it."""
+    """The result of one check. ``note``: the server would start, but not serve this."""
 
     subject: str
     outcome: Literal["ok", "note", "failed"]
@@ -45,7 +45,7 @@ class Finding:
 
 
 class Checks:
-    """One run of the command: :meth:`run` gives the findings as they are made and keeps them in ``findings``."""
+    """One run of the command. :meth:`run` yields each finding when it is made, and keeps it in ``findings``."""
 
     def __init__(self, models: tuple[str, ...], *, load: bool, ports: bool) -> None:
         self._models = models
@@ -58,7 +58,7 @@ class Checks:
         return [finding for finding in self.findings if finding.outcome == "failed"]
 
     def run(self, flags: Mapping[str, Any], file: Path | None) -> Iterator[Finding]:
-        """Raises NotFound for a model asked for that the repository does not hold."""
+        """Yield the findings. Raises NotFound for a requested model that the repository does not hold."""
         for finding in self._all(flags, file):
             self.findings.append(finding)
             yield finding
@@ -93,10 +93,10 @@ class Checks:
     # --- models -------------------------------------------------------------------------------------------------------
 
     def _all_models(self, config: ServerConfig) -> Iterator[Finding]:
-        """Those of the command line, or all: under explicit control, those too that may be asked for one day."""
+        """Check the models of the command line, or all: with explicit control any of them may be loaded later."""
         try:
             directories = {directory.name: directory for directory in directories_in(config.repository)}
-        except ConfigError:  # said of the repository
+        except ConfigError:  # the check of the repository has reported it
             return
         for name in self._models:
             if name not in directories:
@@ -127,7 +127,7 @@ class Checks:
 
 
 def _attempt(subject: str, work: Callable[[], str]) -> Finding:
-    """Whatever goes wrong with one thing is a finding, and the others are looked at all the same."""
+    """Return the finding of one check. Whatever goes wrong becomes a finding, so that the other checks still run."""
     try:
         return Finding(subject, "ok", work())
     except Bf16kitError as error:
@@ -137,7 +137,7 @@ def _attempt(subject: str, work: Callable[[], str]) -> Finding:
 
 
 def _sources(flags: Mapping[str, Any], file: Path | None) -> str:
-    """Where it came from: what is nowhere said has its default."""
+    """Return, as text, how many settings came from which source; all others have their defaults."""
     given = sum(value is not None for value in flags.values())
     environment = sum(f"BF16KIT_{key}".upper() in os.environ for key in ServerConfig.model_fields)
     return f"{given} flags, {environment} variables of the environment, {file or 'no server.yaml'}"
@@ -184,7 +184,7 @@ def _traces(config: ServerConfig) -> str:
 
 
 def _repository(config: ServerConfig) -> str:
-    """Raises ConfigError where a server would end, or never be ready."""
+    """Check the repository. Raises ConfigError if a server would exit, or never be ready."""
     controller = Controller(config.repository, _want, _desire, config.model_control, config.load_model)
     controller.begin()
     count = len(controller.wishes)
@@ -197,9 +197,9 @@ def _repository(config: ServerConfig) -> str:
 
 
 def _want(wish: Wish) -> Future[None]:
-    """What a reconciler would be told: nothing is loaded here but to check it."""
+    """Accept a wish as a reconciler would, but load nothing."""
     return Future()
 
 
 def _desire(wishes: Iterable[Wish]) -> None:
-    """The same of all models."""
+    """Accept all wishes as a reconciler would, but load nothing."""

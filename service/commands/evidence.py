@@ -1,4 +1,4 @@
-"""``bf16-serve evidence``: what the last breach of a running server's model is shown by, into a file."""
+"""``bf16-serve evidence``: saves the evidence for the newest drift breach of a running server's model in a file."""
 
 from __future__ import annotations
 

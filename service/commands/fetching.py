@@ -1,4 +1,4 @@
-"""The client side of ``/evidence``: one GET over HTTP or TLS, and one file."""
+"""The client side of ``/evidence``: one GET request over HTTP or TLS, saved in one file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SECONDS = 30.0
 
 
 class Refused(Bf16kitError):
-    """The server gives none: there is none, it is off, or the token is not for this."""
+    """The server rejected the request: there is no evidence, it is off, or the token lacks the scope."""
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """How to reach a server's HTTP port, and what to show there."""
+    """The address of a server's HTTP port, and the credentials to use there."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class Door:
     def of(
         cls, server: str, token_file: Path | None, ca: Path | None, certificate: Path | None, key: Path | None
     ) -> Self:
-        """Raises UsageError for what cannot be used."""
+        """Return the door for the command's options. Raises UsageError for options that cannot be used."""
         scheme, host, port = _parted(server)
         if (certificate is None) != (key is None):
             raise UsageError("--certificate and --key are given together")
@@ -55,7 +55,7 @@ class Door:
         return cls(host, port, token, context)
 
     def connect(self) -> http.client.HTTPConnection:
-        """Not connected yet."""
+        """Return a connection that is not open yet."""
         if self.context is None:
             return http.client.HTTPConnection(self.host, self.port, timeout=_SECONDS)
         return http.client.HTTPSConnection(self.host, self.port, timeout=_SECONDS, context=self.context)
@@ -63,13 +63,13 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Evidence, looked at."""
+    """Evidence as bytes, and parsed."""
 
     data: bytes
     evidence: Evidence
 
     def told(self, out: Path) -> str:
-        """One paragraph for people; nothing of the payload."""
+        """Return one paragraph that describes the file, without any of the payload."""
         header = self.evidence.header
         verdict = header.verdict
         return (
@@ -81,7 +81,10 @@ class Fetched:
 
 
 def fetch(door: Door, model: str, version: int | None) -> Fetched:
-    """Raises Refused in the server's words, UsageError where nothing that speaks HTTP answers, or no evidence comes."""
+    """Fetch the evidence for the newest breach of ``model``.
+
+    Raises Refused with the server's words, or UsageError if no HTTP server answers or the response is no evidence.
+    """
     try:
         query = f"?model={quote(model, safe='')}"
     except UnicodeEncodeError:
@@ -109,7 +112,7 @@ def fetch(door: Door, model: str, version: int | None) -> Fetched:
 
 
 def check_free(out: Path, *, force: bool) -> None:
-    """UsageError where ``out`` is a directory, or a file that may not be replaced."""
+    """Raise UsageError if ``out`` is a directory, or an existing file that may not be replaced."""
     try:
         if not out.name or out.is_dir():
             raise UsageError(f"--out {out}: is a directory; name a file")
@@ -120,7 +123,7 @@ def check_free(out: Path, *, force: bool) -> None:
 
 
 def write(out: Path, data: bytes, *, force: bool) -> None:
-    """``data`` as a file that its owner alone may read. UsageError where there is one, or it cannot be written."""
+    """Write ``data`` to a file that only its owner can read. Raises UsageError if it exists or cannot be written."""
     check_free(out, force=force)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -137,7 +140,7 @@ def write(out: Path, data: bytes, *, force: bool) -> None:
 
 
 def _parted(server: str) -> tuple[str, str, int]:
-    """Scheme ("" for none), host and port."""
+    """Split ``--server`` into scheme ("" for none), host and port. Raises UsageError for anything else."""
     try:
         parts = urlsplit(server if "://" in server else f"//{server}")
         host, port = parts.hostname, parts.port
@@ -155,7 +158,7 @@ def _parted(server: str) -> tuple[str, str, int]:
 
 
 def _loopback(host: str) -> bool:
-    """Whether what is sent to ``host`` stays on this machine."""
+    """Return whether what is sent to ``host`` stays on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -164,7 +167,7 @@ def _loopback(host: str) -> bool:
 
 def _token(file: Path | None) -> str:
     if file is None:
-        token = os.environ.get(TOKEN, "").strip()  # a file's newline comes with it
+        token = os.environ.get(TOKEN, "").strip()  # a value read from a file may end with a newline
         if token and not is_token(token):
             raise UsageError(f"{TOKEN} is no bearer token: one has letters, digits and . _ ~ + / - only, and = last")
         return token

@@ -1,4 +1,4 @@
-"""``bf16-serve health``: whether this machine's server answers that it is ready. For health checks."""
+"""``bf16-serve health``: asks the server on this machine whether it is ready, for health checks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def health(
     The server is found by what it was started with itself: the environment (BF16KIT_GRPC_PORT and so on), server.yaml,
     or the same flags. Exit codes: 0 it serves; 1 it does not, or does not answer, and the line says why.
     """
-    controlgroup.end_first()  # it takes tens of MB of the container's memory: never at the cost of whom it asks after
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC has to say is in the one line
+    controlgroup.end_first()  # it takes tens of MB: if memory runs out, the kernel must kill it, not the server
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the one line of output has gRPC's reason
     from bf16kit.errors import Bf16kitError
     from service.commands.nearby import Nearby
     from service.transport.healthclient import check

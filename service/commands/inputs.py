@@ -1,4 +1,4 @@
-"""What `bf16-serve bench` runs a model on: golden samples, a file's, or zeros, in as many rows as are asked for."""
+"""The inputs of `bf16-serve bench`: golden samples, a file's samples, or zeros, in any number of rows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SHAPE = re.compile(r"(?P<name>.+)=(?P<dims>\d+(?:[x,]\d+)*)")
 
 
 class Inputs:
-    """Feeds of one model. ``rows`` of them are the first ones of ``arrays``, over and over."""
+    """Feeds of one model. ``arrays`` are repeated, or cut, to the number of rows."""
 
     def __init__(self, arrays: Mapping[str, Array], axis: int | None, origin: str) -> None:
         self._arrays = arrays
         self._axis = axis
-        self.origin = origin  # for people
+        self.origin = origin  # where the inputs come from, as text
 
     def rows(self, count: int) -> dict[str, Array]:
-        """Feeds of ``count`` rows; of a model without a batch axis, the only ones there are."""
+        """Return feeds of ``count`` rows; for a model without a batch axis, the arrays as they are."""
         if self._axis is None:
             return dict(self._arrays)
         axis = self._axis
@@ -38,14 +38,15 @@ class Inputs:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """By input, the batch axis as 1."""
+        """The shapes by input, with 1 for the batch axis."""
         return {name: list(array.shape) for name, array in self.rows(1).items()}
 
 
 def inputs_of(opened: Opened, samples: Path | None, shapes: Sequence[str]) -> Inputs:
-    """Those of ``samples``, else the golden ones, else zeros; values are repeated to fill the ``shapes`` asked for.
+    """Return the inputs: those of ``samples``, else the golden samples, else zeros.
 
-    Raises UsageError for a file that is none, and for inputs that are not the model's.
+    An input with a shape in ``shapes`` gets that shape, filled with its values over and over. Raises UsageError for a
+    file that cannot be read, and for inputs that do not fit the model.
     """
     golden = None if samples is not None else golden_of(opened.artifact)
     if samples is not None:

@@ -1,4 +1,4 @@
-"""How a model's work may be laid out on a machine: so many batches at once, with so many threads each."""
+"""Layouts: how many batches of a model run at once on a machine, and with how many threads each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from bf16kit.runtime.hardware import available_cpus
 
-#: What a larger batch must gain before it is worth its latency, and another layout before it is worth its own.
+#: The least gain in rate for which a larger batch, or another layout, is worth its latency.
 WORTH = 1.03
-MOST_INSTANCES = 64  # what serving.yaml takes
+MOST_INSTANCES = 64  # the limit of serving.yaml
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """``threads`` of one execution; 0 where the device has its own."""
+    """So many instances, each with ``threads`` threads per execution; 0 where the device has its own."""
 
     instances: int
     threads: int
@@ -23,7 +23,7 @@ class Layout:
         return f"{self.instances} × {self.threads}" if self.threads else f"{self.instances}"
 
     def told(self) -> str:
-        """The same in words."""
+        """Return the layout in words."""
         instances = f"{self.instances} instance{'' if self.instances == 1 else 's'}"
         if not self.threads:
             return instances
@@ -32,7 +32,7 @@ class Layout:
 
 
 def layouts(device: str) -> list[Layout]:
-    """From one batch on all cores to a batch for each core; on another device, one to four batches."""
+    """Return the layouts to measure: on a CPU from one batch on all cores to one per core, else 1, 2 and 4 batches."""
     if device != "cpu":
         return [Layout(instances, 0) for instances in (1, 2, 4)]
     count = available_cpus()
@@ -41,6 +41,9 @@ def layouts(device: str) -> list[Layout]:
 
 
 def smallest_worth(rates: Mapping[int, float]) -> int:
-    """The smallest batch whose rate is within 3 % of the best; ``rates`` are rows per second by rows, and not empty."""
+    """Return the smallest batch whose rate is within 3 % of the best.
+
+    ``rates`` has rows per second by batch size in rows, and is not empty.
+    """
     best = max(rates.values())
     return min(rows for rows, rate in rates.items() if rate * WORTH >= best)

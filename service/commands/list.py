@@ -1,4 +1,4 @@
-"""``bf16-serve list``: what a repository holds, and what of it would be served."""
+"""``bf16-serve list``: lists what a repository holds, and which of it would be served."""
 
 from __future__ import annotations
 

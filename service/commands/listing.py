@@ -1,4 +1,4 @@
-"""The rows of `bf16-serve list`: every version of every model, from its manifest and its model's ``serving.yaml``."""
+"""The rows of `bf16-serve list`: one per version, from its manifest and its model's ``serving.yaml``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from service.models.directory import directories_in, versions_in, wish_of
 from service.models.opening import weight_bytes
 from service.models.policy import Serving
 
-VERSION = 1  # of what `list --json` writes
-_SHORT = 12  # digits of a digest that tell sources apart
+VERSION = 1  # of the format of `list --json`
+_SHORT = 12  # hexadecimal digits of a digest: enough to tell sources apart
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One way to run a version. ``tightest`` is the bound that its drift comes nearest to; None: never measured, or
-    nothing is bounded."""
+    """A profile of a version. ``tightest`` is the bound that its drift is closest to.
+
+    None if its drift was never measured, or no bound is set.
+    """
 
     name: str
     format: str
@@ -35,8 +37,10 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One version of a model, or a directory that is no model's (version 0). ``why``: why it would not be served;
-    ``problem``: the same, where that is something to mend."""
+    """One version of a model, or a directory that is no model (version 0).
+
+    ``why`` says why it would not be served; ``problem`` is the same text if that is something to fix.
+    """
 
     model: str
     version: int
@@ -58,12 +62,15 @@ class Row:
 
 
 def read_repository(root: Path) -> list[Row]:
-    """By model and version; a damaged one has a row that says so. Raises ConfigError when ``root`` cannot be listed."""
+    """Return all rows by model and version, damaged artifacts included.
+
+    Raises ConfigError if ``root`` cannot be listed.
+    """
     return [row for directory in directories_in(root) for row in _model(directory)]
 
 
 def text(root: Path, rows: Sequence[Row]) -> str:
-    """A table, and below it why what is not served is not."""
+    """Return the rows as a table, followed by the reasons why versions are not served."""
     if not rows:
         return f"{root} has no model; put artifacts under <model>/<version>/"
     columns = (
@@ -106,7 +113,7 @@ def _model(directory: Path) -> Iterator[Row]:
     except ConfigError as error:
         yield Row(name, 0, served=False, why=str(error))
         return
-    chosen, any_plan = wish.versions, wish.plans[0]  # how a model is served is the same for all of its versions
+    chosen, any_plan = wish.versions, wish.plans[0]  # all versions of a model are served with the same settings
     for version in versions_in(directory):
         if any_plan.broken:
             yield Row(name, version, served=False, why=any_plan.broken, problem=any_plan.broken)
@@ -120,12 +127,12 @@ def _version(directory: Path, version: int, serving: Serving, *, served: bool) -
         budget = Budget.from_dict(artifact.manifest.budget).override(serving.budget)
     except Bf16kitError as error:
         why = brief(error)
-        # One that is not asked for harms nobody.
+        # A damaged version that is not served is no problem.
         return Row(directory.name, version, served=False, why=why, problem=why if served else "")
     manifest = artifact.manifest
     policy = serving.version_policy.model_dump(mode="json", exclude_none=True)
     why = "" if served else f"version_policy is {', '.join(f'{key}: {value}' for key, value in policy.items())}"
-    nothing = served and not manifest.profiles  # an export
+    nothing = served and not manifest.profiles  # an export for other programs
     if nothing:
         why = f"holds no profile to serve, only {', '.join(manifest.exports) or 'weights'} for other programs"
     return Row(

@@ -1,4 +1,4 @@
-"""What `bf16-serve bench` was asked for, and what it measured: as text, as JSON, and as settings."""
+"""The options of `bf16-serve bench` and its results, as text, as JSON, and as settings."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from service.models.plan import Plan
 from service.models.policy import FILE_NAME
 from service.process.config import ServerConfig
 
-VERSION = 1  # of what `bench --json` writes
-_STEADY = 1.5  # times the slowest turn, which the fastest is at most where nothing else uses the machine
-_MOST_ROWS = 65_536  # what serving.yaml takes
+VERSION = 1  # of the format of `bench --json`
+_STEADY = 1.5  # the fastest turn is at most this many times the slowest, unless other programs use the machine
+_MOST_ROWS = 65_536  # the limit of serving.yaml
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for. ``rows`` empty: the powers of two up to the model's largest batch."""
+    """The command's options. Without ``rows``, the powers of two up to the model's largest batch are measured."""
 
     model: str
     config: ServerConfig
@@ -56,7 +56,7 @@ class Options:
         target_ms: float | None,
         write: bool,
     ) -> Options:
-        """Raises UsageError for ``rows`` that are no sizes."""
+        """Return the options. Raises UsageError for ``rows`` that are not batch sizes."""
         target = None if target_ms is None else target_ms / 1e3
         sizes = () if rows is None else _sizes(rows)
         return cls(model, config, version, seconds, sizes, request_rows, shapes, samples, target, write)
@@ -64,7 +64,7 @@ class Options:
 
 @dataclass(slots=True)
 class Measured:
-    """The cells of all tables, and what follows from them."""
+    """The measurements of all tables, and the advice that follows from them."""
 
     options: Options
     plan: Plan
@@ -73,11 +73,11 @@ class Measured:
     alone: dict[tuple[str, int], Cell] = field(default_factory=dict)  # by profile and rows
     bare: dict[tuple[Layout, int], Cell] = field(default_factory=dict)  # by layout and rows
     served: dict[tuple[Layout, int, int], Cell] = field(default_factory=dict)  # by layout, max_batch_size and clients
-    now: tuple[Layout, int] | None = None  # what the server does today; None: as measured at load (instances: auto)
+    now: tuple[Layout, int] | None = None  # the current settings; None: chosen at load (instances: auto)
     passed: list[str] = field(default_factory=list)  # profiles that were not measured, and why
 
     def write(self) -> str:
-        """Put the advice into serving.yaml; the difference, "" for none. Raises ConfigError."""
+        """Write the advice into serving.yaml; return the difference, "" if there is none. Raises ConfigError."""
         return update(self.file, self.changes())
 
     @property
@@ -92,7 +92,7 @@ class Measured:
         return advise([Candidate(*key, tuple(seen)) for key, seen in found.items()], self.options.target)
 
     def changes(self) -> dict[str, int]:
-        """The keys of serving.yaml that say what the advice says."""
+        """Return the advice as keys of serving.yaml."""
         advice = self.advice
         keys = {"max_batch_size": advice.max_rows} if self.batches else {}
         return {**keys, "instances": advice.layout.instances} | (
@@ -101,7 +101,7 @@ class Measured:
 
     @property
     def steady(self) -> bool:
-        """Whether the turns that the advice rests on are alike: without anything else at work they are."""
+        """Whether the turns behind the advice have similar rates, as they have on an otherwise idle machine."""
         advice = self.advice
         low, high = self.served[advice.layout, advice.max_rows, advice.at.clients].spread
         return high <= _STEADY * low
@@ -111,7 +111,7 @@ class Measured:
         return self.loaded.opened.batch_axis is not None
 
     def record(self) -> dict[str, Any]:
-        """The same for programs, see docs/json.md."""
+        """Return everything as JSON values, see docs/json.md."""
         return {
             "version": VERSION,
             "model": self.options.model,
@@ -136,7 +136,7 @@ class Measured:
 
 
 def text(measured: Measured) -> str:
-    """The three tables, and the advice below them."""
+    """Return the three tables, and the advice below them."""
     info, advice = measured.loaded.info, measured.advice
     label = f"model {measured.options.model!r} version {measured.plan.version}"
     shapes = ", ".join(f"{name}{shape}" for name, shape in measured.inputs.shapes.items())

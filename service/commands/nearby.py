@@ -1,7 +1,7 @@
-"""Where this machine's server listens, by the flags, environment and server.yaml that it was started with.
+"""Finds the server on this machine from the flags, the environment and server.yaml that it was started with.
 
-Read without :mod:`service.process.config`: a health check runs every few seconds, and the library that checks a whole
-configuration takes longer to import than the check takes.
+This does without :mod:`service.process.config`: a health check runs every few seconds, and importing the library that
+validates the configuration takes longer than the check itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST_PORT = 65535
 
 
 class Nearby:
-    """The server's settings, of which each is a flag, else a variable, else a key of ``file``, else not given."""
+    """The server's settings, each from its flag, else its variable, else its key in ``file``."""
 
     def __init__(self, flags: Mapping[str, Any], file: Path | None) -> None:
         """Raises ConfigError for a file that cannot be read."""
@@ -30,12 +30,13 @@ class Nearby:
         self._written = _mapping(file) if file is not None else {}
 
     def door(self, certificate: Path | None = None, key: Path | None = None) -> Door:
-        """Where to ask, and with what. ``certificate`` and ``key``: to show where clients are asked for them.
+        """Return the server's address and the credentials to use there.
 
-        Raises ConfigError for what cannot be used.
+        ``certificate`` and ``key`` are used if the server requires client certificates. Raises ConfigError for settings
+        that cannot be used.
         """
         socket = self._text("grpc_socket")
-        if socket:  # which speaks no TLS
+        if socket:  # without TLS
             return Door(f"unix:{socket}", token=self._token())
         host = self._text("host") or "127.0.0.1"
         host = _EVERYWHERE.get(host, host)
@@ -78,7 +79,7 @@ class Nearby:
         return Trust(pair.certificate, name, shown.certificate, shown.key)
 
     def _token(self) -> str:
-        """For a server that wants one for this, too: that of the environment, or one of its own file."""
+        """Return the token, if health checks need one: from the environment, else from the server's token file."""
         free = self._given("token_free")
         if free is None or "health" in str(free):
             return ""
@@ -94,6 +95,6 @@ class Nearby:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    from service.process.config import read_mapping  # takes its time: only who has such a file waits for it
+    from service.process.config import read_mapping  # a slow import, needed only if there is a file
 
     return read_mapping(file)

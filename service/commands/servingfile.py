@@ -1,4 +1,4 @@
-"""Changing a few keys of a ``serving.yaml``, and nothing else in it."""
+"""Changes single keys of a ``serving.yaml``, and leaves the rest as it is."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from service.process.config import read_mapping
 
 
 def update(file: Path, changes: Mapping[str, int]) -> str:
-    """Set the keys of ``changes`` and return the difference as ``diff -u`` shows it; "" where they are set already.
+    """Set the keys of ``changes``; return the difference as ``diff -u`` shows it, "" if nothing changes.
 
-    Lines of other keys, and comments, stay as they are; a file whose layout does not allow that is written anew without
-    its comments. The file is replaced in one step. Raises ConfigError for one that is wrong already, or cannot be
-    written.
+    Lines of other keys, and comments, stay as they are. If the file's layout does not allow that, it is written anew
+    without comments. The file is replaced in one step. Raises ConfigError if the file is invalid, or cannot be written.
     """
-    load_serving(file.parent)  # whatever is wrong with it is the operator's to mend
+    load_serving(file.parent)  # an invalid file is not edited: the operator must fix it first
     there = os.path.lexists(file)
     known = read_mapping(file) if there else {}
     changes = {key: value for key, value in changes.items() if known.get(key) != value}
@@ -42,7 +41,7 @@ def update(file: Path, changes: Mapping[str, int]) -> str:
 
 
 def _edited(text: str, changes: Mapping[str, int]) -> str:
-    """Values replaced where their keys stand, and the others added at the end."""
+    """Return ``text`` with the values of existing keys replaced, and the other keys added at the end."""
     for key, value in changes.items():
         line = re.compile(rf"^({re.escape(key)}[ \t]*:)[ \t]*[^#\n]*?([ \t]*(?:#.*)?)$", re.MULTILINE)
         text, found = line.subn(rf"\g<1> {value}\g<2>", text, count=1)
@@ -59,7 +58,7 @@ def _parsed(text: str) -> object:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write beside ``file``, then rename: whoever reads it sees the old one or the new one."""
+    """Write a new file, then rename it to ``file``, so that readers see the old contents or the new."""
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     beside = Path(name)
     try:

@@ -1,4 +1,4 @@
-"""Measurements that take turns, so that a machine's good and bad moments are everybody's."""
+"""Measurements that take turns, so that changes in the machine's speed affect all of them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUNDS = 5
 
 
 class Turn(NamedTuple):
-    """What one turn gave: the seconds that each call took, the rows of all of them, and the seconds of the turn."""
+    """One turn: the seconds of each call, the number of rows of all calls, and the seconds of the turn."""
 
     took: list[float]
     rows: int
@@ -21,23 +21,23 @@ class Turn(NamedTuple):
 
 @dataclass(slots=True)
 class Cell:
-    """Something that is measured: ``run`` measures for about so many seconds."""
+    """One quantity to measure, a cell of a table. ``run`` measures for about the given number of seconds."""
 
     run: Callable[[float], Turn]
     turns: list[Turn] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
-        """Rows per second, the median of the turns."""
+        """Rows per second: the median of the turns."""
         return statistics.median(self._rates)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The slowest and the fastest turn."""
+        """Rows per second of the slowest and of the fastest turn."""
         return min(self._rates), max(self._rates)
 
     def percentile(self, share: float) -> float:
-        """Of the seconds of all calls; of few calls, the p99 is the slowest of them."""
+        """Return this percentile of the seconds of all calls. With few calls, the p99 is the slowest one."""
         took = sorted(second for turn in self.turns for second in turn.took)
         return took[min(len(took) - 1, int(share * len(took)))]
 
@@ -47,7 +47,7 @@ class Cell:
 
 
 def take_turns(cells: Sequence[Cell], seconds: float, done: Callable[[], object], rounds: int = ROUNDS) -> None:
-    """Measure every cell ``rounds`` times, for ``seconds`` in all; every other round goes the other way round."""
+    """Measure every cell ``rounds`` times, for ``seconds`` in all; every other round is in reverse order."""
     each = seconds / max(1, len(cells) * rounds)
     for turn in range(rounds):
         for cell in cells if turn % 2 == 0 else reversed(cells):
@@ -56,7 +56,7 @@ def take_turns(cells: Sequence[Cell], seconds: float, done: Callable[[], object]
 
 
 def repeat(call: Callable[[], object], rows: int) -> Callable[[float], Turn]:
-    """Calls one after the other, of ``rows`` rows each."""
+    """Return a measurement that calls ``call``, with ``rows`` rows each, one call after the other."""
 
     def run(seconds: float) -> Turn:
         took, start = [], time.perf_counter()
