@@ -1,7 +1,7 @@
 """The contract between the transport (gRPC) and the core (models, batching, metrics). It imports neither.
 
 The transport turns protocol messages into :class:`~service.request.Request`, and :class:`~service.request.Reply` into
-protocol messages. The core owns everything between. Errors cross the border as :mod:`bf16kit.errors`;
+protocol messages. The core owns everything between. Both raise the errors of :mod:`bf16kit.errors`;
 ``service.transport.status`` maps them to gRPC codes.
 """
 

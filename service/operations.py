@@ -145,10 +145,11 @@ class Settings(Protocol):
     """Named values that can be changed while the server runs. ``model`` names a model; empty: the server itself."""
 
     def update(self, changes: Mapping[str, Sequence[Setting]], model: str = "") -> Mapping[str, Sequence[Setting]]:
-        """Apply all changes, or none if one is wrong; return all settings. No values: back to the default.
+        """Apply all changes, or none if one is wrong; return all settings.
 
-        Raises InvalidRequest naming the setting, or NotFound naming the model. The result depends only on the changes
-        and their order, so every process that gets the same changes has the same settings.
+        A setting without values returns to its default. Raises InvalidRequest naming the setting, or NotFound naming
+        the model. The result depends only on the changes and their order, so every process that gets the same changes
+        has the same settings.
         """
         ...
 

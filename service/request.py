@@ -153,8 +153,8 @@ class Reply:
 class Observation(NamedTuple):
     """The outcome of one request, made once when it is over. The metrics, the statistics and the log read it.
 
-    ``model`` and ``version`` are those that were called, or those that the client named if there are none. ``code`` is
-    the name of a gRPC code. ``seconds`` runs from the request's arrival to its encoded response.
+    ``model`` and ``version`` name the model that was called, or what the client named if there is no such model.
+    ``code`` is the name of a gRPC code. ``seconds`` runs from the request's arrival to its encoded response.
     """
 
     model: str

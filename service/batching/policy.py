@@ -13,8 +13,10 @@ class BatchObserver(Protocol):
     """Observes what happens in the queue; must be quick and thread-safe."""
 
     def rejected(self, reason: str) -> None:
-        """Count a rejected request. ``reason`` is ``deadline``, ``cancelled``, ``draining``, or the reason of an
-        :class:`Overloaded`."""
+        """Count a rejected request.
+
+        ``reason`` is ``deadline``, ``cancelled``, ``draining``, or the reason of an :class:`Overloaded`.
+        """
         ...
 
     def queued(self, change: int) -> None: ...

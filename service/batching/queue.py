@@ -29,8 +29,7 @@ def _any(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The limits of one priority level. ``max_wait_s`` limits the expected wait in seconds before the request would
-    run."""
+    """The limits of one priority level. ``max_wait_s`` limits the expected wait of a request, in seconds."""
 
     max_requests: int = 128
     max_wait_s: float = math.inf
@@ -38,8 +37,10 @@ class LevelPolicy:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """The limits of a queue. With ``max_rows`` 0 every request runs alone. ``levels`` starts with the most urgent,
-    never empty."""
+    """The limits of a queue. With ``max_rows`` 0 every request runs alone.
+
+    ``levels`` starts with the most urgent, and is never empty.
+    """
 
     max_rows: int = 0
     max_delay_s: float = 0.0

@@ -1,5 +1,4 @@
-"""Counts running batches, and decides which may begin beside them. No threads, no lock: the owner guards it with
-one."""
+"""Counts running batches, and decides which may begin beside them. No threads; the owner guards it with a lock."""
 
 from __future__ import annotations
 
@@ -44,8 +43,10 @@ class Slots:
         )
 
     def claimed(self, request: Request | None) -> None:
-        """Count a run on a caller's thread, of ``request`` or (None) of one not known yet; beside others if none is
-        idle."""
+        """Count a run on a caller's thread, beside others if no instance is idle.
+
+        ``request`` is None if it is not known yet.
+        """
         beside = not self._idle
         self._count(-1, beside)
         if request is None:

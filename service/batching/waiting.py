@@ -15,8 +15,10 @@ LEFT = "the client left before the request ran"
 
 
 class Waiting:
-    """A request whose caller waits for the result. ``_done`` is locked from the start; releasing it wakes the one
-    caller."""
+    """A request whose caller waits for the result.
+
+    ``_done`` is locked from the start; releasing it wakes the one thread that waits.
+    """
 
     __slots__ = ("_done", "_error", "_reply", "request")
 

@@ -26,7 +26,7 @@ class Candidate:
     seen: tuple[Seen, ...]
 
     def best(self, target: float | None) -> Seen | None:
-        """Return the measurement with the most rows per second of those whose p99 is within ``target`` seconds."""
+        """Return the measurement with the most rows per second of those within ``target`` seconds of p99, or None."""
         within = [each for each in self.seen if target is None or each.p99 <= target]
         return max(within, key=lambda each: each.rate, default=None)
 

@@ -78,7 +78,7 @@ def _read(file: Path) -> dict[str, Array]:
         return {name.removeprefix("input:"): array for name, array in load_file(file).items()}
     except OSError as error:
         raise UsageError(f"--samples {file}: {error.strerror or brief(error)}") from None
-    except Exception as error:  # noqa: BLE001 - whatever a parser says of a file that is none
+    except Exception as error:  # noqa: BLE001 - parsers raise many errors for a broken file
         raise UsageError(f"--samples {file}: neither .npz nor .safetensors: {brief(error)}") from None
 
 

@@ -14,7 +14,7 @@ MOST_INSTANCES = 64  # the limit of serving.yaml
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """So many instances, each with ``threads`` threads per execution; 0 where the device has its own."""
+    """A number of instances, each with ``threads`` threads per execution; 0 if the device has its own."""
 
     instances: int
     threads: int

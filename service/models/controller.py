@@ -25,11 +25,11 @@ ALL = "*"  # as the only name in ``load_model``: load every model at start
 
 
 class Controller:
-    """Tells ``want`` (one model) and ``desire`` (all models) what is wanted; with one process these are the methods of
-    :class:`~service.models.reconciler.Reconciler`.
+    """Decides what is wanted, and tells it to ``want`` (one model) and ``desire`` (all models).
 
-    ``start_up`` names the models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models
-    to try again. :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
+    With one process these are the methods of :class:`~service.models.reconciler.Reconciler`. ``start_up`` names the
+    models that ``explicit`` loads at start. ``retries`` tells :meth:`poll` which failed models to try again.
+    :meth:`load` and :meth:`unload`: see :class:`service.operations.ModelControl`.
     """
 
     def __init__(

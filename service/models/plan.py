@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def finished(self) -> bool:
-        """Whether the directory holds an artifact; without a manifest, one may still be being copied."""
+        """Whether the directory holds an artifact. Without a manifest, it may still be being copied."""
         return bool(self.stamp)
 
     def key(self) -> str:

@@ -35,7 +35,7 @@ from service.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _NOT_FOR_CALLERS = "the runtime could not load it, or failed on it; the server's log says why"
 UNLOAD_SECONDS = 30.0  # how long an unload waits for requests in flight
-#: Makes the hand that takes samples of a model, loaded by a plan, to the process that runs the references.
+#: Returns, for a model's name and plan, the hand that gives its samples to the process with the fp32 references.
 HandOf = Callable[[str, Plan], Hand]
 _STOPPING = "the server is shutting down; try another"
 

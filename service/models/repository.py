@@ -29,8 +29,10 @@ _NO_VERSION = 0  # a version that does not exist: versions begin at 1
 
 
 class Repository:
-    """See :class:`service.contract.Registry`. Say with :meth:`want` and :meth:`desire`, before or after :meth:`start`,
-    which models to serve. To end, call :meth:`drain`, then :meth:`close`.
+    """The models of one process: see :class:`service.contract.Registry`.
+
+    Say with :meth:`want` and :meth:`desire`, before or after :meth:`start`, which models to serve. To end, call
+    :meth:`drain`, then :meth:`close`.
 
     ``ready_when_empty``: the server is ready without models, as when clients load them. ``agree`` returns the agreement
     with other processes on a plan's profile. ``hand`` makes the hand that takes samples of live requests to the process

@@ -123,7 +123,7 @@ class Standby:
         runtime: Runtime | None = None
         try:
             runtime = self._load()
-        except Exception as met:  # noqa: BLE001 - bf16 goes on, whatever it was, and whoever asked is told
+        except Exception as met:  # noqa: BLE001 - bf16 goes on, and the callers get the error
             error = met
             self._lost(met)
         with self._lock:

@@ -189,9 +189,9 @@ class Child:
         self._lost()
 
     def _for_memory(self, code: int) -> str:
-        """Return lack of memory as the reason, as text, if it is; "" otherwise.
+        """Return text that names lack of memory as the cause of death, or "".
 
-        It is if SIGKILL came, and the container has run out of memory since the process started.
+        It is the cause if SIGKILL ended the process, and the container has run out of memory since its start.
         """
         memory = self._memory()
         if code != -signal.SIGKILL or memory is None or memory.ended <= self._ended_for_memory:

@@ -72,7 +72,7 @@ class ServerConfig(BaseSettings):
     )
     trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)  # one trace per so many requests
     change_settings: bool = False  # by RPC, of log and traces; they can always be read
-    evidence: bool = False  # keep a live sample of the newest breach, for tokens with scope manage
+    evidence: bool = False  # keep a live sample of the newest breach in memory, for clients that may manage
 
     tls_certificate: Path | None = None  # PEM, with its chain; both ports speak TLS then
     tls_key: Path | None = None

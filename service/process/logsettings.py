@@ -19,11 +19,11 @@ _Value = bool | int | str
 
 
 class LogSettings:
-    """See :class:`service.operations.Settings`. ``level`` and ``kind`` are the arguments of
-    :func:`~service.process.logs.configure`; a setting without a value returns to them.
+    """The server's log settings: see :class:`service.operations.Settings`.
 
-    ``log_verbose_level`` of 1 or more is DEBUG, with a line per request. The other levels are switched on and off
-    separately.
+    ``level`` and ``kind`` are the arguments of :func:`~service.process.logs.configure`; a setting without a value
+    returns to them. ``log_verbose_level`` of 1 or more is DEBUG, with a line per request. The other levels are switched
+    on and off separately.
     """
 
     def __init__(self, level: str, kind: Format) -> None:

@@ -141,9 +141,7 @@ def _dims(spec: TensorSpec, without_axis: int | None) -> list[int]:
 def _data_type(spec: TensorSpec) -> pb.DataType:
     oip = BY_NAME[spec.dtype].oip
     number = pb.DataType.Value("TYPE_STRING" if oip == "BYTES" else f"TYPE_{oip}")
-    return cast(
-        pb.DataType, number
-    )  # the stubs call the number an enum where it goes in, and an int where it comes out
+    return cast(pb.DataType, number)  # in the stubs, the parameter is an enum, and Value() returns an int
 
 
 def _instance_group(model: Model) -> pb.ModelInstanceGroup:

@@ -42,8 +42,8 @@ def parser(kind: Descriptor, max_bytes: int | None = None) -> Parse:
 
     The parser takes a message's bytes, and a function that is called with the memory in bytes that parsing will take;
     that function may raise. The parser raises InvalidRequest for a message that would take much more memory than its
-    size, and protobuf's DecodeError for bytes that are no message. Large messages are parsed one at a time: several at
-    once would only wait for each other's turn with Python's lock.
+    size, and protobuf's DecodeError for bytes that are no message. Large messages are parsed one at a time: if several
+    threads parsed at once, all other threads would wait for all of them.
     """
     parse, known, one_at_a_time = GetMessageClass(kind).FromString, _known(kind), threading.Lock()
 
