@@ -1,4 +1,4 @@
-"""What an artifact says of the drift and the inputs that its conversion saw: what live ones are compared with."""
+"""The drift and the input ranges that an artifact's conversion measured, which live drift is compared with."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from bf16kit.measurements import Measurements
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``rows``: the relative_l2 of each sample measured, by profile and output; ``ranges``: of inputs, by name.
+    """``rows``: the relative_l2 of each measured sample, by profile and output. ``ranges``: the input ranges, by input
+    name.
 
-    Neither is there where the samples were random ones, for want of any: live inputs are not like them. ``why`` says so
-    of what is missing.
+    Both are empty if the samples were random: live inputs do not resemble random ones. ``why`` is the reason why
+    something is missing.
     """
 
     rows: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
@@ -25,7 +26,8 @@ class Calibration:
 
     @classmethod
     def of(cls, manifest: Manifest, measurements: Measurements | None) -> Calibration:
-        """Of an artifact, which may be older than measurements are."""
+        """Return the calibration of an artifact. ``measurements`` is None for an artifact older than measurements
+        are."""
         if measurements is None:
             return cls()
         told = {profile for profile, entry in manifest.drift.items() if not drawn_at_random(entry.source)}

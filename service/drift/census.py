@@ -1,4 +1,4 @@
-"""The census of live inputs: which rows hold values that the calibration has not seen the like of."""
+"""Finds the rows of live inputs that hold values outside the calibrated range."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from service.contract import Array
 
 
 class Census:
-    """``ranges`` are those of the inputs that have one; without any, nothing is ever outside."""
+    """``ranges`` holds the range of each input that has one. An input without a range is never outside."""
 
     def __init__(self, ranges: Mapping[str, InputRange], batch_axis: int | None) -> None:
         self.ranges = ranges
         self._batch_axis = batch_axis
 
     def outside(self, feeds: Mapping[str, Array], rows: int) -> dict[str, NDArray[np.bool_]]:
-        """Of each input that has a range, which of its ``rows`` lie outside."""
+        """Return, for each input that has a range, a mask [rows] of the rows that lie outside it."""
         return {name: self._rows(feeds[name], known, rows) for name, known in self.ranges.items() if name in feeds}
 
     def _rows(self, array: Array, known: InputRange, rows: int) -> NDArray[np.bool_]:

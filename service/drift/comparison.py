@@ -1,4 +1,5 @@
-"""Live answers against the fp32 reference's: what each sample says, and what recent ones say together."""
+"""Compares live outputs with those of the fp32 reference: the drift of each sample, and the verdict on recent
+samples."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from service.drift.sampling import Sample
 from service.drift.verdict import Cause, DriftVerdict, State
 
 _log = logging.getLogger(__name__)
-_WEIGHTS = 256  # requests, whose weights say which weight is a common one
+_WEIGHTS = 256  # requests whose weights decide which weight is common
 
 
 class _Judged(NamedTuple):
-    """What is known of one output after its newest sample."""
+    """The verdict on one output after its newest sample."""
 
     estimates: list[Estimate]
     cause: Cause
@@ -43,7 +44,7 @@ class _Output:
         self.recent = Recent()
         self.detector = Detector(expected, outputs)
         self.judged = _Judged([], "none", 0.0)
-        self.newest = 0  # the number of the request that last asked for it
+        self.newest = 0  # number of the last request that asked for this output
 
     def restart(self) -> None:
         self.recent = Recent()
@@ -57,7 +58,7 @@ class _Output:
 
 
 class _Common:
-    """The weights of the newest requests, in order: which of them is a common one."""
+    """The weights of the newest requests, sorted, to find the weight of a common request."""
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
@@ -71,12 +72,12 @@ class _Common:
 
     @property
     def high(self) -> float:
-        """The smallest with nine tenths of the others at or below it."""
+        """The 90th percentile: the smallest weight with nine tenths of the others at or below it."""
         return self._ordered[math.ceil(0.9 * (len(self._ordered) - 1))]
 
 
 class Comparison:
-    """Live drift of one model version. For one thread, but for :meth:`verdict`."""
+    """Live drift of one model version. For one thread only, except :meth:`verdict`."""
 
     def __init__(
         self,
@@ -89,8 +90,8 @@ class Comparison:
         calibration: Calibration | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``calibration`` is what live drift is compared with; without any it is learnt from live samples. ``clock``
-        gives Unix seconds."""
+        """``calibration`` holds the expected drift; without it the expected drift is learnt from live samples.
+        ``clock`` returns Unix seconds."""
         self._specs = outputs
         self._batch_axis = batch_axis
         self._budget = budget
@@ -105,20 +106,21 @@ class Comparison:
         self._verdict = DriftVerdict.unknown(model, version)
 
     def verdict(self) -> DriftVerdict:
-        """After the newest sample."""
+        """Return the verdict after the newest sample."""
         return self._verdict
 
     def restart(self) -> None:
-        """Forget recent drift and the detector's sums: what answers is another now. What is expected stays known."""
+        """Forget recent drift and the detectors' sums, because another precision answers now. The expected drift is
+        kept."""
         for output in self._outputs.values():
             output.restart()
         self._samples = 0
         self._verdict = DriftVerdict.unknown(self._verdict.model, self._verdict.version)
 
     def observe(self, expected: Mapping[str, Array], sample: Sample, observer: DriftObserver) -> None:
-        """Compare one request's outputs; those that were not asked for are passed over.
+        """Compare one request's outputs with the reference's. Outputs that the request did not ask for are skipped.
 
-        Raises ArtifactError for a reference that answers without rows, of which nothing counts then.
+        Raises ArtifactError if a reference output has no rows; then none of the request's outputs count.
         """
         drifts = self._measured(expected, sample)
         if self._profile != sample.profile:
@@ -144,7 +146,7 @@ class Comparison:
         return found
 
     def _begin(self, profile: str) -> None:
-        """What answers has another arithmetic, or is the first: what is expected of it is another's."""
+        """Start afresh for the sample's profile: another arithmetic answers now, and other drift is expected of it."""
         rows = self._calibration.rows.get(profile, {})
         known = {spec.name: Expected.of(rows.get(spec.name, ()), len(self._specs)) for spec in self._specs}
         if any(expected is None for expected in known.values()):
@@ -155,10 +157,10 @@ class Comparison:
         self._samples = 0
 
     def _outside(self, sample: Sample, observer: DriftObserver) -> list[bool]:
-        """By row of the sample, whether any input is out of its range."""
+        """Return for each row of the sample whether any input is outside its range."""
         found = self._census.outside(sample.feeds, sample.rows)
         for name, rows in found.items():
-            observer.out_of_range(name, int(rows.sum()))  # 0 as well: it says that the input has a range
+            observer.out_of_range(name, int(rows.sum()))  # report 0 as well: it shows that the input has a range
         return [any(row) for row in zip(*found.values(), strict=True)] if found else [False] * sample.rows
 
     def _add(
@@ -167,7 +169,7 @@ class Comparison:
         name, detector = output.spec.name, output.detector
         for row in rows:
             observer.drift(name, row, weight)
-        if len(rows) != len(outside):  # an output without rows is all inputs' together
+        if len(rows) != len(outside):  # an output without a batch axis depends on all rows
             outside = [any(outside)] * len(rows)
         output.newest = self._requests
         output.recent.add(rows, weight, outside)
@@ -185,18 +187,18 @@ class Comparison:
         observer.recent(name, window.size, detector.score)
 
     def _clean(self, rows: list[SampleDrift]) -> bool:
-        """Whether what is expected may be learnt from these: rows that keep to the budget."""
+        """Whether the expected drift may be learnt from these rows: all of them are within budget."""
         bound = self._budget.bound("relative_l2")
         most = math.inf if bound is None else bound
         return all(math.isfinite(row.relative_l2) and row.relative_l2 <= most for row in rows)
 
     def _share(self, weight: float) -> float:
-        """What a request counts for in the detector: those that were sampled more often than common ones count less, as
-        much less as they are over-represented."""
+        """Return the weight of a request in the detector, at most 1. A request of a kind that is sampled more often
+        than a common one counts less, in proportion."""
         return min(1.0, weight / self._common.high)
 
     def _judged(self) -> DriftVerdict:
-        # What nobody has asked for in so many requests is not recent, whatever it was.
+        # An output that none of the last REQUESTS requests asked for has no recent drift.
         outputs = [each for each in self._outputs.values() if each.newest > self._requests - REQUESTS]
         seen = [(output, each) for output in outputs for each in output.judged.estimates]
         over = [pair for pair in seen if pair[1].low > 1]

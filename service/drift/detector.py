@@ -1,14 +1,17 @@
-"""The change detector: whether live drift has become another than it was measured to be.
+"""The change detector: decides whether live drift has risen above the drift that conversion measured.
 
-Page's CUSUM (E. S. Page, Biometrika 41, 1954) of log drift. Of each measured request the mean over its rows of
+It is Page's CUSUM (E. S. Page, Biometrika 41, 1954) of log drift. For each measured request, the mean over its rows of
 
     g = clip(ln(drift) - centre, ±CLIP) - ALLOWANCE
 
-is added up, never below 0, in units of θ, and the alarm is given at a sum of ln(HORIZON · outputs). θ is the positive
-root of E[exp(θ g)] = 1 under the drift that was expected, for then Σ exp(θ · the sum since each request) - n is a
-martingale (the Shiryaev-Roberts statistic; G. Lorden, Ann. Math. Stat. 42, 1971), and a false alarm comes on average
-after HORIZON requests or later, whatever the shape of the distribution that has this root. A mean of dependent rows, a
-weight below 1 and an upper bound on what one request adds all leave E[exp(…)] at 1 or below: the guarantee stays.
+is added to a sum, in units of θ; the sum never falls below 0. The alarm is given when the sum reaches ln(HORIZON ·
+outputs).
+
+θ is the positive root of E[exp(θ g)] = 1 under the expected drift. With it, Σ exp(θ · the sum since each request) - n
+is a martingale (the Shiryaev-Roberts statistic; G. Lorden, Ann. Math. Stat. 42, 1971). The mean time to a false alarm
+is therefore at least HORIZON requests, whatever the shape of the distribution with this root. Taking the mean of
+dependent rows, a weight below 1 or an upper bound on one request's step keeps E[exp(…)] at or below 1, and so keeps the
+guarantee.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from numpy.typing import NDArray
 from bf16kit.drift import TIE
 
 WEEK = 604_800  # samples, at one a second
-HORIZON = 10 * WEEK  # the mean distance of false alarms; ten times what is asked for, since the expected is estimated
+HORIZON = 10 * WEEK  # mean time to a false alarm; ten times the requirement: the expected drift is an estimate
 DOUBLING = math.log(2)
-ALLOWANCE = 0.6 * DOUBLING  # live drift may be 1.5 times what was expected for good
+ALLOWANCE = 0.6 * DOUBLING  # live drift may stay at 1.5 times the expected drift without an alarm
 CLIP = math.log(64)
-REQUESTS = 10  # that an alarm takes at least: none is given for a few odd requests
-FEWEST = 16  # rows that a spread can be taken from
-LEARN = 200  # rows from which it is learnt where the artifact has none
-_LEAST_SPREAD = 0.05  # of log drift, standard deviation: MiniLM has 0.07
+REQUESTS = 10  # fewest requests that can give an alarm: a few odd ones must not
+FEWEST = 16  # fewest rows to estimate a spread from
+LEARN = 200  # rows to learn the expected drift from if the artifact has none
+_LEAST_SPREAD = 0.05  # standard deviation of log drift; MiniLM has 0.07
 _HEAVY = ((0.9, 1.0), (0.1, 3.0))  # shares and spreads of Tukey's contaminated normal
 _NORMAL = np.linspace(-9, 9, 721)
 _DENSITY = np.exp(-np.square(_NORMAL) / 2)
@@ -42,13 +45,16 @@ Change = Literal["", "risen", "ended"]  # of the alarm
 
 
 def log_drift(relative_l2: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What fp32 programs part by is no drift of bf16: below :data:`bf16kit.drift.TIE` all is the same. +inf stays."""
+    """Return ln(relative_l2), with values below :data:`bf16kit.drift.TIE` raised to it first.
+
+    Two fp32 programs also differ by as much as TIE, so a smaller difference is not bf16 drift. +inf stays +inf.
+    """
     return np.log(np.maximum(relative_l2, TIE))
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Log drift as it is expected of an output: its centre and spread (a standard deviation), and the root θ."""
+    """The expected log drift of one output: its centre, its spread (a standard deviation) and the root θ."""
 
     centre: float
     spread: float
@@ -56,8 +62,10 @@ class Expected:
 
     @classmethod
     def of(cls, relative_l2: Sequence[float], outputs: int = 1) -> Self | None:
-        """From the drift of each row that was measured; None of fewer than :data:`FEWEST` finite ones, or where more
-        than a tenth are not finite."""
+        """Estimate the expected log drift from the drift of each measured row.
+
+        Returns None if fewer than :data:`FEWEST` rows are finite, or if more than a tenth are not finite.
+        """
         rows = np.asarray(relative_l2, np.float64)
         finite = log_drift(rows[np.isfinite(rows)])
         n = len(finite)
@@ -74,19 +82,19 @@ class Expected:
 
 
 def threshold(outputs: int) -> float:
-    """The sum that gives the alarm, of each of so many outputs."""
+    """Return the sum at which the detector of each of ``outputs`` outputs gives the alarm."""
     return math.log(HORIZON * max(1, outputs))
 
 
 class Detector:
-    """The sum of one output. ``learnt`` says that what is expected was learnt here, from live samples."""
+    """The CUSUM of one output. ``learnt``: the expected drift was learnt here, from live samples."""
 
     def __init__(self, expected: Expected | None, outputs: int = 1) -> None:
         self.expected = expected
         self.learnt = expected is None
         self.alarm = False
-        self.since = 0  # requests since the sum was 0: the change, where there is one, is as old
-        self.below = 0  # requests since the sum was at the threshold: so old is a change back
+        self.since = 0  # requests since the sum was last 0, which is the age of a change
+        self.below = 0  # requests since the sum was last at the threshold, which is the age of a change back
         self._outputs = outputs
         self._threshold = threshold(outputs)
         self._sum = 0.0
@@ -94,24 +102,25 @@ class Detector:
 
     @property
     def score(self) -> float | None:
-        """The sum ÷ the threshold; None while it is not known what to expect."""
+        """The sum ÷ the threshold; None until the expected drift is known."""
         return None if self.expected is None else self._sum / self._threshold
 
     def restart(self) -> None:
-        """Forget the sum and the alarm; what is expected stays."""
+        """Forget the sum and the alarm. The expected drift is kept."""
         self._sum, self.since, self.below, self.alarm = 0.0, 0, 0, False
 
     def add(self, relative_l2: Sequence[float], weight: float = 1.0, *, clean: bool = True) -> Change:
-        """One request's rows; says whether they give the alarm or end it, which is when the sum is 0 again.
+        """Add one request's rows. Return "risen" if they give the alarm, "ended" if they end it (the sum is 0 again),
+        else "".
 
-        ``weight``, in (0, 1], is what the request counts for. One that is not ``clean`` teaches nothing.
+        ``weight``, in (0, 1], is the request's weight. A request that is not ``clean`` is not learnt from.
         """
         if self.expected is None:
             self._learn(relative_l2, clean)
             return ""
         away = np.clip(log_drift(np.asarray(relative_l2, np.float64)) - self.expected.centre, -CLIP, CLIP)
         step = self.expected.root * weight * (float(away.mean()) - ALLOWANCE)
-        # What is above the threshold would only make the alarm outlive its cause.
+        # A sum above the threshold would only keep the alarm up after its cause has ended.
         self._sum = min(max(0.0, self._sum + min(step, self._threshold / REQUESTS)), self._threshold)
         over = self._sum >= self._threshold * (1 - 1e-9)
         self.since = self.since + 1 if self._sum > 0 else 0
@@ -131,7 +140,8 @@ class Detector:
 
 
 def _root(values: NDArray[np.float64], density: NDArray[np.float64], most: float) -> float:
-    """θ in (0, ``most``] with E[exp(θ (clip(value) - ALLOWANCE))] = 1, or the largest for which it is not above 1."""
+    """Return θ in (0, ``most``] with E[exp(θ (clip(value) - ALLOWANCE))] = 1, or ``most`` if the expectation is not
+    above 1 there."""
     steps = np.clip(values, -CLIP, CLIP) - ALLOWANCE
 
     def exceeds(root: float) -> bool:
@@ -147,6 +157,6 @@ def _root(values: NDArray[np.float64], density: NDArray[np.float64], most: float
 
 
 def _chi_squared(freedom: int) -> float:
-    """Below which 5 % of a chi-squared distribution lie (E. B. Wilson, M. M. Hilferty, PNAS 17, 1931)."""
+    """Return the 5 % quantile of a chi-squared distribution (E. B. Wilson, M. M. Hilferty, PNAS 17, 1931)."""
     part = 2 / (9 * freedom)
     return float(freedom * (1 - part - 1.6448536269514722 * math.sqrt(part)) ** 3)

@@ -1,14 +1,15 @@
-"""What ails a model whose drift is over its budget, or has changed: one of three, by rules that people can follow.
+"""Diagnoses a model whose drift is over budget or has changed: one of three causes, by rules that a person can follow.
 
-Bad rows are those that drift clearly more than is expected of a row: twice its drift, and two spreads; where the
-output is not finite, too. Of the rows since the change (all recent ones, where nothing has changed):
+A bad row drifts clearly more than expected: by at least a factor of 2 and by at least two spreads. A row whose output
+is not finite is bad as well. The rules look at the rows since the change, or at all recent rows if nothing changed:
 
 1. ``out_of_range``: at least half of the bad rows' weight has inputs outside the calibrated range.
-2. ``broken``: among the others an output is not finite, or half of the bad rows' weight drifts :data:`BROKEN` times
-   what is expected, and four spreads, or more. Rounding to bf16 costs a bit here and there; it does not cost two in
-   row after row. Where nothing is expected yet: a drift of :data:`LOST` or more, of which little of the output is left.
-3. ``rounding``: everything else that is over budget or has changed. The noise is of the kind that was measured, and
-   is more than the budget allows, or than it was.
+2. ``broken``: an output of a row inside the range is not finite; or half of the bad rows' weight drifts at least
+   :data:`BROKEN` times the expected drift and at least four spreads more. Rounding to bf16 costs about one bit in some
+   rows; it does not cost two bits in row after row. If no drift is expected yet, the limit is a drift of :data:`LOST`,
+   which leaves little of the output.
+3. ``rounding``: everything else that is over budget or has changed. The noise is of the measured kind, but it is more
+   than the budget allows, or more than before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WORST_FIRST: tuple[Cause, ...] = ("broken", "out_of_range", "rounding", "none")
 
 
 def diagnose(window: Window, expected: Expected | None) -> Cause:
-    """What ails an output that is over budget or has changed, by its ``window`` of rows, at least one."""
+    """Return the cause for an output that is over budget or has changed. ``window`` holds at least one row."""
     drift, weights = log_drift(window["relative_l2"]), window.weights
     centre, spread = (expected.centre, expected.spread) if expected else (math.log(LOST), 0.0)
     nonfinite = window["nonfinite"] > 0
@@ -43,5 +44,5 @@ def diagnose(window: Window, expected: Expected | None) -> Cause:
 
 
 def worst(causes: list[Cause]) -> Cause:
-    """Of several outputs'."""
+    """Return the worst cause of several outputs; "none" without any."""
     return min(causes, key=_WORST_FIRST.index, default="none")

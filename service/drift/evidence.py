@@ -1,7 +1,8 @@
-"""What shows a breach, kept in memory: the worst live row of the last one, as asked, answered, and due.
+"""Evidence of a breach, kept in memory: the worst live row of the newest breach, with inputs, served and fp32 outputs.
 
-Kept where samples are measured, of each model version the newest breach alone, and of at most :data:`MOST_BYTES`; gone
-with the model or the process. It is never written anywhere: whoever asks for it gets it, where the server lets them.
+The process that measures samples keeps it, for the newest breach of each model version only, in at most
+:data:`MOST_BYTES`. It is dropped with the model or the process and is never written to disk. A caller gets it on
+request, if the server permits that.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from service.drift.observer import DriftObserver
 from service.drift.sampling import Sample, copies, size_of
 from service.drift.verdict import DriftVerdict
 
-MOST_BYTES = 16 << 20  # of one row's inputs and both answers
-HALF_LIFE = 64  # rows after which the worst one seen counts for half: a breach is shown by what is recent
-_FORGOTTEN = 4 * HALF_LIFE  # rows after which it counts for nothing, however bad it was
+MOST_BYTES = 16 << 20  # of one row: its inputs and both outputs
+HALF_LIFE = 64  # rows after which the worst row's drift counts half: evidence should be recent
+_FORGOTTEN = 4 * HALF_LIFE  # rows after which it counts nothing, however bad it was
 _PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "torch")
 
 
@@ -39,7 +40,7 @@ class Comparing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of a sample; all of it where rows cannot be told apart."""
+    """One row of a sample, or the whole sample if its rows cannot be separated."""
 
     feeds: Mapping[str, Array]
     served: Mapping[str, Array]
@@ -50,14 +51,14 @@ class _Row:
     rows: int
     of_rows: int
     at: float  # Unix seconds
-    number: int  # of the rows measured until then
+    number: int  # rows measured before it
 
     @property
     def nbytes(self) -> int:
         return size_of(self.feeds) + size_of(self.served) + size_of(self.reference)
 
     def kept(self) -> _Row:
-        """The same in memory of its own: a view would keep the whole sample."""
+        """Return a copy in memory of its own: a view would keep the whole sample alive."""
         return replace(self, feeds=copies(self.feeds), served=copies(self.served), reference=copies(self.reference))
 
 
@@ -68,11 +69,11 @@ class _Breach:
 
 
 class Witness:
-    """A :class:`Comparing` that watches another one, and keeps the worst row of the newest breach.
+    """A :class:`Comparing` that wraps another one and keeps the worst row of the newest breach.
 
-    A breach is a verdict ``over``, or a cause ``broken``. While it lasts a worse row takes the place of the one kept;
-    the next breach takes its place whatever it is. Before it is a breach, the worst recent row is kept as well: the
-    sample that makes it one need not be the worst. For one thread, but for :meth:`evidence`.
+    A breach is a verdict of state ``over`` or cause ``broken``. While it lasts, a worse row replaces the kept one. The
+    next breach always replaces it. The worst recent row before a breach is kept as well, because the sample that tips
+    the verdict need not be the worst. For one thread only, except :meth:`evidence`.
     """
 
     def __init__(
@@ -90,17 +91,17 @@ class Witness:
         self._most_bytes = most_bytes
         self._clock = clock
         self._measured = 0  # rows
-        self._worst: _Row | None = None  # of those before a breach
+        self._worst: _Row | None = None  # the worst row before a breach
         self._breach: _Breach | None = None
         self._over = False
-        self._too_large = 0  # bytes of a breach's row that would have been kept
+        self._too_large = 0  # bytes of a breach's row that was too large to keep
 
     def verdict(self) -> DriftVerdict:
-        """The comparison's."""
+        """Return the comparison's verdict."""
         return self._comparison.verdict()
 
     def restart(self) -> None:
-        """What answers is another now; the last breach stays known."""
+        """Start anew, because another precision answers now. The last breach is kept."""
         self._comparison.restart()
         self._worst, self._over = None, False
 
@@ -119,9 +120,9 @@ class Witness:
         self._over = over
 
     def evidence(self, files: Mapping[str, str]) -> Evidence:
-        """Of the newest breach. ``files`` are the artifact's, with their sha256. Raises NotFound where there was none.
+        """Return the evidence of the newest breach. ``files`` maps the artifact's files to their sha256.
 
-        For any thread.
+        Raises NotFound if there was no breach. For any thread.
         """
         breach, name = self._breach, self._comparison.verdict()
         label = f"model {name.model!r} version {name.version}"
@@ -144,7 +145,7 @@ class Witness:
         self._worst = None
         if worst is None:
             if new:
-                self._breach = None  # of the breach before: that of this one is told to be too large
+                self._breach = None  # drop the previous breach's row: this breach's row is reported as too large
             return
         kept = None if new or self._breach is None else self._breach.row
         if kept is None or self._ratio(worst.drift, verdict) > self._ratio(kept.drift, verdict):
@@ -157,7 +158,7 @@ class Witness:
         drift: Mapping[str, Sequence[SampleDrift]],
         verdict: DriftVerdict | None,
     ) -> _Row | None:
-        """The worst row, as views; None for one that is too large, or was not compared."""
+        """Return the worst row, as views; None if it is too large or no row was compared."""
         count = min((len(rows) for rows in drift.values()), default=0)
         if not count:
             return None
@@ -190,12 +191,12 @@ class Witness:
         return row
 
     def _fresh(self, row: _Row) -> float:
-        """How much a row before a breach speaks for one that comes now."""
+        """Return a pre-breach row's drift ÷ budget, halved for every :data:`HALF_LIFE` rows measured since."""
         age = self._measured - row.number
         return 0.0 if age > _FORGOTTEN else self._ratio(row.drift, None) * 0.5 ** (age / HALF_LIFE)
 
     def _ratio(self, drift: Mapping[str, SampleDrift], verdict: DriftVerdict | None) -> float:
-        """Drift ÷ budget of one row: of the bound that the verdict names, or the worst of all."""
+        """Return one row's drift ÷ budget for the bound that the verdict names, else the worst of all bounds."""
         named = verdict is not None and verdict.output in drift and verdict.metric in self._budget.bounds
         pairs = (
             [(verdict.output, verdict.metric)]
@@ -225,7 +226,7 @@ class Witness:
 
 
 class _Heard:
-    """Hands on what an observer is told, and keeps the drift of every row of one sample."""
+    """Forwards every call to an observer, and keeps the drift of each row of one sample."""
 
     def __init__(self, observer: DriftObserver) -> None:
         self.rows: dict[str, list[SampleDrift]] = {}
@@ -242,7 +243,7 @@ class _Heard:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes here."""
+    """Return the versions of bf16kit, Python and the numeric packages, and the machine's architecture."""
     found = {"bf16kit": bf16kit.__version__, "python": platform.python_version(), "machine": platform.machine()}
     for package in _PACKAGES:
         try:

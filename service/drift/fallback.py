@@ -1,12 +1,12 @@
-"""Whether bf16 or fp32 answers for a model: the decision alone, fed with verdicts and a clock.
+"""Decides whether bf16 or fp32 answers for a model: the decision alone, from verdicts and a clock.
 
     bf16 ── over the budget with confidence ──▶ warming ── the reference is loaded and warm ──▶ fp32
       ▲                                            │ it cannot be loaded                          │
       └────────────────────────────────────────────┘                                              │
       └── a minimum stay is over, and enough clean samples are clearly below the budget ──────────┘
 
-A model on the border does not flap: what it falls for is an interval above the budget, what it returns for an interval
-below it by a margin, both with 95 % confidence; and a model that falls again stays twice as long.
+A model near its budget does not flap. It falls back when its 95 % interval lies above the budget, and returns when the
+interval lies below the budget by a margin. A model that falls back again stays twice as long.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _WORDS = {
 class Fallback:
     """The phase of one generation of a model. Times are seconds of one clock, which the caller reads.
 
-    ``reason`` says for people why the phase is as it is; empty: there is nothing to say.
+    ``reason`` explains the phase to a person; it is empty if there is nothing to explain.
     """
 
     def __init__(self, policy: FallbackPolicy, now: float) -> None:
         self.phase: Phase = "bf16"
         self.reason = ""
         self._policy = policy
-        self._since = now  # in this phase
-        self._over_at = now  # heard last while fp32 answered
+        self._since = now  # when this phase began
+        self._over_at = now  # when a verdict "over" last came while fp32 answered
         self._falls = 0  # in a row
         self._retry_at = now
 
     @property
     def stay(self) -> float:
-        """The seconds that fp32 answers at least, this time, since bf16 was last over its budget."""
+        """The minimum time that fp32 answers, in seconds, counted from when bf16 was last over its budget."""
         longest = self._policy.longest_stay_seconds
         return min(longest, self._policy.min_stay_seconds * 2.0 ** min(self._falls - 1, 64))
 
     def hear(self, verdict: DriftVerdict, now: float) -> bool:
-        """Whether the phase, or the reason, is another now."""
+        """Apply a verdict. Return whether the phase or the reason changed."""
         if self._policy.policy == "off":
             return False
         if self.phase == "fp32":
@@ -61,14 +61,14 @@ class Fallback:
         return False
 
     def warmed(self, now: float) -> None:
-        """fp32 answers from now on."""
+        """Enter phase fp32: the reference is loaded and answers from now on."""
         if now - self._since >= self._policy.longest_stay_seconds:
             self._falls = 0
         self._falls += 1
         self.phase, self._since, self._over_at = "fp32", now, now
 
     def failed(self, why: str, now: float) -> None:
-        """fp32 cannot answer: bf16 goes on, and it is tried again when the next verdicts ask for it."""
+        """Return to phase bf16, because fp32 cannot answer. A later verdict triggers the next attempt."""
         self.phase, self._retry_at = "bf16", now + self._policy.retry_seconds
         self.reason = f"{self.reason}; fp32 cannot answer: {why}"
 
@@ -97,7 +97,7 @@ class Fallback:
 
 
 def describe(verdict: DriftVerdict) -> str:
-    """A breach in words: what is over, by how much, and what kind of fault it looks like."""
+    """Describe a breach: which bound is over, by how much, and the kind of fault it looks like."""
     if not verdict.metric:
         return "the golden samples can no longer be run"  # see service.drift.gate.over
     said = (

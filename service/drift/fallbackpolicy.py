@@ -1,4 +1,4 @@
-"""``serving.yaml``'s part on the fallback: what is done about a model whose drift is over its budget."""
+"""``serving.yaml``'s section on the fallback: the action when a model's drift is over its budget."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 class FallbackPolicy(BaseModel):
-    """``off`` measures, and no more; ``alert`` says so, in the log and wherever the model is described; with ``fp32``
-    the fp32 reference answers until bf16 is sound again.
+    """The action when a model's drift is over its budget: ``off``, ``alert`` or ``fp32``.
 
-    The numbers are for ``fp32``. ``min_stay_seconds`` is the least that fp32 answers after bf16 was over, twice as long
-    each time that bf16 did not hold for ``longest_stay_seconds``, and never longer than that. bf16 answers again when
-    ``clean_samples`` effective samples since the fall are below the budget by ``margin``, a share of it, with their
-    whole interval.
+    ``off`` only measures. ``alert`` reports it in the log and in every description of the model. ``fp32`` also has the
+    fp32 reference answer until bf16 is within budget again.
+
+    The numbers apply to ``fp32`` only. fp32 answers for at least ``min_stay_seconds`` after bf16 was last over. That
+    time doubles each time bf16 falls again within ``longest_stay_seconds``, which is also its maximum. bf16 answers
+    again once there are ``clean_samples`` effective samples since the fall and their whole interval is below the budget
+    by ``margin``, a share of the budget.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -22,7 +24,7 @@ class FallbackPolicy(BaseModel):
     policy: Literal["off", "alert", "fp32"] = "alert"
     min_stay_seconds: float = Field(default=300.0, ge=0, le=604_800)
     longest_stay_seconds: float = Field(default=86_400.0, ge=0, le=2_592_000)
-    clean_samples: int = Field(default=200, ge=1, le=1000)  # effective ones; recent drift is worth at most 1,090
+    clean_samples: int = Field(default=200, ge=1, le=1000)  # effective samples; recent drift holds at most 1,090
     margin: float = Field(default=0.1, ge=0, lt=1)
     retry_seconds: float = Field(default=60.0, gt=0, le=86_400)  # after the reference could not be loaded
 
@@ -34,7 +36,7 @@ class FallbackPolicy(BaseModel):
     @field_validator("policy", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        if value is False:  # what YAML makes of the word off
+        if value is False:  # YAML reads the word off as False
             return "off"
         if value == "none":
             raise ValueError("'none' is called 'off' now; the policies are off, alert and fp32")

@@ -1,4 +1,5 @@
-"""The golden gate: what a runtime answers to the artifact's golden samples, held against the budget; and when."""
+"""The golden gate: compares a runtime's outputs for the artifact's golden samples with the budget, and schedules
+that."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from service.drift.verdict import DriftVerdict
 
 #: ``error``: the samples could not be run.
 Outcome = Literal["passed", "failed", "error"]
-RETRY_SECONDS = 60.0  # after a gate that was not passed: damaged memory does not mend, a device may
-LEAST_SECONDS = 10.0  # between two gates: what fails again and again must not have the samples run all the time
-_EDGE = 0.25  # of a turn's time, at its beginning and its end, when it does not begin
+RETRY_SECONDS = 60.0  # after a gate that did not pass: damaged memory stays damaged, but a device may recover
+LEAST_SECONDS = 10.0  # between two gates: a runtime that fails all the time must not run the samples all the time
+_EDGE = 0.25  # share of a turn's time at each end in which the gate does not begin
 
 
 def judge(
@@ -27,9 +28,9 @@ def judge(
     batch_axis: int | None,
     budget: Budget,
 ) -> tuple[list[Breach], str]:
-    """Every breach of the budget, and the drift of each output in words.
+    """Return every breach of the budget, and each output's drift as text.
 
-    Raises ArtifactError for an output that is not expected, or not in that shape.
+    Raises ArtifactError if the golden samples lack an output, or hold it in another shape than the model's.
     """
     breaches: list[Breach] = []
     words: list[str] = []
@@ -49,10 +50,10 @@ def judge(
 
 
 def over(model: str, version: int, breaches: Sequence[Breach], budget: Budget, rows: int, at: float) -> DriftVerdict:
-    """What a gate that was not passed says of a model: over the budget, and not by rounding, for the same samples were
-    within it when the model was loaded. Without ``breaches`` the samples could not even be run.
+    """Return the verdict for a gate that did not pass: over budget, cause ``broken``.
 
-    ``rows`` are the golden samples' rows, ``at`` is in Unix seconds.
+    It cannot be rounding, because the same samples were within budget when the model was loaded. Empty ``breaches``
+    mean that the samples could not be run at all. ``rows`` counts the golden samples' rows. ``at`` is in Unix seconds.
     """
     found = [(budget.ratio(each.metric, each.measured), each) for each in breaches]
     ratio, worst = max(found, key=lambda pair: pair[0], default=(math.inf, Breach("", "", 0.0, 0.0)))
@@ -63,17 +64,19 @@ def over(model: str, version: int, breaches: Sequence[Breach], budget: Budget, r
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Which of the server's processes this is: ``number`` of ``count``, from 0. Each has its own part of the time."""
+    """This process's number among the server's processes: ``number``, from 0, of ``count``. Each has its own part of
+    the time."""
 
     number: int = 0
     count: int = 1
 
 
 class Timetable:
-    """When the gate is due: once in every ``seconds`` (0: never), at a moment that ``draw`` chooses in this process'
-    part of them; and after a run that failed; and :data:`RETRY_SECONDS` after a gate that was not passed.
+    """Says when the gate is due.
 
-    Times are :func:`time.monotonic` seconds. :meth:`suspect` is for any thread, the others are for one.
+    It is due once in every ``seconds`` (0: never), at a moment that ``draw`` picks in this process's part of them. It
+    is also due after a run that failed, and :data:`RETRY_SECONDS` after a gate that did not pass. Times are
+    :func:`time.monotonic` seconds. Any thread may call :meth:`suspect`; the other methods are for one thread.
     """
 
     def __init__(self, seconds: float, turn: Turn, begun: float, draw: Callable[[], float]) -> None:
@@ -88,11 +91,11 @@ class Timetable:
         self._scheduled = self._in_round(0) if seconds else math.inf
 
     def suspect(self) -> None:
-        """A run has failed: what the device answers is to be looked at."""
+        """Note that a run has failed, so the device's outputs should be checked."""
         self._suspected = True
 
     def due(self, now: float) -> str:
-        """Why the gate is to be run now; "" where it is not."""
+        """Return why the gate is due now; "" if it is not."""
         if self._suspected and now >= self._ended + LEAST_SECONDS:
             return "after a run that failed"
         if now >= self._again:
@@ -100,11 +103,11 @@ class Timetable:
         return "on schedule" if now >= self._scheduled else ""
 
     def begin(self) -> None:
-        """It is being run: what fails from now on is another reason."""
+        """Note that the gate starts. A run that fails from now on makes it due again."""
         self._suspected = False
 
     def end(self, now: float, outcome: Outcome) -> None:
-        """It was run."""
+        """Note that the gate has ended with ``outcome``, and schedule the next one."""
         self._ended = now
         self._again = math.inf if outcome == "passed" else now + RETRY_SECONDS
         while self._scheduled <= now:

@@ -1,4 +1,5 @@
-"""A thread that is there once there is something to do, and what waits for it: to measure beside those who answer."""
+"""A work queue with one thread, which starts with the first item: for measuring beside the threads that answer
+requests."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ _Item = TypeVar("_Item")
 
 
 class LateThread(Generic[_Item]):
-    """``work`` is given what waits, first come first, ``at_once`` of it at most; it should not raise.
+    """A queue whose thread calls ``work`` with the waiting items, in order, at most ``at_once`` of them at a time.
 
-    ``most`` may wait. What comes within ``gather_s`` of the first goes along with it. ``begin`` is called on the thread
-    before anything else.
+    ``work`` should not raise. At most ``most`` items may wait. Items that arrive within ``gather_s`` seconds of the
+    first are handed over together with it. ``begin`` runs on the thread before anything else.
     """
 
     def __init__(
@@ -44,22 +45,24 @@ class LateThread(Generic[_Item]):
         return self._ended
 
     def put(self, item: _Item) -> bool:
-        """Have it done; False where there is no room, or nothing is begun any more. Raises RuntimeError where the
-        system has no thread left for the first."""
+        """Queue an item. Return False if the queue is full or ended.
+
+        Raises RuntimeError if the system cannot start the thread for the first item.
+        """
         with self._wake:
             if self._ended or (self._most is not None and len(self._items) >= self._most):
                 return False
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
-                self._thread = thread  # no sooner: what was not started cannot be joined
-            if not self._items:  # the thread waits for the first, and for no other
+                self._thread = thread  # not before: a thread that was not started cannot be joined
+            if not self._items:  # the thread waits for the first item only
                 self._wake.notify()
             self._items.append(item)
             return True
 
     def end(self) -> list[_Item]:
-        """Begin nothing any more, and return what still waits. Does not wait for what is at work."""
+        """Start no further work, and return the items that still wait. Does not wait for work in progress."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -67,8 +70,10 @@ class LateThread(Generic[_Item]):
         return left
 
     def join(self, deadline: float = math.inf) -> bool:
-        """Wait for what is at work, after :meth:`end`. False when it still is at ``deadline``, in
-        :func:`time.monotonic` seconds. Nothing to wait for on the thread itself."""
+        """Wait for work in progress, after :meth:`end`. Return False if it still runs at ``deadline``.
+
+        ``deadline`` is in :func:`time.monotonic` seconds. A call on the thread itself returns True at once.
+        """
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True

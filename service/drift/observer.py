@@ -1,4 +1,4 @@
-"""Who is told of live drift: the metrics."""
+"""The observers of live drift: protocols that the metrics implement."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ Outcome = Literal["measured", "dropped", "failed"]
 
 
 class DriftObserver(Protocol):
-    """Told the drift of every sample (row) of every output, and what recent samples say together."""
+    """Receives the drift of every sample (row) of every output, and the summary of recent samples."""
 
     def drift(self, output: str, sample: SampleDrift, weight: float) -> None:
-        """One row's drift, which speaks for ``weight`` rows that were answered."""
+        """One row's drift, which stands for ``weight`` answered rows."""
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
         """Recent drift ÷ budget of one bound, and its 95 % interval."""
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
-        """How many samples of one weight recent drift is worth; the detector's sum ÷ threshold, None before it is
-        calibrated."""
+        """The effective sample size of recent drift, and the detector's sum ÷ threshold (None before it is
+        calibrated)."""
 
     def changed(self, output: str) -> None:
-        """The detector gives the alarm."""
+        """The change detector has given the alarm."""
 
     def out_of_range(self, name: str, rows: int) -> None:
-        """So many of the measured rows of an input lie outside its calibrated range; 0: it has one."""
+        """``rows`` measured rows of an input lie outside its calibrated range. Called with 0 as well, for an input with
+        a range."""
 
     def judged(self, over: bool, cause: str) -> None:
-        """Whether recent drift is over budget with confidence, and what ails the model."""
+        """Whether recent drift is over budget with confidence, and the diagnosed cause."""
 
 
 class OutcomeObserver(Protocol):
-    """Told what became of each sample (row)."""
+    """Receives the outcome of each sample (row)."""
 
     def sampled(self, outcome: Outcome, samples: int) -> None: ...
 
 
 class ReferenceObserver(DriftObserver, Protocol):
-    """Told the drift of samples, when the last was measured, and whether the reference answers."""
+    """Also receives when the last sample was measured, and whether the reference answers."""
 
     def reference_up(self, up: bool) -> None: ...
     def last_sample(self, at: float) -> None: ...

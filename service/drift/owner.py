@@ -1,4 +1,4 @@
-"""The one place of a server that decides which precision answers for each model, however many processes serve it."""
+"""Decides which precision answers for each model: one place per server, however many processes serve."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which precision is to answer for what was loaded by ``plan`` (:attr:`service.models.plan.Plan.digest`), and why;
-    for whatever else is in its place it says nothing."""
+    """The precision that is to answer for the version loaded by ``plan`` (:attr:`service.models.plan.Plan.digest`), and
+    why.
+
+    It does not apply to a version that was loaded by another plan.
+    """
 
     model: str
     version: int
@@ -37,13 +40,15 @@ class Order:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """What :meth:`to_json` wrote: for processes of one server, which trust each other."""
+        """Parse :meth:`to_json`'s output without checks: processes of one server trust each other."""
         return cls(told["model"], told["version"], told["plan"], told["precision"], told["reason"])
 
 
 class Answers(NamedTuple):
-    """What answers for a version now: what it was loaded by, and since when, in Unix seconds; both together are others
-    for what takes its place."""
+    """What currently serves a version: the plan it was loaded by, and since when, in Unix seconds.
+
+    A version loaded in its place differs in ``plan`` or ``since``.
+    """
 
     plan: str
     since: float
@@ -51,19 +56,21 @@ class Answers(NamedTuple):
 
 
 class Servers(Protocol):
-    """The processes that serve, be they one or several."""
+    """The serving processes, one or several."""
 
     def answers(self, model: str, version: int) -> Answers | None:
-        """What all of them serve in this place; None: nothing."""
+        """Return what all of them currently serve as this version; None if nothing."""
         ...
 
     def order(self, order: Order) -> Future[None]:
-        """Have all of them do it, those that are started later as well. Ends when one of them has, at the earliest, and
-        fails where none could."""
+        """Send the order to all of them, and to those started later.
+
+        The future ends when one of them, at the earliest, has carried it out. It fails if none could.
+        """
         ...
 
     def transition(self, model: str, version: int, to: Precision) -> None:
-        """Count that the precision has changed: once, however many they are."""
+        """Count a change of precision, once for all processes."""
         ...
 
 
@@ -71,13 +78,13 @@ class Servers(Protocol):
 class _State:
     answers: Answers
     fallback: Fallback
-    asked: float = 0.0  # when fp32 was asked for last
+    asked: float = 0.0  # when fp32 was last ordered
 
 
 class FallbackOwner:
-    """Hears verdicts, decides by :class:`Fallback` and gives orders. Any thread may call; nothing blocks.
+    """Receives verdicts, decides by :class:`Fallback` and sends orders. Any thread may call; nothing blocks.
 
-    ``restart`` has the shadow measure anew, so that what is judged next was measured after the change.
+    ``restart`` has the shadow begin its measurement anew, so that the next verdicts rest on samples after the change.
     """
 
     def __init__(
@@ -94,8 +101,10 @@ class FallbackOwner:
         self._lock = threading.RLock()  # an order may be carried out at once, on this very thread
 
     def hear(self, verdict: DriftVerdict) -> None:
-        """Do what follows of it. One of another plan says nothing of what answers now: samples of what was replaced are
-        still measured a while after. Nor does one that was measured before what answers now was loaded."""
+        """Act on a verdict. Verdicts on another plan, or measured before the current version was loaded, are ignored.
+
+        Samples of a version that was replaced are still measured for a while, so such verdicts do come.
+        """
         key, now = (verdict.model, verdict.version), self._clock()
         answers = self._servers.answers(*key)
         with self._lock:
@@ -108,9 +117,11 @@ class FallbackOwner:
             self._act(key, state, before)
 
     def tend(self) -> None:
-        """To be called now and then. What was loaded in the place of what fp32 answered for begins with bf16, sampled
-        or not; and where several processes serve, one that was started again and could not load the reference then is
-        asked once more."""
+        """Called at intervals. Two cases need it.
+
+        A version loaded in place of one that fp32 answered for begins with bf16, even if nothing of it is sampled. And
+        a process that was restarted and then could not load the reference is asked again.
+        """
         now = self._clock()
         with self._lock:
             for key, state in list(self._states.items()):
@@ -121,8 +132,11 @@ class FallbackOwner:
                     self._order(key, state, "fp32")
 
     def _state(self, key: _Key, answers: Answers | None, now: float) -> _State | None:
-        """The state of what answers now: anew for another generation, which is told to answer in bf16. An order for
-        what was loaded by the same plan before may still be remembered, and have it answer in fp32."""
+        """Return the state of the current version.
+
+        Another generation starts with a new state and is ordered to answer in bf16: an order for an earlier version of
+        the same plan may still be remembered, and would have it answer in fp32.
+        """
         state = self._states.get(key)
         if answers is None:
             self._states.pop(key, None)
@@ -133,7 +147,7 @@ class FallbackOwner:
         return state
 
     def _act(self, key: _Key, state: _State, before: str) -> None:
-        """The phase, or the reason, is another: say so, and have it done."""
+        """Log the new phase or reason, and order what follows from it."""
         label, fallback = f"model {key[0]!r} version {key[1]}", state.fallback
         if fallback.phase == "warming":
             _log.error(
@@ -161,7 +175,7 @@ class FallbackOwner:
                 _log.warning("%s: fp32 answers: %s", label, state.fallback.reason)
                 self._changed(key, "fp32")
                 return
-            # What a runtime says is for the log, not for whoever asks over the network.
+            # A runtime's error text belongs in the log; remote clients must not see it.
             public = isinstance(error, Bf16kitError) and not isinstance(error, RuntimeFailure)
             retry = state.answers.policy.retry_seconds
             _log.error(

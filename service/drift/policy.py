@@ -1,4 +1,4 @@
-"""``serving.yaml``'s part on live drift: what is measured of it."""
+"""``serving.yaml``'s section on live drift: how much of it is measured."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 PROCESS, OFF = "process", "off"
 LONGEST_HOST = 253  # characters, as in DNS
 _REMOTE = re.compile(r"(grpcs?)://(\[[^\]]*\]|[^/:]*):(\d{1,5})/([!-.0-~]{1,256})(?:/([1-9]\d{0,17}))?", re.ASCII)
-_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # "_" is in no host's name, and in those of containers
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # hostnames have no "_", but containers' names do
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A model of another V2 server. ``version`` is empty for whichever that server prefers; ``tls``: it is asked over
-    TLS, its certificate checked."""
+    """A model of another V2 server. ``version`` is empty for the one that the server prefers.
+
+    ``tls``: it is asked over TLS, and its certificate is checked.
+    """
 
     target: str  # host:port
     model: str
@@ -28,7 +30,7 @@ class Remote:
 
     @classmethod
     def parse(cls, text: str) -> Remote | None:
-        """None for what is no such address."""
+        """Return None if ``text`` is not such an address."""
         found = _REMOTE.fullmatch(text)
         if found is None:
             return None
@@ -43,7 +45,7 @@ class Remote:
 
 
 def is_host(text: str) -> bool:
-    """Whether this is a name or an IPv4 address of a host, or an IPv6 address in brackets, which may have a zone."""
+    """Whether ``text`` is a hostname, an IPv4 address, or an IPv6 address in brackets, which may have a zone."""
     if text.startswith("["):
         address, _, zone = text[1:-1].partition("%")
         try:
@@ -65,11 +67,11 @@ class ShadowPolicy(BaseModel):
 
     rate: float = Field(default=0.01, ge=0, le=1)
     max_per_second: float = Field(default=1.0, gt=0)
-    max_rows: PositiveInt = 8  # of one request; the rest of a larger one is not measured
-    max_bytes: PositiveInt = 64 << 20  # of the samples that wait, inputs and outputs
-    # Who gives the fp32 answers: a process of this server, a model of another one, or nobody.
+    max_rows: PositiveInt = 8  # per request; further rows of a larger request are not measured
+    max_bytes: PositiveInt = 64 << 20  # inputs and outputs of the waiting samples
+    # What computes the fp32 outputs: a process of this server, a model of another server, or nothing.
     reference: str = PROCESS
-    reference_memory_bytes: PositiveInt | None = None  # of that process, for this model; None: by the model's size
+    reference_memory_bytes: PositiveInt | None = None  # for this model in that process; None: from the model's size
 
     @field_validator("reference", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""While fp32 answers, bf16 runs the sampled rows beside it: its drift is measured on, or nobody could return to it."""
+"""Runs sampled rows on bf16 while fp32 answers, so that bf16's drift is still measured and it can take over again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ _Given = tuple[Sample, OutcomeObserver]
 
 
 class Probe:
-    """A :class:`~service.drift.sampling.Hand` before another: samples of ``precision`` pass as they are, others with
-    the outputs that ``run`` makes instead, on a thread of low priority, which is there once it is needed. What finds
-    no room is dropped; ``most_bytes`` bounds the samples that wait.
+    """A :class:`~service.drift.sampling.Hand` in front of another, which replaces outputs of another precision.
+
+    Samples of ``precision`` are passed on unchanged. For other samples ``run`` computes the outputs again, on a
+    low-priority thread that starts when it is first needed. Samples that find no room are dropped: ``most_bytes``
+    bounds those that wait.
     """
 
     def __init__(self, name: str, precision: str, run: Run, hand: Hand, most_bytes: int) -> None:
@@ -51,7 +53,7 @@ class Probe:
         self._hand.forget()
 
     def stop(self) -> None:
-        """Begin nothing any more; what waits is dropped. Does not wait for what is at work."""
+        """Start no further work, and drop the waiting samples. Does not wait for work in progress."""
         for sample, observer in self._waiting.end():
             observer.sampled("dropped", sample.rows)
 
@@ -68,7 +70,7 @@ class Probe:
         kept = False
         try:
             kept = self._waiting.put((sample, observer))
-        except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
+        except RuntimeError as error:  # the system has no thread left; the client gets its response all the same
             _log.warning("%s: a sample that fp32 answered cannot be run on bf16: %s", self._name, error)
         if not kept:
             self._give_back(sample)

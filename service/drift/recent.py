@@ -1,13 +1,13 @@
-"""Recent drift of one output, and the interval of each bound's share of the budget.
+"""Recent drift of one output, and each bound's drift ÷ budget with its interval.
 
-What counts as recent: the newest :data:`REQUESTS` measured requests, each worth half as much for every
-:data:`HALF_LIFE` that came after it, and none from before the last change that was detected. A row's weight is 1 ÷ its
-probability, so that what is estimated is the drift of all rows that were answered.
+Recent are the newest :data:`REQUESTS` measured requests, but none from before the last detected change. A request's
+weight halves with every :data:`HALF_LIFE` requests after it. A row's weight is 1 ÷ its sampling probability, so the
+estimate is for the drift of all answered rows.
 
-Of one request :data:`PER_REQUEST` rows are kept at most: they tell much the same, confidence is counted in requests,
-and so there is room for all that are recent, whatever their size. The worst of each metric are among them, for bounds
-on the worst and on what is not finite, and speak for themselves; the others are evenly spaced, since a client may have
-sorted its rows, and share the weight of the rest.
+At most :data:`PER_REQUEST` rows of one request are kept. Its rows are much alike and confidence is counted in requests,
+so this leaves room for all recent requests, whatever their size. The kept rows include the worst of each metric, for
+bounds on the worst row and on values that are not finite; each of these counts as one row. The others are evenly
+spaced, because a client may have sorted its rows, and share the weight of all remaining rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from service.drift import weighted
 from service.drift.weighted import Interval, Values
 
 HALF_LIFE = 400  # measured requests
-REQUESTS = 2048  # what is older would be worth less than a thirtieth
-PER_REQUEST = 8  # rows: as many as are measured where shadow.max_rows is not set
-_ROWS = REQUESTS * PER_REQUEST  # that there is room for: all that are recent
-_FADED = np.exp2(-np.arange(REQUESTS) / HALF_LIFE)  # the weight of a request that so many came after
+REQUESTS = 2048  # an older request would weigh less than a thirtieth
+PER_REQUEST = 8  # rows; the default of shadow.max_rows
+_ROWS = REQUESTS * PER_REQUEST  # capacity in rows: enough for all recent requests
+_FADED = np.exp2(-np.arange(REQUESTS) / HALF_LIFE)  # the weight of a request by the number of requests after it
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-LEAST = 8.0  # effective samples, below which nothing is estimated with confidence
+LEAST = 8.0  # effective samples; below them no interval is given
 _SHARES = {"p50": 0.5, "p99": 0.99}
 _COLUMNS = (*DISTRIBUTIONS, "top1_matches", "top1_rows", "nonfinite")
 _BAD = {
@@ -45,7 +45,7 @@ _ANYTHING = (-math.inf, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One bound's share of the budget (over 1 is a breach), and its 95 % interval."""
+    """One bound's drift ÷ budget (over 1 is a breach), and its 95 % interval."""
 
     metric: str
     ratio: float
@@ -55,12 +55,13 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows, the oldest first: a column per metric, their weights, and the requests that they are of, from 0."""
+    """Recent rows, the oldest first: a column per metric, the rows' weights, and the requests they belong to, from
+    0."""
 
     columns: NDArray[np.float64]  # [metrics, rows]
     weights: Values
     clusters: NDArray[np.int64]
-    outside: NDArray[np.bool_]  # of the rows: an input is out of its calibrated range
+    outside: NDArray[np.bool_]  # per row: an input is outside its calibrated range
     size: float  # effective samples
 
     def __getitem__(self, metric: str) -> Values:
@@ -69,24 +70,25 @@ class Window:
 
 
 class Recent:
-    """The recent rows of one output, in rings: the rows of the newest requests lie one after the other."""
+    """The recent rows of one output, in ring buffers: the rows of the newest requests are contiguous, modulo the
+    size."""
 
     def __init__(self) -> None:
         self._columns = np.zeros((len(_COLUMNS), _ROWS))
         self._weights = np.zeros(_ROWS)
         self._requests = np.zeros(_ROWS, np.int64)  # counted from 1
         self._outside = np.zeros(_ROWS, np.bool_)
-        self._begins = [0] * REQUESTS  # of each request, modulo: which row was its first
+        self._begins = [0] * REQUESTS  # first row of each request, by request number modulo REQUESTS
         self._next = self._request = self._since = 0
 
     def add(self, drifts: Sequence[SampleDrift], weight: float, outside: Sequence[bool]) -> None:
-        """One request's rows, each of which speaks for ``weight``."""
+        """Add one request's rows, each of which stands for ``weight`` rows."""
         self._request += 1
         self._begins[self._request % REQUESTS] = self._next
         values = np.array([[getattr(drift, name) for drift in drifts] for name in _COLUMNS], np.float64)
         kept, shares = _kept(values)
         count = values[_COLUMNS.index("nonfinite")]
-        count[count.argmax()] += count.sum() - count[kept].sum()  # they are counted, all of them
+        count[count.argmax()] += count.sum() - count[kept].sum()  # rows that are not kept still count
         places = np.arange(self._next, self._next + len(kept)) % _ROWS
         self._columns[:, places] = values[:, kept]
         self._weights[places], self._requests[places] = weight * shares, self._request
@@ -94,11 +96,11 @@ class Recent:
         self._next += len(kept)
 
     def keep(self, requests: int) -> None:
-        """Forget all but the newest ``requests``: what was before is past."""
+        """Forget all but the newest ``requests``: a change has ended the validity of older ones."""
         self._since = self._request - requests + 1
 
     def window(self) -> Window:
-        """All that is recent, as of now; good until the next request is added."""
+        """Return the recent rows. The arrays may be views, valid until the next request is added."""
         oldest = max(1, self._since, self._request - REQUESTS + 1)
         begin = self._begins[oldest % REQUESTS] if oldest <= self._request else self._next
         requests = self._rows(self._requests, begin)
@@ -108,7 +110,7 @@ class Recent:
         return Window(self._rows(self._columns, begin), weights, clusters, self._rows(self._outside, begin), size)
 
     def _rows(self, ring: NDArray[_Scalar], begin: int) -> NDArray[_Scalar]:
-        """From row ``begin`` on, the oldest first: no copy unless they go round the end."""
+        """Return the rows from ``begin`` on, the oldest first. Copies only if they wrap around the end of the ring."""
         first = begin % _ROWS
         end = first + self._next - begin
         if end <= _ROWS:
@@ -117,7 +119,8 @@ class Recent:
 
 
 def _kept(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:
-    """Which rows of ``values``, [metrics, rows], are kept, and for how many each of them speaks."""
+    """Return the indices of the rows of ``values`` [metrics, rows] to keep, and how many rows each of them stands
+    for."""
     rows = values.shape[1]
     if rows <= PER_REQUEST:
         return np.arange(rows), np.ones(rows)
@@ -129,10 +132,10 @@ def _kept(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], Values]:
 
 
 def estimates(window: Window, budget: Budget) -> Iterator[Estimate]:
-    """Every bound that the rows have a metric for, in the order of the budget.
+    """Yield the estimate of every bound that the rows have a metric for, in the budget's order.
 
-    ``.worst``, ``max_abs`` and ``nonfinite`` bound what was measured, and the interval of a count has no width: none of
-    n effective samples over such a bound speaks for at most 3 ÷ n of all that were answered.
+    ``.worst``, ``max_abs`` and ``nonfinite`` bound the measured rows themselves, so their intervals have no width. If
+    none of n effective samples is over such a bound, at most 3 ÷ n of all answered rows are (with 95 % confidence).
     """
     for bound in budget.as_dict():
         found = _measured(window, bound)
@@ -156,7 +159,8 @@ def _measured(window: Window, bound: str) -> Interval | None:
 
 
 def _mean(window: Window, metric: str) -> Interval:
-    """As :class:`bf16kit.drift.DriftSummary` has it: infinite when the worst is; +inf dB of exact rows is left out."""
+    """Return the mean as :class:`bf16kit.drift.DriftSummary` defines it: infinite if the worst value is, and without
+    the rows of +inf dB, which are exact."""
     values, weights, clusters, size = window[metric], window.weights, window.clusters, window.size
     floor = metric == "sqnr_db"
     worst = float(values.min() if floor else values.max())
@@ -180,7 +184,8 @@ def _quantile(window: Window, metric: str, share: float) -> Interval:
 
 
 def _agreement(window: Window) -> Interval | None:
-    """Rows of one request are not independent of each other: the effective samples are counted, not the rows."""
+    """Return the share of rows with the same top-1. Its size is the effective samples, because rows of one request are
+    not independent."""
     rows = float(np.dot(window.weights, window["top1_rows"]))
     if not rows:
         return None
@@ -193,7 +198,7 @@ def _certain(value: float) -> Interval:
 
 
 def _clipped(found: Interval, bound: str) -> Interval:
-    """No drift is below 0; decibels may be."""
+    """Clip an interval at 0, because drift is never negative. Decibels may be."""
     if bound.startswith("sqnr_db"):
         return found
     return Interval(*(max(0.0, value) for value in found))

@@ -1,7 +1,7 @@
-"""Which live requests are measured, and copies of them.
+"""Chooses the live requests to measure, and copies them.
 
-Offering a request costs the caller about a microsecond when it is not chosen, and copying the rows to measure when it
-is.
+Offering a request costs the caller about a microsecond if it is not chosen. If it is chosen, it also costs the copy of
+the rows to measure.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from service.drift.policy import ShadowPolicy
 from service.drift.strata import Strata
 from service.request import Reply, Request, Timings
 
-MOST_WAITING = 64  # samples of one model that are on their way, wait for the reference or are measured
-BURST = 8.0  # samples at once, after a while without
+MOST_WAITING = 64  # samples of one model in flight: being sent, waiting for the reference or being measured
+BURST = 8.0  # samples at once, after a while without any
 _NEVER = Timings()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The rows to measure of a chosen request: feeds as they ran, the outputs that were answered; copies of both.
+    """The rows to measure of a chosen request: copies of the inputs as they ran and of the outputs that were answered.
 
-    ``probability``, in (0, 1], is that with which each of its rows came to be here: a row counts 1 ÷ ``probability``
-    times. ``precision`` is that of what made ``outputs``, as in :class:`~service.request.Reply`, and
-    ``profile`` the artifact's that it was, by which its drift was measured before; "" where that is not known.
+    ``probability``, in (0, 1], is each row's sampling probability; a row counts 1 ÷ ``probability`` times.
+    ``precision`` is that of the outputs, as in :class:`~service.request.Reply`. ``profile`` is the profile of the
+    artifact that computed them, for which conversion measured the drift; "" if unknown.
     """
 
     feeds: dict[str, Array]
@@ -46,8 +46,11 @@ class Sample:
 
 
 class TokenBucket:
-    """At most ``per_second`` on average. So many at once, or :data:`BURST`, when there were none for a while, and one
-    second's worth (at least one) in the beginning."""
+    """Admits at most ``per_second`` samples on average.
+
+    After a pause it admits ``per_second`` or :data:`BURST` at once, whichever is more. It starts with one second's
+    worth, at least one.
+    """
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = per_second
@@ -69,9 +72,9 @@ class TokenBucket:
 
 
 class Chooser:
-    """Chooses by chance which requests are measured, and copies what is measured of them.
+    """Chooses requests to measure at random, and copies the rows to measure.
 
-    It hears itself what became of samples, for whoever takes them: where there is no room, fewer are chosen.
+    It must be told the outcome of its samples (:meth:`sampled`): after a dropped one it chooses fewer.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class Chooser:
         inputs: Sequence[TensorSpec] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``draw`` gives numbers in [0, 1). By the free dimensions of ``inputs`` are requests told apart."""
+        """``draw`` returns numbers in [0, 1). Requests are classified by the sizes of the free dimensions of
+        ``inputs``."""
         self._policy = policy
         self._observer = observer
         self._batch_axis = batch_axis
@@ -92,7 +96,10 @@ class Chooser:
         self._tokens = TokenBucket(policy.max_per_second, clock)
 
     def choose(self, request: Request, reply: Reply, hold: Callable[[int], bool]) -> Sample | None:
-        """The sample of a request that is chosen and for which there is room: ``hold`` takes so many bytes, or not."""
+        """Return the request's sample if it is chosen and there is room, else None.
+
+        ``hold`` reserves so many bytes, and returns whether there was room for them.
+        """
         rows = request.rows
         if rows == 0:
             return None
@@ -111,7 +118,7 @@ class Chooser:
             return None
         parts = [(arrays, kept, self._batch_axis) for arrays in (request.feeds, reply.outputs)]
         nbytes = sum(size_of(*part) for part in parts)
-        if nbytes > self._policy.max_bytes:  # however little waits, there is never room for it
+        if nbytes > self._policy.max_bytes:  # it never fits, even into an empty queue
             self._observer.sampled("dropped", rows)
             return None
         if not hold(nbytes):
@@ -121,24 +128,24 @@ class Chooser:
         return Sample(feeds, outputs, rows, nbytes, probability, reply.precision)
 
     def sampled(self, outcome: Outcome, samples: int) -> None:
-        """See :class:`OutcomeObserver`: of samples that this has chosen."""
+        """Report the outcome of samples that this chose; see :class:`OutcomeObserver`."""
         if outcome == "dropped":
             self._strata.crowd()
         self._observer.sampled(outcome, samples)
 
 
 class Hand(Protocol):
-    """Takes the samples of one model to the process that has its reference."""
+    """Takes the samples of one model to the process with its reference."""
 
     def give(self, sample: Sample, observer: OutcomeObserver) -> None:
-        """Returns at once, and tells the observer later what became of it."""
+        """Hand a sample over. Returns at once; ``observer`` hears the outcome later."""
 
     def forget(self) -> None:
-        """No more will come: the reference is not needed."""
+        """Announce that no more samples will come, so the reference is not needed."""
 
 
 class Handing:
-    """Hands what it chooses to another process, which has the reference, and loads nothing."""
+    """Chooses samples and hands them to another process, which has the reference. Loads nothing itself."""
 
     def __init__(
         self,
@@ -151,17 +158,17 @@ class Handing:
         profile: str = "",
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """``profile`` is the one that answers."""
+        """``profile`` is the artifact's profile that answers."""
         self._hand = hand
         self._profile = profile
         self._most = policy.max_bytes
         self._lock = threading.Lock()
-        self._waiting = self._held = 0  # samples of which nothing is known yet, and their bytes
+        self._waiting = self._held = 0  # samples without an outcome yet, and their bytes
         self._chooser = Chooser(policy, observer, batch_axis, draw, inputs)
         self._closed = False
 
     def offer(self, request: Request, reply: Reply) -> None:
-        """Choose by chance whether to measure this request; never blocks, never raises."""
+        """Choose at random whether to measure this request. Never blocks, never raises."""
         if self._closed:
             return
         sample = self._chooser.choose(request, reply, self._hold)
@@ -173,7 +180,7 @@ class Handing:
         self._closed = True
 
     def close(self) -> None:
-        """For when every request has ended that might still offer its answer."""
+        """End, once every request has ended that might still offer its response."""
         self._closed = True
         self._hand.forget()
 
@@ -192,7 +199,7 @@ class Handing:
 
 
 class _Held:
-    """Hears what became of one sample, and gives its room back."""
+    """Receives the outcome of one sample, and releases its room."""
 
     __slots__ = ("_give_back", "_nbytes", "_observer")
 
@@ -207,7 +214,7 @@ class _Held:
 
 
 def some_of(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
-    """``count`` different ones of ``rows``, each as likely as any other, in order (the head of Fisher and Yates'
+    """Return ``count`` distinct ones of ``rows``, each equally likely, sorted (the first steps of the Fisher-Yates
     shuffle)."""
     moved: dict[int, int] = {}
     found = []
@@ -219,7 +226,7 @@ def some_of(rows: int, count: int, draw: Callable[[], float]) -> list[int]:
 
 
 def size_of(arrays: Mapping[str, Array], kept: Sequence[int] | None = None, batch_axis: int | None = None) -> int:
-    """The bytes that :func:`copies` of ``arrays`` hold; a string counts its characters."""
+    """Return the bytes that :func:`copies` of ``arrays`` hold. A string counts its characters."""
     total = 0
     for array in arrays.values():
         if array.dtype == np.object_:
@@ -235,8 +242,10 @@ def size_of(arrays: Mapping[str, Array], kept: Sequence[int] | None = None, batc
 def copies(
     arrays: Mapping[str, Array], kept: Sequence[int] | None = None, batch_axis: int | None = None
 ) -> dict[str, Array]:
-    """The rows ``kept`` of each array, all of it without; C-contiguous, in memory of their own: a view would keep the
-    whole message or batch alive."""
+    """Return C-contiguous copies of each array's rows ``kept``; of whole arrays if ``kept`` or ``batch_axis`` is None.
+
+    They own their memory: a view would keep the whole message or batch alive.
+    """
     if kept is None or batch_axis is None:
         return {name: np.array(array, order="C") for name, array in arrays.items()}
     return {name: np.ascontiguousarray(_rows(array, kept, batch_axis)) for name, array in arrays.items()}

@@ -1,7 +1,7 @@
 """Live drift: samples of live requests are run again on the fp32 reference, and compared.
 
-One thread of low priority per model, before it a short queue. When the queue is full the sample is dropped, not waited
-for; whoever put it there is told what became of it.
+Each model has one low-priority thread with a short queue. A sample that finds the queue full is dropped, and its
+``told`` hears that.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from service.drift.sampling import MOST_WAITING, Sample
 
 _log = logging.getLogger(__name__)
 QUEUE_SIZE = MOST_WAITING
-LONGEST_RUN_S = 60.0  # of the reference; what takes longer measures nothing that anybody waits for
-# Not 19: this thread holds Python's lock for a moment now and then, and one that the kernel never schedules would hold
-# it for long while request threads wait.
+LONGEST_RUN_S = 60.0  # of one reference run: a longer one delays other samples too much to be worth it
+# Not 19: this thread holds Python's lock now and then. If the kernel never scheduled it, it would hold the lock for
+# long while request threads wait.
 NICENESS = 10
 
 Told = Callable[[Outcome], None]
@@ -43,24 +43,25 @@ class _Waiting:
 
 
 class Reference(Protocol):
-    """The model in fp32, wherever it runs: as much of :class:`bf16kit.runtime.Runtime` as is needed of one.
+    """The model in fp32, wherever it runs: the part of :class:`bf16kit.runtime.Runtime` that the shadow needs.
 
-    ``up``: whether it answers. It may stop, or begin to, with each run. It says so in the log itself.
+    ``up``: whether it answers, which may change with each run. It logs such a change itself.
     """
 
     @property
     def up(self) -> bool: ...
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str], *, seconds: float) -> dict[str, Array]:
-        """Raises Unavailable while it is not up, RuntimeFailure where it fails on these inputs."""
+        """Raises Unavailable while it is not up, and RuntimeFailure if it fails on these inputs."""
 
     def close(self) -> None: ...
 
 
 class Shadow:
-    """:meth:`start` loads the reference in the background, once; :meth:`close` ends the thread.
+    """Measures one model's samples. :meth:`start` loads the reference in the background, once; :meth:`close` ends the
+    thread.
 
-    ``measured`` is called on that thread after every sample that was.
+    ``measured`` is called on that thread after each measured sample.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Shadow:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._waiting: deque[_Waiting | _Restart] = deque()
-        self._samples = 0  # of those that wait
+        self._samples = 0  # samples in the queue
         self._held = 0  # bytes of the samples that wait or are measured
         self._closed = False
         self._up = False
@@ -93,7 +94,7 @@ class Shadow:
             self._thread.start()
 
     def put(self, sample: Sample, told: Told) -> None:
-        """Measure it; ``told`` hears, on any thread, what became of it: dropped where there is no room."""
+        """Queue a sample. ``told`` hears its outcome, on any thread: "dropped" if there is no room."""
         with self._lock:
             room = self._samples < QUEUE_SIZE and self._held + sample.nbytes <= self._most
             if taken := room and not self._closed:
@@ -105,13 +106,13 @@ class Shadow:
             told("dropped")
 
     def restart(self) -> None:
-        """Forget recent drift, once what was put before is measured: what follows was answered by another precision."""
+        """Forget recent drift once the samples queued so far are measured: another precision answers from now on."""
         with self._lock:
             self._waiting.append(_RESTART)
             self._wake.notify()
 
     def stop(self) -> None:
-        """Tell the thread to end after the sample it is at; does not wait for it."""
+        """Tell the thread to end after its current sample. Does not wait for it."""
         with self._lock:
             self._closed = True
             left = [each for each in self._waiting if each != _RESTART]
@@ -121,8 +122,10 @@ class Shadow:
             each.told("dropped")
 
     def close(self, deadline: float = math.inf) -> bool:
-        """End the thread. False when it still runs at ``deadline``, in :func:`time.monotonic` seconds: it is left
-        behind, a daemon inside native code that nothing can interrupt."""
+        """End the thread. Return False if it still runs at ``deadline``, in :func:`time.monotonic` seconds.
+
+        It is then left behind: a daemon thread in native code cannot be interrupted.
+        """
         self.stop()
         if self._thread.ident is None:
             return True
@@ -146,7 +149,7 @@ class Shadow:
             reference.close()
 
     def _next(self) -> _Waiting | _Restart | None:
-        """What was put first of all that waits; None once this is closed."""
+        """Return the oldest item of the queue; None once the shadow is closed."""
         with self._wake:
             self._wake.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
@@ -185,7 +188,7 @@ class Shadow:
         try:
             expected = reference.run(sample.feeds, tuple(sample.outputs), seconds=LONGEST_RUN_S)
             self._comparison.observe(expected, sample, self._observer)
-        except Unavailable:  # of which the log has one line, and not one for each sample
+        except Unavailable:  # the reference logs this itself, once and not for each sample
             return "failed"
         except Bf16kitError as error:
             _log.error("%s: a shadow sample failed: %s", self._name, brief(error))
@@ -199,5 +202,6 @@ class Shadow:
 
 
 def lower_priority() -> None:
-    """Run the calling thread (on Linux, it alone) after everything else that wants the processor."""
+    """Lower the priority of the calling thread (on Linux, of it alone) below everything else that needs the
+    processor."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

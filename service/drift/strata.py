@@ -1,10 +1,12 @@
-"""Which kinds of requests come, how often, and with what probability one of each kind is to be measured.
+"""Classifies requests into kinds, estimates how often each comes, and decides with what probability it is measured.
 
-A kind, or *stratum*, is a class of input sizes and a class of latency. Half of what may be measured goes to kinds by
-how often they come, half to all alike (:func:`allocated`): what is rare is seen soon, and what is frequent weighs at
-most twice what it would in a plain sample. Each request's probability follows from what came before it and from itself,
-never from the draw: weights of 1 ÷ probability are free of bias whatever the estimates are worth, which decide only how
-much is measured (Horvitz and Thompson 1952; docs/decisions/0055).
+A kind, or *stratum*, is a class of input sizes and a class of latency. Half of the measurements are allocated by how
+often a kind comes, half equally (:func:`allocated`). Rare kinds are thus seen soon, and a frequent kind weighs at most
+twice what it would in a plain sample.
+
+A request's probability depends on the requests before it and on itself, never on the draw. Weights of 1 ÷ probability
+are therefore unbiased however poor the estimates are; these only decide how much is measured (Horvitz and Thompson
+1952; docs/decisions/0055).
 """
 
 from __future__ import annotations
@@ -18,28 +20,29 @@ from bf16kit.tensors import TensorSpec
 from service.contract import Array
 from service.drift.policy import ShadowPolicy
 
-MOST_SIZES = 32  # classes of input sizes; what comes beyond them shares one more
-FAST, SLOW = 0.05, 0.95  # the quantiles of latency, within a class of sizes, that part its ends from its middle
-_STEP = 0.05  # of the running quantiles, relative
-_MEMORY_S = 60.0  # what came so long ago counts 1/e
-_YOUNG_S, _YOUNG_RATE = 3.0, 1 / 30  # what a new kind is taken for: so many per second, and for how long
-_WINDOW_S = 1.0  # how often rates, and with them probabilities, are estimated anew; sooner in a burst
-_TINY_S = 1e-6  # a quantile starts at no less: one of 0 would stay there
-_SHORTEST_S = 0.25  # what came within less is no rate yet
-_SOON = 32  # requests after which, and as many as half a window is expected to bring, a burst is looked at
-_TELLING = 16  # requests, come or expected, of which twice or half as many are no accident
-_GONE = 1e-6  # requests per second: a class of sizes that comes no more often is forgotten
-_HEADROOM = 0.8  # of max_per_second is aimed at, because chance has bursts
-_LEAST_PACE = 1 / 16  # so much of it is still tried where nothing has room
+MOST_SIZES = 32  # classes of input sizes; any further sizes share one more class
+FAST, SLOW = 0.05, 0.95  # latency quantiles, per class of sizes, that separate fast and slow requests from the rest
+_STEP = 0.05  # relative step of the running quantiles
+_MEMORY_S = 60.0  # a request of this age counts 1/e
+# Initial estimate of a new kind: its weight, in seconds, and its rate, in requests per second.
+_YOUNG_S, _YOUNG_RATE = 3.0, 1 / 30
+_WINDOW_S = 1.0  # interval between estimates of rates and probabilities; shorter in a burst
+_TINY_S = 1e-6  # lowest start of a quantile: one that starts at 0 would stay there
+_SHORTEST_S = 0.25  # shortest time over which a rate is estimated
+_SOON = 32  # requests after which to look for a burst, in addition to half of those expected in a window
+_TELLING = 16  # from so many requests, observed or expected, a factor of two is not chance
+_GONE = 1e-6  # requests per second: a class of sizes with a lower rate is forgotten
+_HEADROOM = 0.8  # target as a share of max_per_second: arrivals at random have bursts
+_LEAST_PACE = 1 / 16  # lowest share of that target, even if samples find no room
 
 Sizes = tuple[int, ...]
-_OTHER: Sizes = (-1,)  # what is beyond MOST_SIZES
+_OTHER: Sizes = (-1,)  # all sizes beyond MOST_SIZES classes
 
 
 class Stratum:
-    """One kind of requests: how often it comes, per second, and the probability that one of it is measured.
+    """One kind of requests: its rate, per second, and the probability that one of them is measured.
 
-    ``came`` counts the window that runs. Threads add to it without a lock, and may lose one now and then: it is an
+    ``came`` counts requests in the current window. Threads increment it without a lock and may lose a count: it is an
     estimate.
     """
 
@@ -48,19 +51,19 @@ class Stratum:
     def __init__(self) -> None:
         self.came = 0
         self.probability = 0.0
-        self._seconds = _YOUNG_S  # behind us, fading
+        self._seconds = _YOUNG_S  # observed seconds, with exponential decay
         self._seen = _YOUNG_RATE * _YOUNG_S  # requests in them
         self.rate = _YOUNG_RATE
 
     def pace(self, seconds: float, surge: float) -> float:
-        """How often it comes, ``seconds`` into the window, while all requests together come ``surge`` times as often
-        as was expected: what is known, or what the window shows already."""
+        """Return the current rate, ``seconds`` into the window, while all requests together come ``surge`` times as
+        often as expected. It is the known rate, unless this window shows more than twice as much."""
         known, recent = self.rate * surge, self.came / max(seconds, _SHORTEST_S)
         return recent if self.came >= _TELLING and recent > 2 * known else known
 
     def roll(self, seconds: float, surge: float) -> None:
-        """The window ends after ``seconds``. Half or twice what was expected is believed at once; anything else is
-        noise, and averaged."""
+        """End the window after ``seconds``. A rate of half or twice the expected one replaces it at once; smaller
+        differences are noise and are averaged."""
         expected = self.rate * surge * seconds
         if tells(self.came, expected):
             self._seconds, self._seen = seconds, max(1.0, self.came)
@@ -73,14 +76,15 @@ class Stratum:
 
 
 def tells(came: int, expected: float) -> bool:
-    """Whether so many requests are too many or too few to be an accident."""
+    """Whether ``came`` differs from ``expected`` by more than chance: by a factor of two, of enough requests."""
     return (came >= _TELLING and came > 2 * expected) or (expected >= _TELLING and came < expected / 2)
 
 
 class _Sizes:
-    """Requests of one class of sizes, in three strata by latency; ``low`` and ``high`` are the quantiles, in seconds.
+    """Requests of one class of sizes, in three strata by latency. ``low`` and ``high`` are the latency quantiles, in
+    seconds.
 
-    They run by stochastic approximation (Robbins and Monro 1951) in steps relative to themselves.
+    They are updated by stochastic approximation (Robbins and Monro 1951), in steps relative to their value.
     """
 
     __slots__ = ("high", "low", "strata")
@@ -90,7 +94,8 @@ class _Sizes:
         self.strata = (Stratum(), Stratum(), Stratum())
 
     def place(self, seconds: float) -> Stratum:
-        """Where a request of this latency belongs, by those before it."""
+        """Return the stratum of a request of this latency, by the quantiles of earlier ones, and update the
+        quantiles."""
         low, high = self.low, self.high
         fast, slow = seconds < low, seconds > high
         self.low = low * (_DOWN_LOW if fast else _UP_LOW)
@@ -103,7 +108,7 @@ _UP_HIGH, _DOWN_HIGH = 1 + _STEP * SLOW, 1 - _STEP * (1 - SLOW)
 
 
 class Strata:
-    """What probability each request is measured with. Any thread may ask."""
+    """Gives the probability with which each request is measured. For any thread."""
 
     def __init__(
         self, policy: ShadowPolicy, inputs: Sequence[TensorSpec], clock: Callable[[], float] = time.monotonic
@@ -116,12 +121,13 @@ class Strata:
         self._lock = threading.Lock()
         self._began = clock()
         self._due = self._began + _WINDOW_S
-        self._left = _SOON  # requests until a burst is looked at
+        self._left = _SOON  # requests until the next look for a burst
         self._pace = 1.0
         self._crowded = False
 
     def probability(self, feeds: Mapping[str, Array], arrived: float) -> float:
-        """In (0, 1], of a request that is answered now and came at ``arrived``, in the clock's seconds."""
+        """Return the probability, in (0, 1], for a request that is answered now and arrived at ``arrived``, in the
+        clock's seconds."""
         now = self._clock()
         key = tuple([feeds[name].shape[axis].bit_length() for name, axis in self._dims])
         sizes = self._sizes.get(key)
@@ -135,7 +141,7 @@ class Strata:
         return stratum.probability or self._share
 
     def crowd(self) -> None:
-        """What was chosen found no room: choose less for a while."""
+        """Note that a chosen sample found no room, so that fewer are chosen for a while."""
         self._crowded = True
 
     def _sizes_of(self, key: Sizes, seconds: float) -> _Sizes:
@@ -145,7 +151,8 @@ class Strata:
             return self._sizes.setdefault(key, _Sizes(seconds))
 
     def _plan(self, now: float) -> None:
-        """New probabilities; rolls the window when it is over. One thread at a time, and no other waits for it."""
+        """Compute new probabilities, and end the window if it is over. One thread at a time; others skip it instead of
+        waiting."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -176,13 +183,13 @@ class Strata:
 
 
 def _surge(strata: Sequence[Stratum], seconds: float) -> float:
-    """How many times as many requests as expected have come in ``seconds``; 1 where it may be chance."""
+    """Return requests observed ÷ expected in ``seconds``, over all strata; 1 if the difference may be chance."""
     came, expected = sum(stratum.came for stratum in strata), sum(stratum.rate for stratum in strata) * seconds
     return max(1, came) / expected if tells(came, expected) else 1.0
 
 
 def free_dimensions(inputs: Sequence[TensorSpec]) -> tuple[tuple[str, int], ...]:
-    """Where to read each free dimension's size: an input that has it, and the axis there."""
+    """Return where to read the size of each free dimension: an input that has it, and the axis."""
     found: dict[str, tuple[str, int]] = {}
     for spec in inputs:
         for axis, dim in enumerate(spec.shape):
@@ -192,17 +199,17 @@ def free_dimensions(inputs: Sequence[TensorSpec]) -> tuple[tuple[str, int], ...]
 
 
 def allocated(rates: Sequence[float], budget: float) -> list[float]:
-    """Measurements per second for kinds that come ``rates`` times a second, ``budget`` in all.
+    """Allocate ``budget`` measurements per second to kinds that come ``rates`` times a second.
 
-    Half of it by rate, half to all alike, but to none more than comes; what one cannot use goes to the others. None has
-    less than half of what a plain sample would give it.
+    Half is allocated by rate and half equally. No kind gets more than its rate; the rest goes to the others. Each kind
+    gets at least half of its share in a plain sample.
     """
     total = sum(rates)
     if budget >= total:
         return list(rates)
     plain = budget / 2 / total
     parts, left = [0.0] * len(rates), budget / 2
-    by_room = sorted(range(len(rates)), key=rates.__getitem__)  # room is in proportion to the rate
+    by_room = sorted(range(len(rates)), key=rates.__getitem__)  # the room left in a kind is proportional to its rate
     for done, index in enumerate(by_room):
         extra = min(rates[index] * (1 - plain), left / (len(rates) - done))
         parts[index] = rates[index] * plain + extra

@@ -1,4 +1,4 @@
-"""What is known of a model's recent drift, in one value: what the fallback, the page and the log go by."""
+"""The verdict on a model's recent drift, which the fallback, the status page and the log act on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 @dataclass(frozen=True, slots=True)
 class DriftVerdict:
-    """Recent drift against the budget, and what has changed.
+    """Recent drift against the budget, and whether it has changed.
 
-    ``state``: ``over`` and ``within`` are said with 95 % confidence, ``unknown`` where the interval holds 1 or too few
-    samples speak. ``cause`` is the diagnosis (:mod:`service.drift.diagnosis`). ``output`` and ``metric`` name the bound
-    that is nearest to a breach, or most over it ("" while nothing is bounded or measured); ``ratio`` is drift ÷ budget
-    of it, ``low`` and ``high`` its interval, and any of them may be infinite. ``effective_samples`` are those of the
-    recent statistics of that output, ``samples`` the rows measured since the reference was loaded or the measuring
-    began anew. ``changed``: the change detector's alarm is up. ``at``: Unix seconds when the newest sample was
-    measured. ``plan``: what was measured was loaded by this plan (:attr:`service.models.plan.Plan.digest`); "" where
-    whoever measures does not know plans.
+    * ``state``: ``over`` or ``within`` with 95 % confidence; ``unknown`` with 1 in the interval or too few samples.
+    * ``cause``: the diagnosis (:mod:`service.drift.diagnosis`).
+    * ``output``, ``metric``: the bound that is most over or nearest to a breach; "" if nothing is bounded or measured.
+    * ``ratio``: drift ÷ budget of that bound; ``low`` and ``high``: its interval. Any of the three may be infinite.
+    * ``effective_samples``: effective sample size of that output's recent statistics.
+    * ``samples``: rows measured since the reference was loaded or the measurement began anew.
+    * ``changed``: the change detector's alarm is up.
+    * ``at``: when the newest sample was measured, in Unix seconds.
+    * ``plan``: the plan by which the measured version was loaded (:attr:`service.models.plan.Plan.digest`); "" if the
+      measuring side knows no plans.
     """
 
     model: str
@@ -44,20 +46,21 @@ class DriftVerdict:
 
     @classmethod
     def unknown(cls, model: str, version: int) -> Self:
-        """Of a model of which nothing was measured."""
+        """Return the verdict for a model of which nothing was measured."""
         return cls(model, version, "unknown", "none", "", "", 0.0, 0.0, math.inf, 0.0, 0, False, 0.0)
 
     def of(self, plan: str) -> Self:
-        """The same verdict, of what was loaded by ``plan``."""
+        """Return the same verdict with ``plan`` set."""
         return replace(self, plan=plan)
 
     @property
     def told(self) -> tuple[State, Cause, bool]:
-        """What somebody is to hear at once when it is another than before."""
+        """The fields whose change is reported at once."""
         return self.state, self.cause, self.changed
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name. JSON has no word for what is not finite: it is a string, as ``inf``."""
+        """Return the fields by name. Numbers that are not finite become strings such as ``inf``, since JSON cannot hold
+        them."""
         return {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
@@ -65,8 +68,8 @@ class DriftVerdict:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """What :meth:`to_json` wrote. Raises ValueError for another state or cause, KeyError for a field that is not
-        there."""
+        """Parse :meth:`to_json`'s output. Raises ValueError for an unknown state or cause, and KeyError for a missing
+        field."""
         if told["state"] not in STATES or told["cause"] not in CAUSES:
             raise ValueError(f"a verdict of state {told['state']!r} and cause {told['cause']!r}")
         return cls(

@@ -1,7 +1,7 @@
-"""Statistics of weighted samples, with 95 % intervals: formulas alone, each with its source.
+"""Statistics of weighted samples with 95 % intervals: formulas only, each with its source.
 
-Rows come in clusters, the rows of one request, which are not independent of each other: what is sampled is requests,
-and a sample's size is counted in them. ``clusters`` says of every row which request it is of, as integers from 0.
+Rows come in clusters, the rows of one request, which are not independent. Requests are sampled, not rows, so the size
+of a sample is counted in requests. ``clusters`` gives each row's request, as integers from 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 Clusters = NDArray[np.int64]
 
-Z = 1.959963984540054  # of a normal distribution, 2.5 % lie above
+Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 _TAIL = 0.025
 
 
@@ -29,7 +29,7 @@ class Interval(NamedTuple):
 
 
 def effective_size(weights: Values, clusters: Clusters) -> float:
-    """(Σw)² / Σw², w the weight of a whole request: how many requests of one weight tell as much.
+    """Return (Σw)² / Σw², with w the weight of a whole request: the equivalent number of requests of equal weight.
 
     L. Kish, Survey Sampling (1965), 8.2. 0 without rows.
     """
@@ -40,12 +40,13 @@ def effective_size(weights: Values, clusters: Clusters) -> float:
 
 
 def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool, size: float | None = None) -> Interval:
-    """Hájek's mean Σwx/Σw and Student's interval of it; of finite values, and of at least two requests.
+    """Return Hájek's mean Σwx/Σw with Student's interval. ``values`` must be finite, and of at least two requests.
 
     The variance is the linearised one of a ratio, Σ(Σw(x-m))² / (Σw)², the inner sum over the rows of a request (C.-E.
-    Särndal, B. Swensson, J. Wretman, Model Assisted Survey Sampling (1992), 5.6 and 4.3), times n/(n-1) and with n-1
-    degrees of freedom, n the effective size. What is ``positive`` has its interval on the logarithm, by the delta
-    method: drift is skewed, and none is below 0. ``size`` is the effective size where it is known already.
+    Särndal, B. Swensson, J. Wretman, Model Assisted Survey Sampling (1992), 5.6 and 4.3). It is multiplied by n/(n-1)
+    and has n-1 degrees of freedom, with n the effective size. The interval of a ``positive`` quantity is computed on
+    the logarithm, by the delta method, because drift is skewed and never below 0. ``size`` is the effective size, if
+    known.
     """
     total = weights.sum()
     centre = float(np.dot(weights, values) / total)
@@ -54,7 +55,8 @@ def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool,
     residuals = np.bincount(clusters, weights * (values - centre))
     error = math.sqrt(float(np.square(residuals).sum()) * size / max(size - 1, 1e-9)) / float(total)
     freedom = student(size - 1)
-    reach = freedom * error if math.isfinite(freedom) else math.inf  # of no error, too: so few say nothing of it
+    # Infinite even for an error of 0: so few samples do not establish it.
+    reach = freedom * error if math.isfinite(freedom) else math.inf
     if not positive:
         return Interval(centre, centre - reach, centre + reach)
     if centre <= 0 or reach == 0:
@@ -64,8 +66,10 @@ def mean(values: Values, weights: Values, clusters: Clusters, *, positive: bool,
 
 
 def student(freedom: float) -> float:
-    """Student's t, 97.5 % below, by Fisher and Cornish's expansion (Abramowitz and Stegun 26.7.5), which is 0.1 % off
-    at five degrees of freedom; infinite below three, where it does not hold."""
+    """Return the 97.5 % quantile of Student's t, by Fisher and Cornish's expansion (Abramowitz and Stegun 26.7.5).
+
+    The expansion is 0.1 % off at five degrees of freedom. Below three it does not hold, and the result is infinite.
+    """
     if freedom < 3:
         return math.inf
     z, v = Z, freedom
@@ -78,11 +82,11 @@ def student(freedom: float) -> float:
 
 
 def quantile(values: Values, weights: Values, share: float, size: float) -> Interval:
-    """The smallest value with ``share`` of the weight at or below it, and order statistics about it.
+    """Return the smallest value with ``share`` of the weight at or below it, and an interval from order statistics.
 
-    How many of n draws lie below a quantile is binomial (W. R. Thompson, Ann. Math. Stat. 7, 1936); with weights the
-    ranks become shares of the weight and n the effective ``size`` (R. S. Woodruff, J. Am. Stat. Assoc. 47, 1952). The
-    upper end is infinite where so few draws do not bound it: of ``p99`` below 368.
+    The number of n draws below a quantile is binomial (W. R. Thompson, Ann. Math. Stat. 7, 1936). With weights, ranks
+    become shares of the weight, and n the effective ``size`` (R. S. Woodruff, J. Am. Stat. Assoc. 47, 1952). The upper
+    end is infinite if there are too few draws to bound it: below 368 for ``p99``.
     """
     order = np.argsort(values)
     ordered, below = values[order], np.cumsum(weights[order])
@@ -98,8 +102,11 @@ def quantile(values: Values, weights: Values, share: float, size: float) -> Inte
 
 @lru_cache(maxsize=2048)
 def ranks(n: int, share: float) -> tuple[int, int]:
-    """The ranks, from 1, of the order statistics of ``n`` draws that the quantile of ``share`` lies between with 95 %;
-    0 and ``n`` + 1 for an end that the draws do not bound."""
+    """Return the ranks, from 1, of the two order statistics of ``n`` draws that enclose the quantile of ``share`` with
+    95 %.
+
+    An end that the draws do not bound is 0 or ``n`` + 1.
+    """
     below, low, high = 0.0, 0, n + 1
     for k in range(n):
         below += math.exp(_log_binomial(n, k, share))
@@ -117,8 +124,8 @@ def _log_binomial(n: int, k: int, share: float) -> float:
 
 
 def wilson(share: float, size: float) -> Interval:
-    """A share that was counted in ``size`` independent samples, and its score interval (E. B. Wilson, J. Am. Stat.
-    Assoc. 22, 1927). An end is 0 or 1 exactly where the share is."""
+    """Return a share counted in ``size`` independent samples, with its score interval (E. B. Wilson, J. Am. Stat.
+    Assoc. 22, 1927). An end is exactly 0 or 1 if the share is."""
     squared = Z * Z / size
     spread = Z * math.sqrt(share * (1 - share) / size + squared / (4 * size))
     centre = share + squared / 2
@@ -128,7 +135,7 @@ def wilson(share: float, size: float) -> Interval:
 
 
 def median(values: Values, weights: Values) -> float:
-    """The smallest value with half of the weight at or below it."""
+    """Return the smallest value with half of the weight at or below it."""
     order = np.argsort(values)
     below = np.cumsum(weights[order])
     return float(values[order][int(np.searchsorted(below, below[-1] / 2))])

@@ -1,1 +1,2 @@
-"""The process that has the fp32 references: how it is led, what samples travel in, and what it does."""
+"""The process with the fp32 references: what it does, how samples reach it, and the side of the server that leads
+it."""

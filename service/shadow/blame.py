@@ -1,7 +1,8 @@
-"""Which model's reference is to blame for the deaths of the process with all references, and stays off.
+"""Finds the model whose reference kills the process with the references, so that it stays off.
 
-A death is held against whoever was at work then. The first may have several at work, so from then on one works at a
-time; of whoever is alone at work when the process dies, and was at work when it died before, the second is the last.
+Each death is counted against the references at work at that moment. After a first death, which may have several at
+work, only one works at a time. A reference that is alone at work at a death, and was also at work at the one before,
+stays off.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from service.shadow.board import Board, Key, Work, label_of, new_board
 
 DEATHS = 2  # in a row
-FORGIVEN_SECONDS = 3600.0  # that a process ran: what happened before is no part of a row any more
+FORGIVEN_SECONDS = 3600.0  # a process that ran this long ends a row of deaths
 _WORDS: Mapping[Work, str] = {"loading": "being loaded", "running": "running"}
 
 
@@ -22,25 +23,25 @@ class Culprit(NamedTuple):
     """A reference that stays off."""
 
     key: Key
-    reason: str  # for people
+    reason: str  # shown to users
 
 
 class Blame:
-    """Told of every start and every death, by the thread that leads the process. ``clock`` is in seconds."""
+    """Counts the starts and deaths of the process, on the thread that leads it. ``clock`` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = 0.0
-        self._board: Board | None = None  # what the process that runs is at
-        self._deaths: dict[Key, int] = {}  # in a row, of those that were at work in the newest
+        self._board: Board | None = None  # what the current process works on
+        self._deaths: dict[Key, int] = {}  # consecutive deaths, of those at work in the last one
 
     @property
     def one_by_one(self) -> bool:
-        """Whether the process is to have one at work at a time."""
+        """Whether the process may have only one reference at work at a time."""
         return bool(self._deaths)
 
     def begin(self) -> int:
-        """A process is being started: the descriptor of its board, the caller's to close. Raises OSError."""
+        """Note that a process starts. Return the descriptor of its board, which the caller closes. Raises OSError."""
         file = new_board()
         try:
             self._board, self._began = Board(file), self._clock()
@@ -50,7 +51,8 @@ class Blame:
         return file
 
     def died(self, known: Collection[Key]) -> Culprit | None:
-        """It has died. ``known`` are all that it was to measure."""
+        """Note that the process died. Return the culprit, if there is one. ``known`` are all models that it was to
+        measure."""
         board, self._board = self._board, None
         if board is None:
             return None

@@ -1,6 +1,7 @@
-"""What the process with the references is at, in memory that whoever leads it reads when that has died.
+"""Shared memory in which the process with the references notes its current work, for the leading process to read later.
 
-A message would not do: a library that ends the process gives it no time to be sent. Writing here costs a microsecond.
+It is read after the process has died. A message would not do: a library that ends the process leaves no time to send
+one. A write here takes a microsecond.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
-Key = tuple[str, int]  # a model's name, and its version
-#: Of a reference; what a loading one is opened from is part of loading it.
+Key = tuple[str, int]  # a model's name and version
+#: Work on a reference. Opening its artifact is part of loading.
 Work = Literal["loading", "running"]
 _WORKS: tuple[Work, ...] = ("loading", "running")
 _FREE = 0
 _DIGEST = 16  # bytes
 _PLACE = 1 + _DIGEST
-_PLACES = 256  # one thread for each model: of more at once the rest is not told
+_PLACES = 256  # one thread per model; any more at once are not noted
 _BYTES = _PLACE * _PLACES
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Board:
-    """``one_by_one``: one works at a time, so that there is one to blame when the process dies."""
+    """Notes which references are at work.
+
+    ``one_by_one``: only one may work at a time, so that a death of the process has a single suspect.
+    """
 
     def __init__(self, file: int = -1, *, one_by_one: bool = False) -> None:
-        """``file`` is a descriptor that :func:`new_board` gave, and stays the caller's; −1 is memory of this process.
+        """``file`` is a descriptor from :func:`new_board`, which stays the caller's; −1 uses memory of this process.
         Raises OSError."""
         self._memory = mmap.mmap(file, _BYTES)
         self._free = list(range(_PLACES))
@@ -38,7 +42,7 @@ class Board:
 
     @contextmanager
     def at_work(self, label: str, work: Work) -> Iterator[None]:
-        """While the reference of the model that is called so is loaded, or run."""
+        """Note that the reference of model ``label`` is being loaded or run, for the duration of the context."""
         with self._turn:
             try:
                 place = self._free.pop()
@@ -47,7 +51,7 @@ class Board:
                 return
             at = place * _PLACE
             self._memory[at + 1 : at + _PLACE] = _digest(label)
-            self._memory[at] = 1 + _WORKS.index(work)  # last: what is half written says nothing
+            self._memory[at] = 1 + _WORKS.index(work)  # last, so that a half-written entry does not count
             try:
                 yield
             finally:
@@ -55,7 +59,7 @@ class Board:
                 self._free.append(place)
 
     def read(self, labels: Iterable[str]) -> dict[str, Work]:
-        """Those of ``labels`` that are at work; of one that is so twice, loading."""
+        """Return those of ``labels`` that are at work. One that is both loading and running counts as loading."""
         names = {_digest(label): label for label in labels}
         found: dict[str, Work] = {}
         for at in range(0, _BYTES, _PLACE):
@@ -70,16 +74,17 @@ class Board:
 
 
 def label_of(key: Key) -> str:
-    """What a version is called, on the board as in the log."""
+    """Return a version's name, on the board and in the log."""
     return f"model {key[0]!r} version {key[1]}"
 
 
 def new_board() -> int:
-    """The descriptor of memory for one that two processes share, the caller's to close. Raises OSError."""
+    """Create memory for a board that two processes share. Return its descriptor, which the caller closes. Raises
+    OSError."""
     file = os.memfd_create("bf16kit-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, _BYTES)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)  # whoever reads it may rely on its size
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)  # the reader may rely on its size
     except BaseException:
         os.close(file)
         raise

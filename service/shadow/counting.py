@@ -1,4 +1,4 @@
-"""What a server of one process has counted, and its shadow beside it: for ``/metrics`` and the status page."""
+"""The metrics of a one-process server together with its shadow's: for ``/metrics`` and the status page."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from service.telemetry.metrics import Metrics, expose
 from service.telemetry.readings import Sample
 from service.telemetry.whole import Family, Whole, added
 
-_PATIENCE_SECONDS = 2.0  # for the shadow to tell once more when somebody asks; if it does not, what it told last counts
+_PATIENCE_SECONDS = 2.0  # wait for the shadow's current counts; without them its last ones are used
 
 
 class CountingBoth:
-    """``own`` is this process' part; ``ask`` has the shadow tell what it has counted, None where there is none;
-    ``wanted`` says which versions are served."""
+    """This process' metrics and the shadow's.
+
+    ``own`` holds this process' metrics. ``ask`` asks the shadow for its counts; it returns None if there is no shadow.
+    ``wanted`` returns the versions that are served.
+    """
 
     def __init__(
         self, own: Metrics, ask: Callable[[], Future[Body] | None], wanted: Callable[[], Iterable[Key]]
@@ -29,19 +32,19 @@ class CountingBoth:
         self._shadow = Whole(lambda: [(name, str(version)) for name, version in wanted()])
 
     def hear(self, told: Message) -> None:
-        """What the shadow has counted until now."""
+        """Take over what the shadow has counted so far."""
         self._shadow.update(NAME, map(Family.from_json, told.body["metrics"]))
 
     def lost(self) -> None:
-        """It has died: what it counted stays."""
+        """Note that the shadow died. Its counts are kept."""
         self._shadow.lost(NAME)
 
     def forget(self, model: str, versions: Collection[int]) -> None:
-        """They were loaded anew, or unloaded."""
+        """Forget the counts of versions that were reloaded or unloaded."""
         self._shadow.forget(model, versions)
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """See :meth:`Metrics.expose`; of this moment."""
+        """See :meth:`Metrics.expose`; asks the shadow for its current counts first."""
         asked = self._ask()
         if asked is not None:
             wait([self._heard(asked)], _PATIENCE_SECONDS)
@@ -49,13 +52,13 @@ class CountingBoth:
         return expose(added(self._own.snapshot(), measured), accept) if measured else self._own.expose(accept)
 
     def samples(self, names: Iterable[str]) -> Iterator[Sample]:
-        """See :meth:`Metrics.samples`; of the shadow's, those of the last second. A series may be told twice: what both
-        have counted is the sum."""
+        """See :meth:`Metrics.samples`. The shadow's samples are up to a second old. A series may appear twice if both
+        count it; its value is the sum."""
         names = list(names)
         return chain(self._own.samples(names), self._shadow.samples(names))
 
     def _heard(self, asked: Future[Body]) -> Future[None]:
-        """Ends once what the shadow has told is counted."""
+        """Return a future that ends once the shadow's answer is counted."""
         heard: Future[None] = Future()
 
         def hear(done: Future[Body]) -> None:

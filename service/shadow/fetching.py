@@ -1,4 +1,4 @@
-"""Evidence on its way out of the process that keeps it: in memory without a name, and never through a message."""
+"""Fetches evidence from the process that keeps it: through anonymous memory, never in a message."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from service.peers.channel import Body
 from service.peers.peer import Message, Peer
 
 KIND = "evidence"
-SECONDS = 10.0  # that whoever asks waits
+SECONDS = 10.0  # longest wait for an answer
 
 
 def fetch(peer: Callable[[], Peer | None], model: str, version: int) -> bytes:
-    """The evidence of the model's newest breach, as a file. Raises NotFound where there is none, Unavailable where the
-    process does not answer."""
+    """Return the evidence of the model's newest breach, as the bytes of a file.
+
+    Raises NotFound if there is none, and Unavailable if the process does not answer.
+    """
     there = peer()
     if there is None:
         raise NotFound(f"model {model!r} version {version}: no live sample has been measured, so there is no evidence")
@@ -30,7 +32,7 @@ def fetch(peer: Callable[[], Peer | None], model: str, version: int) -> bytes:
 
 
 def answer(message: Message, evidence: Callable[[str, int], bytes]) -> Body:
-    """What the process that keeps it answers: the file it was given is filled."""
+    """Answer a request for evidence, in the process that keeps it: write it to the file that came with the message."""
     body = message.body
     data = evidence(body["model"], int(body["version"]))
     with os.fdopen(os.dup(message.files[0]), "wb") as file:

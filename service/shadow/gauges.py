@@ -1,4 +1,4 @@
-"""The gauges of the process with the references that are to be seen when it is dead too, or does not tell them."""
+"""The gauges of the process with the references that must stay visible while it is dead or silent."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from service.shadow.board import Key
 from service.telemetry.metrics import Metrics
 
 _DOWN, _LAST = "bf16kit_drift_reference_up", "bf16kit_drift_last_sample_timestamp_seconds"
-#: As :meth:`service.telemetry.whole.Family.as_json` has it.
+#: A family, as :meth:`service.telemetry.whole.Family.as_json` returns it.
 Told = list[Any]
 
 
 class Gauges:
-    """What was told last of those gauges."""
+    """The last values of those gauges."""
 
     def __init__(self) -> None:
         self._kept: Sequence[Told] = ()
 
     def keep(self, told: Iterable[Told]) -> None:
-        """What the process has told of everything it counts."""
+        """Keep those gauges out of all families that the process has reported."""
         self._kept = [family for family in told if family[0] in (_DOWN, _LAST)]
 
     def whole(self, told: Iterable[Told], known: Iterable[Key]) -> list[Told]:
-        """The same, and that the reference is down of each model of ``known`` that it does not speak of."""
+        """Return ``told``, with the reference marked down for each model of ``known`` that it does not mention."""
         return [_with_down(family, known) if family[0] == _DOWN else family for family in told]
 
     def left(self, known: Sequence[Key]) -> list[Told]:
-        """What is to be seen while the process is dead, or before it has said anything, of the models of ``known``."""
+        """Return the gauges for the models of ``known`` while the process is dead or has not reported anything yet."""
         kept = [_after_death(_of(family, known)) for family in self._kept]
         if not any(family[0] == _DOWN for family in kept):
             kept.append(self._nothing)
@@ -37,7 +37,7 @@ class Gauges:
 
     @cached_property
     def _nothing(self) -> Told:
-        """The family of references, as the process would tell it that has none."""
+        """The family of references, as a process without any would report it."""
         (family,) = Metrics().snapshot(_DOWN)
         return family.as_json()
 

@@ -1,4 +1,4 @@
-"""The side of a process that serves: it takes samples to whoever leads the process with the references."""
+"""The serving process' side: sends samples to the process that leads the shadow."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from service.peers.channel import Body
 from service.shadow.samples import pack
 
 _log = logging.getLogger(__name__)
-TOGETHER_S = 0.05  # so long samples wait for others to go with
+TOGETHER_S = 0.05  # time that samples wait, to be sent together
 _Given = tuple[Sample, OutcomeObserver]
-_Told = tuple[int, OutcomeObserver]  # a sample's rows, and who asks what became of them
+_Told = tuple[int, OutcomeObserver]  # a sample's rows, and the observer of its outcome
 Ask = Callable[[str, Mapping[str, object], list[int]], Future[Body]]
 
 
 class PlannedHand:
-    """See :class:`service.drift.sampling.Hand`; of a model's name and what was loaded of it.
+    """A :class:`service.drift.sampling.Hand` for one model, loaded by ``plan``.
 
-    ``ask`` is that of whoever leads; ``gone`` is told the model's name, and what was loaded as JSON, when no more will
-    come. What is given goes a moment later, together, from a thread of its own: the thread that answers a request does
-    not wait for the system, nor for Python's lock after each of its calls (docs/decisions/0055).
+    ``ask`` sends a request to the leading process. ``gone`` is called when no more samples will come, with the model's
+    name and what was loaded, as JSON. Samples are sent together a moment later, from a separate thread. The thread that
+    answers a request therefore waits neither for system calls nor for Python's lock after each (docs/decisions/0055).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PlannedHand:
         taken = False
         try:
             taken = self._waiting.put((sample, observer))
-        except RuntimeError as error:  # the system has no thread left: whoever asks is answered all the same
+        except RuntimeError as error:  # the system has no thread left; the client gets its response all the same
             self._say(error)
         if not taken:
             observer.sampled("dropped", sample.rows)
@@ -65,7 +65,7 @@ class PlannedHand:
         """See :meth:`service.drift.sampling.Hand.forget`."""
         for sample, observer in self._waiting.end():
             observer.sampled("dropped", sample.rows)
-        self._waiting.join()  # what it is about to send would be the model's first sample again
+        self._waiting.join()  # samples sent after gone() would have the model measured again
         self._gone(self._name, self._wish)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -88,14 +88,14 @@ class PlannedHand:
         asked.add_done_callback(lambda done: _hear(told, done))
 
     def _say(self, error: Exception) -> None:
-        """Once: each sample that it happens to is counted."""
+        """Log the first failure only: every affected sample is counted."""
         if not self._said:
             self._said = True
             _log.warning("model %r: samples for live drift cannot be handed on: %r", self._name, error)
 
 
 def _told(given: Sequence[_Given]) -> list[_Told]:
-    """Without their arrays, till they are measured."""
+    """Return rows and observers without the samples' arrays, which can be freed before the samples are measured."""
     return [(sample.rows, observer) for sample, observer in given]
 
 
@@ -103,7 +103,7 @@ def _hear(told: Sequence[_Told], done: Future[Body]) -> None:
     error = done.exception()
     if error is None:
         _tell(told, done.result()["outcomes"])
-    else:  # the process died with them, or no file was left for them, which is no news here
+    else:  # the process died with the samples or had no file left for them; it is logged there
         _tell(told, ["failed" if isinstance(error, (Unavailable, OSError)) else "dropped"] * len(told))
 
 

@@ -1,4 +1,4 @@
-"""A model whose samples are measured, and what becomes of them."""
+"""A model whose samples are measured, and the outcomes of samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.telemetry.modelmetrics import ModelMetrics
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """A sample that came before its artifact was open."""
+    """A sample that arrived before its artifact was open."""
 
     sample: Sample
     told: Told
@@ -39,13 +39,13 @@ class Measured:
     shadow: Shadow | None = None
     failed: bool = False
     verdict: DriftVerdict | None = None  # the newest
-    witness: Witness | None = None  # where evidence is kept
-    files: Mapping[str, str] = field(default_factory=dict)  # of the artifact, with their sha256
+    witness: Witness | None = None  # set if evidence is kept
+    files: Mapping[str, str] = field(default_factory=dict)  # the artifact's files and their sha256
     told: DriftVerdict | None = None
 
     @cached_property
     def digest(self) -> str:
-        """Of the plan, which each verdict names."""
+        """The digest of the plan, which each verdict names."""
         return self.plan.digest
 
     @property
@@ -53,7 +53,7 @@ class Measured:
         return self.plan.serving.shadow
 
     def put(self, sample: Sample, told: Told) -> None:
-        """Called with the lock held; see :meth:`Shadow.put`."""
+        """Queue a sample; see :meth:`Shadow.put`. The caller holds the lock."""
         if self.failed:
             told("failed")
         elif self.shadow is not None:
@@ -69,7 +69,7 @@ class Measured:
 
 
 class Outcomes:
-    """What became of samples that came together: answered when the last is known."""
+    """Collects the outcomes of samples that came in one message, and answers it once the last is known."""
 
     def __init__(self, count: int) -> None:
         self.answer = Future[Body]()

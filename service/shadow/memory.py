@@ -1,8 +1,8 @@
-"""The memory that fp32 references take of their process: measured for each, held against its bound, and given back.
+"""The memory of fp32 references: measured for each, compared with its bound, and freed.
 
-What is resident is measured around loading, one reference at a time, and around runs beside which nothing else was
-loaded, run or given back. So that one which takes memory without end in a single run ends in an error and not in the
-machine's memory, the system is told of a limit as well.
+Resident memory is measured around loading, one reference at a time, and around runs during which no other reference was
+loaded, run or freed. A single run that takes memory without end must fail with an error instead of exhausting the
+machine, so the system is given a limit as well.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from service.contract import Array
 from service.process.memory import for_requests
 
 _log = logging.getLogger(__name__)
-# A loaded reference was seen to take 1.08 to 1.33 times its fp32 weights from 34 MB on, and 11 MB beside; what a run
-# takes is the model's, and this is for those that take it without end.
+# A loaded reference was measured to take 1.08 to 1.33 times its fp32 weights, for 34 MB of weights and more, plus 11
+# MB. The memory of a run depends on the model. The bound is generous: it is for runs that take memory without end.
 _DEFAULT_FACTOR, _DEFAULT_BESIDE = 2, 1 << 30
-_HEADROOM = 512 << 20  # of the process beside its references, before the system refuses: samples, stacks, what is freed
+# Of the process beside its references, before the system refuses more: samples, stacks, freed memory.
+_HEADROOM = 512 << 20
 _REFUSED = re.compile(r"alloc", re.IGNORECASE)  # std::bad_alloc, "Failed to allocate memory", "bad allocation"
 _REMEDY = (
     "drift of this model is not measured until it is loaded anew: raise shadow.reference_memory_bytes in its"
@@ -38,7 +39,7 @@ _REMEDY = (
 
 
 def resident() -> int:
-    """The bytes of memory that this process takes; 0 where nobody says."""
+    """Return the bytes of memory resident in this process; 0 if the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -46,13 +47,14 @@ def resident() -> int:
 
 
 def _virtual() -> int:
-    """The bytes of memory of its own that this process has asked for, taken or not: what the limit is of."""
+    """Return the bytes of private memory that this process has requested, resident or not: the limit applies to
+    these."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:")), 0)
 
 
 def fp32_bytes(manifest: Manifest) -> int:
-    """Of the model's weights in fp32."""
+    """Return the size of the model's weights in fp32, in bytes."""
     return sum(
         tensor.bytes * (2 if tensor.file == "weights.bf16" else 1)
         for tensor in manifest.tensors
@@ -61,30 +63,33 @@ def fp32_bytes(manifest: Manifest) -> int:
 
 
 def default_bound(weights: int, room: controlgroup.Memory | None = None) -> int:
-    """For a reference whose fp32 weights have so many bytes. In a container it may take what ``room`` leaves beside
-    what is kept for requests."""
+    """Return the default bound for a reference with ``weights`` bytes of fp32 weights.
+
+    In a container it is at most what ``room`` has left beside the memory kept for requests.
+    """
     wanted = _DEFAULT_FACTOR * weights + _DEFAULT_BESIDE
     return wanted if room is None else max(0, min(wanted, room.left - for_requests(room)))
 
 
 class Memory:
-    """What the references of this process take together. ``held`` says what the process takes."""
+    """The memory of all references of this process. ``held`` returns the bytes that the process takes."""
 
     def __init__(self, held: Callable[[], int] = resident, *, limit: bool = False) -> None:
-        """``limit``: have the system refuse what is over all bounds together; the process must be the references'."""
+        """``limit``: have the system refuse memory above all bounds together. The process must serve the references
+        only."""
         self.held = held
         self._limit = limit
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._bounded: list[BoundedReference] = []
-        self._base = 0  # what it takes without any
-        self._at_work = 0  # references that are being loaded, run or given back
-        self._begun = 0  # how often one of that has begun
+        self._base = 0  # memory of the process without references
+        self._at_work = 0  # references being loaded, run or freed
+        self._begun = 0  # how many such operations have begun
 
     def load(self, name: str, bound: int, load: Callable[[], Runtime]) -> BoundedReference:
-        """Load a reference that may take ``bound`` bytes. Raises ConfigError where it takes more, and what ``load``
+        """Load a reference that may take ``bound`` bytes. Raises ConfigError if it takes more, and whatever ``load``
         raises."""
-        with self._loading, self.working():  # what another takes meanwhile would be taken for this one's
+        with self._loading, self.working():  # memory taken by another meanwhile would be counted as this one's
             give_back()
             before = self.held()
             with self._lock:
@@ -109,7 +114,8 @@ class Memory:
 
     @contextmanager
     def working(self) -> Iterator[Callable[[], bool]]:
-        """While a reference takes memory, or gives it back. What is yielded tells whether no other has since."""
+        """Mark that a reference allocates or frees memory. Yields a function that tells whether no other has since the
+        start."""
         with self._lock:
             alone = not self._at_work
             self._at_work += 1
@@ -122,7 +128,8 @@ class Memory:
                 self._at_work -= 1
 
     def is_over(self, reference: BoundedReference) -> bool:
-        """Whether it takes more than it may: by its own runs, and by what the process has beside all others."""
+        """Whether the reference exceeds its bound, both by its own runs and by the process' memory less that of all
+        others."""
         with self._lock:
             others = sum(each.taken for each in self._bounded if each is not reference)
         return reference.taken > reference.bound < self.held() - self._base - others
@@ -134,7 +141,7 @@ class Memory:
         give_back()
 
     def _set_limit(self, more: int) -> None:
-        """Before a reference is loaded that may take ``more``."""
+        """Set the system's limit before loading a reference that may take ``more`` bytes."""
         if not self._limit or not sys.platform.startswith("linux"):
             return
         with self._lock:
@@ -146,11 +153,11 @@ class Memory:
 
 
 class BoundedReference:
-    """See :class:`service.drift.shadow.Reference`: a runtime that is given back once it takes too much memory."""
+    """A :class:`service.drift.shadow.Reference`: a runtime that is freed once it takes too much memory."""
 
     def __init__(self, name: str, bound: int, runtime: Runtime, taken: int, memory: Memory) -> None:
         self.bound = bound
-        self.taken = self._loaded = taken  # by loading it, and then by its runs too
+        self.taken = self._loaded = taken  # by loading it, later also by its runs
         self._name = name
         self._runtime: Runtime | None = runtime
         self._memory = memory
@@ -176,11 +183,11 @@ class BoundedReference:
                 raise
             finally:
                 more = self._memory.held() - before
-                if self.up and alone():  # what another took meanwhile is not this one's
+                if self.up and alone():  # memory taken by another meanwhile is not this one's
                     self._took(more)
 
     def _took(self, more: int) -> None:
-        """By a run: less than none where it gave back what an earlier one had taken."""
+        """Count the memory that a run took; negative if it freed what an earlier run had taken."""
         self.taken = max(self._loaded, self.taken + more)
         if self._memory.is_over(self):
             self._give_up(f"it takes {self.taken} bytes of memory, over")

@@ -1,4 +1,5 @@
-"""Who gives a model's fp32 answers, as its serving.yaml says: this process, or another server."""
+"""Opens the fp32 reference that a model's serving.yaml names: a runtime in this process, or a model of another
+server."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ _log = logging.getLogger(__name__)
 def open_reference(
     name: str, policy: ShadowPolicy, opened: Opened, memory: Memory, board: Board, authority: Path | None = None
 ) -> Reference:
-    """Loaded here, or at another server, whose certificate is checked by ``authority`` (PEM; None: gRPC's own) where it
-    is asked over TLS; for the thread of low priority that will ask it.
+    """Load the reference here, or connect to another server, for the low-priority thread that will call it.
 
-    Raises ConfigError for one that takes more memory than it may, and what loading it raises; nothing where another
-    server cannot be reached, which is asked again.
+    ``authority``: PEM file to check that server's certificate against, over TLS; None: gRPC's own certificates. Raises
+    ConfigError if the reference exceeds its memory bound, and whatever loading raises. A server that cannot be reached
+    raises nothing; it is tried again later.
     """
     if policy.remote is not None:
-        from service.shadow.remote import RemoteReference  # gRPC, which nobody else needs here
+        from service.shadow.remote import RemoteReference  # gRPC is needed for remote references only
 
         remote = RemoteReference(name, policy.remote, opened.inputs, opened.outputs, policy.max_bytes, authority)
         remote.connect()
@@ -50,13 +51,13 @@ def open_reference(
             " serving.yaml, or have another server run the reference (shadow.reference: grpc://…)"
         )
     with board.at_work(name, "loading"):
-        _log.info("%s: its fp32 reference is being loaded", name)  # the last word, should that end the process
+        _log.info("%s: its fp32 reference is being loaded", name)  # logged first, in case loading kills the process
         reference = memory.load(name, bound, lambda: load_reference(opened.artifact, threads=1, low_priority=True))
     return OnBoard(name, reference, board)
 
 
 class OnBoard:
-    """See :class:`service.drift.shadow.Reference`: one that says on the board while it runs."""
+    """A :class:`service.drift.shadow.Reference` that notes its runs on the board."""
 
     def __init__(self, name: str, reference: Reference, board: Board) -> None:
         self._name = name

@@ -1,6 +1,6 @@
-"""The process that has the fp32 references, as whoever leads it sees it: a server of one process, or a supervisor.
+"""Leads the process with the fp32 references, for a server of one process or a supervisor.
 
-It is there once it is needed, and kept running from then on. Nothing here knows workers.
+The process starts when it is first needed and is kept running from then on. Nothing here depends on workers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from service.shadow.gauges import Gauges
 _log = logging.getLogger(__name__)
 REFERENCES = "service.shadow.references"
 NAME = "the shadow"
-# Without an answer. It runs only when nobody else wants a processor, and says nothing while all are taken; one that
-# stands still holds up nobody meanwhile.
+# Longest time without an answer. The process runs only while no other needs a processor, so it may be silent for long;
+# nobody waits for it meanwhile.
 SILENT_SECONDS = 120.0
-_MOST_BYTES = 256 << 20  # of samples that it was given and has not measured yet
-_MOST_SAMPLES = 2 * QUEUE_SIZE  # of one model: it drops what is more than its queue, but only while it runs
-#: Whether a version is to be served as this says, which is a wish of it alone, in JSON.
+_MOST_BYTES = 256 << 20  # of samples sent to it and not yet measured
+_MOST_SAMPLES = 2 * QUEUE_SIZE  # per model; the process drops samples beyond its queue, but only while it runs
+#: Whether a version is to be served as a wish (JSON) describes it; the wish holds this version only.
 Wanted = Callable[[str, int, str], bool]
 
 
@@ -49,12 +49,13 @@ class _Early(NamedTuple):
 
 
 class ShadowProcess:
-    """Runs from the first sample on, for as long as :meth:`tend` is called by the thread that leads.
+    """Runs the process from the first sample on, for as long as the leading thread calls :meth:`tend`.
 
-    ``counts`` hears what it has counted, ``lost`` that it has died, ``forgotten`` that nothing more of a model's
-    versions will be counted, ``verdicts`` what recent drift says of a model. They run on threads that must not be held
-    up. ``shared``: several processes choose samples, and the policy's rate is that of all of them; then ``wanted`` says
-    what they serve, for a sample of one may come after all others have unloaded its model.
+    ``counts`` receives its counts, ``lost`` its death, and ``verdicts`` the verdicts on models' recent drift.
+    ``forgotten`` is told that some of a model's versions will not be counted any more. These callbacks run on threads
+    that must not block. ``shared``: several processes choose samples, and the policy's rate applies to all of them
+    together. ``wanted`` then says which versions they serve, because a sample may arrive after its model was unloaded
+    everywhere else.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class ShadowProcess:
         self._forgotten = forgotten
         self._shared = shared
         self._wanted = wanted
-        self._lock = threading.RLock()  # what is told of a sample may come back here
+        self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
         self._held = 0
         self._unanswered: Counter[Key] = Counter()  # samples
-        self._asked: Future[Body] = Future()  # what it has counted, the last time
+        self._asked: Future[Body] = Future()  # the last request for its counts
         self._asked.set_result({})
-        self._talks = False  # it has begun, which takes a second or two
-        self._early: list[_Early] = []  # they came before it was there
-        self._wishes: dict[Key, str] = {}  # what it measures
-        self._off: dict[Key, str] = {}  # of these what ends it again and again, and why that is not measured
+        self._talks = False  # it has answered since it started, which takes a second or two
+        self._early: list[_Early] = []  # samples that came before it had started
+        self._wishes: dict[Key, str] = {}  # the versions that it measures
+        self._off: dict[Key, str] = {}  # versions that stay off because they kill it again and again, and why
         self._gauges = Gauges()
         self._blame = Blame()
         handlers: dict[str, Handler] = {
@@ -98,8 +99,8 @@ class ShadowProcess:
         return self._child.peer
 
     def ask_counts(self) -> Future[Body] | None:
-        """What it has counted until now; None where it does not run, has not said anything yet, or does not answer who
-        asked before."""
+        """Ask for its current counts. Return None if it does not run, has not answered yet, or has not answered the
+        last request."""
         if (peer := self.peer) is None or not self._talks or not self._asked.done():
             return None
         told: Future[Body] = Future()
@@ -108,7 +109,7 @@ class ShadowProcess:
         return told
 
     def why_off(self, model: str, version: int) -> str:
-        """Why a reference stays off, for people; empty for one that does not."""
+        """Return why a reference stays off, for users; "" if it does not."""
         return self._off.get((model, version), "")
 
     def tend(self) -> None:
@@ -116,7 +117,7 @@ class ShadowProcess:
             self._child.tend()
 
     def close(self) -> None:
-        """End it at once: what it measures is lost."""
+        """End the process at once. Samples being measured are lost."""
         self._child.retire()
         self._child.kill()
         self._child.wait(0.0)
@@ -127,13 +128,15 @@ class ShadowProcess:
             each.told.set_exception(Unavailable(f"{NAME} of this server has ended", ENDED))
 
     def give(self, message: Message) -> Future[Body]:
-        """Hand samples on; the answer says what became of each, and is Unavailable where the process died with them.
+        """Hand samples on. The future gives each sample's outcome, or fails with Unavailable if the process dies with
+        them.
 
-        Raises OSError, or answers with it, where no file is left."""
+        Raises OSError, or fails with it, if no file descriptor is left.
+        """
         told: Future[Body] = Future()
         body: Body = {**message.body, "shared": self._shared}
         key = _key(body)
-        with self._lock:  # until it is sent: whoever forgets the model says so after it
+        with self._lock:  # held until the samples are sent, so that "forget" for the model follows them
             new = key not in self._wishes
             refused = self._refused(key, body)
             if not refused:
@@ -145,12 +148,14 @@ class ShadowProcess:
         return told
 
     def ask(self, kind: str, body: Mapping[str, object], files: list[int]) -> Future[Body]:
-        """The same for whoever would otherwise ask a supervisor."""
+        """Call :meth:`give`, with the signature of a request to a supervisor."""
         return self.give(Message(dict(body), tuple(files)))
 
     def forget(self, model: str, wish: str = "") -> None:
-        """It was loaded anew, or unloaded: its references are not needed any more. Where ``wish`` says what was loaded,
-        that one alone; else all of its versions that are not wanted as they were."""
+        """Drop the references of a model that was reloaded or unloaded.
+
+        With ``wish``, only the version loaded by it; else all of its versions that are not wanted as they were.
+        """
 
         def is_gone(key: Key, known: str) -> bool:
             if wish:
@@ -179,8 +184,8 @@ class ShadowProcess:
             self._forgotten(model, versions)
 
     def restart(self, model: str, version: int) -> None:
-        """What comes from now on was answered by another precision: recent drift begins anew."""
-        if (peer := self.peer) is not None:  # if not, it begins anew in any case
+        """Begin recent drift anew: another precision answers from now on."""
+        if (peer := self.peer) is not None:  # a process that starts later begins anew anyway
             peer.tell("restart", {"model": model, "version": version})
 
     def evidence(self, model: str, version: int) -> bytes:
@@ -190,12 +195,11 @@ class ShadowProcess:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _refused(self, key: Key, body: Body) -> str:
-        """What becomes of these samples where they are not handed on; empty where they are. Called with the lock
-        held."""
+        """Return the outcome of these samples if they are not to be handed on, else "". The caller holds the lock."""
         if self._wanted is not None and not self._wanted(*key, body["wish"]):
-            return "dropped"  # they were on their way while their model was unloaded
+            return "dropped"  # in flight while their model was unloaded
         if self._wishes.get(key) != body["wish"]:
-            self._off.pop(key, None)  # that was of what was loaded before
+            self._off.pop(key, None)  # it applied to the version loaded before
             self._wishes[key] = body["wish"]
         if key in self._off:
             return "failed"
@@ -203,7 +207,7 @@ class ShadowProcess:
         return "" if room else "dropped"
 
     def _hand_on(self, body: Body, file: int, told: Future[Body]) -> None:
-        """Called with the lock held."""
+        """Send the samples, or keep them until the process starts. The caller holds the lock."""
         peer = self.peer
         if peer is None:
             self._early.append(_Early(body, os.dup(file), told))
@@ -243,7 +247,7 @@ class ShadowProcess:
             for key, wish in self._wishes.items():
                 if key not in self._off:
                     peer.tell("measure", {"wish": wish})
-            for each in early:  # whoever forgets a model meanwhile says so after them
+            for each in early:  # a concurrent "forget" for a model follows them
                 if each.key not in self._off:
                     self._ask(peer, each.body, each.file, each.told)
                 else:
@@ -252,7 +256,7 @@ class ShadowProcess:
                 os.close(each.file)
 
     def _hear(self, message: Message) -> None:
-        with self._lock:  # what is told in its place meanwhile would be counted as its beginning anew
+        with self._lock:  # _tell_left() meanwhile would look like counters that restart
             self._talks = True
             self._counts(Message(self._whole(message.body)))
 
@@ -264,7 +268,7 @@ class ShadowProcess:
             told.set_exception(error)
 
     def _whole(self, told: Body) -> Body:
-        """What it has counted, and of the references that are to be there and that it has not, that they are down."""
+        """Return its counts, with expected references that it does not mention marked as down."""
         self._gauges.keep(told["metrics"])
         return {**told, "metrics": self._gauges.whole(told["metrics"], self._known())}
 
@@ -273,7 +277,7 @@ class ShadowProcess:
             return list(self._wishes)
 
     def _bury(self) -> None:
-        """What it has counted stays, and it is not forgotten that it should be there. What ended it stays off."""
+        """Handle its death: its counts and its list of models are kept, and a reference that killed it stays off."""
         culprit = self._blame.died(self._known())
         if culprit is not None:
             _log.error("%s: no live drift: %s", label_of(culprit.key), culprit.reason)
@@ -285,14 +289,14 @@ class ShadowProcess:
             self._tell_left()
 
     def _tell_left(self) -> None:
-        """What outlives it, of the models that it is to measure, unless it tells that itself. Called with the lock
-        held."""
+        """Report what outlives it, for the models that it is to measure, unless it reports itself. The caller holds the
+        lock."""
         if not self._talks:
             self._counts(Message({"metrics": self._gauges.left(self._known()), "statistics": []}))
 
     def _forget(self, model: str, versions: Collection[int], done: Future[Body]) -> None:
         if done.exception() is None:
-            self._hear(Message(done.result()))  # without it
+            self._hear(Message(done.result()))  # without that model
         self._forgotten(model, versions)
 
 

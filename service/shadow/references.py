@@ -1,7 +1,7 @@
-"""The process that has the fp32 references, and measures what is handed to it. ``python -m`` starts it.
+"""The process with the fp32 references, which measures the samples it is sent. Started with ``python -m``.
 
-Alone in loading them, for a reference takes twice the memory of what serves; of low priority, so that whoever answers
-requests goes first.
+It loads them apart from the serving processes because a reference takes twice the memory of the bf16 model. Its
+priority is low, so that processes that answer requests run first.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from service.shadow.samples import unpack
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-MEASURED = "bf16kit_drift_"  # what is counted here; whoever answers counts everything else
+MEASURED = "bf16kit_drift_"  # prefix of the metrics counted here; serving processes count the others
 
 
 class References:
-    """Hears whoever leads on the peer's thread; opens artifacts on another; each model is measured on its own."""
+    """Handles the leading process' messages on the peer's thread and opens artifacts on another. Each model is measured
+    on a thread of its own."""
 
     def __init__(self, end: socket.socket) -> None:
         self._metrics = Metrics()
         self._memory = Memory(limit=True)
-        self._board = Board()  # of its own until it is told of the one that the server reads
+        self._board = Board()  # private until the server sends the shared one
         self._models: dict[Key, Measured] = {}
-        self._lock = threading.RLock()  # what is told of a sample may come back here
+        self._lock = threading.RLock()  # reporting a sample's outcome may call back into this class
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ended = threading.Event()
         self._keeps_evidence = False
@@ -76,7 +77,7 @@ class References:
         HeapTrimmer().start()
         Ticking("counting", TELL_SECONDS, self._tell).start()
         self._ended.wait()
-        os._exit(0)  # a reference may be at work, and nobody waits for what it says
+        os._exit(0)  # a reference may be running, and its result is not needed
 
     def _tell(self) -> None:
         self._peer.tell("counts", self._counts())
@@ -89,7 +90,7 @@ class References:
         return {"metrics": [family.as_json() for family in self._metrics.snapshot(MEASURED)], "statistics": []}
 
     def _evidence_of(self, name: str, version: int) -> bytes:
-        """Raises NotFound where there is none."""
+        """Raises NotFound if there is none."""
         with self._lock:
             model = self._models.get((name, version))
         if model is None or model.witness is None:
@@ -118,7 +119,8 @@ class References:
         with self._lock:
             model = self._model(body["wish"])
             for at, sample in enumerate(samples):
-                if body["shared"] and not model.tokens.take():  # each that chooses keeps to the rate, all do here
+                # Each sender keeps to the rate; this enforces it for all together.
+                if body["shared"] and not model.tokens.take():
                     outcomes.told(at, "dropped")
                 else:
                     model.put(sample, partial(outcomes.told, at))
@@ -141,7 +143,7 @@ class References:
     # --- models, with the lock held -----------------------------------------------------------------------------------
 
     def _model(self, text: str) -> Measured:
-        """What measures the samples of this wish, in place of what measured another of the same version."""
+        """Return what measures the samples of this wish. It replaces what measured another wish of the same version."""
         known = next((model for model in self._models.values() if model.wish == text), None)
         if known is not None:
             return known
@@ -161,7 +163,7 @@ class References:
         return model
 
     def _close(self, model: Measured) -> None:
-        """Its thread gives the reference back after the sample that it is at."""
+        """Stop measuring a model. Its thread frees the reference after its current sample."""
         model.failed = True
         early, model.early = model.early, []
         for each in early:
@@ -219,7 +221,8 @@ class References:
         )
 
     def _judge(self, model: Measured, verdict: Callable[[], DriftVerdict]) -> None:
-        """After each sample: what is news is told at once, the rest with the counts."""
+        """Update the verdict after each sample. Changes are reported at once, everything else together with the
+        counts."""
         model.verdict = verdict().of(model.digest)
         if model.told is None or model.verdict.told != model.told.told:
             self._tell_verdict(model)
@@ -234,10 +237,10 @@ class References:
 
 
 def run_when_idle() -> None:
-    """This process, the threads that it starts included, after everything else that wants a processor.
+    """Run this process, with all threads it starts, only while no other process needs a processor.
 
-    Niceness alone shares a processor fairly: a thread that answers and wakes up waits until this one's turn is over
-    (docs/decisions/0055). Nobody who answers waits for a lock that is held here.
+    Niceness alone shares a processor fairly: a request thread that wakes up waits until this process' turn ends
+    (docs/decisions/0055). No request thread waits for a lock that is held here.
     """
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     if hasattr(os, "SCHED_IDLE"):
@@ -246,7 +249,7 @@ def run_when_idle() -> None:
 
 
 def main() -> None:
-    """``python -m service.shadow.references DESCRIPTOR PARENT``."""
+    """Entry point: ``python -m service.shadow.references DESCRIPTOR PARENT``."""
     leave_signals_to_the_parent()
     end_with(int(sys.argv[2]))
     run_when_idle()

@@ -1,7 +1,7 @@
-"""A model of another V2 server as the fp32 reference: asked over gRPC from the process that compares.
+"""A model of another V2 server as the fp32 reference, called over gRPC from the process that compares.
 
-It is asked like any V2 server: what its metadata say is held against the artifact first; tensors go raw, and come raw
-or typed. While it cannot be reached its samples fail at once, and it is tried again, less often each time.
+Its metadata is first compared with the artifact. Tensors are sent raw, and accepted raw or typed. While the server
+cannot be reached, samples fail at once, and it is tried again at growing intervals.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from service.process.certificates import read_authority
 from service.wire.tensors import decode_contents, decode_raw, encode_raw
 
 _log = logging.getLogger(__name__)
-SECONDS = 10.0  # of one call: who waits for longer measures nothing that anybody waits for
+SECONDS = 10.0  # timeout of one call: a longer one delays other samples too much to be worth it
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_BESIDE_TENSORS = 1 << 20  # bytes of a message
-_LARGEST_OPTION = 2**31 - 1  # that a channel takes, an int32
-_SERVICE = "inference.GRPCInferenceService"  # on the wire; the messages' own package is another
+_BESIDE_TENSORS = 1 << 20  # bytes of a message besides its tensors
+_LARGEST_OPTION = 2**31 - 1  # of a channel option, an int32
+_SERVICE = "inference.GRPCInferenceService"  # the name on the wire; the messages' package has another name
 _RPCS = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
-#: Of these samples it says that something is wrong with them; after any other it is taken for away.
+#: With these codes it rejects the sample; any other code counts as unreachable.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 _FREE = -1
 
 
 class RemoteReference:
-    """See :class:`service.drift.shadow.Reference`. For one thread."""
+    """A :class:`service.drift.shadow.Reference` on another server. For one thread."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class RemoteReference:
         authority: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``most_bytes``: of the outputs of a sample. ``authority``: PEM, what certificates are checked by over TLS; it
-        is read each time that the server is looked for. None: by the certificates that come with gRPC."""
+        """``most_bytes`` bounds the outputs of one sample. ``authority``: PEM file to check certificates against, over
+        TLS; it is read at each attempt to connect. None: the certificates that come with gRPC."""
         self.up = False
         self._name = name
         self._remote = remote
@@ -64,7 +64,7 @@ class RemoteReference:
         self._channel: grpc.Channel | None = None
 
     def connect(self) -> None:
-        """Ask whether it is the model that it should be, unless it is too early to try again. Raises nothing."""
+        """Check that the server has the expected model, unless it is too early to try again. Raises nothing."""
         if self.up or self._clock() < self._due:
             return
         asked = pb.ModelMetadataRequest(name=self._remote.model, version=self._remote.version)
@@ -92,7 +92,7 @@ class RemoteReference:
         try:
             told = self._infer(self._request(feeds, outputs), timeout=min(seconds, SECONDS))
         except grpc.RpcError as error:
-            code = error.code()  # what else it says may be of what was sent, which no log is to have
+            code = error.code()  # its message may quote the inputs, which must not be logged
             if code in _REFUSALS:
                 raise RuntimeFailure(f"{self._remote} refuses a sample with {code.name}") from None
             self._away(code.name)
@@ -107,9 +107,10 @@ class RemoteReference:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """A channel, unless there is one already, and another where other certificates are trusted than by that.
+        """Open a channel, unless one with the same trusted certificates is open.
 
-        Raises ConfigError where their file cannot be used: to ask without it would be to trust others."""
+        Raises ConfigError if their file cannot be used: without it the call would trust other certificates.
+        """
         trusted = None
         if self._remote.tls and self._authority is not None:
             trusted = read_authority("reference_ca", self._authority)
@@ -122,8 +123,8 @@ class RemoteReference:
 
     def _new_channel(self, trusted: bytes | None) -> grpc.Channel:
         options = [(f"grpc.max_{way}_message_length", self._largest) for way in ("receive", "send")]
-        options.append(("grpc.enable_http_proxy", 0))  # it is asked itself: no proxy is to have what clients sent
-        # With its scheme: gRPC takes a host that is called unix, or vsock, for one.
+        options.append(("grpc.enable_http_proxy", 0))  # connect directly: a proxy must not see clients' data
+        # With the scheme, since gRPC takes a host named unix or vsock for a scheme.
         target = f"dns:///{self._remote.target}"
         if self._remote.tls:
             return grpc.secure_channel(target, grpc.ssl_channel_credentials(trusted), options=options)
@@ -139,7 +140,8 @@ class RemoteReference:
         )
 
     def _away(self, why: str) -> None:
-        """Try again later. The log has a line of it whenever it was up, and then less often each time."""
+        """Mark the server as unreachable and schedule the next attempt, later each time. Each failed attempt is logged
+        once."""
         self.up = False
         self._pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause))
         self._due = self._clock() + self._pause
@@ -152,7 +154,7 @@ class RemoteReference:
         )
 
     def _differs(self, told: pb.ModelMetadataResponse) -> str:
-        """Why it cannot be the same model; empty where it can."""
+        """Return why the server's model cannot be the same; "" if it can."""
         for side, specs, others in (
             ("input", self._inputs, told.inputs),
             ("output", tuple(self._outputs.values()), told.outputs),
@@ -202,7 +204,7 @@ class RemoteReference:
 
 
 def _fits(ours: Sequence[int | str], theirs: Sequence[int]) -> bool:
-    """Whether both may have the same shape. A free dimension is a name here and −1 there."""
+    """Whether both shapes can be equal. A free dimension is a name in ``ours`` and −1 in ``theirs``."""
     return len(ours) == len(theirs) and all(
         isinstance(our, str) or _FREE in (our, their) or our == their for our, their in zip(ours, theirs, strict=True)
     )

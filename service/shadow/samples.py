@@ -1,6 +1,6 @@
-"""Samples of live requests on their way to another process: a description in the message, the tensors in a file.
+"""Serialises samples of live requests for another process: a description in the message, the tensors in a file.
 
-Several go together. The file is memory without a name, sealed: whoever gets it reads what was written, and as much.
+Several samples share a file. It is anonymous memory and sealed, so the receiver reads exactly what was written.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from service.peers.channel import Body
 from service.wire.tensors import decode_raw, encode_raw
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-_PLAIN = ("rows", "nbytes", "probability", "precision", "profile")  # what of a sample travels as it is
+_PLAIN = ("rows", "nbytes", "probability", "precision", "profile")  # fields of a sample that are sent unchanged
 
 
 def pack(samples: Sequence[Sample]) -> tuple[Body, int]:
-    """The description of them all, and the descriptor of their file, which is the caller's to close."""
+    """Return the samples' description and the descriptor of their file, which the caller closes."""
     described: list[Body] = []
     raws: list[bytes] = []
     for sample in samples:
@@ -43,7 +43,7 @@ def pack(samples: Sequence[Sample]) -> tuple[Body, int]:
 
 
 def unpack(told: Mapping[str, Any], file: int) -> list[Sample]:
-    """The samples again, in memory of their own. Raises ValueError for a file that is not as described."""
+    """Return the samples, in memory of their own. Raises ValueError if the file differs from its description."""
     samples: Sequence[Mapping[str, Any]] = told["samples"]
     size = sum(nbytes for sample in samples for *_, nbytes in sample["tensors"])
     if os.fstat(file).st_size != size:

@@ -1,9 +1,9 @@
-"""Numbers as a person reads them: three digits, and the unit that fits."""
+"""Formats numbers for people: three digits and a fitting unit."""
 
 from __future__ import annotations
 
 NONE = "–"
-_SPACE = "\u00a0"  # between a number and its unit, where no line breaks
+_SPACE = "\u00a0"  # between a number and its unit, to prevent a line break
 
 
 def number(value: float | None) -> str:
@@ -25,7 +25,7 @@ def seconds(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """``0.137`` → ``14 %``; from 10 on it is a multiple."""
+    """``0.137`` → ``14 %``; from 10 on as a multiple."""
     if value is None:
         return NONE
     if value >= 10:
@@ -34,7 +34,7 @@ def share(value: float | None) -> str:
 
 
 def size(value: int) -> str:
-    """Bytes, in thousands and millions of them."""
+    """Format bytes as kB or MB, in powers of 1000."""
     return f"{value / 1e6:.1f}{_SPACE}MB" if value >= 1e5 else f"{value / 1e3:.1f}{_SPACE}kB"
 
 

@@ -1,4 +1,4 @@
-"""One connection of the HTTP port: requests one after another, each within its time and size. h11 parses them."""
+"""One connection of the HTTP port: sequential requests, each with a time and a size limit. h11 parses them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import h11
 
 from service.status_http.pages import Page, text
 
-_CHUNK = 16 << 10  # of an answer at once: what a slow reader makes the server hold
+_CHUNK = 16 << 10  # bytes of a response sent at once: as much as a slow reader makes the server hold
 _READ = 4 << 10
-_LINGER_SECONDS = 1.0  # for a refused client to read why, before its unread bytes make the system reset the connection
+# Time for a rejected client to read why, before its unread bytes make the system reset the connection.
+_LINGER_SECONDS = 1.0
 _LINGER_BYTES = 1 << 20
 _HEADERS = [
     ("Server", "bf16kit"),
     ("Cache-Control", "no-store"),
     ("X-Content-Type-Options", "nosniff"),
     (
-        "Content-Security-Policy",  # nothing from elsewhere, no script, in nobody's frame
+        "Content-Security-Policy",  # no external resources, no scripts, no embedding in frames
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none';"
         " frame-ancestors 'none'",
     ),
@@ -33,19 +34,19 @@ _HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one connection, and all of them, may take. Seconds and bytes."""
+    """Limits of one connection, and of all together. Seconds and bytes."""
 
     connections: int = 256
     request_seconds: float = 5.0  # from the connection to its first whole request, TLS handshake included
-    idle_seconds: float = 15.0  # from an answer to the next whole request
-    answer_seconds: float = 15.0  # for a client to take an answer
+    idle_seconds: float = 15.0  # from a response to the next whole request
+    answer_seconds: float = 15.0  # for a client to receive a response
     header_bytes: int = 16 << 10
     headers: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, as far as this port looks at it."""
+    """A request: the parts that this port reads."""
 
     path: str
     query: str
@@ -60,9 +61,9 @@ Answer = Callable[[Asked], Awaitable[Page]]
 
 
 class Conversation:
-    """:meth:`run` serves one socket.
+    """Serves one socket; see :meth:`run`.
 
-    ``since`` is when the client last did something, ask or take a piece of its answer, on the loop's clock.
+    ``since`` is when the client last sent a request or received a piece of its response, on the loop's clock.
     """
 
     def __init__(self, peer: socket.socket, limits: Limits, answer: Answer, refused: Callable[[str], None]) -> None:
@@ -73,23 +74,23 @@ class Conversation:
         self._refused = refused
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.header_bytes)
         self._first = True
-        self._begun = False  # some bytes of a request have come
+        self._begun = False  # some bytes of a request have arrived
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self, context: ssl.SSLContext | None) -> None:
-        """Until either side ends it; what a network does to it is no event. :meth:`close` must follow."""
+        """Serve until either side ends the connection. Network failures are not errors. :meth:`close` must follow."""
         with contextlib.suppress(OSError, TimeoutError, h11.ProtocolError):
             await self._serve(context)
 
     def close(self) -> None:
-        """Close the socket, whatever is unsent: also where :meth:`run` was cancelled before it began."""
+        """Close the socket and drop unsent data. Also for a :meth:`run` that was cancelled before it began."""
         if self._streams is None:
             self._peer.close()
         else:
             self._streams[1].transport.abort()
 
     def evict(self) -> None:
-        """Tell a client that has begun to ask that its connection is needed; the caller ends :meth:`run`."""
+        """Tell a client that has begun a request that its connection is needed. The caller ends :meth:`run`."""
         self._refused("http_connections")
         if self._begun and self._streams is not None and self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             words = "too many connections; try again"
@@ -113,7 +114,7 @@ class Conversation:
         self.since = asyncio.get_running_loop().time()
 
     async def _next(self, seconds: float, context: ssl.SSLContext | None) -> h11.Request | Page | None:
-        """The next request; the page that refuses it; None when the client has hung up or says nothing."""
+        """Return the next request, or the page that rejects it; None if the client has hung up or sends nothing."""
         try:
             async with asyncio.timeout(seconds):
                 if self._streams is None:
@@ -129,14 +130,14 @@ class Conversation:
             event = self._http.next_event()
             if isinstance(event, h11.Request):
                 return event
-            if event is not h11.NEED_DATA:  # the connection is closed, or goes on in what is not HTTP
+            if event is not h11.NEED_DATA:  # the connection is closed, or switches to another protocol
                 return None
             data = await reader.read(_READ)
             self._begun = self._begun or bool(data)
             self._http.receive_data(data)
 
     async def _respond(self, request: h11.Request | Page) -> bool:
-        """Send the answer; whether the connection is good for another request."""
+        """Send the response. Return whether the connection can take another request."""
         if isinstance(request, Page):
             page, last, with_body = request, True, True
         else:
@@ -154,7 +155,8 @@ class Conversation:
         return True
 
     async def _send(self, page: Page, last: bool, with_body: bool) -> None:
-        """In pieces, each when the client has taken the one before: a slow reader holds one piece, not the page."""
+        """Send the page in pieces, each once the client has received the one before: a slow reader holds one piece in
+        memory."""
         _, writer = self._connected
         writer.write(self._head(page, last))
         for start in range(0, len(page.body) if with_body else 0, _CHUNK):
@@ -165,11 +167,12 @@ class Conversation:
         await writer.drain()
 
     async def _part(self) -> None:
-        """End an answered connection so that the client gets the answer: closing on unread bytes would reset it."""
+        """Close an answered connection so that the client gets the response: closing with unread bytes would reset
+        it."""
         reader, writer = self._connected
         self._progress()
         async with asyncio.timeout(_LINGER_SECONDS):
-            if not writer.can_write_eof():  # TLS has a farewell of its own
+            if not writer.can_write_eof():  # TLS has its own closing handshake
                 writer.close()
                 await writer.wait_closed()
                 return
@@ -189,7 +192,8 @@ class Conversation:
         return self._http.send(h11.Response(status_code=page.status, reason=page.status.phrase, headers=headers)) or b""
 
     def _read_to_its_end(self) -> bool:
-        """Whether the request ends with its headers. One with a body is answered, and its body is not read."""
+        """Whether the request ends with its headers. A request with a body is answered too, but its body is not
+        read."""
         try:
             return isinstance(self._http.next_event(), h11.EndOfMessage)
         except h11.RemoteProtocolError:
@@ -214,7 +218,7 @@ class Conversation:
             path=path,
             query=query,
             accept=header(b"accept"),
-            authorization=header(b"authorization"),  # two of them joined are no token
+            authorization=header(b"authorization"),  # two such headers, joined, are not a valid token
             host=header(b"host"),
             has_certificate=bool(writer.get_extra_info("peercert")),
             first=self._first,
@@ -225,16 +229,17 @@ _TOO_SLOW = text(HTTPStatus.REQUEST_TIMEOUT, "the request took too long to come"
 
 
 def _malformed(error: h11.RemoteProtocolError) -> Page:
-    """What h11 cannot read: 400; 431 for headers that are too large; 501 for a transfer coding it does not know."""
+    """Return the page for a request that h11 cannot parse: 400; 431 for too large headers; 501 for an unknown transfer
+    coding."""
     status = HTTPStatus(error.error_status_hint)
     return text(status, f"{status.phrase.lower()}: this is no request that can be read", refused="http_malformed")
 
 
 def _parted(target: bytes) -> tuple[str, str]:
-    """The path and the query."""
+    """Split a request target into path and query."""
     try:
         found = urlsplit(target.decode("latin-1"))
-    except ValueError:  # an IPv6 address that is none
+    except ValueError:  # an invalid IPv6 address
         return "", ""
     return found.path, found.query
 
@@ -242,7 +247,7 @@ def _parted(target: bytes) -> tuple[str, str]:
 async def _open(
     peer: socket.socket, context: ssl.SSLContext | None, seconds: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams over an accepted socket, after its TLS handshake."""
+    """Open streams over an accepted socket, after its TLS handshake."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(_CHUNK)
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -253,5 +258,5 @@ async def _open(
         ssl_handshake_timeout=None if context is None else seconds,
         ssl_shutdown_timeout=None if context is None else _LINGER_SECONDS,
     )
-    transport.set_write_buffer_limits(0)  # `drain` returns when the system has taken everything
+    transport.set_write_buffer_limits(0)  # `drain` returns once the system has taken everything
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

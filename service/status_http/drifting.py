@@ -1,4 +1,4 @@
-"""One model's drift on the status page: how far it is and how sure that is, why, and what was done about it."""
+"""One model's drift on the status page: its size and certainty, its cause, and the action taken."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CAUSES = {
 
 
 def troubles(model: ModelView) -> list[str]:
-    """What somebody should look at, in words, the worst first; nothing of a model that is well."""
+    """Describe what an operator should look at, the worst first; empty for a healthy model."""
     if model.recent is None:
         return []
     drift, found = model.recent.drift, []
@@ -42,7 +42,8 @@ def troubles(model: ModelView) -> list[str]:
 
 
 def drift_part(recent: Recent, running: Running, now: float, off: str = "") -> str:
-    """The heading, the table and the facts; ``now`` is in Unix seconds, ``off`` why the reference stays off."""
+    """Return the heading, the table and the facts as HTML. ``now`` is in Unix seconds; ``off`` is why the reference
+    stays off."""
     return (
         f'<h3>Drift <span class="state {_KINDS[_state(recent)]}">{_state(recent)}</span></h3>\n'
         f'<div class="pair left">\n<div>\n{_table(recent, running)}\n</div>\n'
@@ -54,7 +55,7 @@ _KINDS = {"over budget": "unavailable", "within budget": "ready", "not known yet
 
 
 def _state(recent: Recent) -> str:
-    """What is said with 95 % confidence."""
+    """Return the state that holds with 95 % confidence."""
     if recent.drift.over:
         return "over budget"
     if not recent.ratios:
@@ -81,7 +82,7 @@ def _table(recent: Recent, running: Running) -> str:
 
 
 def _heading(output: str, drift: LiveDrift) -> str:
-    """The output's name, what its samples are worth, and what its change detector says."""
+    """Return an output's name, effective samples and the state of its change detector."""
     words = []
     if (effective := drift.effective_samples.get(output)) is not None:
         words.append(f"{amounts.number(effective)} effective samples")
@@ -143,7 +144,7 @@ def _marked(text: str, bad: bool) -> str:
 
 
 def _answers(drift: LiveDrift, running: Running, now: float) -> str:
-    """What answers, since when, and why that is not bf16 or should not be."""
+    """Return the precision that answers, since when, and the reason if it is not bf16 or should not be."""
     said = _marked("fp32" if drift.fallback else "bf16", drift.fallback)
     if drift.fallback_since is not None:
         said += f" since {_moment(drift.fallback_since, now)}"
@@ -155,7 +156,7 @@ def _answers(drift: LiveDrift, running: Running, now: float) -> str:
 
 
 def golden(running: Running) -> str:
-    """How the golden samples were answered the last time."""
+    """Return the result of the last golden gate."""
     return f"<span{' class=over' if running.golden.startswith(GATE_FAILED) else ''}>{escape(running.golden)}</span>"
 
 
@@ -177,7 +178,7 @@ def _reference(drift: LiveDrift, now: float, off: str) -> str:
 
 
 def _moment(at: float, now: float) -> str:
-    """A time of day, with the date where it was another, and how long ago that is."""
+    """Format a time of day, with the date if it is not today's, and how long ago it was."""
     moment, today = datetime.fromtimestamp(at, UTC), datetime.fromtimestamp(now, UTC).date()
     said = moment.strftime("%H:%M:%S" if moment.date() == today else "%Y-%m-%d %H:%M:%S")
     stamp = moment.isoformat(timespec="seconds")

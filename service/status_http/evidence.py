@@ -1,6 +1,7 @@
-"""``/evidence?model=NAME&version=N``: what a breach is shown by, for whoever manages the server. Others hold none.
+"""``/evidence?model=NAME&version=N``: the evidence of a breach, for clients with the scope manage: it holds client
+data.
 
-It is answered only where the server was started so, and each time it is said in the log to have been given away.
+It is only served if the server was started with ``--evidence``. Each download is logged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from service.status_http.pages import Page, Route, text
 _log = logging.getLogger(__name__)
 OFF = "evidence is off: start the server with --evidence, and it will keep that of the next breach"
 CONTENT_TYPE = "application/octet-stream"
-#: The file, given a model's name and version. Raises RequestError.
+#: Returns the evidence file of a model's name and version. Raises RequestError.
 Fetch = Callable[[str, int], bytes]
 
 _STATUSES: dict[type[RequestError], HTTPStatus] = {
@@ -29,7 +30,7 @@ _STATUSES: dict[type[RequestError], HTTPStatus] = {
 
 
 def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
-    """``fetch`` None: evidence is off."""
+    """Return the route. ``fetch`` None: evidence is off."""
 
     def make(query: str) -> Page:
         if fetch is None:
@@ -50,7 +51,7 @@ def evidence_route(registry: Registry, fetch: Fetch | None) -> Route:
 
 
 def _asked(query: str) -> tuple[str, str]:
-    """The model and the version asked for; "": the newest. Raises InvalidRequest."""
+    """Return the model and the version requested; version "" is the newest. Raises InvalidRequest."""
     try:
         found = parse_qs(query, keep_blank_values=True, strict_parsing=True, max_num_fields=8)
     except ValueError:

@@ -1,4 +1,5 @@
-"""Pieces of HTML. Text that they are given is escaped; what is HTML already is called ``cell``, ``body`` or such."""
+"""Builds pieces of HTML. Text arguments are escaped; arguments that already are HTML are called ``cell``, ``body`` or
+such."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from html import escape
 
 
 def code(text: str) -> str:
-    """A name as it stands in programs."""
+    """Format a program's name or identifier."""
     return f"<code>{escape(text)}</code>"
 
 
@@ -27,15 +28,18 @@ Rows = Iterable[Sequence[str]]
 
 
 def table(caption: str, columns: Sequence[str], rows: Rows, *, words: int = 1, wide: int = 0) -> str:
-    """The first of ``columns`` names the row; the first ``words`` hold text and the others numbers. The last ``wide``
-    are left out on a phone. Cells are HTML."""
+    """Return a table. Cells are HTML.
+
+    The first of ``columns`` names the row. The first ``words`` columns hold text, the others numbers. The last ``wide``
+    columns are hidden on a phone.
+    """
     return grouped_table(caption, columns, {"": rows}, words=words, wide=wide)
 
 
 def grouped_table(
     caption: str, columns: Sequence[str], groups: Mapping[str, Rows], *, words: int = 1, wide: int = 0
 ) -> str:
-    """The same in parts, each under its name, which is HTML."""
+    """Return a :func:`table` whose rows are in groups, each under its name, which is HTML."""
     kinds = [_kind(at >= words, at >= len(columns) - wide) for at in range(len(columns))]
     head = "".join(f'<th scope="col"{kind}>{escape(column)}</th>' for column, kind in zip(columns, kinds, strict=True))
     bodies = "\n".join(_body(name, rows, kinds) for name, rows in groups.items())
@@ -59,12 +63,12 @@ def _row(cells: Sequence[str], kinds: Sequence[str]) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """What is folded until somebody asks."""
+    """Return a block that stays folded until a reader opens it."""
     return f"<details>\n<summary>{escape(summary)}</summary>\n{body}\n</details>"
 
 
 def meter(used: float) -> str:
-    """How much of a whole is used, for the eye; the number stands beside it."""
+    """Draw the used share of a whole. The number stands beside it."""
     kind, width = "used full" if used > 1 else "used", min(100.0, 100 * used)
     return (
         '<svg class="meter" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'

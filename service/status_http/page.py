@@ -1,5 +1,6 @@
-"""The status page: what a person asks of a server, in the order of asking. It needs nothing from elsewhere and runs no
-script; everything that comes from elsewhere is escaped.
+"""The status page: what an operator asks about a server, in that order.
+
+It loads nothing from elsewhere and runs no script. All text from elsewhere is escaped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from service.status_http.views import SPAN_SECONDS, WINDOW_SECONDS, ModelView, S
 REFRESH_SECONDS = 10
 MOST_SECTIONS = 100
 _MOST_REASONS = 20
-_LONGEST_REASON = 300  # characters, where the reason stands among others
+_LONGEST_REASON = 300  # characters of a reason in the list of models
 
 _EMPTY = (
     "<section>\n<h2>No models</h2>\n<p>Nothing is served. Put artifacts under"
@@ -32,8 +33,11 @@ _ICON = (
 
 
 def status_page(server: ServerView, *, refreshing: bool = False) -> str:
-    """The whole page. One that is ``refreshing`` loads itself again every :data:`REFRESH_SECONDS`: only for readers who
-    asked for that, because it takes the place away from those who listen."""
+    """Return the whole page.
+
+    A ``refreshing`` page reloads every :data:`REFRESH_SECONDS`. It is only for readers who ask for it: a reload makes a
+    screen reader lose its place.
+    """
     detailed = _detailed(server.models)
     anchors = {id(model): f"m{at}" for at, model in enumerate(detailed)}
     sections = [model_section(model, anchors[id(model)], server.at_seconds) for model in detailed]
@@ -60,7 +64,8 @@ def status_page(server: ServerView, *, refreshing: bool = False) -> str:
 
 
 def _detailed(models: tuple[ModelView, ...]) -> list[ModelView]:
-    """Those with a section of their own: all, or the first of those that need looking at most."""
+    """Return the models with a section of their own: all of them, or the :data:`MOST_SECTIONS` that need attention
+    most."""
     if len(models) <= MOST_SECTIONS:
         return list(models)
 
@@ -179,7 +184,7 @@ def _figures(server: ServerView) -> str:
 
 
 def _door(server: ServerView) -> str:
-    """What was refused before a model was asked."""
+    """Return the table of requests rejected before they reached a model."""
     recent, total = server.door.recent, server.door.total
     if not total:
         return ""

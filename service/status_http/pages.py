@@ -1,4 +1,4 @@
-"""What the HTTP port answers, path by path, and who may see it."""
+"""The HTTP port's paths: what each answers, and who may see it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from service.status_http.views import ServerView
 
 TEXT = "text/plain; charset=utf-8"
 EVIDENCE = "/evidence"
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # the header of this name
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:\d{1,5})?", re.ASCII)  # the Host header
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One answer. ``refused`` is the metrics' word where it is a refusal."""
+    """One response. ``refused`` is the reason that the metrics count if it is a rejection."""
 
     status: HTTPStatus
     content_type: str
@@ -33,8 +33,11 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers a path, given the request's Accept header, or where ``asks`` its query. A probe costs nothing and is
-    for everybody; for others a token needs ``scope``."""
+    """What answers a path.
+
+    ``make`` gets the request's Accept header, or its query if ``asks``. A ``probe`` is cheap and open to everybody. For
+    other paths a token needs ``scope``.
+    """
 
     make: Callable[[str], Page]
     probe: bool = False
@@ -54,8 +57,8 @@ class Scraped(Protocol):
 def routes(
     registry: Registry, metrics: Scraped, look: Callable[[], ServerView], evidence: Route | None = None
 ) -> Routes:
-    """``/metrics``, ``/livez`` and ``/readyz``; what ``look`` sees, for people at ``/`` and ``/watch``, for programs at
-    ``/status.json``; ``evidence``, where there is any."""
+    """Return the routes: ``/metrics``, ``/livez`` and ``/readyz``; the status page at ``/`` and ``/watch``, and as JSON
+    at ``/status.json``; and ``evidence``, if given. ``look`` returns what the status page shows."""
 
     def scrape(accept: str) -> Page:
         body, content_type = metrics.expose(accept)
@@ -92,17 +95,17 @@ def _html(page: str) -> Page:
 
 
 def text(status: HTTPStatus, words: str, *headers: tuple[str, str], refused: str = "") -> Page:
-    """A page of one line."""
+    """Return a page of one line."""
     return Page(status, TEXT, f"{words}\n".encode("utf-8", "replace"), headers, refused)
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may see what is no probe: all who can connect, unless there are tokens or clients' certificates are asked.
+    """Decides who may see pages other than probes: every client, unless tokens or client certificates are configured.
 
-    What a token would need the scope manage for has, without either, to be asked by a name of this machine, or by
-    ``host``, the one that is listened on. A browser asks by the name in its address bar: that of a page from elsewhere
-    which resolves to this machine meanwhile is another (DNS rebinding), and the page may not read the answer.
+    A path that needs the scope manage is stricter without either. Its request must name this machine, or ``host``, the
+    address that the server listens on. A browser sends the hostname in its address bar. If a foreign page's hostname is
+    made to resolve to this machine (DNS rebinding), that name does not match, and the page cannot read the response.
     """
 
     tokens: TokenFile | None = None
@@ -110,7 +113,7 @@ class Access:
     host: str = ""
 
     def refusal(self, authorization: str, has_certificate: bool, scope: Scope = "read", host: str = "") -> Page | None:
-        """Why this client, which has asked for ``host``, is refused; None for one that may see the page."""
+        """Return why this client, which requested ``host``, is rejected; None if it may see the page."""
         if self.client_certificate and not has_certificate:
             words = "this page needs a client certificate of the configured authority"
             return text(HTTPStatus.FORBIDDEN, words, refused="unauthenticated")

@@ -1,4 +1,4 @@
-"""Pages that cost something are made on two threads, once for all who wait for the same one."""
+"""Renders costly pages on two threads, once for all clients that wait for the same page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.status_http.pages import Page, Route, Routes, text
 _log = logging.getLogger(__name__)
 THREADS = 2
 _LONGEST_PAUSE_SECONDS = 0.2
-_WAITING = 32  # different pages; a scraper asks for one
+_WAITING = 32  # distinct pages; a scraper requests one
 _FAILED = text(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log has the details")
 _BUSY = text(
     HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are asked for; try again", ("Retry-After", "1"), refused="http_busy"
@@ -21,16 +21,19 @@ _BUSY = text(
 
 
 class Rendering:
-    """:meth:`page` is for the event loop: it never holds it up. A page is as new as the request that asked for it."""
+    """Renders pages for the event loop, without blocking it. A page is never older than the request for it."""
 
     def __init__(self, pages: Routes) -> None:
         self._pages = pages
         self._threads = ThreadPoolExecutor(THREADS, "http-page")
-        self._waiting: dict[tuple[str, str], Future[Page]] = {}  # asked for and not begun
+        self._waiting: dict[tuple[str, str], Future[Page]] = {}  # requested and not begun
 
     async def page(self, path: str, accept: str) -> Page:
-        """The page at ``path``, which exists, for an Accept header, or for a query where it goes by that; 503 when too
-        many wait, 500 when it cannot be made."""
+        """Return the page at ``path``, which must exist.
+
+        ``accept`` is the Accept header, or the query for a route that uses it. 503 if too many pages wait, 500 if
+        rendering fails.
+        """
         route = self._pages[path]
         if route.probe:
             return _made(path, route, accept)
@@ -39,7 +42,7 @@ class Rendering:
         if job is None:
             if len(self._waiting) >= _WAITING:
                 return _BUSY
-            # The lookup above and this entry are the loop's alone; the thread only removes, before it reads anything.
+            # Only the loop looks up and adds entries. The thread only removes one, before it reads anything.
             self._waiting[key] = job = Future()
             self._threads.submit(self._make, key, job, route)
         return await asyncio.shield(asyncio.wrap_future(job))
@@ -51,7 +54,7 @@ class Rendering:
         begun = time.monotonic()
         self._waiting.pop(key, None)
         job.set_result(_made(key[0], route, key[1]))
-        # Whoever asks without pause shall not take the processor from inference: a quarter of this thread's time.
+        # Take at most a quarter of this thread's time, so that clients without pauses do not slow down inference.
         time.sleep(min(3 * (time.monotonic() - begun), _LONGEST_PAUSE_SECONDS))
 
 

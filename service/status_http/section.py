@@ -1,4 +1,4 @@
-"""One model's part of the status page: how it does, how it runs, and how far it drifts."""
+"""One model's section of the status page: its load, its configuration and its drift."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROOFS = {
 
 
 def model_section(model: ModelView, anchor: str, now: float) -> str:
-    """The section with the id ``anchor``; ``now`` is in Unix seconds."""
+    """Return the section with the id ``anchor``. ``now`` is in Unix seconds."""
     state = escape(model.state)
     parts = [
         f'<section id="{anchor}" aria-labelledby="{anchor}-name">',
@@ -105,7 +105,7 @@ def _phase(name: str, seen: Durations) -> tuple[str, ...]:
 
 
 def latency(percentile: float | None) -> str:
-    """Of what lies beyond the last bucket no more is known than that."""
+    """Format a percentile. Beyond the last bucket only that bound is known."""
     beyond = percentile is not None and percentile >= SECONDS[-1]
     return f"over {amounts.seconds(SECONDS[-1])}" if beyond else amounts.seconds(percentile)
 

@@ -1,7 +1,8 @@
-"""The HTTP port, for machines that watch (metrics, probes) and people who look (the status page). No inference here.
+"""The HTTP port: metrics and probes for machines, the status page for people. No inference here.
 
-One thread and its event loop hold every connection, so that hundreds of silent ones cost no thread; docs/decisions has
-why it is h11 on asyncio. Connections are bounded: when there is no room, the one that has waited longest makes some.
+One thread with an event loop holds every connection, so hundreds of silent ones cost no threads; docs/decisions
+explains the choice of h11 on asyncio. Connections are limited: when there is no room, the one that has been silent
+longest is closed.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from service.status_http.pages import Access, Page, Routes, text
 from service.status_http.rendering import Rendering
 
 _log = logging.getLogger(__name__)
-_BACKLOG = 1024  # connections that the system holds until they are accepted
-_SEND_BUFFER = 128 << 10  # bytes of an answer that the system holds for a client that does not read
-_ANSWERED_AT_ONCE = 16  # requests, before it is the others' turn; a probe that is its connection's first goes ahead
-# Connections accepted before it is the others' turn. A probe is read and answered in seven turns: it must not lose its
-# place to connections that came after it.
+_BACKLOG = 1024  # connections held by the system until they are accepted
+_SEND_BUFFER = 128 << 10  # bytes of a response held by the system for a client that does not read
+_ANSWERED_AT_ONCE = 16  # requests answered at a time; a probe that is its connection's first request goes ahead
+# Connections accepted in a row. Reading and answering a probe takes seven turns of the loop: connections that come
+# later must not delay it.
 _ACCEPTED_AT_ONCE = 8
 _PAUSE_SECONDS = 0.05  # before accepting again when there are no file descriptors left
 _SAY_AGAIN_SECONDS = 60.0
 
 
 class HttpServer:
-    """Binds in the constructor, so that a port in use is known before anything is loaded; :meth:`start` serves.
+    """The HTTP server. The constructor binds, so that a port in use is known before anything is loaded; :meth:`start`
+    serves.
 
-    ``refused`` is told the reason of each refusal, on the server's thread. Raises :class:`ConfigError` for an address
-    that cannot be bound.
+    ``refused`` is called with the reason of each rejection, on the server's thread. Raises :class:`ConfigError` if the
+    address cannot be bound.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End every connection, and the thread."""
+        """End every connection and the thread."""
         if self._thread.ident is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 loop, stop = self._stop.result()
@@ -103,7 +105,7 @@ class HttpServer:
         self._stop.set_result((loop, stop))
         await stop.wait()
         if accepting.done():
-            accepting.result()  # raises what ended it
+            accepting.result()  # raises the exception that ended it
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -112,7 +114,7 @@ class HttpServer:
                 peer, _ = await loop.sock_accept(self._listener)
             except ConnectionAbortedError:
                 continue  # the client left before it was accepted
-            except OSError as error:  # no file descriptor is left, most likely
+            except OSError as error:  # most likely no file descriptor is left
                 self._make_room(f"no connection can be accepted: {error.strerror}")
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
@@ -120,7 +122,7 @@ class HttpServer:
                 self._make_room(f"it has {len(self._open)} connections, its limit")
             self._begin(peer)
             if count % _ACCEPTED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # a flood of connections must not keep those that are open waiting
+                await asyncio.sleep(0)  # a flood of connections must not delay the open ones
 
     def _begin(self, peer: socket.socket) -> None:
         conversation = Conversation(peer, self._limits, self._answer, self._refused)
@@ -138,7 +140,7 @@ class HttpServer:
         task.add_done_callback(end)
 
     def _make_room(self, why: str) -> None:
-        """Hang up on the client that did nothing for the longest time: nothing asked, nothing taken of an answer."""
+        """Close the connection that has been idle longest: no request sent, nothing of a response received."""
         if not self._open:
             return
         victim = min(self._open, key=lambda conversation: conversation.since)
@@ -150,7 +152,8 @@ class HttpServer:
             _log.warning("HTTP port: %s: those that have been silent longest are closed", why)
 
     async def _answer(self, asked: Asked) -> Page:
-        """A new connection's probe goes ahead: hundreds of clients that never pause do not keep it waiting."""
+        """Answer a request. A new connection's first probe goes ahead of busy clients, so that hundreds of them cannot
+        delay it."""
         route = self._pages.get(asked.path)
         if route is None or not (route.probe and asked.first):
             async with self._turns:
@@ -166,7 +169,7 @@ class HttpServer:
 
 
 def _unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What asyncio would log as an error: hang-ups and failed handshakes are none."""
+    """Log what asyncio reports as an error, except hang-ups and failed handshakes."""
     error = context.get("exception")
     if not isinstance(error, OSError):
         _log.error("HTTP port: %s", context.get("message"), exc_info=error)

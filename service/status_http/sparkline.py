@@ -1,4 +1,4 @@
-"""A line without axes, a point per tick: inline SVG in the page's colours, whose label says its numbers."""
+"""A line chart without axes, one point per tick: inline SVG in the page's colours, with its numbers in the label."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Point = tuple[int, int]
 def sparkline(
     name: str, span: str, points: Sequence[float | None], words: Words, *, length: int, bound: float | None = None
 ) -> str:
-    """``points``, the oldest first, end at the right edge; there is room for ``length`` of them. A dashed line is drawn
-    at ``bound``; ``words`` is how one value is said.
+    """Draw ``points``, the oldest first, aligned to the right edge, with room for ``length`` of them.
 
-    There is a gap where there is no value. Nothing is drawn where there is none at all, and the words say so.
+    A dashed line is drawn at ``bound``. ``words`` formats one value. A missing value leaves a gap. Without any value
+    nothing is drawn, and the text says so.
     """
     points = points[-length:]
     known = [value for value in points if value is not None]
@@ -34,7 +34,7 @@ def sparkline(
 
 
 def _runs(points: Sequence[float | None], first: int, top: float) -> list[list[Point]]:
-    """The points between gaps, from ``first`` on; those in the midst of a level stretch are left out."""
+    """Return the points between gaps, from x = ``first`` on, without the inner points of level stretches."""
     runs: list[list[Point]] = [[]]
     for x, value in enumerate(points, first):
         run = runs[-1]
@@ -54,7 +54,10 @@ def _y(value: float, top: float) -> int:
 
 
 def _path(run: Sequence[Point]) -> str:
-    """Up from the ground, along the points and down: line and area in one. The steps are relative, which is shorter."""
+    """Return the path from the ground line up, along the points and down again: line and area in one.
+
+    Its steps are relative, which is shorter.
+    """
     (x, y), *rest = run
     steps, at = "", (x, y)
     for point in rest:

@@ -1,4 +1,4 @@
-"""The status page's style: colours, cards and figures are those of the converter's report, its template.html."""
+"""The status page's style. Colours, cards and figures match the converter's report (its template.html)."""
 
 STYLE = """
 :root { color-scheme: light dark;

@@ -1,4 +1,4 @@
-"""What the status page says, as plain values: whoever knows them can show the page, and it can be sent as JSON."""
+"""The contents of the status page as plain values, which can be rendered or sent as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Running:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     budget: Mapping[str, float]
-    active_precision: str = "bf16"  # and why it is not that, or should not be
+    active_precision: str = "bf16"  # the reason follows: why it is not bf16, or should not be
     active_precision_reason: str = ""
 
     @classmethod
@@ -68,7 +68,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One version of a model. ``running`` is None where nothing answers, ``recent`` where nothing was counted."""
+    """One version of a model. ``running`` is None if nothing answers, ``recent`` if nothing was counted."""
 
     name: str
     version: int
@@ -76,7 +76,7 @@ class ModelView:
     reason: str
     running: Running | None = None
     recent: Recent | None = None
-    reference_off: str = ""  # why its fp32 reference stays off, where it does
+    reference_off: str = ""  # why its fp32 reference stays off; "" if it does not
 
     @property
     def label(self) -> str:
@@ -84,20 +84,20 @@ class ModelView:
 
     @property
     def drift_ratio(self) -> float | None:
-        """The highest recent drift ÷ budget; None where none was measured."""
+        """The highest recent drift ÷ budget; None if nothing was measured."""
         if self.recent is None:
             return None
         return max((ratio for metrics in self.recent.ratios.values() for ratio in metrics.values()), default=None)
 
     @property
     def over_budget(self) -> bool:
-        """With confidence."""
+        """Whether drift is over budget with confidence."""
         return self.recent is not None and self.recent.drift.over
 
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """A server and its models, at one moment."""
+    """A server and its models at one moment."""
 
     at: str  # the moment, in UTC
     at_seconds: float  # the same in Unix seconds
@@ -120,7 +120,7 @@ class ServerView:
 
 
 class Status:
-    """Looks at a registry and a history. ``clock`` is in seconds since the epoch."""
+    """Reads a registry and a history. ``clock`` returns Unix seconds."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Status:
         clock: Callable[[], float] = time.time,
         why_off: Callable[[str, int], str] = lambda model, version: "",
     ) -> None:
-        """``why_off`` says of a version why its fp32 reference stays off; nothing where it does not."""
+        """``why_off`` returns why a version's fp32 reference stays off; "" if it does not."""
         self._registry = registry
         self._history = history
         self._workers = workers
@@ -141,11 +141,11 @@ class Status:
         self._ports = 0, 0
 
     def listening(self, grpc_port: int, http_port: int) -> None:
-        """The ports are known."""
+        """Set the ports, once they are known."""
         self._ports = grpc_port, http_port
 
     def look(self) -> ServerView:
-        """The server as it is now."""
+        """Return the server's current view."""
         now = self._clock()
         recent, door = self._history.read()
         slots = self._registry.models()
