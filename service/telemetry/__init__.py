@@ -1,1 +1,1 @@
-"""What is counted and timed, for Prometheus and for Triton's statistics RPC."""
+"""Metrics, statistics and traces: for Prometheus, for Triton's statistics RPC and for OpenTelemetry."""

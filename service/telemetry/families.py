@@ -12,7 +12,8 @@ from service.telemetry.whole import Mode
 
 LABELS = ("model", "version")
 AnyFamily = Counter | Gauge | Histogram | WeightedHistogram
-# Of the process' own gauges; the others are sums: a server's memory is that of all of its processes.
+# How to combine the gauges of ProcessCollector and its like. All others are sums: a server's memory is the sum over its
+# processes.
 _PROCESS_MODES: Mapping[str, Mode] = {
     "process_start_time_seconds": "min",
     "process_max_fds": "min",
@@ -21,11 +22,11 @@ _PROCESS_MODES: Mapping[str, Mode] = {
 
 
 class Maker:
-    """Makes the families of one registry, all of them with the model's labels."""
+    """Makes the metric families of one registry. All of them have the model's labels."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self.modes: dict[str, Mode] = dict(_PROCESS_MODES)  # how several processes' gauges combine, by name
+        self.modes: dict[str, Mode] = dict(_PROCESS_MODES)  # by name: how to combine several processes' gauges
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"bf16kit_{name}", text, (*LABELS, *labels), registry=self._registry)
@@ -42,7 +43,7 @@ class Maker:
 
 
 class Families:
-    """The metrics of a model, registered once per process. Gauges say how several workers' values combine."""
+    """The metrics of models, registered once per process. Each gauge states how several workers' values combine."""
 
     def __init__(self, make: Maker) -> None:
         self._of_requests(make)

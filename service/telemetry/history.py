@@ -1,9 +1,9 @@
-"""What each model did in the last quarter of an hour, from metrics alone: nobody who answers a request pays for it.
+"""The last quarter of an hour of each model, from metrics only, so that it costs a request nothing.
 
-A tick reads the counters and keeps what each has grown by. That is all there is to know about several processes, too:
-whoever adds up their metrics has the same samples to give.
+A tick reads the counters and stores by how much each has grown. This works for several processes as well, with the sum
+of their metrics as the source.
 
-Bounded: a model takes :data:`TICKS` rows of :data:`COLUMNS` numbers of four bytes, 28 kB.
+Memory is bounded: a model takes :data:`TICKS` rows of :data:`COLUMNS` numbers of four bytes, 28 kB.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from service.telemetry.readings import NAMES as NAMES
 
 TICK_SECONDS = 10.0
 TICKS = 90  # a quarter of an hour
-WINDOW_TICKS = 30  # five minutes, which counts and percentiles are taken over
+WINDOW_TICKS = 30  # five minutes, the window of counts and percentiles
 
-COLUMNS = LAYOUT.size + 1  # the last is the highest ratio of drift to its budget: a value, no count
+COLUMNS = LAYOUT.size + 1  # the last is the highest drift ÷ budget: a value, not a count
 Rows = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Requests, batches and drift samples: how many. ``codes`` and ``rejected`` hold none that are 0."""
+    """Numbers of requests, batches and drift samples. ``codes`` and ``rejected`` hold no zeros."""
 
     codes: Mapping[str, int]
     rejected: Mapping[str, int]
-    samples: Mapping[str, int]  # of live drift, by outcome
+    samples: Mapping[str, int]  # live drift samples, by outcome
     rows: int
     batches: int
 
@@ -65,17 +65,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """One number per tick, the oldest first; None where a tick had none to tell."""
+    """One number per tick, the oldest first; None for a tick without a value."""
 
     requests_per_second: tuple[float | None, ...] = ()
     p99_seconds: tuple[float | None, ...] = ()
-    waiting: tuple[float | None, ...] = ()  # requests in the queue, on average (Little: what they waited ÷ the time)
-    drift: tuple[float | None, ...] = ()  # the highest ratio to the budget
+    # Mean number of requests in the queue (Little's law: their total wait ÷ the time).
+    waiting: tuple[float | None, ...] = ()
+    drift: tuple[float | None, ...] = ()  # the highest drift ÷ budget
 
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """One model over the last :attr:`seconds`, at most five minutes; ``total`` is since it was loaded."""
+    """One model over the last :attr:`seconds`, at most five minutes. ``total`` counts since it was loaded."""
 
     seconds: float
     counts: Counts
@@ -96,23 +97,24 @@ class Recent:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What was refused before a model was asked, by reason, none of them 0."""
+    """Requests rejected before they reached a model, by reason, without zeros."""
 
     recent: Mapping[str, int]
     total: Mapping[str, int]
 
 
 class _Track:
-    """How counters of one owner grew, tick by tick, the newest last; NaN before it was there."""
+    """The growth of one owner's counters per tick, the newest last; NaN for ticks before the owner existed."""
 
     def __init__(self, size: int, totals: Totals) -> None:
         self.before = np.zeros_like(totals)
         self.rows: Rows = np.full((TICKS, size), np.nan, np.float32)
-        self.fallback: bool | None = None  # None: not looked at yet
+        self.fallback: bool | None = None  # None: not read yet
         self.fallback_since: float | None = None
 
     def growth(self, totals: Totals) -> Totals:
-        """Since the last tick. Nothing where a counter went back: it began anew, and what it lost is not known."""
+        """Return the growth since the last tick; 0 if any counter fell: it restarted, and the growth before that is
+        unknown."""
         grown = totals - self.before
         return np.zeros_like(grown) if (grown < 0).any() else grown
 
@@ -123,20 +125,22 @@ class _Track:
         self.before = totals
 
     def precision(self, fallback: bool, now: float) -> None:
-        """What answers now; since when is known to a tick, or to the last look at it."""
+        """Note which precision answers. The time of a change is accurate to one tick, or to the last call."""
         if self.fallback not in (None, fallback):
             self.fallback_since = now
         self.fallback = fallback
 
     def window(self, totals: Totals) -> Totals:
-        """What the last :data:`WINDOW_TICKS` ticks and the time since then grew by."""
+        """Return the growth over the last :data:`WINDOW_TICKS` ticks and the time since."""
         past: Totals = np.nansum(self.rows[-WINDOW_TICKS:, : len(totals)], axis=0, dtype=np.float64)
         return past + self.growth(totals)
 
 
 class History:
-    """:meth:`tick` is for a thread, every :data:`TICK_SECONDS`; :meth:`read` for whoever wants to know. ``wall`` is in
-    Unix seconds, for people."""
+    """Keeps the history. A thread calls :meth:`tick` every :data:`TICK_SECONDS`; any thread may call :meth:`read`.
+
+    ``clock`` measures durations, in seconds. ``wall`` returns Unix seconds, for times that are shown.
+    """
 
     def __init__(
         self, source: Source, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
@@ -146,12 +150,12 @@ class History:
         self._wall = wall
         self._lock = threading.Lock()
         self._at = clock()
-        self._lengths: deque[float] = deque([0.0] * TICKS, TICKS)  # of the ticks, seconds
+        self._lengths: deque[float] = deque([0.0] * TICKS, TICKS)  # lengths of the ticks, in seconds
         self._models: dict[Key, _Track] = {}
         self._door = _Track(len(REFUSALS), np.zeros(len(REFUSALS)))
 
     def tick(self) -> None:
-        """Keep what has happened since the last one. Models that are gone are forgotten."""
+        """Store the growth since the last tick. Models that no longer exist are dropped."""
         with self._lock:
             read, now = Reading(self._source()), self._clock()
             self._lengths.append(now - self._at)
@@ -164,7 +168,8 @@ class History:
             self._models = tracks
 
     def read(self) -> tuple[dict[Key, Recent], Door]:
-        """Every model by name and version, up to this moment, and what was refused at the door."""
+        """Return the recent activity of every model, by name and version, and the requests rejected before they reached
+        one."""
         with self._lock:
             read, since = Reading(self._source()), self._clock() - self._at
             models = {key: self._recent(key, totals, read, since) for key, totals in read.totals.items()}
@@ -224,7 +229,7 @@ def _durations(totals: Totals, name: str) -> Durations:
 
 
 def _trend(rows: Rows, lengths: Totals) -> Trend:
-    """``rows`` are those ticks in which the model was there, ``lengths`` their seconds."""
+    """Return the trend. ``rows`` are the ticks in which the model existed, ``lengths`` their seconds."""
     if not len(rows):
         return Trend()
     request, queue, _ = HISTOGRAMS
@@ -236,5 +241,5 @@ def _trend(rows: Rows, lengths: Totals) -> Trend:
 
 
 def _listed(values: Totals) -> tuple[float | None, ...]:
-    """Four digits are more than a picture shows."""
+    """Round to four digits, more than a chart can show."""
     return tuple(None if value != value else float(f"{value:.4g}") for value in values.tolist())

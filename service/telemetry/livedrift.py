@@ -1,4 +1,4 @@
-"""What the metrics say of one model's drift at this moment: how sure it is, why, and what was done about it."""
+"""One model's current drift according to the metrics: its confidence interval, its cause, and the action taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PASSED, _AT = "bf16kit_golden_gate_passed", "bf16kit_golden_gate_timestamp_seco
 _FALLS, _ANSWERS = "bf16kit_fallback_transitions_total", "bf16kit_answers_total"
 ACTIVE = "bf16kit_fallback_active"
 
-#: The samples that this is made of, and the labels that tell those of one model apart.
+#: The metrics that this reads, and the labels that tell apart the series of one model.
 LABELS: Mapping[str, tuple[str, ...]] = {
     _LOW: ("output", "metric"),
     _HIGH: ("output", "metric"),
@@ -38,18 +38,18 @@ Values = Mapping[str, Mapping[tuple[str, ...], float]]  # by name, then by the l
 
 @dataclass(frozen=True, slots=True)
 class LiveDrift:
-    """One model. Times are Unix seconds; what is not known, or not bounded, is None."""
+    """The current drift of one model. Times are Unix seconds. A value that is unknown or unbounded is None."""
 
-    low: Mapping[str, Mapping[str, float | None]]  # of the 95 % interval of drift ÷ budget, by output and metric
+    low: Mapping[str, Mapping[str, float | None]]  # 95 % interval of drift ÷ budget, by output and metric
     high: Mapping[str, Mapping[str, float | None]]
     effective_samples: Mapping[str, float]  # by output
     change_score: Mapping[str, float | None]  # by output; 1 is an alarm
     changes: int  # alarms since it was loaded
-    over: bool  # with confidence
-    cause: str  # empty: nothing ails it
+    over: bool  # over budget with confidence
+    cause: str  # "" without a breach or change
     out_of_range: Mapping[str, int]  # measured rows, by input
     last_sample: float | None
-    reference_up: bool | None  # None: there is to be none
+    reference_up: bool | None  # None: none is configured
     gate_passed: bool | None
     gate_at: float | None
     fallback: bool  # fp32 answers
@@ -59,7 +59,7 @@ class LiveDrift:
 
     @classmethod
     def of(cls, values: Values, fallback_since: float | None = None) -> LiveDrift:
-        """``values`` are those of :data:`LABELS` of one model, as far as there are any."""
+        """Build from one model's ``values`` of the metrics in :data:`LABELS`. Any may be missing."""
         passed, up = _alone(values, _PASSED), _alone(values, _UP)
         return cls(
             low=_bounds(values, _LOW),

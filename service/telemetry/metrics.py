@@ -1,9 +1,9 @@
-"""The metrics of a server, the moments its series appear and go, and how they are told.
+"""The metrics of a server: when their series appear and disappear, and how they are exposed.
 
-The families are in :mod:`service.telemetry.families`. The rest of the server calls
-:class:`~service.telemetry.modelmetrics.ModelMetrics`, whose methods say what happened. Series of a model appear with
-value 0 when it is loaded, start anew when another generation takes its place, and go when it is unloaded; nothing a
-caller sends ever becomes a label.
+The families are in :mod:`service.telemetry.families`. The rest of the server reports events to
+:class:`~service.telemetry.modelmetrics.ModelMetrics`. A model's series appear with value 0 when it is loaded, start
+anew when another generation replaces it, and disappear when it is unloaded. Nothing that a client sends becomes a
+label.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from service.telemetry.whole import Exemplar, Family, Mode, Series
 
 
 class Metrics:
-    """All models' metrics on one registry: give each server (and each test) its own."""
+    """All models' metrics on one registry. Each server (and each test) needs its own."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = registry or CollectorRegistry()
@@ -54,16 +54,16 @@ class Metrics:
             collector(registry=self._registry)
 
     def add(self, model: str, version: int) -> ModelMetrics:
-        """New series of this model version, all of them present with value 0, in place of any it has already.
+        """Create this model version's series, all with value 0, in place of existing ones.
 
-        The series replaced still count for whoever holds them, where no scraper sees them.
+        A holder of the replaced series may still count on them, but they are not exposed any more.
         """
         self._drop(model, version)
         series = self._models[model, version] = ModelMetrics(self._families, model, version)
         return series
 
     def remove(self, series: ModelMetrics) -> None:
-        """Remove these series; nothing happens where others have taken their place."""
+        """Remove these series, unless others have replaced them."""
         if self._models.get((series.model, series.version)) is series:
             self._drop(series.model, series.version)
 
@@ -75,20 +75,20 @@ class Metrics:
                 family.remove_by_labels({"model": model, "version": str(version)})
 
     def traced(self, outcome: words.TraceOutcome, traces: int) -> None:
-        """What became of requests that were traced."""
+        """Count the outcome of traced requests."""
         self._traced[outcome].inc(traces)
 
     def refused(self, reason: str) -> None:
-        """Something was refused at the door; a reason that is none of :data:`REFUSALS` counts as ``other``."""
+        """Count a rejection before a model was known. A reason outside :data:`REFUSALS` counts as ``other``."""
         self._refused.get(reason, self._refused["other"]).inc()
 
     def samples(self, names: Iterable[str]) -> Iterator[Sample]:
-        """The samples of these names, as they are now: a fraction of what :meth:`expose` costs."""
+        """Yield the current samples of these names. Much cheaper than :meth:`expose`."""
         for family in self._registry.restricted_registry(names).collect():
             yield from family.samples
 
     def snapshot(self, begins: str = "") -> list[Family]:
-        """Everything as it is now, of the metrics whose names begin so: to be added to other processes'."""
+        """Return all families whose names begin with ``begins``, to be added to other processes'."""
         collected = _WithoutCreationTimes(self._registry).collect()
         return [
             _family(metric, self._modes.get(metric.name, "sum"))
@@ -97,15 +97,15 @@ class Metrics:
         ]
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """The metrics as a scraper wants them (its Accept header), and their content type.
+        """Return the metrics in the format that an Accept header requests, and their content type.
 
-        An Accept header that makes no sense gets what one gets who sends none.
+        An invalid Accept header is treated as a missing one.
         """
         return _encoded(_WithoutCreationTimes(self._registry), accept)
 
 
 def expose(families: Iterable[Family], accept: str = "") -> tuple[bytes, str]:
-    """The same of families that were added up."""
+    """Like :meth:`Metrics.expose`, for families that were added up."""
     return _encoded(_Added(list(families)), accept)
 
 
@@ -128,7 +128,7 @@ def _seconds(timestamp: float | Timestamp | None) -> float | None:
 
 
 class _Added(Collector):
-    """Families, as the library wants them."""
+    """A collector of given families, in prometheus_client's types."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = families
@@ -143,7 +143,8 @@ class _Added(Collector):
 
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """prometheus_client's choice. It repeats the version asked for in its answer and fails on one that is no number."""
+    """Return prometheus_client's encoder and content type. It echoes the requested version, and fails if that is no
+    number."""
     try:
         encode, content_type = choose_encoder(accept)
     except (ValueError, AttributeError, TypeError, IndexError):
@@ -155,7 +156,7 @@ def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
 
 
 class _WithoutCreationTimes(Collector):
-    """The registry, less the ``…_created`` series that double its size and tell an operator nothing."""
+    """The registry without the ``…_created`` series, which double its size and tell an operator nothing."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""One model version's series: their methods say what happened, and are what the rest of the server calls."""
+"""One model version's series: the methods that the rest of the server calls to report events."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class _OutputSeries:
 
 
 class ModelMetrics:
-    """The series of one generation of a model version, looked up once so that a request pays for none of it."""
+    """The series of one generation of a model version, looked up once so that requests do not pay for lookups."""
 
     def __init__(self, families: Families, model: str, version: int) -> None:
         self.model, self.version = model, version
-        self.exposed = True  # False once other series have taken their place, or the model is unloaded
+        self.exposed = True  # False once others have replaced them, or the model is unloaded
         self._families = families
         self._labels = (model, str(version))
         self._later: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}  # see _late
@@ -46,7 +46,7 @@ class ModelMetrics:
         self._rows, self._executions = self._of(f.rows), self._of(f.executions)
         self._request_seconds, self._queue_seconds = self._of(f.request_seconds), self._of(f.queue_seconds)
         self._compute_seconds, self._batch_rows = self._of(f.compute_seconds), self._of(f.batch_rows)
-        # Bound methods, not methods of ours: these run once or twice for every request.
+        # Bound methods of prometheus_client, called directly because they run once or twice per request.
         self.queued = self._of(f.queue_depth).inc
         self.in_flight = self._of(f.in_flight).inc
         self._ready, self._load_seconds = self._of(f.ready), self._of(f.load_seconds)
@@ -67,8 +67,11 @@ class ModelMetrics:
         return family.labels(*self._labels, output)
 
     def _late(self, family: Gauge, value: float, *labels: str) -> None:
-        """Set what has no series until it is known. Looked up by its labels, the series would be another generation's
-        once these are exposed no more, or come back for good."""
+        """Set a gauge whose series appears with its first value.
+
+        It is looked up by labels only while exposed: afterwards the labels may belong to another generation's series,
+        or bring removed ones back for good.
+        """
         if self.exposed:
             key = family, labels
             if (series := self._later.get(key)) is None:
@@ -78,7 +81,7 @@ class ModelMetrics:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def opened(self, weight_bytes: int, outputs: Iterable[TensorSpec]) -> None:
-        """The artifact is open: its outputs are known."""
+        """Create the series of the outputs, which are known once the artifact is open."""
         self._weight_bytes.set(weight_bytes)
         f = self._families
         for spec in outputs:
@@ -94,7 +97,8 @@ class ModelMetrics:
             self._of(f.changes, spec.name)
 
     def loaded(self, info: RuntimeInfo, baseline: Mapping[str, Mapping[str, float]]) -> None:
-        """The runtime is loaded. ``baseline`` is the manifest's drift, by output and then metric."""
+        """Set what is known once the runtime is loaded. ``baseline`` is the manifest's drift, by output and then
+        metric."""
         labels = (info.backend, info.device, info.profile, info.precision, info.accumulation)
         self._of(self._families.info, *labels).set(1)
         for output, metrics in baseline.items():
@@ -109,8 +113,8 @@ class ModelMetrics:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def request(self, seen: Observation) -> None:
-        """One request is over, answered or not: what it waited counts either way, or waiting would look shorter than
-        it is."""
+        """Count a request that is over. The wait of failed requests counts too; otherwise waits would look shorter than
+        they are."""
         series = self._requests.get(seen.code)
         if series is None and self.exposed:  # see _late
             series = self._requests[seen.code] = self._of(self._families.requests, seen.code)
@@ -122,7 +126,7 @@ class ModelMetrics:
             self._queue_seconds.observe(seen.timings.queue, exemplar)
 
     def rejected(self, reason: str) -> None:
-        """``reason`` is one of :data:`~service.telemetry.vocabulary.REJECTIONS`."""
+        """Count a rejected request. ``reason`` is one of :data:`~service.telemetry.vocabulary.REJECTIONS`."""
         self._rejected[reason].inc()
 
     def executed(self, rows: int, seconds: float) -> None:
@@ -137,9 +141,9 @@ class ModelMetrics:
         self._samples[outcome].inc(samples)
 
     def drift(self, output: str, sample: SampleDrift, weight: float = 1.0) -> None:
-        """The drift of one sample (row) of one output, which speaks for ``weight`` rows.
+        """Observe the drift of one sample (row) of one output, which stands for ``weight`` rows.
 
-        Elements that are not finite are counted as they are: a count of what was seen, not of what there may be.
+        Elements that are not finite are counted unweighted: the metric counts what was observed and estimates nothing.
         """
         series = self._outputs[output]
         series.relative_l2.observe(words.finite(sample.relative_l2), weight)
@@ -151,62 +155,66 @@ class ModelMetrics:
             series.top1[1].inc(sample.top1_rows * weight)
 
     def budget_ratio(self, output: str, metric: str, ratio: float, low: float, high: float) -> None:
-        """Recent drift ÷ budget, and its 95 % interval. Until the first call there is no series: 0 would say that the
-        model is perfect."""
+        """Set recent drift ÷ budget and its 95 % interval.
+
+        No series exists before the first call, because a 0 would claim a perfect model.
+        """
         f = self._families
         for family, value in ((f.budget_ratio, ratio), (f.budget_ratio_low, low), (f.budget_ratio_high, high)):
             self._late(family, value, output, metric)
 
     def recent(self, output: str, effective_samples: float, change_score: float | None) -> None:
-        """What recent samples are worth, and the change detector's sum ÷ threshold (None: it does not know yet)."""
+        """Set the effective sample size and the change detector's sum ÷ threshold (None: not calibrated yet)."""
         self._late(self._families.effective_samples, effective_samples, output)
         if change_score is not None:
             self._late(self._families.change_score, change_score, output)
 
     def changed(self, output: str) -> None:
-        """The change detector has given the alarm."""
+        """Count an alarm of the change detector."""
         if self.exposed:
             self._of(self._families.changes, output).inc()
 
     def out_of_range(self, name: str, rows: int) -> None:
-        """So many measured rows of an input were out of its calibrated range; 0 says that it has one."""
+        """Count measured rows of an input outside its calibrated range. A call with 0 creates the series of an input
+        with a range."""
         if self.exposed:
             self._of(self._families.out_of_range, name).inc(rows)
 
     def judged(self, over: bool, cause: str) -> None:
-        """``cause`` is one of :data:`~service.telemetry.vocabulary.CAUSES`, or none."""
+        """Set whether drift is over budget, and its cause: one of :data:`~service.telemetry.vocabulary.CAUSES`, or
+        none."""
         self._over_budget.set(1 if over else 0)
         for name, series in self._causes.items():
             series.set(1 if name == cause else 0)
 
     def last_sample(self, at: float) -> None:
-        """Drift was last measured at this Unix time."""
+        """Set when drift was last measured, in Unix seconds."""
         self._late(self._families.last_sample, at)
 
     def reference_up(self, up: bool) -> None:
-        """Whether the fp32 reference answers; never told where there is to be none."""
+        """Set whether the fp32 reference answers. Never called if none is configured."""
         self._late(self._families.reference_up, 1 if up else 0)
 
     # --- what is done about it ----------------------------------------------------------------------------------------
 
     def answered(self, precision: words.Precision) -> None:
-        """A request was answered by this precision."""
+        """Count a request answered in this precision."""
         self._answers[precision].inc()
 
     def fallback(self, active: bool) -> None:
-        """Whether fp32 answers instead of bf16."""
+        """Set whether fp32 answers instead of bf16."""
         self._fallback_active.set(1 if active else 0)
 
     def fallback_failed(self) -> None:
-        """fp32 could not be loaded to answer."""
+        """Count a failure to load fp32 for answering."""
         self._fallback_failures.inc()
 
     def transition(self, to: words.Precision) -> None:
-        """The precision that answers has changed."""
+        """Count a change of the precision that answers."""
         self._transitions[to].inc()
 
     def gate(self, outcome: words.GateOutcome, at: float) -> None:
-        """The golden gate ran, at this Unix time. One that could not be judged (``error``) was not passed."""
+        """Count a run of the golden gate at Unix time ``at``. An ``error``, which gives no result, is not passed."""
         self._gate_runs[outcome].inc()
         self._late(self._families.gate_passed, 1 if outcome == "passed" else 0)
         self._late(self._families.gate_at, at)

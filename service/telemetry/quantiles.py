@@ -1,7 +1,7 @@
-"""Percentiles out of the buckets of a histogram, as Prometheus' ``histogram_quantile`` has them.
+"""Percentiles from a histogram's buckets, computed like Prometheus' ``histogram_quantile``.
 
-The true percentile is in the same bucket: with :data:`service.telemetry.vocabulary.SECONDS` it is at most a factor of
-2.5 away, and means, which come from sums, are exact.
+The true percentile is in the same bucket. With :data:`service.telemetry.vocabulary.SECONDS` the error is at most a
+factor of 2.5. Means are exact, because they come from sums.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ Counts = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """How long something took, in seconds; None where it did not happen. A percentile beyond the last bucket's bound is
-    that bound."""
+    """Durations in seconds; None without observations. A percentile beyond the last bucket's bound is that bound."""
 
     count: int = 0
     mean: float | None = None
@@ -28,7 +27,8 @@ class Durations:
 
 
 def durations(bounds: Sequence[float], cumulative: Counts, total: float) -> Durations:
-    """``cumulative`` counts what is up to each bound, its last all; ``total`` is the sum in seconds."""
+    """Summarise a histogram. ``cumulative`` counts observations up to each bound, then all; ``total`` is their sum in
+    seconds."""
     count = int(cumulative[-1])
     if not count:
         return Durations()
@@ -37,7 +37,7 @@ def durations(bounds: Sequence[float], cumulative: Counts, total: float) -> Dura
 
 
 def quantiles(bounds: Sequence[float], cumulative: Counts, q: float) -> Counts:
-    """The ``q`` quantile of each row of ``cumulative``; NaN of a row without counts."""
+    """Return the ``q`` quantile of each row of ``cumulative`` [rows, buckets]; NaN for a row without counts."""
     count = cumulative[:, -1]
     rank = q * count
     at = np.minimum((cumulative < rank[:, None]).sum(axis=1), len(bounds) - 1)

@@ -1,4 +1,4 @@
-"""One reading of the server's metrics, sorted by model: what :mod:`service.telemetry.history` keeps the growth of."""
+"""One reading of the server's metrics, sorted by model, of which :mod:`service.telemetry.history` stores the growth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIO, BASELINE = "bf16kit_drift_budget_ratio", "bf16kit_drift_baseline"
 DEPTH, IN_FLIGHT = "bf16kit_queue_depth", "bf16kit_requests_in_flight"
 _REFUSED = "bf16kit_refused_total"
 
-#: The samples that a source need give: the sums and buckets of histograms, not their counts.
+#: The samples that a source must provide. Of histograms, sums and buckets suffice.
 NAMES = (
     "bf16kit_requests_total",
     "bf16kit_rejected_total",
@@ -36,7 +36,7 @@ Key = tuple[str, str]  # model, version
 
 
 class Sample(Protocol):
-    """One value of one series, as every Prometheus client has it."""
+    """One value of one series, as every Prometheus client represents it."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ Source = Callable[[], Iterable[Sample]]
 
 
 class Layout:
-    """Which column of a row counts what."""
+    """The columns of a row of counters."""
 
     def __init__(self) -> None:
         groups = (
@@ -79,13 +79,13 @@ class Layout:
         self.parts[name] = slice(begin, len(self.columns))
 
     def column(self, name: str, labels: Mapping[str, str]) -> int | None:
-        """Where this series is counted; None for one that is not."""
+        """Return the column that counts this series; None if it is not kept."""
         label = self._label.get(name)
         value = "" if label is None else labels.get(label, "")
         at = self.columns.get((name, value))
         if at is None and label == "code":
             return self.columns[name, _OTHER]
-        if at is None and label == "le":  # 1.0 written as 1, or the like
+        if at is None and label == "le":  # 1.0 may be written as 1
             return self.columns.get((name, str(float(value))))
         return at
 
@@ -128,6 +128,6 @@ class Reading:
             row[column] += value
 
     def ratio(self, key: Key) -> float:
-        """The highest recent drift ÷ budget of this model; NaN where none was measured."""
+        """Return this model's highest recent drift ÷ budget; NaN if nothing was measured."""
         ratios = self.drift.get(key, {}).get(RATIO, {})
         return max((ratio for metrics in ratios.values() for ratio in metrics.values()), default=np.nan)

@@ -1,4 +1,4 @@
-"""The spans of requests that are over, made with OpenTelemetry's own tracer."""
+"""Makes the spans of finished requests, with OpenTelemetry's own tracer."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 import bf16kit
 from service.request import Observation, Timings
 
-LONGEST_TEXT = 256  # characters: request ids and unknown models' names are the clients'
+LONGEST_TEXT = 256  # characters: request ids and unknown models' names come from clients
 _SERVICE = "inference.GRPCInferenceService"
-_BATCHES = 64  # whose requests are remembered, to link them
-_LINKS = 32  # of one span, at most
+_BATCHES = 64  # batches whose requests are remembered for links
+_LINKS = 32  # most links of one span
 _CODES = (  # in the order of their numbers
     "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
     "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
     "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED",
 )  # fmt: skip
-#: The semantic conventions' list of codes that are a server's errors; the others may be the client's.
+#: The codes that the semantic conventions list as server errors. The others may be the client's errors.
 _ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
 class Ended(NamedTuple):
-    """A traced request that is over. ``context`` is that of its parent, ``number`` its trace's."""
+    """A finished traced request. ``context`` is its parent's; ``number`` is its trace id."""
 
     context: Context
     number: int
     rpc: str
     seen: Observation
     ended_ns: int  # since the epoch
-    ended: float  # the same moment on the clock of Timings
+    ended: float  # the same moment on the clock of Timings, in seconds
 
     def at(self, moment: float) -> int:
-        """A moment on that clock, in ns since the epoch."""
+        """Convert a moment on that clock to ns since the epoch."""
         return self.ended_ns - round((self.ended - moment) * 1e9)
 
 
 class Recorder:
-    """Makes spans with OpenTelemetry's own tracer, of requests that are over. For one thread."""
+    """Makes spans of finished requests with OpenTelemetry's own tracer. For one thread."""
 
     def __init__(self) -> None:
         self._made: list[Any] = []
         self._ids = _Ids()
         provider: Any = TracerProvider(
-            sampler=ALWAYS_ON,  # what comes here is sampled
+            sampler=ALWAYS_ON,  # only sampled requests come here
             resource=_resource(),
             shutdown_on_exit=False,
             id_generator=cast(Any, self._ids),
@@ -63,7 +63,7 @@ class Recorder:
         self._batches: OrderedDict[tuple[str, str, float], list[Any]] = OrderedDict()
 
     def spans(self, batch: list[Ended]) -> list[Any]:
-        """Of all of these requests."""
+        """Return the spans of these requests."""
         self._made = []
         for ended in batch:
             self._record(ended)
@@ -85,8 +85,8 @@ class Recorder:
         server.end(ended.ended_ns)
 
     def _of_batch(self, seen: Observation, timings: Timings, server: Any) -> dict[str, Any]:
-        """What the span of a run says of its batch: its rows, unless it failed, and links to the requests in it whose
-        spans were made before."""
+        """Return what the span of a run says of its batch: its rows, unless it failed, and links to spans of requests
+        in the same batch that were made before."""
         key = (seen.model, seen.version, timings.begun)
         shared = self._batches.setdefault(key, [])
         links = [api.Link(context) for context in shared]
@@ -105,7 +105,7 @@ class Recorder:
 
 
 class _Ids:
-    """OpenTelemetry's generator of ids, but that a trace's was drawn when its request was sampled."""
+    """OpenTelemetry's id generator, except that a trace id is the one drawn when its request was sampled."""
 
     trace = 0
 
@@ -120,7 +120,7 @@ class _Ids:
 
 
 def _phases(ended: Ended) -> Iterator[tuple[str, int, int]]:
-    """The parts of a request that took time: name, begin and end in ns since the epoch."""
+    """Yield the phases of a request that took time: name, begin and end in ns since the epoch."""
     timings = ended.seen.timings
     if timings is None:
         return
@@ -152,7 +152,7 @@ def _attributes(ended: Ended) -> dict[str, str | int]:
 
 
 def _resource() -> Any:
-    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of this server, and what they do not."""
+    """Return the resource from OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, with this server's defaults."""
     found: Any = Resource.create({"service.version": bf16kit.__version__, "process.pid": os.getpid()})
     if str(found.attributes["service.name"]).startswith("unknown_service"):
         found = found.merge(Resource({"service.name": "bf16kit"}))

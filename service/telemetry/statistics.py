@@ -1,4 +1,4 @@
-"""What one model has done since it was loaded, counted the way Triton counts (``ModelStatistics``)."""
+"""One model's statistics since it was loaded, counted like Triton's (``ModelStatistics``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Phases:
-    """The three phases of a batch: always counted together, so one count is enough."""
+    """The three phases of a batch. They are always counted together, so one count is enough."""
 
     count: int = 0
     gather: float = 0.0
@@ -45,7 +45,8 @@ class _Phases:
 class ModelStatistics:
     """Counters behind one lock, so that a snapshot never mixes two moments.
 
-    A batch's duration counts once for each request in it, as in Triton: sum over count is what a request saw.
+    As in Triton, a batch's duration counts once for each request in it: sum ÷ count is the duration that a request
+    experienced.
     """
 
     def __init__(self, weight_bytes: int = 0) -> None:
@@ -59,7 +60,7 @@ class ModelStatistics:
         self._by_size: dict[int, _Phases] = {}
 
     def execution(self, requests: int, rows: int, timings: Timings) -> None:
-        """One batch of ``requests`` requests has run."""
+        """Count a batch of ``requests`` requests that has run."""
         now, size = time.time(), _counted_as(rows)
         with self._lock:
             self._last_inference = now
@@ -72,7 +73,7 @@ class ModelStatistics:
             same_size.add(1, timings)
 
     def request(self, seen: Observation) -> None:
-        """One request is over. As in Triton, the queue time is that of requests that were answered."""
+        """Count a request that is over. As in Triton, queue time counts for answered requests only."""
         with self._lock:
             if not seen.answered:
                 self._fail.add(seen.seconds)
@@ -82,7 +83,7 @@ class ModelStatistics:
                 self._queue.add(seen.timings.queue)
 
     def snapshot(self) -> StatisticsSnapshot:
-        """One consistent view, by batch size ascending. Requests wait for no more of it than what is copied."""
+        """Return one consistent view, sorted by batch size. Requests wait only while the counters are copied."""
         with self._lock:
             seen = StatisticsSnapshot(
                 last_inference_ms=int(self._last_inference * 1e3),

@@ -1,4 +1,4 @@
-"""Which requests are traced, under the names that Triton has for it, and changed while the server runs."""
+"""The settings that select which requests are traced. They have Triton's names and can change while the server runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bf16kit.wording import quoted
 _Value = bool | int | str
 _LARGEST = 2**31 - 1
 _UNLIMITED = -1
-_FIXED = {  # what else Triton has, and why it stays as it is
+_FIXED = {  # Triton's other settings, their fixed value, and why they cannot change
     "log_frequency": ("0", "spans are exported every second or so, and no file is written"),
     "trace_file": ("", "a client must not choose a file to write"),
     "trace_mode": ("opentelemetry", "this server has no other"),
@@ -22,29 +22,29 @@ _NAMES = ("trace_level", "trace_rate", "trace_count", *_FIXED)
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What is set for the server or one model; None: nothing, what stands above it holds."""
+    """The settings made for the server or for one model. None: not set, so the layer above applies."""
 
     level: bool | None = None  # TIMESTAMPS, or OFF
-    rate: int | None = None  # one request in so many
-    count: int | None = None  # traces yet to be made, or _UNLIMITED
+    rate: int | None = None  # trace one request in this many
+    count: int | None = None  # traces left to make, or _UNLIMITED
 
 
 class TraceSettings:
-    """See :class:`service.operations.Settings`. Off for good where there is no exporter.
+    """See :class:`service.operations.Settings`. Always off without an exporter.
 
-    A model's setting without a value is the server's, and the server's what it was started with: one trace per ``rate``
-    requests. ``find`` raises NotFound for a model that is not known. A request that belongs to a trace already is asked
-    for by whoever began that: it counts against ``trace_count`` alone.
+    A setting that a model lacks is the server's; one that the server lacks is the one it was started with, one trace
+    per ``rate`` requests. ``find`` raises NotFound for an unknown model. A request that already belongs to a trace was
+    selected by its client, so only ``trace_count`` limits it.
     """
 
     def __init__(self, *, exports: bool, rate: int, find: Callable[[str], object]) -> None:
-        self.on = exports  # False: nothing is traced, and nobody needs to ask
+        self.on = exports  # False: nothing is traced, so sampled() need not be called
         self._exports = exports
         self._find = find
         self._start = _Choice(exports, rate, _UNLIMITED)
         self._chosen: dict[str, _Choice] = {"": _Choice()}
-        self._holds = {"": self._start}  # of all three layers, for those that chose something
-        self._seen = {"": 0}  # requests that belonged to no trace
+        self._holds = {"": self._start}  # the settings in effect, for the server and each model with settings
+        self._seen = {"": 0}  # requests that belong to no trace
         self._lock = threading.Lock()
 
     def update(self, changes: Mapping[str, Sequence[_Value]], model: str = "") -> Mapping[str, Sequence[_Value]]:
@@ -69,7 +69,8 @@ class TraceSettings:
         }
 
     def sampled(self, model: str, asked: bool | None) -> bool:
-        """Whether this request of ``model`` is traced; ``asked``: what the trace says that it belongs to, if any."""
+        """Whether this request of ``model`` is traced. ``asked`` is the sampled flag of the request's trace; None
+        without one."""
         with self._lock:
             scope = model if model in self._holds else ""
             now = self._holds[scope]
@@ -88,7 +89,8 @@ class TraceSettings:
         self.on = any(choice.level for choice in self._holds.values())
 
     def _effective(self, model: str) -> _Choice:
-        """What holds for ``model``: of its own choice, the server's and the start's, the first that says."""
+        """Return the settings in effect for ``model``: each from the first that sets it of the model, the server and
+        the start."""
         found = self._start
         for choice in (self._chosen[""], self._chosen.get(model, _Choice())):
             said = {field.name: getattr(choice, field.name) for field in fields(choice)}
@@ -96,7 +98,7 @@ class TraceSettings:
         return found
 
     def _count_down(self, scope: str) -> None:
-        """One trace fewer, of the model's count or, where it has none, of the server's."""
+        """Decrement the count of traces: the model's, or the server's if the model has none."""
         whose = scope if self._chosen[scope].count is not None else ""
         choice = self._chosen[whose]
         self._chosen[whose] = replace(choice, count=(choice.count or 0) - 1)

@@ -1,7 +1,7 @@
-"""Traced requests, whose spans are made when they are over and exported by a thread of their own.
+"""Traces requests: spans are made when a request is over, and exported by a separate thread.
 
-A request pays for the decision whether it is traced, and for its place in a queue. Nothing of what was in it, of its
-metadata or of its token is in a span. Where the collector does not answer, traces are lost and counted.
+A request only pays for the decision whether it is traced and for a place in a queue. Spans contain no tensors, metadata
+or tokens. If the collector does not answer, traces are lost and counted.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from service.telemetry.tracesettings import TraceSettings
 from service.telemetry.vocabulary import TraceOutcome
 
 _log = logging.getLogger(__name__)
-_WAITING = 2048  # requests: those over it are not traced
+_WAITING = 2048  # requests; further ones are not traced
 _TOGETHER = 100  # requests exported at once: up to 500 spans
 _EVERY_S = 1.0
-_GIVE_UP_S = 1.0  # for an export that was broken off to end
+_GIVE_UP_S = 1.0  # wait for an aborted export to end
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Exporter(Protocol):
-    """Where spans go."""
+    """The destination of spans."""
 
     def export(self, spans: list[Any]) -> str:
-        """Deliver them; returns why they are lost, or nothing."""
+        """Deliver spans. Return why they are lost, or ""."""
         ...
 
     def close(self) -> None:
-        """From any thread: no more, not even what is being exported."""
+        """Stop exporting, and abort an export in progress. For any thread."""
         ...
 
 
@@ -57,9 +57,10 @@ class _Heard(logging.Handler):
 
 
 class Otlp:
-    """Over gRPC to ``endpoint``, or, where that is empty, to what OTEL_EXPORTER_OTLP_… says. Raises ConfigError.
+    """Exports over gRPC to ``endpoint``, or, if that is empty, as the OTEL_EXPORTER_OTLP_… variables say.
 
-    OpenTelemetry logs each attempt that fails, and each by itself: that is kept for the reason, and not written.
+    Raises ConfigError. OpenTelemetry logs each failed attempt separately; the last one is kept as the reason of a
+    failure instead of being logged.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -108,9 +109,9 @@ class Trace:
 
 
 class Tracing:
-    """See :class:`service.request.Tracer`. :meth:`start` it; :meth:`close` sends what still waits.
+    """See :class:`service.request.Tracer`. :meth:`start` begins exporting; :meth:`close` sends what still waits.
 
-    ``counted`` is told what became of how many traced requests.
+    ``counted`` receives outcomes and how many traced requests had them.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class Tracing:
         return Trace(self._take_over, context, parent.trace_id or random.getrandbits(128))
 
     def close(self, seconds: float) -> None:
-        """Export what waits, for so long; what is left then is lost, and counted."""
+        """Export waiting traces, for at most ``seconds``. The rest is lost and counted."""
         self._closing = True
         self._wake.set()
         self._thread.join(max(0.0, seconds))
-        self._exporter.close()  # breaks off an export that is at work
+        self._exporter.close()  # aborts an export in progress
         self._thread.join(_GIVE_UP_S)
         if self._ended:
             self._counted("dropped", len(self._ended))
@@ -182,7 +183,7 @@ class Tracing:
         except Exception as error:  # noqa: BLE001 -- this thread must live on
             why = f"{type(error).__name__}: {error}"
         self._counted("failed" if why else "exported", len(batch))
-        if bool(why) is not self._failing:  # said when it begins and when it ends, not for every batch
+        if bool(why) is not self._failing:  # logged when failures begin and end, not for every batch
             self._failing = bool(why)
             if why:
                 _log.warning("traces are lost, and requests go on being served: %s", why)

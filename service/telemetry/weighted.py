@@ -1,8 +1,8 @@
-"""A histogram of weighted observations: each counts as the rows that it speaks for.
+"""A histogram of weighted observations: each counts as the number of rows that it stands for.
 
-prometheus_client's own counts every observation once. A sample that was taken with probability p speaks for 1 ÷ p rows
-(Horvitz and Thompson, J. Am. Stat. Assoc. 47, 1952), so that what is estimated is the distribution over all rows that
-were answered, however unevenly they were sampled.
+prometheus_client's own histogram counts every observation once. A sample taken with probability p stands for 1 ÷ p rows
+(Horvitz and Thompson, J. Am. Stat. Assoc. 47, 1952). The histogram thus estimates the distribution over all answered
+rows, however unevenly they were sampled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class WeightedSeries:
         self._sum = 0.0
 
     def observe(self, amount: float, weight: float) -> None:
-        """``amount`` is that of ``weight`` rows, at least 0; they need not be whole."""
+        """Observe ``amount``, at least 0, with ``weight`` rows, which may be a fraction."""
         with self._lock:
             self._weights[bisect.bisect_left(self._bounds, amount)] += weight
             self._sum += amount * weight
 
     def told(self) -> tuple[list[tuple[str, float]], float]:
-        """The buckets, each with all that lie below its bound, and the sum.
+        """Return the cumulative buckets, as (bound, count), and the sum.
 
-        OpenMetrics wants whole counts: each is rounded when it is told, so that it is never off by more than half a row
-        and never falls.
+        OpenMetrics requires whole counts. Each is rounded only here, so it is off by at most half a row and never
+        falls.
         """
         with self._lock:
             weights, total = list(self._weights), self._sum
@@ -50,7 +50,7 @@ class WeightedSeries:
 
 
 class WeightedHistogram(Collector):
-    """What :class:`prometheus_client.Histogram` is, of :class:`WeightedSeries`."""
+    """A counterpart of :class:`prometheus_client.Histogram` whose series are :class:`WeightedSeries`."""
 
     def __init__(
         self, name: str, text: str, labels: Iterable[str], *, registry: CollectorRegistry, buckets: Iterable[float]
@@ -62,14 +62,14 @@ class WeightedHistogram(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> WeightedSeries:
-        """The series of these values, which is there from now on."""
+        """Return the series with these label values, creating it if necessary."""
         if len(values) != len(self._labels):
             raise ValueError(f"{self._name}: values {values} of labels {self._labels}")
         with self._lock:
             return self._series.setdefault(values, WeightedSeries(self._bounds, self._lock))
 
     def remove_by_labels(self, labels: Mapping[str, str]) -> None:
-        """Remove every series that has these labels."""
+        """Remove every series with these label values."""
         wanted = [(self._labels.index(name), value) for name, value in labels.items()]
         with self._lock:
             self._series = {
@@ -79,7 +79,7 @@ class WeightedHistogram(Collector):
             }
 
     def describe(self) -> Iterable[Metric]:
-        """The family without series: how the registry knows its names."""
+        """Return the family without series, from which the registry learns its names."""
         return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
 
     def collect(self) -> Iterator[Metric]:

@@ -1,7 +1,8 @@
-"""Several processes' metrics as one server's: counters and histograms are summed, gauges combined as each of them says.
+"""Combines several processes' metrics into one server's: counters and histograms are summed, gauges combine by their
+mode.
 
-A process tells everything it counts, again and again; the newest counts. Of one that has died its counters stay, or a
-restart would take back what was told before, and its gauges go. Nothing here knows Prometheus' library.
+A process reports everything it counts, repeatedly; its newest report counts. When a process dies, its gauges disappear
+but its counters stay: otherwise the server's counters would fall at a restart. Independent of prometheus_client.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Exemplar(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One value; ``name`` is the sample's, as of a histogram's bucket."""
+    """One value. ``name`` is the sample's name, such as that of a histogram's bucket."""
 
     name: str
     labels: dict[str, str]
@@ -38,14 +39,14 @@ class Series(NamedTuple):
 
     @property
     def model(self) -> tuple[str, str] | None:
-        """The model and version that it is of."""
+        """The model and version that it belongs to, if any."""
         labels = self.labels
         return (labels["model"], labels["version"]) if "model" in labels and "version" in labels else None
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All series of one metric. ``kind`` is Prometheus' type, ``mode`` how several processes' gauges combine."""
+    """All series of one metric. ``kind`` is Prometheus' type; ``mode`` is how several processes' gauges combine."""
 
     name: str
     kind: str
@@ -70,16 +71,19 @@ class Family:
 
 
 class Whole:
-    """``wanted`` says which models and versions are served: of others nothing stays once no process has them."""
+    """The metrics of several processes as one server's.
+
+    ``wanted`` returns the served models and versions. Counts of dead processes for other models are dropped.
+    """
 
     def __init__(self, wanted: Callable[[], Iterable[tuple[str, str]]]) -> None:
         self._wanted = wanted
         self._lock = threading.Lock()
         self._latest: dict[str, Mapping[str, Family]] = {}  # by process, then by name
-        self._kept: dict[tuple[str, ...], tuple[Family, Series]] = {}  # what was counted by those that are gone
+        self._kept: dict[tuple[str, ...], tuple[Family, Series]] = {}  # counts of series and processes that are gone
 
     def update(self, process: str, families: Iterable[Family]) -> None:
-        """What ``process`` has counted until now. A counter that begins anew keeps what it had."""
+        """Replace ``process``' report by its newest one. The previous value of a counter that restarted is kept."""
         newest = {family.name: family for family in families}
         with self._lock:
             for name, family in self._latest.get(process, {}).items():
@@ -89,20 +93,20 @@ class Whole:
             self._latest[process] = newest
 
     def lost(self, process: str) -> None:
-        """It has died: what it counted stays."""
+        """Note that ``process`` died. Its counts are kept."""
         with self._lock:
             for family in self._latest.pop(process, {}).values():
                 if family.counts:
                     self._keep(family, {})
 
     def forget(self, model: str, versions: Collection[int]) -> None:
-        """They were loaded anew: what is gone was counted by what they were before."""
+        """Drop kept counts of versions that were reloaded: they belong to earlier generations."""
         gone = {(model, str(version)) for version in versions}
         with self._lock:
             self._drop(lambda key: key in gone)
 
     def families(self) -> list[Family]:
-        """The whole server's, in the order in which they were first told."""
+        """Return the whole server's families, in the order of their first report."""
         with self._lock:
             live = {each.model for families in self._latest.values() for f in families.values() for each in f.series}
             stay = live | {None} | set(self._wanted())
@@ -111,13 +115,13 @@ class Whole:
             return added(kept, *(families.values() for families in self._latest.values()))
 
     def samples(self, names: Iterable[str]) -> Iterator[Series]:
-        """The series of these samples' names."""
+        """Yield the series with these sample names."""
         wanted = set(names)
         for family in self.families():
             yield from (series for series in family.series if series.name in wanted)
 
     def _keep(self, family: Family, now: Mapping[tuple[str, ...], float]) -> None:
-        """Keep what ``family`` had and ``now`` has not: of a series that fell, or went. Called with the lock held."""
+        """Keep the values of ``family``'s series that fell or are missing in ``now``. The caller holds the lock."""
         for series in family.series:
             key = series.key
             if series.value and now.get(key, 0.0) < series.value:
@@ -129,7 +133,7 @@ class Whole:
 
 
 def added(*many: Iterable[Family]) -> list[Family]:
-    """Several processes' families as one's, in the order in which they are given."""
+    """Combine several processes' families into one list, in the order given."""
     merged: dict[str, _Merged] = {}
     for family in chain.from_iterable(many):
         into = merged.setdefault(family.name, _Merged(family))
@@ -139,7 +143,7 @@ def added(*many: Iterable[Family]) -> list[Family]:
 
 
 class _Merged:
-    """One family of the whole server, being put together."""
+    """Combines one family of several processes."""
 
     def __init__(self, like: Family) -> None:
         self._like = like

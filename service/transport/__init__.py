@@ -1,1 +1,1 @@
-"""gRPC: sockets, admission, health, reflection, and errors as status codes. Nothing else imports grpc."""
+"""gRPC: sockets, admission, health, reflection and the mapping of errors to status codes. Nothing else imports grpc."""

@@ -1,7 +1,7 @@
-"""How much the server holds at once: more is refused before it is read, where the client sees it.
+"""Bounds how much the server holds at once. Further calls are rejected before they are read, so the client sees it.
 
-A place is taken when the headers of a call arrive, and given back when gRPC has nothing left to do for the call: a
-client that does not read its response keeps its place, and with it what its response takes.
+A call takes a place when its headers arrive, and gives it back when gRPC has nothing left to do for it. A client that
+does not read its response therefore keeps its place, and the bytes of its response stay counted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from service.transport.limit import AdaptiveLimit
 
 
 class Shares:
-    """Who holds how many of ``limit`` places. While half of them are free, whoever comes takes one.
+    """Divides ``limit`` places among holders.
 
-    After that each holder may have an equal part, and the last eighth is for those who hold hardly any: so there is
-    room for others to come, however many one of them sends. ``limit`` may change at any time. Not thread-safe.
+    While half of the places are free, every holder may take one. After that each holder may have an equal part. The
+    last eighth is reserved for holders of very few places. Newcomers thus find room however many calls one client
+    sends. ``limit`` may change at any time. Not thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
@@ -27,7 +28,7 @@ class Shares:
         self._held: dict[str, int] = {}
 
     def take(self, holder: str) -> bool:
-        """Whether ``holder`` may have one place more; it then has it."""
+        """Take one more place for ``holder``. Return whether it may have one."""
         own = self._held.get(holder, 0)
         if self.full or own >= self._part(own):
             return False
@@ -40,7 +41,7 @@ class Shares:
         return self.taken >= self.limit
 
     def _part(self, own: int) -> int:
-        """How many places a holder of ``own`` may have as things are."""
+        """Return how many places a holder that has ``own`` may have at present."""
         if 2 * self.taken < self.limit:
             return self.limit
         if 8 * self.taken < 7 * self.limit:
@@ -57,7 +58,8 @@ class Shares:
 
 
 class ByteBudget:
-    """Bytes of requests and answers that all calls hold together: at most ``limit``, but for what one holds alone."""
+    """The bytes of requests and responses that all calls hold together: at most ``limit``, except that one call may
+    exceed it alone."""
 
     def __init__(self, limit: int = 1 << 62) -> None:
         self.lock = threading.Lock()
@@ -69,7 +71,7 @@ class ByteBudget:
         return 2 * self._taken >= self._limit
 
     def take(self, nbytes: int, own: int) -> None:
-        """More bytes for a call that holds ``own``. Raises :class:`Overloaded`. Called with the lock held."""
+        """Take bytes for a call that already holds ``own``. Raises :class:`Overloaded`. The caller holds the lock."""
         if self._taken > own and self._taken + nbytes > self._limit:
             raise Overloaded(
                 f"requests and answers of {self._taken} bytes are held, the limit is {self._limit}; try again later",
@@ -78,12 +80,12 @@ class ByteBudget:
         self._taken += nbytes
 
     def give(self, nbytes: int) -> None:
-        """Called with the lock held."""
+        """Give bytes back. The caller holds the lock."""
         self._taken -= nbytes
 
 
 class Place:
-    """One call's place behind a :class:`Door`, with the bytes that it holds; :meth:`leave` gives all back, once."""
+    """One call's place behind a :class:`Door`, with the bytes that it holds. :meth:`leave` gives all back, once."""
 
     __slots__ = ("_budget", "_door", "_left", "client", "nbytes")
 
@@ -95,7 +97,7 @@ class Place:
         self._left = False
 
     def add(self, nbytes: int) -> None:
-        """Raises :class:`Overloaded` when all calls together hold too much. What has left holds nothing more."""
+        """Take bytes. Raises :class:`Overloaded` if all calls together hold too much. No effect after :meth:`leave`."""
         with self._budget.lock:
             if not self._left:
                 self._budget.take(nbytes, self.nbytes)
@@ -117,7 +119,7 @@ class Place:
 
 
 class Held:
-    """The bytes of one request and of its answer, of those that the call's place holds."""
+    """The bytes of one request and its response, as part of what the call's place holds."""
 
     __slots__ = ("_largest", "_nbytes", "_place")
 
@@ -126,18 +128,20 @@ class Held:
         self._nbytes = self._largest = 0
 
     def hold(self, nbytes: int) -> None:
-        """The request takes ``nbytes``; said again, the largest number counts. Raises as :meth:`Place.add`."""
+        """Hold ``nbytes`` for the request. Repeated calls count the largest number. Raises as :meth:`Place.add`."""
         if nbytes > self._largest:
             self._add(nbytes - self._largest)
             self._largest = nbytes
 
     def hold_more(self, nbytes: int) -> None:
-        """So do its answer, which the client has yet to take, and what it has in shared memory. Raises as
-        :meth:`Place.add`."""
+        """Hold ``nbytes`` in addition: for a response that the client has yet to read, or for data in shared memory.
+
+        Raises as :meth:`Place.add`.
+        """
         self._add(nbytes)
 
     def release(self) -> None:
-        """The client has the answer."""
+        """Give all bytes back: the client has the response."""
         self._place.remove(self._nbytes)
         self._nbytes = 0
 
@@ -147,8 +151,9 @@ class Held:
 
 
 class Door:
-    """Counts the calls inside, at most ``limit``; what they hold is of ``budget``. With ``adaptive``, fewer calls for a
-    time.
+    """Admits at most ``limit`` calls at a time, whose bytes count against ``budget``.
+
+    ``adaptive`` may lower the limit for a time.
     """
 
     def __init__(
@@ -172,12 +177,12 @@ class Door:
 
     @property
     def crowded(self) -> bool:
-        """Whether half of the places or bytes are taken: the moment to be strict with those who keep them waiting."""
+        """Whether half of the places or bytes are taken. Slow clients then get less time."""
         return 2 * self._shares.taken >= self.limit or self.budget.crowded
 
     def enter(self, client: str) -> Place:
-        """A place for a call of ``client``. Raises :class:`Overloaded` when there is none for it, or what :meth:`close`
-        was told to."""
+        """Return a place for a call of ``client``. Raises :class:`Overloaded` if it gets none, or :meth:`close`'s
+        error."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed()
@@ -195,25 +200,25 @@ class Door:
         return Place(self, client)
 
     def leave(self, client: str) -> None:
-        """A place is free again."""
+        """Free a place."""
         with self._lock:
             self._shares.give(client)
             if not self._shares.taken:
                 self._empty.notify_all()
 
     def close(self, error: Callable[[], RequestError]) -> None:
-        """From now on whoever comes is told this error."""
+        """Reject every new call with this error from now on."""
         with self._lock:
             self._closed = error
 
     def wait_empty(self, until: float) -> bool:
-        """Whether everybody had left by ``until`` (:func:`time.monotonic` seconds)."""
+        """Wait until no call is inside. Return False if one still is at ``until`` (:func:`time.monotonic` seconds)."""
         with self._lock:
             return self._empty.wait_for(lambda: not self._shares.taken, max(0.0, until - time.monotonic()))
 
 
 class FairShares:
-    """:class:`Shares` for those who take and give on many threads."""
+    """A thread-safe :class:`Shares` that raises."""
 
     def __init__(self, limit: int, what: str, reason: str) -> None:
         self._shares = Shares(limit)
@@ -223,7 +228,7 @@ class FairShares:
         self._lock = threading.Lock()
 
     def take(self, holder: str) -> None:
-        """Raises :class:`Overloaded` when ``holder`` has its share already."""
+        """Take a place. Raises :class:`Overloaded` if ``holder`` already has its share."""
         with self._lock:
             if not self._shares.take(holder):
                 raise Overloaded(

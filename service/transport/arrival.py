@@ -1,10 +1,11 @@
-"""A call whose headers have arrived, before it has a thread: whose it is, and its request as soon as that is there.
+"""Access to a call whose headers have arrived, before it has a thread: its client, and its request once that is there.
 
-grpcio's synchronous server gives a call a thread, which then waits for the request. What it hands to the executor for
-that is enough to turn the two round: the thread is then taken once, when there is something to do (35 µs of a small
-model's 520 µs), and a client that sends nothing keeps none. That is no promise of grpcio's. So :func:`find_arrival`
-looks closely, and gives None where anything is not as it was in the versions below: grpcio's own way is then taken, and
-the client is known once the call has its thread.
+grpcio's synchronous server first gives a call a thread, which then waits for the request. The arguments that it submits
+to the executor suffice to reverse that order. The thread is then taken once, when there is work (35 µs of a small
+model's 520 µs), and a client that sends nothing occupies none.
+
+grpcio does not guarantee this. :func:`find_arrival` therefore checks the arguments, and returns None unless everything
+is as in the versions below. Calls then take grpcio's own way, and the client is known once the call has its thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _KNOWN = _STATE is not None and int(grpc.__version__.split(".")[1]) in _VERSIONS
 
 
 class Arrival:
-    """What is known of one call, and may be done with it, on gRPC's own thread."""
+    """One call on gRPC's own thread: what is known of it, and what can be done with it."""
 
     __slots__ = ("_event", "_state")
 
@@ -41,7 +42,7 @@ class Arrival:
 
     @property
     def client(self) -> str:
-        """Its address and port: one connection."""
+        """The client's address and port, which identify one connection."""
         peer = self._event.call.peer()
         return peer.decode() if isinstance(peer, bytes) else str(peer)
 
@@ -49,21 +50,23 @@ class Arrival:
         self._event.call.cancel()
 
     def when_ended(self, ended: Callable[[], None]) -> None:
-        """``ended`` is called, on gRPC's own thread, once gRPC has nothing left to do for the call. Call this from
-        where the call was found."""
+        """Call ``ended``, on gRPC's own thread, once gRPC has nothing left to do for the call.
+
+        Must be called from where the call was found.
+        """
         self._state.callbacks.append(ended)
 
     def read(self, on_message: Callable[[bytes], bytes], when_done: Callable[[], None]) -> None:
-        """Ask for the request. ``on_message`` is given it, and is not called where the client sends none.
+        """Start to receive the request. ``on_message`` gets it, and is not called if the client sends none.
 
-        ``when_done`` comes after that in either case, unless the call has ended. Both are called on gRPC's own thread,
-        which must not be kept waiting.
+        ``when_done`` is called afterwards in either case, unless the call has ended. Both run on gRPC's own thread,
+        which they must not block.
         """
         receive = _receive_message(self._state, self._event.call, on_message)
 
         def on_event(event: Any) -> Any:
             ended, callbacks = receive(event)
-            self._state.request = None  # the one who asked has it
+            self._state.request = None  # on_message() has it
             if ended is None:
                 when_done()
             return ended, callbacks
@@ -73,7 +76,8 @@ class Arrival:
 
 
 def find_arrival(arguments: tuple[Any, ...]) -> tuple[Any, Arrival] | None:
-    """The behavior among the arguments with which grpcio submits a call to an executor, and the call's arrival."""
+    """Return the behavior among the arguments with which grpcio submits a call to an executor, and the call's
+    arrival."""
     if not _KNOWN or len(arguments) != 7:
         return None
     _, event, state, behavior, *_ = arguments

@@ -1,7 +1,7 @@
-"""One call, from its headers to the moment when gRPC has nothing left to do for it.
+"""One call, from its headers until gRPC has nothing left to do for it.
 
-Each class is what gRPC calls a behavior. It comes in by a :class:`~service.transport.lane.Lane`, which has asked it to
-:meth:`~Call.admit` its client before gRPC gives it a thread.
+Each class is what gRPC calls a behavior. A call comes in through a :class:`~service.transport.lane.Lane`, which calls
+:meth:`~Call.admit` before gRPC gives the call a thread.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from service.wire.inflate import Inflater
 if TYPE_CHECKING:
     from service.transport.lane import Lane
 
-_SMALL = 4 << 10  # bytes of a request that may be read on gRPC's own thread
+_SMALL = 4 << 10  # largest request, in bytes, that may be read on gRPC's own thread
 _NEVER = 1e9  # seconds: gRPC gives a call without a deadline a time remaining beyond any clock
 
 
 @dataclass(frozen=True)
 class Rpc:
-    """One RPC: how its messages are read and written, and what answers it.
+    """One RPC: how its messages are parsed and serialised, and the function that answers it.
 
-    ``answer`` takes the request and the call, and returns the response or a :class:`Status`. For a ``stream`` it takes
-    an iterator of :class:`~service.transport.streamcall.StreamRequest`, and yields what it would return for each, in
-    their order. For a ``watch`` it takes the request, the call and a function that sends a response (or with None ends
-    the stream), and returns at once. ``reads`` False: the request says nothing, and is not waited for. ``claim`` looks
-    at the bytes of a request on gRPC's own thread: with what it gives the request is answered there and then, which
-    must not take long.
+    * ``answer`` of a ``unary`` RPC takes the request and the call, and returns the response or a :class:`Status`.
+    * ``answer`` of a ``stream`` takes an iterator of :class:`~service.transport.streamcall.StreamRequest`. It yields
+      such a result for each, in order.
+    * ``answer`` of a ``watch`` takes the request, the call and a function that sends a response (None ends the stream).
+      It returns at once.
+    * ``reads`` False: the request is empty, and is not waited for.
+    * ``claim`` inspects a request's bytes on gRPC's own thread. With its result the request is answered on that thread,
+      which must not take long.
     """
 
     inflate: Inflater
@@ -52,8 +54,10 @@ class Rpc:
     claim: Callable[[bytes], Claimed | None] | None = None
 
     def parsed(self, data: bytes, hold: Callable[[int], None]) -> Message:
-        """The message in ``data``; ``hold`` is told what it takes, and may raise. Raises InvalidRequest where it is
-        none."""
+        """Return the message in ``data``. ``hold`` is called with its size in bytes, and may raise.
+
+        Raises InvalidRequest if ``data`` is no such message.
+        """
         data = self.inflate(data, hold)
         try:
             message: Message = self.parse(data, hold)
@@ -63,13 +67,13 @@ class Rpc:
 
 
 class Call:
-    """What an RPC may know of its call. ``started`` and ``deadline`` are :func:`time.monotonic` seconds."""
+    """One call, as an RPC sees it. ``started`` and ``deadline`` are :func:`time.monotonic` seconds."""
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         self.started = time.monotonic()
         self.cancellation = Cancellation()
         self.claimed: Claimed | None = None
-        self.nbytes = 0  # of its one request, as it came; 0: it has many, or nobody knows yet
+        self.nbytes = 0  # bytes of its only request as received; 0: it has several, or the request is not there yet
         self.context: Any = None
         self.experimental_thread_pool = lane.threads  # gRPC's name: where it runs the call
         self._rpc = rpc
@@ -87,12 +91,12 @@ class Call:
 
     @property
     def streams(self) -> bool:
-        """Whether it has many requests."""
+        """Whether it has several requests."""
         return self._rpc.kind == "stream"
 
     @property
     def client(self) -> str:
-        """Whose call it is: the connection that its place was taken for."""
+        """The client: the connection that the call's place counts against."""
         return self._place.client if self._place is not None else ""
 
     @property
@@ -104,18 +108,22 @@ class Call:
         return next((value for name, value in self.metadata or () if name == key), None)
 
     def abort(self, status: Status) -> None:
-        """End the call with ``status``: raises an exception that only gRPC may catch."""
+        """End the call with ``status``. Raises an exception that only gRPC may catch."""
         self._aborted = True
         self.context.abort(status.code, status.details)
 
     def hold_more(self, nbytes: int) -> None:
-        """Count ``nbytes`` beside the message until the call ends: of its answer, or of what it has in shared memory.
-        Raises Overloaded for want of room."""
+        """Count ``nbytes`` in addition to the message until the call ends: for its response, or for data in shared
+        memory.
+
+        Raises Overloaded if there is no room.
+        """
         if self._held is not None:
             self._held.hold_more(nbytes)
 
     def admit(self, client: str) -> bool:
-        """Take a place for ``client``; False when the call is refused, which :meth:`_check_admitted` then says."""
+        """Take a place for ``client``. Return False if the call is rejected; :meth:`_check_admitted` then raises the
+        error."""
         try:
             self._place = self._lane.door.enter(client)
         except RequestError as error:
@@ -123,46 +131,51 @@ class Call:
         return self._refused is None
 
     def start(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
-        """The call has its place. ``submit`` hands it to a thread, ``run`` runs it on this one, which is gRPC's own."""
+        """Start the call, which has its place. ``submit`` hands it to a thread; ``run`` runs it on this one, gRPC's
+        own."""
         self._arrival = arrival
         arrival.when_ended(self._ended)
         self._hand_over(arrival, submit)
 
     def _hand_over(self, arrival: Arrival, submit: Callable[[], object]) -> None:
-        """To a thread. Where there is none, because the server has stopped or the system is out of them, the call is
-        cancelled: an exception would end gRPC's own thread."""
+        """Submit the call to a thread. Cancel it if there is none, because the server has stopped or the system has no
+        more.
+
+        An exception would end gRPC's own thread.
+        """
         try:
             submit()
         except RuntimeError:
             self.give_up(arrival)
 
     def give_up(self, arrival: Arrival) -> None:
-        """The call will not run."""
+        """Cancel a call that cannot run."""
         self._ended()
         arrival.cancel()
 
     def _check_admitted(self, context: grpc.ServicerContext) -> Place:
-        """On the call's own thread, first of all. Raises what the call is refused for, or Cancelled when it is over."""
+        """Return the call's place, first of all on its own thread. Raises the error that rejects the call, or
+        Cancelled."""
         self.context = context
-        if self._refused is None and self._place is None:  # nobody could say yet whose it is
+        if self._refused is None and self._place is None:  # the client was unknown until now
             self.admit(context.peer())
         if self._refused is not None or self._place is None:
-            # Also where there is a place by now: this may be gRPC's own thread, which must not wait for a request.
+            # Also with a place taken just now: this may be gRPC's own thread, which must not wait for a request.
             raise self._refused or Unavailable("the call was not let in")
-        if self._arrival is None and not context.add_callback(self._ended):  # it ended before this thread came to it
+        if self._arrival is None and not context.add_callback(self._ended):  # it ended before it got this thread
             self._ended()
         self._check_wanted()
         return self._place
 
     def _check_wanted(self) -> None:
-        """Raises Cancelled or DeadlineExceeded when nobody waits for the response any more."""
+        """Raises Cancelled or DeadlineExceeded if the client does not wait for the response any more."""
         if self._over:
             raise Cancelled("the client left before its request was read")
         if self.context.time_remaining() <= 0:
             raise DeadlineExceeded("the deadline passed before the request was read")
 
     def _ended(self) -> None:
-        """gRPC has nothing left to do for the call."""
+        """Release everything: gRPC has nothing left to do for the call."""
         self._over = True
         self.cancellation.cancel()
         self._lane.receiving.done(self)
@@ -171,18 +184,20 @@ class Call:
             self._place.leave()
 
     def _waits(self, patience: Patience, end: Callable[[], None]) -> None:
-        """Start the clock for this client. Where the call has ended, :meth:`_ended` has run and will not stop it."""
+        """Start this client's timeout. If the call has already ended, :meth:`_ended` has run, so the timeout is stopped
+        here."""
         patience.begin(self, end)
         if self._over:
             patience.done(self)
 
     def _expire(self) -> None:
-        """The client has kept the server waiting for too long."""
+        """End the call: the client has kept the server waiting for too long."""
         self._lane.refused("too_slow")
         (self._arrival or self.context).cancel()
 
     def _parsed(self, data: bytes, held: Held) -> Message:
-        """The message, its bytes counted. Large ones are read one at a time: meanwhile the client may have left."""
+        """Parse the message and count its bytes. Large messages are parsed one at a time, so the client may leave
+        meanwhile."""
 
         def hold(nbytes: int) -> None:
             self._check_wanted()
@@ -192,7 +207,8 @@ class Call:
 
 
 class OneRequest(Call):
-    """A call of which one request is read: before it has a thread, where gRPC lets us."""
+    """A call that reads one request: before it has a thread, if :mod:`service.transport.arrival` supports this
+    grpcio."""
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         super().__init__(rpc, lane)
@@ -207,7 +223,8 @@ class OneRequest(Call):
         return arrival.read(self.received, lambda: self._answer(arrival, submit, run))
 
     def _answer(self, arrival: Arrival, submit: Callable[[], object], run: Callable[[], object]) -> None:
-        """The request is there: where its model is idle and quick, another thread would only be late."""
+        """Answer the request, which is there. An idle and quick model runs on this thread: another would only add
+        delay."""
         if self._rpc.claim is not None and self._data is not None and len(self._data) <= _SMALL:
             self.claimed = self._rpc.claim(self._data)
         if self.claimed is None:
@@ -219,7 +236,7 @@ class OneRequest(Call):
             self.claimed.give_back()
 
     def received(self, data: bytes) -> bytes:
-        """gRPC's thread has the whole message. It is parsed on the call's own."""
+        """Keep the message, which is complete. It is parsed on the call's own thread."""
         self._data = data
         self._lane.receiving.done(self)
         return data
@@ -243,18 +260,18 @@ class UnaryCall(OneRequest):
         try:
             place = self._check_admitted(context)
             response = self._rpc.answer(self._receive(messages, place) if self._rpc.reads else None, self)
-        except grpc.RpcError:  # gRPC's own: the client has left
+        except grpc.RpcError:  # raised by gRPC: the client has left
             raise
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
             response = self._lane.status(error)
         if isinstance(response, Status):
             self.abort(response)
-        self._waits(self._lane.sending, self._expire)  # until it has ended: the client may not read
+        self._waits(self._lane.sending, self._expire)  # until the call has ended: the client may not read
         return response
 
 
 class WatchCall(OneRequest):
-    """A behavior for gRPC: one request, and responses that others send when there is something to say."""
+    """A behavior for gRPC: one request, and responses that other threads send when there is news."""
 
     experimental_non_blocking = True  # gRPC's name: the thread is free once the answer returns
 
@@ -268,7 +285,7 @@ class WatchCall(OneRequest):
             self.abort(self._lane.status(error))
 
     def _sender(self, send: Callable[[Any], None]) -> Callable[[Any], None]:
-        """``send`` blocks for as long as the client does not read."""
+        """Return ``send`` with a timeout, because it blocks while the client does not read."""
 
         def send_in_time(response: Any) -> None:
             self._waits(self._lane.sending, self._expire)

@@ -1,4 +1,4 @@
-"""What an RPC may know of its call, whoever brings it: a gRPC server, or somebody else who has its bytes."""
+"""The interface of a call to an RPC, whether it comes from a gRPC server or from another source of its bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from service.transport.credentials import Metadata
 
 
 class Calling(Protocol):
-    """``started`` and ``deadline`` are :func:`time.monotonic` seconds; ``nbytes`` are those of its one request."""
+    """One call. ``started`` and ``deadline`` are :func:`time.monotonic` seconds; ``nbytes`` is the size of its only
+    request."""
 
     started: float
     cancellation: Cancellation
@@ -21,12 +22,12 @@ class Calling(Protocol):
     def deadline(self) -> float | None: ...
     @property
     def streams(self) -> bool:
-        """Whether it has many requests."""
+        """Whether it has several requests."""
         ...
 
     @property
     def client(self) -> str:
-        """Whose call it is, among those that share the server's places."""
+        """The client, among those that share the server's places."""
         ...
 
     @property
@@ -35,6 +36,9 @@ class Calling(Protocol):
     def metadatum(self, key: str) -> str | bytes | None: ...
 
     def hold_more(self, nbytes: int) -> None:
-        """Count ``nbytes`` beside the message until the call ends: of its answer, or of what it has in shared memory.
-        Raises Overloaded for want of room."""
+        """Count ``nbytes`` in addition to the message until the call ends: for its response, or for data in shared
+        memory.
+
+        Raises Overloaded if there is no room.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Calls that wait for a change of the models which was asked for, and goes on whether or not they wait."""
+"""Calls that wait for a load or unload they requested. The change continues even if they stop waiting."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from concurrent.futures import Future
 from bf16kit.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.transport.calling import Calling
 
-_LAST_WORDS_S, _LAST_PART = 0.25, 0.1  # of the time that a call has: for its client to read what became of it
+# Kept of the call's remaining time (seconds, share) for its client to read the outcome.
+_LAST_WORDS_S, _LAST_PART = 0.25, 0.1
 
 
 class Changes:
-    """:meth:`drain` ends all waiting: a stop does not wait for a model that is being loaded."""
+    """Lets calls wait for changes. :meth:`drain` ends all waiting, so that a stop does not wait for a model to load."""
 
     def __init__(self) -> None:
         self._waiting: set[threading.Event] = set()
@@ -25,8 +26,8 @@ class Changes:
             woken.set()
 
     def wait(self, change: Future[None], call: Calling, doing: str) -> None:
-        """Return when ``change`` is made; raise what it failed with. The deadline, a client that leaves and a server
-        that stops end the wait, and not the change."""
+        """Return when ``change`` is done, or raise its error. The deadline, a client that leaves and a server that
+        stops end the wait, but not the change."""
         woken = threading.Event()
         self._waiting.add(woken)
         change.add_done_callback(lambda _: woken.set())

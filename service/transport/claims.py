@@ -1,4 +1,4 @@
-"""A model that is idle and quick, held for one request before that has been parsed."""
+"""A claim on an idle and quick model for one request, made before the request is parsed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from service.request import Claim
 
 
 class Claimed:
-    """A ``claim`` of a model, and the lease that keeps it: whatever takes the model's place meanwhile, the request is
-    answered by this one. Asked again, the registry could give one that is at work, and the request would wait for it.
+    """A ``claim`` of a model, and the lease that keeps the model: this model answers even if another replaces it
+    meanwhile.
 
-    As a context it is the model; what it holds is given back by :meth:`give_back` alone.
+    A second look-up in the registry could return a busy model, and the request would wait for it. As a context manager
+    it yields the model. Only :meth:`give_back` releases what it holds.
     """
 
     __slots__ = ("_lease", "claim", "model")
@@ -28,14 +29,16 @@ class Claimed:
     def __exit__(self, *_: object) -> None: ...
 
     def give_back(self) -> None:
-        """Once, when the call is over."""
+        """Release the claim and the lease, once, when the call is over."""
         self.claim.give_back()
         self._lease.__exit__(None, None, None)
 
 
 def claim_model(registry: Registry, name: str, version: str, nbytes: int) -> Claimed | None:
-    """For a request whose message has ``nbytes``; None where its model is at work, or not known to be quick with that
-    many. Raises what ``registry`` refuses."""
+    """Claim the model for a request whose message has ``nbytes``.
+
+    Returns None if the model is busy, or not known to be quick at that size. Raises the registry's errors.
+    """
     model = registry.get(name, version)
     claim = model.claim(nbytes)
     if claim is None:
@@ -48,5 +51,5 @@ def claim_model(registry: Registry, name: str, version: str, nbytes: int) -> Cla
     except BaseException:
         claim.give_back()
         raise
-    claim.give_back()  # it was replaced between the two
+    claim.give_back()  # the model was replaced between get() and acquire()
     return None

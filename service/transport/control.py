@@ -1,4 +1,4 @@
-"""The RPCs of the inference service that run no model: liveness, readiness, metadata, statistics, the repository."""
+"""The RPCs of the inference service that run no model: liveness, readiness, metadata, statistics and the repository."""
 
 # ruff: noqa: N802 -- methods are named as the protocol names its RPCs, and found by that name
 
@@ -19,9 +19,10 @@ from service.wire.repository import check_repository, check_unload, load_config
 
 _NOTHING = Needs(None, None)
 
-_NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"  # begins as Triton's
+# Begins like Triton's.
+_NOT_EXPLICIT = "explicit model load / unload is not allowed; start with --model-control explicit"
 _NO_MEMORY = "shared memory is off; start with shared_memory: true, or send tensors in raw_input_contents"
-#: Why an RPC is refused that this server does not answer, and what to do instead.
+#: For RPCs that this server may not answer: the reason, and the alternative.
 OFF = {
     "RepositoryModelLoad": _NOT_EXPLICIT,
     "RepositoryModelUnload": _NOT_EXPLICIT,
@@ -34,7 +35,7 @@ OFF = {
     "TraceSetting": "tracing cannot be changed while the server runs; set it when starting",
     "LogSettings": "the log cannot be changed while the server runs; set log_level when starting",
 }
-#: Which of the :class:`Operations` answers an RPC, where it is on.
+#: The member of :class:`Operations` that answers an RPC, if it is on.
 _PARTS = {
     "RepositoryModelLoad": "control",
     "RepositoryModelUnload": "control",
@@ -46,9 +47,9 @@ _PARTS = {
     "TraceSetting": "traces",
     "LogSettings": "logs",
 }
-#: RPCs that wait for what may take minutes: they come in by a lane of their own.
+#: RPCs that may wait for minutes: they have a lane of their own.
 CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
-#: RPCs that read and change in one: the scope ``read`` lets a call in, and a change is looked at again.
+#: RPCs that both read and change: the scope ``read`` admits a call, and a change needs a further check.
 SETTINGS = ("TraceSetting", "LogSettings")
 
 
@@ -56,7 +57,7 @@ class ControlServicer:
     """One method per RPC, named as in the protocol, with the request and its call."""
 
     def __init__(self, registry: Registry, operations: Operations, manage: Needs = _NOTHING) -> None:
-        """``manage`` is what a call has to bring that changes settings."""
+        """``manage`` is required of calls that change settings."""
         self._registry = registry
         self._operations = operations
         self._models = operations.models or RegistryModels(registry)
@@ -64,12 +65,12 @@ class ControlServicer:
         self._manage = manage
 
     def answers(self, rpc: str) -> bool:
-        """Whether this server answers ``rpc``, or refuses it with the words of :data:`OFF`."""
+        """Whether this server answers ``rpc``, or rejects it with the text in :data:`OFF`."""
         part = _PARTS.get(rpc)
         return rpc not in OFF if part is None else getattr(self._operations, part) is not None
 
     def drain(self) -> None:
-        """Let no call wait any longer for a model."""
+        """End all waits for a model to load or unload."""
         self._changes.drain()
 
     def ServerLive(self, message: pb.ServerLiveRequest, call: Calling) -> pb.ServerLiveResponse:
@@ -92,7 +93,7 @@ class ControlServicer:
         return metadata.model_config(self._registry.get(message.name, message.version))
 
     def ModelStatistics(self, message: pb.ModelStatisticsRequest, call: Calling) -> pb.ModelStatisticsResponse:
-        """Of every ready model; of every ready version of ``name``; or of the one version asked for."""
+        """Return statistics of every ready model, of every ready version of ``name``, or of one version."""
         return metadata.model_statistics(self._models.statistics(message.name, message.version))
 
     def RepositoryIndex(self, message: pb.RepositoryIndexRequest, call: Calling) -> pb.RepositoryIndexResponse:
@@ -102,22 +103,22 @@ class ControlServicer:
     def RepositoryModelLoad(
         self, message: pb.RepositoryModelLoadRequest, call: Calling
     ) -> pb.RepositoryModelLoadResponse:
-        """Answered when the model is served."""
+        """Respond once the model is served."""
         check_repository(message.repository_name)
         name = message.model_name
         try:
             change = self._control.load(name, load_config(message.parameters))
             self._changes.wait(change, call, f"loading model {quoted(name)}")
         except (InvalidRequest, NotFound, Unavailable) as error:
-            told = copy(error)  # others may wait for the same one
-            told.args = (f"failed to load {quoted(name)}: {error}",)  # Triton's words, which clients look for
+            told = copy(error)  # other calls may wait for the same change and raise the same error
+            told.args = (f"failed to load {quoted(name)}: {error}",)  # Triton's wording, which clients search for
             raise told from None
         return pb.RepositoryModelLoadResponse()
 
     def RepositoryModelUnload(
         self, message: pb.RepositoryModelUnloadRequest, call: Calling
     ) -> pb.RepositoryModelUnloadResponse:
-        """Answered when the last of its requests are."""
+        """Respond once the model's last request is answered."""
         check_repository(message.repository_name)
         check_unload(message.parameters)
         name = message.model_name
@@ -166,7 +167,7 @@ class ControlServicer:
     def CudaSharedMemoryStatus(
         self, message: pb.CudaSharedMemoryStatusRequest, call: Calling
     ) -> pb.CudaSharedMemoryStatusResponse:
-        """There are none. perf_analyzer unregisters all of both kinds before it begins with either."""
+        """Return no regions. perf_analyzer unregisters all regions of both kinds before it uses either."""
         if message.name:
             raise NotFound(f"unknown CUDA shared memory region {quoted(message.name)}")
         return pb.CudaSharedMemoryStatusResponse()

@@ -1,4 +1,5 @@
-"""Who may call what: TLS for the port, and a token's scope for each RPC, looked at before anything is read."""
+"""Authentication and authorisation: TLS for the port, and a token's scope for each RPC, checked before a request is
+read."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ Metadata = Sequence[tuple[str, str | bytes]] | None
 
 
 def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """TLS 1.2 or later; each new connection gets the certificate that is in the files then.
+    """Return credentials for TLS 1.2 or later. Each new connection gets the certificate that is in the files at that
+    moment.
 
-    With a CA for clients, no connection is made without a certificate of it.
+    With a CA for clients, a connection requires a client certificate of that CA.
     """
     latest = files.current()
 
@@ -30,7 +32,7 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         latest = current
         return _configuration(current)
 
-    # The stubs leave out that None means "as it was".
+    # The stubs omit that None means "unchanged".
     return grpc.dynamic_ssl_server_credentials(_configuration(latest), changed, files.asks_clients)  # type: ignore[arg-type]
 
 
@@ -41,7 +43,8 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may call at all. ``open_to_all``: what needs no token, of ``health`` and ``reflection``."""
+    """Which calls need a token. ``open_to_all`` names the groups that need none, out of ``health`` and
+    ``reflection``."""
 
     tokens: TokenFile | None = None
     open_to_all: frozenset[str] = frozenset({"health"})
@@ -52,13 +55,13 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a call has to bring: a token of ``tokens`` with this ``scope``. Either None: nothing."""
+    """The requirement of a call: one of ``tokens`` with this ``scope``. If either is None, there is no requirement."""
 
     tokens: TokenFile | None
     scope: Scope | None
 
     def check(self, metadata: Metadata) -> None:
-        """Raises :class:`Unauthenticated` without a token that is known, :class:`Forbidden` without the scope."""
+        """Raises :class:`Unauthenticated` without a known token, and :class:`Forbidden` without the scope."""
         if self.tokens is None or self.scope is None:
             return
         given = next((value for name, value in metadata or () if name == "authorization"), None)

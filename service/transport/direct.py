@@ -1,7 +1,7 @@
-"""The RPCs without a gRPC server: for whoever brings their bytes, as the proxy of another system does.
+"""The RPCs without a gRPC server, for a caller that has the messages' bytes, such as another system's proxy.
 
-The same servicers answer, behind the same doors, after the same checks. What gRPC does for a connection is the other
-side's: how fast a client sends and takes, keepalive, TLS.
+The same servicers answer, behind the same doors and checks. The caller is responsible for what gRPC does for a
+connection: timeouts for slow clients, keepalive and TLS.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from service.transport.status import Status
 from service.transport.streamcall import StreamRequest
 
 Kind = Literal["unary", "stream", "watch"]
-Answer = bytes | Status  # what the client is sent, or told instead
+Answer = bytes | Status  # the serialised response, or the status instead
 Refuse = Callable[[Exception], Status]
 
 
 class DirectCall:
-    """One call, seen from both sides: see :class:`~service.transport.calling.Calling` for what an RPC sees.
+    """One call. The RPC uses it as a :class:`~service.transport.calling.Calling`.
 
-    Its bringer calls one of :meth:`answer`, :meth:`answers` and :meth:`watch`, as :attr:`kind` says, on a thread that
-    may block; :meth:`end` when the client has left or has everything, from any thread.
+    The caller uses one of :meth:`answer`, :meth:`answers` and :meth:`watch`, according to :attr:`kind`, on a thread
+    that may block. It calls :meth:`end`, from any thread, when the client has left or has everything.
     """
 
     def __init__(self, rpc: Rpc, door: Door, refuse: Refuse, max_bytes: int, metadata: Metadata) -> None:
@@ -73,8 +73,10 @@ class DirectCall:
     # --- for who brings it --------------------------------------------------------------------------------------------
 
     def enter(self, client: str, deadline: float | None) -> Status | None:
-        """Take a place for ``client``, first of all; the status to refuse the call with where there is none.
-        ``deadline`` is in :func:`time.monotonic` seconds."""
+        """Take a place for ``client``, first of all. Return the status that rejects the call if there is none.
+
+        ``deadline`` is in :func:`time.monotonic` seconds.
+        """
         self.client, self.deadline = client, deadline
         try:
             self._place = self._door.enter(client)
@@ -83,14 +85,14 @@ class DirectCall:
         return None
 
     def answer(self, data: bytes) -> Answer:
-        """Of an RPC with one request and one response. Never raises."""
+        """Answer a unary RPC. Never raises."""
         try:
             return self._written(self._rpc.answer(self._message(data), self))
         except Exception as error:  # noqa: BLE001 -- the table decides what the client may know
             return self._refuse(error)
 
     def answers(self, messages: Iterator[bytes]) -> Iterator[Answer]:
-        """Of an RPC with many; a status is the last. What was yielded counts as taken when the next is asked for."""
+        """Answer a streaming RPC. A status is the last item. An item counts as received when the next is requested."""
         held: list[Held] = []
         try:
             for response in self._rpc.answer(self._requests(messages, held), self):
@@ -102,8 +104,7 @@ class DirectCall:
             yield self._refuse(error)
 
     def watch(self, data: bytes, send: Callable[[Answer | None], None]) -> None:
-        """Of an RPC whose responses come when there is something to say: ``send`` must not block, and None is the
-        end."""
+        """Answer a watch, whose responses come when there is news. ``send`` must not block; it gets None at the end."""
         try:
             self._rpc.answer(
                 self._message(data),
@@ -114,7 +115,7 @@ class DirectCall:
             send(self._refuse(error))
 
     def end(self) -> None:
-        """Nobody waits for anything of it any more. Once or more often."""
+        """Release everything: no client waits for the call any more. May be called repeatedly."""
         self.cancellation.cancel()
         if self._place is not None:
             self._place.leave()
@@ -155,7 +156,7 @@ class DirectCall:
 
 
 class _TooLarge(Exception):
-    """gRPC's own servers refuse such a message before anybody sees it, always with this code."""
+    """A message over the limit. gRPC's servers reject it before any handler sees it, always with this code."""
 
     def __init__(self, nbytes: int, most: int) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class _TooLarge(Exception):
 
 
 def too_large(nbytes: int, most: int) -> Status:
-    """What is told of a message of ``nbytes``, where ``most`` is ``max_message_bytes``."""
+    """Return the status for a message of ``nbytes``, where ``most`` is ``max_message_bytes``."""
     return Status(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the message has {nbytes} bytes; max_message_bytes is {most}")
 
 
@@ -199,8 +200,11 @@ class _DirectLane:
 
 
 class Direct:
-    """All RPCs of a server, by their paths. ``threads`` and ``streams`` are for whoever waits for answers: as many as
-    calls are let in."""
+    """All RPCs of a server, by path.
+
+    ``threads`` and ``streams`` are pools for callers that wait for responses: with a thread for each call that is
+    admitted.
+    """
 
     def __init__(
         self,
@@ -233,19 +237,22 @@ class Direct:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Those that are known, ``/package.Service/Method``."""
+        """The known paths, ``/package.Service/Method``."""
         return tuple(self._openers)
 
     def open(self, path: str, metadata: Metadata, client: str, deadline: float | None) -> DirectCall | Status:
-        """A call that is let in, or the status it is refused with. ``client`` names whoever shares the server's places
-        with others; ``deadline`` is in :func:`time.monotonic` seconds. KeyError for a path that is not known."""
+        """Return an admitted call, or the status that rejects it. KeyError for an unknown path.
+
+        ``client`` identifies the party that shares the server's places with others. ``deadline`` is in
+        :func:`time.monotonic` seconds.
+        """
         call = self._openers[path](metadata)
         if isinstance(call, Status):
             return call
         return call.enter(client, deadline) or call
 
     def stop(self, grace: float) -> bool:
-        """Refuse new calls and let those at work finish; False when some did not within ``grace`` seconds."""
+        """Reject new calls and let those in flight finish. Return False if some did not within ``grace`` seconds."""
         until = time.monotonic() + grace
         self._services.drain(until)
         answered = self._services.empty(until)

@@ -1,4 +1,4 @@
-"""Every RPC of every service: its path on the wire, the lane it comes in by, and what answers it."""
+"""Every RPC of every service: its path, its lane, and the method that answers it."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from service.transport.status import StatusTable
 from service.wire.inflate import Inflater
 from service.wire.skim import parser
 
-#: On the wire; the stubs' own package (``bf16kit.inference``) never leaves the process.
+#: The name on the wire; the stubs' own package (``bf16kit.inference``) never leaves the process.
 SERVICE = "inference.GRPCInferenceService"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 _PROBES = ("ServerLive", "ServerReady", "ModelReady")
-_LARGEST_QUESTION = 64 << 10  # bytes of a request that holds no tensors
-_EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests say nothing
+_LARGEST_QUESTION = 64 << 10  # largest request without tensors, in bytes
+_EMPTY = ("ServerLive", "ServerReady", "ServerMetadata")  # their requests are empty
 
 
 H = TypeVar("H")
 _H = TypeVar("_H", covariant=True)
-Opener = Callable[[Metadata], H]  # of a call whose metadata are known: what handles it
+Opener = Callable[[Metadata], H]  # given a call's metadata, returns its handler
 
 
 class Entrance(Protocol[_H]):
-    """Where calls of one kind come in: see :class:`~service.transport.lane.Lane`, gRPC's own."""
+    """Where calls of one kind come in. :class:`~service.transport.lane.Lane` is gRPC's."""
 
     def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> _H: ...
     def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> _H: ...
@@ -50,7 +50,7 @@ class Entrance(Protocol[_H]):
 
 @dataclass(frozen=True)
 class Lanes(Generic[H]):
-    """By which kinds of calls come in, apart from each other."""
+    """The entrances for separate kinds of calls."""
 
     inference: Entrance[H]
     streams: Entrance[H]
@@ -61,11 +61,11 @@ class Lanes(Generic[H]):
 
 
 class Handlers(grpc.ServerInterceptor):
-    """gRPC asks it for a handler when the headers of a call have arrived.
+    """The interceptor that gives gRPC a handler when the headers of a call have arrived.
 
-    An interceptor, because :meth:`register` makes gRPC queue the calls of each RPC apart from all others until its one
-    thread comes to them: a health check then waits behind other health checks only, and not behind a thousand
-    inferences. A registered handler alone would serve every call of its RPC, without a look at the headers.
+    It is an interceptor because of two constraints. :meth:`register` makes gRPC queue the calls of each RPC separately
+    until its one thread reaches them: a health check then waits only behind other health checks, and not behind a
+    thousand inferences. But a registered handler alone would serve every call of its RPC without access to the headers.
     """
 
     def __init__(self, open_by_path: Mapping[str, Opener[Handler]]) -> None:
@@ -88,7 +88,7 @@ def _never(message: bytes, context: grpc.ServicerContext) -> None:
 
 
 class Table(Generic[H]):
-    """Which lane each RPC comes in by, what answers it, and which scope of a token it needs."""
+    """Each RPC's lane, the method that answers it, and the scope that its token needs."""
 
     def __init__(self, lanes: Lanes[H], access: Access, statuses: StatusTable, max_message_bytes: int) -> None:
         self._lanes = lanes
@@ -100,8 +100,8 @@ class Table(Generic[H]):
     def openers(
         self, servicer: InferenceServicer, control: ControlServicer, health: HealthServicer
     ) -> dict[str, Opener[H]]:
-        """What opens a call of every RPC, by its path; those of the inference service that are not served are refused
-        with the reason."""
+        """Return the function that opens a call of each RPC, by path. RPCs of the inference service that are not served
+        are rejected with the reason."""
         paths: dict[str, Opener[H]] = {}
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             paths[f"/{SERVICE}/{method.name}"] = self._inference(method, servicer, control)

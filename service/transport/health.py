@@ -1,7 +1,7 @@
 """grpc.health.v1: the server as ``""`` and as the inference service, every model under its name, and the process.
 
-The messages are grpcio-health-checking's, its servicer is not: it sends to watchers while it holds the lock that a
-watcher who leaves needs on gRPC's own thread, and then the whole server stands still (grpc/grpc#43403).
+The messages are grpcio-health-checking's, but its servicer is not used. It sends to watchers while it holds a lock that
+a leaving watcher needs on gRPC's own thread, which blocks the whole server (grpc/grpc#43403).
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _log = logging.getLogger(__name__)
-# The health service itself serves as long as somebody answers: for a liveness probe. A model that loads, or cannot be
-# loaded, is no reason to start the process anew.
+# The health service itself is SERVING as long as the process answers: for liveness probes. A model that is loading or
+# cannot be loaded is no reason to restart the process.
 LIVE = "grpc.health.v1.Health"
-_SENDERS = 64  # threads: sending to a watcher who does not read takes one until the watchdog ends the call
+_SENDERS = 64  # threads: a send to a watcher that does not read occupies one until the watchdog ends the call
 
 Send = Callable[[health_pb2.HealthCheckResponse | None], None]
 
 
 class _Watcher:
-    """An open Watch. ``send`` sends a message, or with None ends the stream; one thread at a time is at it."""
+    """An open Watch. ``send`` sends a message, or ends the stream with None. One thread at a time uses it."""
 
     __slots__ = ("_ended", "_lock", "_sending", "_told", "client", "reads", "send", "service")
 
     def __init__(self, service: str, client: str, send: Send) -> None:
         self.service = service
         self.client = client
-        self.reads = False  # it has taken a message
+        self.reads = False  # the client has read a message
         self.send = send
         self._lock = threading.Lock()
         self._sending = self._ended = False
         self._told: int | None = None
 
     def start(self) -> bool:
-        """Whether the caller is to send what is new; False when another thread does, and will see it."""
+        """Return whether the caller is to send the news. False if another thread is sending, which will see them
+        too."""
         with self._lock:
             if self._sending or self._ended:
                 return False
@@ -54,9 +55,9 @@ class _Watcher:
             return True
 
     def news(self, now: Callable[[], int]) -> int | None:
-        """The status to send; None when the client has been told of it, and this thread is done here."""
+        """Return the status to send; None if the client already has it, and this thread is done."""
         with self._lock:
-            status = now()  # under the lock: a change is seen either here or by the next who starts
+            status = now()  # under the lock: a change is seen either here or by the next thread that starts
             if self._told == status:
                 self._sending = False
                 return None
@@ -72,9 +73,9 @@ class _Watcher:
 
 
 class HealthServicer:
-    """Answers Check at once, and keeps watchers in step with the registry on threads of their own.
+    """Answers Check at once, and sends status changes to watchers on separate threads.
 
-    The registry's callback must not block, and sending does where a client does not read.
+    The registry's callback must not block, but a send blocks while a client does not read.
     """
 
     def __init__(self, registry: Registry, service: str) -> None:
@@ -89,7 +90,7 @@ class HealthServicer:
 
     @property
     def held_up(self) -> bool:
-        """Whether news waits for watchers who are being sent theirs: the moment to be strict with those."""
+        """Whether news wait for threads that are sending to slow watchers. These then get less time."""
         return self._senders.waited_for
 
     def check(self, request: health_pb2.HealthCheckRequest, call: object) -> health_pb2.HealthCheckResponse:
@@ -101,16 +102,16 @@ class HealthServicer:
     def watch(
         self, request: health_pb2.HealthCheckRequest, client: str, cancellation: Cancellation, send: Send
     ) -> None:
-        """Send the status now, and whenever it changes, until the client leaves or the server stops."""
+        """Send the status now and at each change, until the client leaves or the server stops."""
         watcher = _Watcher(request.service, client, send)
         self._watchers.add(watcher)
         cancellation.subscribe(lambda: self._watchers.discard(watcher))
         self._tell(watcher)
 
     def shut_down(self, patience: float) -> None:
-        """Tell all but the process NOT_SERVING, for good, and end their streams: a stopping server waits for open ones.
+        """Report everything but the process as NOT_SERVING, for good, and end the watches, for which a stop would wait.
 
-        Waits for at most ``patience`` seconds for those who do not read.
+        Waits at most ``patience`` seconds for clients that do not read.
         """
         with self._lock:
             self._closed = True
@@ -126,12 +127,12 @@ class HealthServicer:
             self._tell(watcher)
 
     def _tell(self, watcher: _Watcher) -> Future[None] | None:
-        """Have a thread send what is new to ``watcher``; None when there is nothing to wait for."""
+        """Have a thread send the news to ``watcher``. Return None if there is nothing to wait for."""
         if not watcher.start():
             return None
         try:
             return self._senders.submit(watcher.client, lambda: self._send(watcher), reads=watcher.reads)
-        except RuntimeError:  # shut down meanwhile: a stream left open would hold up the drain
+        except RuntimeError:  # shut down meanwhile: an open stream would delay the drain
             watcher.end()
             return None
 

@@ -15,13 +15,16 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class NotServing(Bf16kitError):
-    """What was asked for is not served, or nobody answers."""
+    """The server or model is not serving, or no server answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How to speak TLS to the server: the ``certificates`` that are believed (PEM), a ``name`` that its own is for, and
-    the ``chain`` and ``key`` to show it (PEM), where it asks for such."""
+    """The TLS settings of a client.
+
+    ``certificates``: trusted certificates (PEM). ``name``: the name that the server's certificate must be for.
+    ``chain`` and ``key``: the client's own certificate and key (PEM), if the server requires one.
+    """
 
     certificates: bytes
     name: str
@@ -31,7 +34,7 @@ class Trust:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where the server listens, as gRPC writes targets, and what it wants to be shown."""
+    """The server's address, as a gRPC target, and the credentials that it requires."""
 
     target: str
     trust: Trust | None = None
@@ -39,10 +42,10 @@ class Door:
 
 
 def check(door: Door, service: str, seconds: float) -> str:
-    """Waits for ``seconds`` at most; returns SERVING.
+    """Check a service, waiting at most ``seconds``. Return "SERVING".
 
-    ``service`` is a model's name, or "" for the server, which serves when every model is ready. Raises
-    :class:`NotServing`, in words, for every other answer and for none.
+    ``service`` is a model's name, or "" for the server, which serves once every model is ready. Raises
+    :class:`NotServing`, with the reason, for any other result and if there is none.
     """
     metadata = (("authorization", f"Bearer {door.token}"),) if door.token else None
     with _channel(door) as channel:
@@ -64,7 +67,7 @@ def check(door: Door, service: str, seconds: float) -> str:
 
 
 def _channel(door: Door) -> grpc.Channel:
-    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]  # it is this machine that is asked
+    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]  # the server is on this machine
     if door.trust is None:
         return grpc.insecure_channel(door.target, options)
     trust = door.trust

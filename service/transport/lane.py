@@ -1,8 +1,8 @@
-"""Where calls come in: let in or refused when their headers arrive, before anything of their request is read.
+"""Lanes: calls of each kind are admitted or rejected when their headers arrive, before anything of a request is read.
 
-gRPC asks for a handler on the one thread that all calls share, and hands the call to the executor that its handler
-brings. There a call is let in or refused. What is refused is answered at once on that thread; what is let in runs, as
-soon as its request is there, on the lane's own threads, so that one kind of calls cannot take the threads of another.
+gRPC asks for a handler on the one thread that all calls share, and submits the call to that handler's executor. There
+the call is admitted or rejected. A rejected call is answered at once on that thread. An admitted one runs on the lane's
+own threads as soon as its request has arrived, so one kind of calls cannot take the threads of another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for type check
 
 
 class _Refusal:
-    """A behavior that refuses with one status, whatever the arity of the RPC."""
+    """A behavior that rejects a call with one status, whatever the arity of the RPC."""
 
     def __init__(self, status: Status) -> None:
         self.experimental_thread_pool = _INLINE
@@ -43,12 +43,12 @@ class _Refusal:
 
 
 def refusal(status: Status) -> Handler:
-    """A handler that answers ``status`` and reads nothing."""
+    """Return a handler that answers ``status`` and reads nothing."""
     return grpc.stream_unary_rpc_method_handler(_Refusal(status))
 
 
 class _Inline(ThreadPoolExecutor):
-    """Runs what it is given at once: for refusals, which block on nothing and are not worth a thread."""
+    """An executor that runs its task at once: for rejections, which do not block and are not worth a thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         fn(*args, **kwargs)
@@ -59,10 +59,11 @@ _INLINE = _Inline(1)
 
 
 class _Admitting(ThreadPoolExecutor):
-    """A lane's threads, for calls that have a place and something to do."""
+    """A lane's threads, for calls that are admitted and have work to do."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Called on gRPC's own thread, which an exception would end, and with it the server."""
+        """Admit and start a call. Runs on gRPC's own thread: an exception would end that thread, and with it the
+        server."""
         submit = super().submit
         found = find_arrival(args)
         if found is None or not isinstance(found[0], Call):
@@ -83,16 +84,16 @@ class _Admitting(ThreadPoolExecutor):
 
 
 def _done() -> Future[Any]:
-    """For gRPC, which only counts the calls that have not ended, and only where that number is bounded."""
+    """Return a finished future. gRPC only uses it to count calls in flight, and only if their number is bounded."""
     done: Future[Any] = Future()
     done.set_result(None)
     return done
 
 
 class Lane:
-    """Where calls of one kind come in: their places, their threads, and how long they may keep either waiting.
+    """The entrance for one kind of calls: their places, their threads and their timeouts.
 
-    ``refused`` is told the reason of every refusal that no model was asked about.
+    ``refused`` is called with the reason of every rejection before a call reaches a model.
     """
 
     def __init__(
@@ -113,12 +114,12 @@ class Lane:
         self._statuses = statuses
 
     def open(self, rpc: Rpc, needs: Needs, metadata: Metadata) -> Handler:
-        """The handler of a call whose headers have arrived."""
+        """Return the handler of a call whose headers have arrived."""
         try:
             needs.check(metadata)
         except RequestError as error:
             return refusal(self.status(error))
-        # All of them as streams of requests, of which one is read: gRPC would otherwise read it before it asks anybody.
+        # All as streams of requests, of which one is read: otherwise gRPC would read the request before admission.
         if rpc.kind == "stream":
             return grpc.stream_stream_rpc_method_handler(StreamCall(rpc, self), None, rpc.serialize)
         if rpc.kind == "watch":
@@ -128,7 +129,8 @@ class Lane:
         return grpc.stream_unary_rpc_method_handler(call, call.received, rpc.serialize)
 
     def refuse(self, error: RequestError, needs: Needs, metadata: Metadata) -> Handler:
-        """The handler of a call that nobody may make: of one who may not ask, that is what it is told."""
+        """Return the handler of a call that is always rejected. A caller without the required token gets that error
+        instead."""
         try:
             needs.check(metadata)
         except RequestError as forbidden:
@@ -136,7 +138,7 @@ class Lane:
         return refusal(self.status(error))
 
     def status(self, error: Exception) -> Status:
-        """What the client is told of an error that ended its call before a model was asked."""
+        """Return the status for an error that ended a call before it reached a model, and count its reason."""
         reason = why_refused(error)
         if reason:
             self.refused(reason)
@@ -144,5 +146,5 @@ class Lane:
 
 
 def why_refused(error: Exception) -> str:
-    """The metrics' word for what ended a call before a model was asked; empty for what they have none for."""
+    """Return the metrics' reason for a call that ended before it reached a model; "" if they have none."""
     return error.reason if isinstance(error, Overloaded | Unavailable) else _REASONS.get(type(error), "")

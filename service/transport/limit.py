@@ -1,9 +1,9 @@
-"""How many calls may be inside: fewer than there are places while a model refuses most of what it is asked.
+"""Adapts the number of admitted calls: below the number of places while models reject most of their requests.
 
-A model answers at the same rate however many requests wait, and what its queue refuses has been read, decoded and given
-a thread first. So when queues refuse more than is answered, and answers take several times as long as alone, fewer
-calls are let in, and the others are refused before they are read. Until then whoever finds a place may have it: nobody
-is refused for the sake of others' latency.
+A model's throughput does not depend on how many requests wait, and a request that its queue rejects has already been
+read, decoded and given a thread. Fewer calls are therefore admitted when queues reject more requests than are answered
+and responses take several times as long as without load. The others are rejected before they are read. Otherwise every
+call gets a free place: none is rejected to improve the latency of others.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Hashable
 
 _WINDOW_S = 0.1
-_SLOWER = 3.0  # than alone: what an answer may take while calls are refused in masses
-_SLACK_S = 0.005  # beyond that: the threads' turns
+_SLOWER = 3.0  # factor over the time without load that a response may take before the limit shrinks
+_SLACK_S = 0.005  # in addition, for thread switches
 _SHRINK, _GROW = 0.7, 1.25
-_DRIFT = 1.001  # per answer: what is fastest now may be slower than what once was
-_MODELS = 1024  # remembered
+_DRIFT = 1.001  # per response: the fastest response may become slower over time
+_MODELS = 1024  # models remembered
 
 
 class AdaptiveLimit:
-    """A number between ``least`` and ``most``: :attr:`now`. Tell it of refusals and of answers, on any
-    thread: it takes no lock, since a count that is lost now and then changes nothing.
+    """The limit :attr:`now`, between ``least`` and ``most``. It must be told of rejections and responses, on any
+    thread.
+
+    It takes no lock, because a lost count now and then changes nothing.
     """
 
     def __init__(self, most: int, least: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,17 +31,17 @@ class AdaptiveLimit:
         self._most = most
         self._least = min(least, most)
         self._clock = clock
-        self._alone: dict[Hashable, float] = {}  # seconds of a model's fastest answers
+        self._alone: dict[Hashable, float] = {}  # seconds of each model's fastest responses
         self._since = clock()
         self._forget()
 
     def refused(self) -> None:
-        """A call was refused for want of room: by its model's queue, or, while few are let in, for that."""
+        """Count a call rejected for lack of room: by its model's queue, or at the door while the limit is lowered."""
         self._refused += 1
         self._turn()
 
     def answered(self, model: Hashable, seconds: float) -> None:
-        """A call was answered ``seconds`` after its headers had come."""
+        """Count a call answered ``seconds`` after its headers arrived."""
         alone = min(seconds, self._alone.get(model, seconds) * _DRIFT)
         if model in self._alone or len(self._alone) < _MODELS:
             self._alone[model] = alone
@@ -48,7 +50,7 @@ class AdaptiveLimit:
         self._turn()
 
     def _turn(self) -> None:
-        """At the end of a window, draw the conclusion."""
+        """Adjust the limit at the end of a window."""
         now = self._clock()
         if now - self._since < _WINDOW_S:
             return

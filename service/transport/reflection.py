@@ -1,7 +1,7 @@
-"""Server reflection, from a descriptor pool of its own in which the service bears its public package, ``inference``.
+"""Server reflection, from its own descriptor pool, in which the service has its public package, ``inference``.
 
-The stubs are generated in the package ``bf16kit.inference``, because two files that define ``inference.*`` cannot
-share protobuf's default pool with tritonclient's.
+The stubs are generated in the package ``bf16kit.inference``: two files that define ``inference.*`` cannot coexist in
+protobuf's default pool, which tritonclient uses too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PUBLIC = "inference"
 
 
 def reflection_answer(services: Sequence[str]) -> Callable[[Iterator[StreamRequest], Any], Iterator[Any]]:
-    """What answers a stream of reflection requests: ``services``, and every file that they need."""
+    """Return the function that answers a stream of reflection requests about ``services`` and the files they need."""
     servicer = reflection.ReflectionServicer(services, pool=public_pool())
 
     def answer(requests: Iterator[StreamRequest], call: Any) -> Iterator[Any]:
@@ -32,7 +32,7 @@ def reflection_answer(services: Sequence[str]) -> Callable[[Iterator[StreamReque
 
 
 def public_pool() -> DescriptorPool:
-    """The files of all services, the inference service's as ``proto/inference.proto`` has it."""
+    """Return a pool of all services' files. The inference service is as in ``proto/inference.proto``."""
     pool = DescriptorPool()
     pool.AddSerializedFile(public_file().SerializeToString())
     pool.AddSerializedFile(health_pb2.DESCRIPTOR.serialized_pb)
@@ -41,7 +41,7 @@ def public_pool() -> DescriptorPool:
 
 
 def public_file() -> FileDescriptorProto:
-    """The stubs' file with their package and every reference to it renamed."""
+    """Return the stubs' file with the package and every reference to it renamed."""
     file = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
     own = f".{file.package}."
     file.name, file.package = PUBLIC_FILE, _PUBLIC

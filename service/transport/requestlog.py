@@ -1,4 +1,4 @@
-"""The line that the log has for each request, where one looks for that: the third reader of its observation."""
+"""The log line for each request. It is the third reader of a request's observation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _log = logging.getLogger(__name__)
 
 
 def log_request(seen: Observation) -> None:
-    """Of what was asked, what became of it and where its time went; never of what was in it.
+    """Log what was requested, the outcome and the time of each phase at DEBUG; never any tensors.
 
-    At DEBUG: where that is off, nothing of ``seen`` is looked at.
+    If DEBUG is off, ``seen`` is not read at all.
     """
     if not _log.isEnabledFor(logging.DEBUG):
         return

@@ -1,4 +1,4 @@
-"""Threads that send to clients who may not read, so that those hold up nobody who does."""
+"""Threads that send to clients. A client that does not read does not delay those that do."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
-_AT_ONCE = 2  # of one client
+_AT_ONCE = 2  # sends to one client at a time
 _Sending = tuple[Future[None], Callable[[], None]]
 
 
 class Senders:
-    """Runs what is to be sent to each client in its order, two at once at most. The clients take turns: first those who
-    have been seen to read.
+    """Runs sends in order for each client, at most two at a time per client.
+
+    Clients take turns. Those that have read a message before come first.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -28,13 +29,13 @@ class Senders:
 
     @property
     def waited_for(self) -> bool:
-        """Whether something waits for a thread, or for others of its client."""
+        """Whether a send waits for a thread, or for other sends to its client."""
         return bool(self._readers or self._others)
 
     def submit(self, client: str, send: Callable[[], None], *, reads: bool = False) -> Future[None]:
-        """``send`` must not raise; ``reads``: who gets it has read before.
+        """Queue ``send``, which must not raise. ``reads``: its client has read a message before.
 
-        Raises RuntimeError once :meth:`shutdown` has been called.
+        Raises RuntimeError after :meth:`shutdown`.
         """
         sent: Future[None] = Future()
         with self._lock:
@@ -47,7 +48,7 @@ class Senders:
         return sent
 
     def shutdown(self, *, wait: bool) -> None:
-        """What waits is not sent any more."""
+        """Cancel the sends that wait."""
         with self._lock:
             self._closed = True
             for sent, _ in chain(*self._readers.values(), *self._others.values()):
@@ -66,7 +67,7 @@ class Senders:
                     del self._busy[client]
 
     def _next(self) -> tuple[str, Future[None], Callable[[], None]] | None:
-        """What is to be sent next: of the first client that may send more, which then goes behind the others."""
+        """Return the next send: of the first client below its limit, which then moves behind the others."""
         with self._lock:
             for waiting in (self._readers, self._others):
                 client = next((client for client in waiting if self._busy[client] < _AT_ONCE), None)

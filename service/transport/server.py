@@ -21,24 +21,25 @@ from service.transport.options import TransportOptions as TransportOptions
 from service.transport.services import CONTROL_CALLS, LAST_WORDS_SECONDS, REFLECTION_SECONDS, Services
 from service.transport.watchdog import Patience, Watchdog
 
-_SLOW_CONTROL_CALLS = 8  # that may take longer than a moment to send what is a few bytes
-# For those that keep a server waiting which has no more than half of its places. Not less: it may be the server that is
-# late, with thousands of calls before this one on gRPC's one thread.
+_SLOW_CONTROL_CALLS = 8  # control calls that may be slow to send their few bytes
+# Time for slow clients once half of the server's places are taken. Not shorter: the delay may be the server's own, with
+# thousands of earlier calls on gRPC's one thread.
 _HURRIED_SECONDS = 3.0
-_DEAF_SECONDS = 1.0  # for a watcher to be sent a few bytes, while others' news waits for it
-# A thread that sleeps for a moment and wakes in time, again and again, shows that its process is not behind with work.
+_DEAF_SECONDS = 1.0  # for a watcher to read a few bytes while others' news wait
+# A thread that repeatedly sleeps for a moment and wakes in time shows that its process has no backlog.
 _NAP_SECONDS, _PUNCTUAL_SECONDS, _PUNCTUAL_NAPS = 0.002, 0.005, 40
 _CATCH_UP_SECONDS = 2.0  # at most
 _MIN_PING_INTERVAL_MS = 10_000  # between a client's keepalive pings; gRPC's own limit of 5 minutes drops Triton clients
-_PING_SECONDS = 20.0  # at most, for the answer to a ping of ours
-_STREAMS_PER_CONNECTION = 4096  # many more than are let in: what is refused is refused here, and not held in clients
+_PING_SECONDS = 20.0  # at most, for the response to the server's ping
+# Many more than are admitted: calls are rejected here instead of being held back in clients.
+_STREAMS_PER_CONNECTION = 4096
 _HANDSHAKE_MS = 10_000  # a connection that is not HTTP/2 by then is closed
 
 
 class Transport:
-    """The server side of gRPC. :meth:`start` binds and serves; :meth:`stop` drains and may be called more than once.
+    """The gRPC server. :meth:`start` binds and serves. :meth:`stop` drains and may be called more than once.
 
-    ``refused`` is told of each refusal that is not a model's own, by one of :data:`~service.request.REFUSALS`.
+    ``refused`` is called with one of :data:`~service.request.REFUSALS` for each rejection other than a model's own.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Transport:
         self._services = Services(registry, refused, options, access, operations, tracer)
         handlers = Handlers(self._services.openers(self._lanes()))
         self._watchdog = Watchdog(self._patiences)
-        # Each lane bounds its own calls: a bound on all of them would let one lane's calls shut out another's.
+        # Each lane bounds its own calls: with a common bound, one lane's calls could shut out another's.
         self._server = grpc.server(
             self._services.pool("grpc", 1),
             options=_channel_arguments(options),
@@ -67,7 +68,7 @@ class Transport:
         handlers.register(self._server)
 
     def start(self) -> int:
-        """Listen and serve; returns the port. Raises :class:`ConfigError` when the address cannot be bound."""
+        """Listen and serve. Return the port. Raises :class:`ConfigError` if the address cannot be bound."""
         host, port = self._options.host, self._options.port
         try:
             if self._certificates is None:
@@ -84,10 +85,10 @@ class Transport:
         return bound
 
     def stop(self, grace: float) -> bool:
-        """Tell NOT_SERVING, refuse new calls, and let those at work finish for ``grace`` seconds; then cancel them.
+        """Report NOT_SERVING, reject new calls, let those in flight finish for ``grace`` seconds, then cancel them.
 
-        Watches and idle streams are ended at once, and calls whose clients do not send or take anything after half of
-        the time: so only work is waited for. False when something was still at work after ``grace`` seconds.
+        Watches and idle streams end at once. Calls whose clients neither send nor read end after half of the time, so
+        that the server waits for work only. Returns False if a call was still in flight after ``grace`` seconds.
         """
         until = time.monotonic() + grace
         for patience in self._patiences:
@@ -95,7 +96,8 @@ class Transport:
         self._services.drain(until)
         if not self._services.empty(0.0):
             catch_up(until)
-        self._server.stop(max(0.0, until - time.monotonic()) + LAST_WORDS_SECONDS)  # it cancels later than we look
+        # GRPC cancels only after the check below.
+        self._server.stop(max(0.0, until - time.monotonic()) + LAST_WORDS_SECONDS)
         answered = self._services.empty(until)
         self._server.stop(0)
         self._watchdog.stop()
@@ -135,7 +137,7 @@ class Transport:
         sending: Patience | None = None,
     ) -> Lane:
         services = self._services
-        idle = door is services.streams  # by nature
+        idle = door is services.streams  # streams are idle by nature
         receiving = Patience(
             receive_seconds, receive_seconds if idle else _HURRIED_SECONDS, lambda: door.crowded, slow=slow
         )
@@ -148,10 +150,11 @@ class Transport:
 
 
 def catch_up(until: float) -> None:
-    """Let gRPC's one thread tell of the calls that have come: gRPC cancels those that it did not when it is stopped.
+    """Wait until gRPC's one thread has delivered the calls that have arrived: a stop cancels those it has not
+    delivered.
 
-    What is told of is refused by now. A client may send again what was refused, and cannot know what became of a call
-    that was cancelled. That thread is late where a hundred others want their turn, and then so is this one.
+    Delivered calls are rejected by now. A client may safely repeat a rejected call, but does not know the outcome of a
+    cancelled one. While a hundred other threads compete for the processor, that thread is late, and so is this one.
     """
     until, punctual = min(until, time.monotonic() + _CATCH_UP_SECONDS), 0
     while (begun := time.monotonic()) < until and punctual < _PUNCTUAL_NAPS:
@@ -162,7 +165,7 @@ def catch_up(until: float) -> None:
 def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
     patience = _ms(min(options.keepalive_seconds, _PING_SECONDS))
     arguments = {
-        # gRPC's default is on: a second server on the same port would silently take half of the calls
+        # gRPC's default is on: a second server on the same port would silently receive half of the calls
         "grpc.so_reuseport": int(options.share_port),
         "grpc.max_receive_message_length": options.max_message_bytes,
         "grpc.per_message_decompression": 0,  # see service.wire.inflate
@@ -174,13 +177,14 @@ def _channel_arguments(options: TransportOptions) -> list[tuple[str, int]]:
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
         "grpc.keepalive_time_ms": _ms(options.keepalive_seconds),
         "grpc.keepalive_timeout_ms": patience,  # for bytes that TCP has sent
-        "grpc.http2.ping_timeout_ms": patience,  # for the answer to a ping: a minute by default, whatever stands above
+        # For the response to a ping: a minute by default, whatever the timeout above.
+        "grpc.http2.ping_timeout_ms": patience,
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.min_ping_interval_without_data_ms": _MIN_PING_INTERVAL_MS,
         "grpc.max_connection_idle_ms": _ms(options.max_connection_idle_seconds),
     }
     if options.compress:
-        # A level, because an algorithm would be used for clients that do not take it, too. The least one is gzip.
+        # A level: an algorithm would also be used for clients that do not accept it. The lowest level is gzip.
         arguments["grpc.default_compression_level"] = 1
     if options.max_connection_age_seconds:
         arguments["grpc.max_connection_age_ms"] = _ms(options.max_connection_age_seconds)
@@ -196,7 +200,7 @@ def _address(host: str, port: int) -> str:
 
 
 def _why_not_bound(host: str, port: int) -> ConfigError:
-    """Why ``host:port`` cannot be listened on, found by trying it once more with a plain socket."""
+    """Find why ``host:port`` cannot be listened on, by another attempt with a plain socket."""
     try:
         ports.listen(host, port, "--grpc-port").close()
     except ConfigError as error:

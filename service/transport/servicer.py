@@ -1,4 +1,4 @@
-"""The RPCs that run a model: decode and check, ask the core, encode."""
+"""The RPCs that run a model: decode and check the request, run it, encode the response."""
 
 # ruff: noqa: N802 -- methods are named as the protocol names its RPCs, and found by that name
 
@@ -29,17 +29,17 @@ from service.wire.parameters import RequestParameters, check_request, wants_fina
 from service.wire.request import InferenceCodec
 from service.wire.skim import asked_model
 
-# What a small message may hold, and takes long: megabytes to read or write, 65,536 strings to make.
+# Features that make even a small message slow: megabytes to read or write, or 65,536 strings to create.
 _LONG = (b"shared_memory_region", b"classification")
 _UNKNOWN_OUTCOME = grpc.StatusCode.INTERNAL
 _Answered = tuple[pb.ModelInferRequest, pb.ModelInferResponse | Status]
 
 
 class InferenceServicer:
-    """One method per RPC, named as in the protocol. Errors leave through :class:`StatusTable` alone.
+    """One method per RPC, named as in the protocol. Errors leave only through :class:`StatusTable`.
 
-    ``shares`` keeps one model's requests from taking the places of all others'. A stream's requests wait for their turn
-    and for a place in their model's queue, where others are refused: the stream is held back, by not reading on.
+    ``shares`` keeps one model's requests from taking the places of all others. A stream's requests wait for a place and
+    for room in their model's queue, where other requests are rejected; meanwhile the stream is not read.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class InferenceServicer:
         self._memory = memory
         self._tracer = tracer
         self._clock = clock
-        # Weak: a codec must not keep a model that was unloaded, nor be found again for the one loaded in its place.
+        # Weak: a codec must not keep an unloaded model alive, nor be found for the model loaded in its place.
         self._codecs: WeakKeyDictionary[Model, InferenceCodec] = WeakKeyDictionary()
-        self._open: set[Callable[[], None]] = set()  # ends a stream
+        self._open: set[Callable[[], None]] = set()  # functions that end a stream
         self._draining = False
 
     def drain(self) -> None:
-        """End every stream once what is at work of it is answered: an idle one would outlast any patience."""
+        """End every stream once its requests in flight are answered: an idle stream would outlast any timeout."""
         self._draining = True
         for end in tuple(self._open):
             end()
@@ -86,7 +86,10 @@ class InferenceServicer:
         return self._answer(message, call, call.started, call.hold_more)
 
     def claim(self, data: bytes) -> Claimed | None:
-        """The right to answer the ModelInferRequest in ``data`` at once. Never blocks, and refuses nothing."""
+        """Claim the model of the ModelInferRequest in ``data``, to answer it at once; None if it cannot be claimed.
+
+        Never blocks, and rejects nothing.
+        """
         name, version = asked_model(data)
         if not name or any(word in data for word in _LONG):
             return None
@@ -137,7 +140,7 @@ class InferenceServicer:
         *,
         patient: bool = False,
     ) -> pb.ModelInferResponse | Status:
-        """The answer to one request, or the status to refuse it with; observed either way, and never raising."""
+        """Return the response to one request, or the status that rejects it. Observes either, and never raises."""
         model: Model | None = None
         request: Request | None = None
         deadline = ends = call.deadline
@@ -154,7 +157,8 @@ class InferenceServicer:
                 request.claim = None if claimed is None else claimed.claim
                 reply = self._infer(model, request)
                 if answers.sinks and call.cancellation.cancelled:
-                    raise Cancelled("the client left before its shared memory was written to")  # it is for others now
+                    # It may belong to other requests now.
+                    raise Cancelled("the client left before its shared memory was written to")
                 response = codec.encode(message.id, reply, answers, hold_more)
             code = self._seen(call, ends)
             if not patient:
@@ -173,16 +177,16 @@ class InferenceServicer:
         if isinstance(error, Overloaded):
             if error.reason in REFUSALS:
                 self._refused(error.reason)
-            else:  # by the model's queue, which has told the model's metrics
+            else:  # rejected by the model's queue, which has counted it in the model's metrics
                 self._limit.refused()
         if isinstance(error, Cancelled) and deadline is not None and self._clock() >= deadline:
-            # gRPC tells of a deadline that passed as it tells of a client that left
+            # gRPC reports a deadline that passed in the same way as a client that left
             return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request ran")
         name, version = _asked(message, model)
         return self._statuses.of(error, {"model": name, "version": version or None, "request_id": message.id or None})
 
     def _seen(self, call: Calling, ends: float | None) -> grpc.StatusCode:
-        """What the client of an answered request sees: it may have stopped waiting while the request ran."""
+        """Return the code that the client sees: it may have stopped waiting while the request ran."""
         if ends is not None and self._clock() >= ends:
             return grpc.StatusCode.DEADLINE_EXCEEDED
         return grpc.StatusCode.CANCELLED if call.cancellation.cancelled else grpc.StatusCode.OK
@@ -211,7 +215,8 @@ class InferenceServicer:
         code: grpc.StatusCode,
         seconds: float,
     ) -> None:
-        """Tell whoever counts, the log and the trace. A name must exist to become a label: it is looked up."""
+        """Report the request to the metrics, the log and the trace. Only the name of an existing model becomes a
+        label."""
         served: Model | Slot | None = model or self._find(message)
         name, version = _asked(message, served)
         timings, rows = (None, 0) if request is None else (request.timings, request.rows)
@@ -242,7 +247,7 @@ def _stream_response(
 
 
 def _asked(message: pb.ModelInferRequest, served: Model | Slot | None) -> tuple[str, str]:
-    """The model and version that were asked; where there are none, what the client named."""
+    """Return the model and version that were used; without them, those that the client named."""
     return (served.name, str(served.version)) if served else (message.model_name, message.model_version)
 
 

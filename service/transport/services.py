@@ -1,4 +1,4 @@
-"""The servicers, and how much they let in: the same for whoever brings the calls."""
+"""The servicers and their limits, shared by the gRPC server and :mod:`service.transport.direct`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from service.transport.status import StatusTable
 from service.transport.turns import Turns
 from service.wire.memory import SharedMemory
 
-CONTROL_CALLS = 128  # health checks, metadata, statistics at once
-_CHANGES = 32  # of the models served, that calls wait for
+CONTROL_CALLS = 128  # concurrent calls for health, metadata and statistics
+_CHANGES = 32  # concurrent calls that wait for a load or unload
 _REFLECTION_STREAMS = 16
 REFLECTION_SECONDS = 10.0  # between two requests of one stream
-_SPARE_THREADS = 4  # to refuse calls on, where it takes a thread to know whose they are
-LAST_WORDS_SECONDS = 1.0  # how long a stopping server waits for watchers to have been told, and calls to end
+_SPARE_THREADS = 4  # to reject calls whose client is only known on a thread
+LAST_WORDS_SECONDS = 1.0  # wait of a stopping server for watchers to be notified, and for calls to end
 H = TypeVar("H")
 
 
 class Services:
-    """One server's, with a door for each kind of calls. ``refused`` is told as by a ``Transport``."""
+    """One server's servicers, with a door for each kind of calls. ``refused`` is called as by ``Transport``."""
 
     def __init__(
         self,
@@ -75,25 +75,26 @@ class Services:
         self._control = ControlServicer(registry, operations, Needs(access.tokens, "manage"))
 
     def openers(self, lanes: Lanes[H]) -> dict[str, Opener[H]]:
-        """What opens a call of each RPC by its lane; see :meth:`Table.openers`."""
+        """Return the function that opens a call of each RPC in its lane; see :meth:`Table.openers`."""
         table = Table(lanes, self._access, self.statuses, self._max_message_bytes)
         return table.openers(self._servicer, self._control, self.health)
 
     def pool(self, name: str, threads: int) -> ThreadPoolExecutor:
-        """Threads that end with these services."""
+        """Create a thread pool that ends with these services."""
         return self.keep(ThreadPoolExecutor(threads, name))
 
     def keep(self, pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
-        """``pool``, which ends with these services."""
+        """Return ``pool``, and end it with these services."""
         self._pools.append(pool)
         return pool
 
     def threads_for(self, door: Door) -> int:
-        """How many a lane of ``door`` needs for all that it lets in."""
+        """Return how many threads a lane of ``door`` needs for all calls that it admits."""
         return door.limit + _SPARE_THREADS
 
     def drain(self, until: float) -> None:
-        """Refuse new work, tell watchers NOT_SERVING, and end streams and waits that would outlast any patience."""
+        """Reject new work, report NOT_SERVING to watchers, and end the streams and waits that would outlast any
+        timeout."""
         for door in (self.inference, self.streams):
             door.close(lambda: Unavailable("the server is shutting down; try another", "draining"))
         self.health.shut_down(min(max(0.0, until - time.monotonic()), LAST_WORDS_SECONDS))
@@ -102,11 +103,11 @@ class Services:
         self.changes.wait_empty(min(until, time.monotonic() + LAST_WORDS_SECONDS))
 
     def empty(self, until: float) -> bool:
-        """Whether no call was inside by ``until`` (:func:`time.monotonic` seconds)."""
+        """Wait until no call is inside. Return False if one still is at ``until`` (:func:`time.monotonic` seconds)."""
         return self.inference.wait_empty(until) and self.streams.wait_empty(until)
 
     def close(self) -> None:
-        """End the threads, and wait for them for a moment: a run that was cut off may never end."""
+        """End the threads, and wait a moment for them: a run that was cut off may never end."""
         closing = threading.Thread(target=self._close_pools, name="grpc-closing", daemon=True)
         closing.start()
         closing.join(LAST_WORDS_SECONDS)

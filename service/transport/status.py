@@ -1,4 +1,4 @@
-"""The one table from errors to gRPC codes. What is not in it was not expected: its text stays in the log."""
+"""The only mapping from errors to gRPC codes. Any other exception is unexpected: its text goes to the log only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CODES: Mapping[type[RequestError], StatusCode] = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a caller is told."""
+    """The code and details that a client gets."""
 
     code: StatusCode
     details: str
@@ -52,15 +52,18 @@ class Status:
 class StatusTable:
     """:data:`CODES`, with the code for overload that the operator chose.
 
-    Triton answers overload with UNAVAILABLE, which KServe's client retries three times: overload multiplies itself.
+    Triton answers overload with UNAVAILABLE, which KServe's client retries three times. That multiplies the overload.
     """
 
     def __init__(self, overload: StatusCode = StatusCode.RESOURCE_EXHAUSTED) -> None:
         self._codes = {**CODES, Overloaded: overload}
 
     def of(self, error: Exception, about: Mapping[str, object] | None = None) -> Status:
-        """The status for ``error``. One that is not a refusal is logged here, under an incident id of its own, with
-        what ``about`` says of its request in the words of :data:`service.process.logs.FIELDS`."""
+        """Return the status for ``error``.
+
+        An error that is not a RequestError is logged here with a new incident id. ``about`` adds facts on its request,
+        with the keys of :data:`service.process.logs.FIELDS`.
+        """
         if isinstance(error, RequestError):
             for kind in type(error).__mro__:
                 if kind in self._codes:
@@ -69,7 +72,8 @@ class StatusTable:
 
 
 def _incident(error: Exception, about: Mapping[str, object]) -> Status:
-    """A failure the caller did not cause: they get a number to quote, the log gets the number and the text."""
+    """Return the status for a failure that the client did not cause. The client gets an incident id; the log gets the
+    id and the error's text."""
     incident = secrets.token_hex(6)
     kind = "failure" if isinstance(error, Bf16kitError) else "bug"
     _log.error(
@@ -80,5 +84,5 @@ def _incident(error: Exception, about: Mapping[str, object]) -> Status:
 
 
 def _shortened(details: str) -> str:
-    """``details`` short enough for a header, even if a caller's endless name is in it."""
+    """Shorten ``details`` to fit into a header, even if they contain a client's very long name."""
     return details if len(details) <= _MAX_DETAILS else details[: _MAX_DETAILS - 1] + "…"

@@ -1,4 +1,4 @@
-"""A call of many requests: read no faster than their answers are taken."""
+"""A call with many requests, which is read no faster than the client reads its responses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from service.transport.status import Status
 if TYPE_CHECKING:
     from service.transport.lane import Lane
 
-_READ_AHEAD_BYTES = 8 << 20  # of a stream's requests and answers: with more it reads on when a response was taken
+# Limit on the bytes of a stream's requests and responses, above which reading pauses until a response is read.
+_READ_AHEAD_BYTES = 8 << 20
 
 
 class StreamRequest(NamedTuple):
-    """One message of a stream. ``hold_more`` counts bytes for it, as :meth:`Call.hold_more` does."""
+    """One message of a stream. ``hold_more`` counts bytes for it, like :meth:`Call.hold_more`."""
 
     message: Any
     hold_more: Callable[[int], None]
@@ -31,7 +32,7 @@ class StreamCall(Call):
 
     def __init__(self, rpc: Rpc, lane: Lane) -> None:
         super().__init__(rpc, lane)
-        self._unanswered: deque[Held] = deque()  # in the order of the requests, which is that of the responses
+        self._unanswered: deque[Held] = deque()  # in the order of the requests and responses
         self._fewer = threading.Condition()
 
     def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
@@ -64,12 +65,12 @@ class StreamCall(Call):
             yield StreamRequest(self._parsed(data, held), held.hold_more)
 
     def _wait_for_room(self, place: Place) -> None:
-        """Read no further request while those that were read, and their answers, are too large: one alone may be."""
+        """Wait while the pending requests and their responses are too large. A single one may be."""
         with self._fewer:
             self._fewer.wait_for(lambda: self._over or place.nbytes < _READ_AHEAD_BYTES)
 
     def _answered(self) -> None:
-        """The client has taken the response to the oldest request."""
+        """Release the oldest request: the client has read its response."""
         self._unanswered.popleft().release()
         with self._fewer:
             self._fewer.notify_all()
@@ -80,7 +81,7 @@ class StreamCall(Call):
             self._fewer.notify_all()
 
     def _idle(self) -> None:
-        """Nothing has come for long: no fault of the client's as long as it waits for responses."""
+        """Handle a stream without requests for long: end it, unless the client still waits for responses."""
         if self._unanswered:
             self._waits(self._lane.receiving, self._idle)
         else:

@@ -1,4 +1,4 @@
-"""Answers for a stream: several requests at work at once, so that they can share a batch, yet answered in order."""
+"""Answers a stream's requests in order, several in flight at once so that they can share a batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ A = TypeVar("A")
 
 
 class OrderedAnswers(Generic[Q, A]):
-    """Iterates over ``answer(request)`` in the order of ``requests``, at most ``window`` of them at work.
+    """Iterates over ``answer(request)`` in the order of ``requests``, with at most ``window`` of them in flight.
 
-    A reader, on a thread of ``readers``, takes the next request while earlier ones run on those of ``answerers``; with
-    the window full it stops reading, and the transport's flow control holds the caller back. The iteration ends with
-    ``requests``, or, after what was read is answered, when :meth:`close` is called.
+    A reader, on a thread of ``readers``, takes the next request while earlier ones run on threads of ``answerers``. It
+    stops reading while the window is full, so the transport's flow control holds the client back. The iteration ends
+    with ``requests``, or, after :meth:`close`, once the requests read so far are answered.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OrderedAnswers(Generic[Q, A]):
             self.close()
 
     def close(self) -> None:
-        """Read no further request. A reader that waits for one is left to it: it ends with its ``requests``."""
+        """Read no further request. A reader that waits for one stays until its ``requests`` end."""
         self._closed = True
         self._room.release()
         self._answers.put(None)

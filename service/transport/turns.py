@@ -1,6 +1,6 @@
-"""Whose requests of streams are at work: each model and each connection has its share of the threads that answer them.
+"""Schedules streams' requests: each model and each connection gets its share of the threads that answer them.
 
-A request that would be refused for that outside of a stream waits here, and its stream is read no further.
+A request beyond its share would be rejected outside of a stream. Here it waits, and its stream is not read meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Q = TypeVar("Q")
 
 
 class _Turn:
-    """A request that waits: until ``over``, and then it is ``granted`` or its stream has ended."""
+    """A request that waits until ``over`` is set. It is then ``granted``, or its stream has ended."""
 
     __slots__ = ("client", "granted", "model", "over")
 
@@ -27,26 +27,26 @@ class _Turn:
 
 
 class Turns:
-    """At most ``limit`` requests are at work; of these each model and each connection has its part of
-    :class:`~service.transport.admission.Shares`.
-    """
+    """Admits at most ``limit`` requests at a time, within each model's and each connection's
+    :class:`~service.transport.admission.Shares`."""
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Lock()
         self._models = Shares(limit)
         self._clients = Shares(limit)
-        self._waiting: list[_Turn] = []  # in the order in which they came
+        self._waiting: list[_Turn] = []  # in order of arrival
 
     def take(self, model: str, client: str) -> bool:
-        """Called with the lock held, as all that follow."""
+        """Take a place if there is one. The caller holds the lock, here and in all methods below."""
         return self._take(model, client, set())
 
     def give(self, model: str, client: str) -> None:
-        """To whoever waits first and may have it: so nobody who comes later overtakes one who could have gone."""
+        """Give a place back, to the first waiting request that may have it. So no later request overtakes one that
+        could run."""
         self._models.give(model)
         self._clients.give(client)
         if self._waiting:
-            full: set[str] = set()  # models that may have no more until somebody gives again: asked once
+            full: set[str] = set()  # models at their share until another place is given back: asked once
             self._waiting = [turn for turn in self._waiting if turn.model in full or not self._grant(turn, full)]
 
     def wait(self, turn: _Turn) -> None:
@@ -65,7 +65,8 @@ class Turns:
         return True
 
     def _take(self, model: str, client: str, full: set[str]) -> bool:
-        """Of both or of neither; ``full`` is told of a model that has its share."""
+        """Take a place of both the client and the model, or of neither. A model that has its share is added to
+        ``full``."""
         if not self._clients.take(client):
             return False
         if not self._models.take(model):
@@ -76,7 +77,7 @@ class Turns:
 
 
 class Line:
-    """One stream's requests, which have their turns one after the other."""
+    """The requests of one stream, which take their turns one after the other."""
 
     def __init__(self, turns: Turns, client: str) -> None:
         self._turns = turns
@@ -85,19 +86,19 @@ class Line:
         self._last: _Turn | None = None
 
     def in_turn(self, requests: Iterable[Q], model: Callable[[Q], str]) -> Iterator[Q]:
-        """Each request once it may be at work: after it :meth:`leave` is to be called. Ends when the line is closed."""
+        """Yield each request once it may run. :meth:`leave` must follow each. Ends when the line is closed."""
         for request in requests:
             if not self._enter(model(request)):
                 return
             yield request
 
     def leave(self, model: str) -> None:
-        """A request is answered."""
+        """Give an answered request's place back."""
         with self._turns.lock:
             self._turns.give(model, self._client)
 
     def close(self) -> None:
-        """A request that waits does so no longer: it will not be answered, for its stream has ended."""
+        """End the wait of a pending request, which will not be answered because its stream has ended."""
         with self._turns.lock:
             if not self._closed and self._last is not None:
                 self._turns.forget(self._last)

@@ -1,7 +1,8 @@
-"""Ends calls that keep the server waiting: for their request, for their next message, or for taking their response.
+"""Ends calls that keep the server waiting for too long: for a request, for a stream's next message, or for a client to
+read its response.
 
-A thread that waits inside gRPC cannot be told to stop waiting. What can be done is to cancel the call: gRPC then wakes
-the thread, and the client sees CANCELLED.
+A thread that waits inside gRPC cannot be interrupted, but its call can be cancelled. gRPC then wakes the thread, and
+the client sees CANCELLED.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from collections.abc import Callable, Sequence
 from service.process.ticking import Ticking
 
 _TICK_S = 0.1
-_LEAST_S = 1.0  # that a client has while the server stops
+_LEAST_S = 1.0  # least time for a client while the server stops
 _log = logging.getLogger(__name__)
 
 
 class Patience:
-    """The calls that keep the server waiting in one respect, and how long they may: ``seconds``, or ``hurried`` seconds
-    while it is ``crowded``. Of those that take longer than ``hurried`` at any time, at most ``slow`` may go on.
+    """The calls that keep the server waiting for one kind of event, and their timeout: ``seconds``, or ``hurried``
+    seconds while ``crowded`` returns True.
+
+    At most ``slow`` calls may take longer than ``hurried`` at any time.
     """
 
     def __init__(
@@ -37,25 +40,28 @@ class Patience:
         self._crowded = crowded
         self._slow = slow
         self._clock = clock
-        self._stops: tuple[float, float] | None = None  # since when, and until when at most
+        self._stops: tuple[float, float] | None = None  # begin and latest end of the stop
         self._waiting: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
 
     def begin(self, call: object, end: Callable[[], None]) -> None:
-        """``call`` keeps the server waiting from now on; ``end`` is what happens when that is for too long."""
+        """Start the timeout of ``call``. ``end`` is called if it expires."""
         self._waiting[call] = (self._clock(), end)
 
     def done(self, call: object) -> None:
-        """``call`` keeps nobody waiting (any more)."""
+        """Stop the timeout of ``call``, if it has one."""
         self._waiting.pop(call, None)
 
     def stop(self, grace: float) -> None:
-        """The server stops within ``grace`` seconds. From now on a call may keep it waiting for half of what is left of
-        that, at least for a second: then what waits only for clients ends before the time is up."""
+        """Shorten timeouts, because the server stops within ``grace`` seconds.
+
+        A call then gets half of the remaining time, but at least a second. Calls that only wait for their clients thus
+        end before the time is up.
+        """
         now = self._clock()
         self._stops = now, now + grace
 
     def end_overdue(self) -> int:
-        """End what is overdue; returns how many that were. Single operations on a dict need no lock."""
+        """End the calls that are overdue, and return their number. Single operations on a dict need no lock."""
         now, ended, slow = self._clock(), 0, 0
         limit = self._hurried if self._crowded() else self._seconds
         for call, (since, end) in self._waiting.copy().items():
@@ -80,7 +86,7 @@ class Patience:
 
 
 class Watchdog(Ticking):
-    """One thread that looks after all patiences, ten times a second."""
+    """One thread that checks all patiences ten times a second."""
 
     def __init__(self, patiences: Sequence[Patience]) -> None:
         super().__init__("grpc-watchdog", _TICK_S, self._look)
